@@ -1,0 +1,155 @@
+"""Engine settings: one frozen dataclass, checked once, importable without torch.
+
+Names follow vLLM's where vLLM's users know them. Every complaint is a ``ValueError`` of one sentence that says
+what, which value, and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+LAYOUTS = ("paged", "contiguous")
+RESERVATIONS = ("max",)
+KV_CACHE_DTYPES = ("auto",)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+LOAD_FORMATS = ("auto", "dummy")
+PREEMPTION_MODES = ("recompute",)
+KERNEL_BACKENDS = ("auto", "torch", "numba", "triton")
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from ``134217728``, ``"128MiB"``, ``"1.5 GiB"`` or ``"500MB"``."""
+    if isinstance(value, bool):
+        raise ValueError(f"a size in bytes cannot be {value!r}: give an integer or a text such as '128MiB'")
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if not match or match[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(count: int) -> str:
+    """``134217728`` -> ``128 MiB``; three significant digits."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.4g} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All settings of one engine.
+
+    ``kv_budget`` is in bytes and is the same quantity for both layouts: K and V of all layers plus the page
+    table. ``kv_budget=None`` takes 256 MiB on a CPU and 80 % of the free memory of a GPU.
+    """
+
+    model: str = "llama-32m"  # a local folder, a config JSON, or the name of a config that ships with the engine
+    load_format: str = "auto"  # auto: safetensors of the folder; dummy: seeded random weights
+    seed: int = 0  # of the random weights, and of requests that bring no seed of their own
+    dtype: str = "auto"  # auto: float32 on CPU, the config's dtype on CUDA
+    device: str = "auto"
+    tokenizer: str | None = None  # a folder; None: the model's own, else the byte-level BPE that ships
+
+    layout: str = "paged"
+    reservation: str = "max"  # contiguous: slots reserved per sequence; max = max_model_len
+    page_size: int = 16  # tokens
+    kv_budget: int | None = None  # bytes
+    kv_cache_dtype: str = "auto"  # auto: the model's dtype
+    enable_prefix_caching: bool = False
+
+    max_model_len: int | None = None  # tokens of prompt + output; None: the model's limit
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512  # tokens computed in one step
+    enable_chunked_prefill: bool = True
+    preemption_mode: str = "recompute"
+
+    kernel_backend: str = "auto"
+    num_threads: int | None = None  # CPU threads; None: all cores this process may use
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+        for name in _POSITIVE:
+            _require_positive_int(name, getattr(self, name), optional=name in _OPTIONAL)
+        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true or false")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed cannot be {self.seed!r}: it is an integer")
+        if self.layout == "contiguous" and self.enable_prefix_caching:
+            raise ValueError(
+                "enable_prefix_caching cannot be true with layout 'contiguous': a reservation cannot be shared; "
+                "use layout 'paged' or turn prefix caching off"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs "
+                f"{self.max_num_seqs}, so a full batch could not decode in one step: raise the first or lower "
+                "the second"
+            )
+        self._check_unchunked(self.max_model_len)
+
+    def _check_unchunked(self, max_model_len: int | None) -> None:
+        if not self.enable_chunked_prefill and max_model_len and self.max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_model_len {max_model_len}, "
+                "and without chunked prefill a prompt must fit in one step: raise max_num_batched_tokens or turn "
+                "enable_chunked_prefill on"
+            )
+
+    def check_against_model(self, model_max_len: int | None) -> EngineConfig:
+        """This config with ``max_model_len`` settled by the model's own limit (tokens, None: no limit known)."""
+        settled = self.max_model_len or model_max_len
+        if settled is None:
+            raise ValueError(f"model {self.model!r} states no maximum length: set max_model_len")
+        if model_max_len is not None and settled > model_max_len:
+            raise ValueError(
+                f"max_model_len {settled} is beyond the {model_max_len} positions of model {self.model!r}: lower "
+                "max_model_len or choose another model"
+            )
+        self._check_unchunked(settled)
+        return EngineConfig(**{**asdict(self), "max_model_len": settled})
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """From YAML or command-line values; ``kv_budget`` may be a text such as ``128MiB``."""
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ValueError(f"{name!r} is not an engine setting: the settings are {', '.join(sorted(known))}")
+        settled = dict(values)
+        if settled.get("kv_budget") is not None:
+            settled["kv_budget"] = parse_bytes(settled["kv_budget"])
+        return cls(**settled)
+
+
+_CHOICES = {
+    "layout": LAYOUTS,
+    "reservation": RESERVATIONS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "load_format": LOAD_FORMATS,
+    "preemption_mode": PREEMPTION_MODES,
+    "kernel_backend": KERNEL_BACKENDS,
+}
+_POSITIVE = ("page_size", "kv_budget", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads")
+_OPTIONAL = ("kv_budget", "max_model_len", "num_threads")
+
+
+def _require_positive_int(name: str, value: Any, *, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} cannot be {value!r}: it is a whole number of at least 1")
