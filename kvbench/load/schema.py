@@ -1,0 +1,311 @@
+"""The ``load:`` section of a workload file, as pydantic models.
+
+Strict on purpose: an unknown key or a value of the wrong type is refused with a sentence that names the
+value, the limit and the way out. ``explain(error)`` turns pydantic's ValidationError into such sentences.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from kvbench.load.strict import StrictModel, explain
+
+__all__ = ["LoadConfig", "LoadPoint", "Length", "PromptClass", "SharedPrefix", "Slo", "StrictModel", "explain"]
+
+PERCENTILE_KEYS = ("min", "p50", "p90", "p95", "p99", "max")
+
+
+def _as_tuple(value: Any) -> Any:
+    """A single value or a list becomes a tuple, so that YAML may give either."""
+    if value is None or isinstance(value, tuple):
+        return value
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+IntTuple = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
+FloatTuple = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
+
+
+class Length(StrictModel):
+    """A token count: a fixed int, ``[low, high]`` (uniform), or ``{percentiles: {p50: .., max: ..}}``."""
+
+    low: int | None = None
+    high: int | None = None
+    percentiles: dict[str, float] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_yaml(cls, data: Any) -> Any:
+        if isinstance(data, bool):
+            raise ValueError(f"{data} is not a length; write an int, [low, high] or {{percentiles: ...}}.")
+        if isinstance(data, int):
+            return {"low": data, "high": data}
+        if isinstance(data, list | tuple):
+            if len(data) != 2 or not all(isinstance(x, int) and not isinstance(x, bool) for x in data):
+                raise ValueError(f"{list(data)} is not a length; a range is [low, high], two whole numbers.")
+            return {"low": data[0], "high": data[1]}
+        if not isinstance(data, dict | Length):
+            raise ValueError(f"{data!r} is not a length; write an int, [low, high] or {{percentiles: ...}}.")
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> Length:
+        if self.percentiles is not None:
+            _check_percentiles(self.percentiles)
+            return self
+        if self.low is None or self.high is None:
+            raise ValueError("a length needs an int, [low, high] or {percentiles: {p50: .., max: ..}}.")
+        if self.low < 1:
+            raise ValueError(f"a length of {self.low} tokens is too small; the least is 1.")
+        if self.high < self.low:
+            raise ValueError(f"[{self.low}, {self.high}] runs backwards; write [low, high] with low <= high.")
+        return self
+
+    @model_serializer
+    def _to_yaml(self) -> Any:
+        if self.percentiles is not None:
+            return {"percentiles": dict(self.percentiles)}
+        return self.low if self.low == self.high else [self.low, self.high]
+
+    @property
+    def maximum(self) -> int:
+        """The largest token count this length can give, before any scaling."""
+        if self.percentiles is not None:
+            return math.ceil(self.percentiles["max"])
+        return int(self.high or 0)
+
+
+def _check_percentiles(given: dict[str, float]) -> None:
+    unknown = [k for k in given if k not in PERCENTILE_KEYS]
+    if unknown:
+        raise ValueError(f"`{unknown[0]}` is not a known percentile; use {', '.join(PERCENTILE_KEYS)}.")
+    if "p50" not in given or "max" not in given:
+        raise ValueError(f"percentiles {sorted(given)} are not enough; at least p50 and max are needed.")
+    values = [given[k] for k in PERCENTILE_KEYS if k in given]
+    if values != sorted(values) or values[0] < 1:
+        raise ValueError(f"percentiles {given} must be at least 1 and must not fall from min to max.")
+
+
+class SharedPrefix(StrictModel):
+    """A prefix put in front of ``share`` of the prompts (on top of the class's prompt_tokens)."""
+
+    tokens: int = Field(ge=1)
+    share: float = Field(default=1.0, gt=0, le=1)
+    families: int = Field(default=1, ge=1)
+
+
+class PromptClass(StrictModel):
+    """One kind of request: its share of the mix and its lengths in tokens (without the shared prefix)."""
+
+    name: str = Field(min_length=1)
+    share: float = Field(gt=0, le=1)
+    prompt_tokens: Length
+    output_tokens: Length
+
+
+class SyntheticPrompts(StrictModel):
+    """Random token ids in classes; ``length_scale: auto`` shrinks the lengths to fit max_model_len."""
+
+    kind: Literal["synthetic"]
+    shared_prefix: SharedPrefix | None = None
+    classes: list[PromptClass] = Field(min_length=1)
+    length_scale: float | Literal["auto"] = 1.0
+
+    @field_validator("classes")
+    @classmethod
+    def _shares(cls, classes: list[PromptClass]) -> list[PromptClass]:
+        total = sum(c.share for c in classes)
+        if abs(total - 1.0) > 1e-6:
+            raise ValueError(f"the shares of the classes add up to {total:g}; they must add up to 1.")
+        names = [c.name for c in classes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"class names {names} are not all different; rename one.")
+        return classes
+
+    @field_validator("length_scale")
+    @classmethod
+    def _scale(cls, value: float | str) -> float | str:
+        return _positive_scale(value)
+
+
+class TextPrompts(StrictModel):
+    """Lines of a text file through a tokenizer, cut to exact token counts."""
+
+    kind: Literal["text"]
+    file: str
+    tokenizer: str = "engine/tokenizer/bpe8k"
+    prompt_tokens: Length
+    output_tokens: Length
+    shared_prefix_lines: int = Field(default=0, ge=0)
+    shared_prefix_share: float = Field(default=1.0, gt=0, le=1)
+    send_text: bool = False
+
+
+class TracePrompts(StrictModel):
+    """Arrival times and lengths of a recorded trace; contents are random token ids."""
+
+    kind: Literal["trace"]
+    format: Literal["azure"] = "azure"
+    path: str
+    start_s: float = Field(default=0.0, ge=0)
+    duration_s: float | None = Field(default=None, gt=0)
+    rate_scale: float = Field(default=1.0, gt=0)
+    length_scale: float | Literal["auto"] = "auto"
+    max_requests: int | None = Field(default=None, ge=1)
+
+    @field_validator("length_scale")
+    @classmethod
+    def _scale(cls, value: float | str) -> float | str:
+        return _positive_scale(value)
+
+
+def _positive_scale(value: float | str) -> float | str:
+    if value != "auto" and not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ValueError(f"length_scale {value} must be above 0; write a number or `auto`.")
+    return value
+
+
+Prompts = Annotated[SyntheticPrompts | TextPrompts | TracePrompts, Field(discriminator="kind")]
+
+
+class Slo(StrictModel):
+    """Limits for goodput; a request counts when it meets every limit that is given."""
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    tpot_ms: float | None = Field(default=None, gt=0)
+    e2el_ms: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _some(self) -> Slo:
+        if self.ttft_ms is None and self.tpot_ms is None and self.e2el_ms is None:
+            raise ValueError("slo is empty; give at least one of ttft_ms, tpot_ms, e2el_ms.")
+        return self
+
+
+@dataclass(frozen=True)
+class LoadPoint:
+    """One load of a sweep: a concurrency (closed loop) or a rate (open; None: the trace's own arrivals)."""
+
+    mode: str
+    concurrency: int | None
+    request_rate: float | None
+    num_requests: int | None
+
+
+class LoadConfig(StrictModel):
+    """The ``load:`` section."""
+
+    mode: Literal["closed", "open"] = "closed"
+    concurrency: IntTuple | None = None
+    num_requests: IntTuple | None = None
+    request_rate: FloatTuple | None = None
+    arrivals: Literal["poisson", "constant", "trace"] = "poisson"
+    repeats: int = Field(default=3, ge=1, le=1000)
+    cache_state: Literal["cold", "primed", "steady"] = "cold"
+    ignore_eos: bool = True
+    temperature: float = Field(default=0.0, ge=0)
+    timeout_s: float = Field(default=120.0, gt=0, le=86400)
+    prompts: Prompts
+    slo: Slo | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LoadConfig:
+        _check_numbers("concurrency", self.concurrency, "1 user", 1)
+        _check_numbers("num_requests", self.num_requests, "1 request", 1)
+        _check_numbers("request_rate", self.request_rate, "more than 0 requests/s", None)
+        if self.mode == "closed":
+            self._check_closed()
+        else:
+            self._check_open()
+        if self.num_requests is None and not isinstance(self.prompts, TracePrompts):
+            raise ValueError("num_requests is missing; say how many requests one load sends, e.g. 48.")
+        swept = self.swept_values()
+        if self.num_requests is not None and len(self.num_requests) not in (1, len(swept)):
+            raise ValueError(
+                f"num_requests has {len(self.num_requests)} values for {len(swept)} loads {list(swept)}; "
+                "give one number, or one for each."
+            )
+        for point in self.points():
+            if point.concurrency and point.num_requests and point.num_requests < point.concurrency:
+                raise ValueError(
+                    f"num_requests {point.num_requests} never reaches concurrency {point.concurrency}; "
+                    "send at least as many requests as there are users."
+                )
+        return self
+
+    def _check_closed(self) -> None:
+        if not self.concurrency:
+            raise ValueError("mode closed needs concurrency, e.g. `concurrency: [3, 24]`.")
+        if self.request_rate is not None:
+            raise ValueError(
+                f"request_rate {list(self.request_rate)} has no meaning in mode closed; "
+                "remove it or set mode: open."
+            )
+        if self.arrivals == "trace":
+            raise ValueError("arrivals: trace has no meaning in mode closed; set mode: open.")
+
+    def _check_open(self) -> None:
+        if self.concurrency is not None:
+            raise ValueError(
+                f"concurrency {list(self.concurrency)} has no meaning in mode open; "
+                "remove it or set mode: closed."
+            )
+        if self.arrivals == "trace":
+            if not isinstance(self.prompts, TracePrompts):
+                raise ValueError(
+                    f"arrivals: trace needs prompts of kind trace, not {self.prompts.kind}; "
+                    "use poisson or constant."
+                )
+            if self.request_rate is not None:
+                raise ValueError(
+                    f"request_rate {list(self.request_rate)} contradicts arrivals: trace; "
+                    "use prompts.rate_scale."
+                )
+        elif not self.request_rate:
+            raise ValueError(f"arrivals: {self.arrivals} needs request_rate, e.g. `request_rate: [4]`.")
+
+    def swept_values(self) -> tuple[int | float | None, ...]:
+        """The swept load values: concurrencies, rates, or (None,) for a trace's own arrivals."""
+        if self.mode == "closed":
+            return self.concurrency or ()
+        return self.request_rate if self.request_rate is not None else (None,)
+
+    def points(self) -> list[LoadPoint]:
+        """One LoadPoint for each swept value, in the order of the file."""
+        values = self.swept_values()
+        counts: tuple[int | None, ...] = self.num_requests or (None,)
+        counts = counts * len(values) if len(counts) == 1 else counts
+        closed = self.mode == "closed"
+        return [
+            LoadPoint(self.mode, v if closed else None, None if closed else v, n)  # type: ignore[arg-type]
+            for v, n in zip(values, counts, strict=True)
+        ]
+
+    def num_requests_for(self, value: int | float | None) -> int | None:
+        """Requests of the load with this concurrency or rate (None: as many as the trace slice has)."""
+        for point in self.points():
+            if value in (point.concurrency, point.request_rate):
+                return point.num_requests
+        raise ValueError(f"no load of {value}; this workload has {list(self.swept_values())}.")
+
+
+def _check_numbers(name: str, values: tuple[float, ...] | None, least: str, minimum: int | None) -> None:
+    if values is None:
+        return
+    if not values:
+        raise ValueError(f"{name} is an empty list; give at least one value.")
+    for value in values:
+        if not math.isfinite(value) or (value < minimum if minimum is not None else value <= 0):
+            raise ValueError(f"{name} {value} is too small; the least is {least}.")
+    if name != "num_requests" and len(set(values)) != len(values):
+        raise ValueError(f"{name} {list(values)} lists a value twice; remove one.")

@@ -1,0 +1,70 @@
+"""Strict pydantic base model, and pydantic's errors as sentences."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+_UNION_TAGS = ("synthetic", "text", "trace")
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+
+
+class StrictModel(BaseModel):
+    """Base of every section: no unknown keys, no silent conversion ("3" is not 3), frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = list(cls.model_fields)
+        for key in data:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean `{near[0]}`?" if near else f"known keys here: {', '.join(known)}."
+                raise ValueError(f"`{key}` is not a known key; {hint}")
+        return data
+
+
+def explain(error: ValidationError, prefix: str = "load") -> list[str]:
+    """One sentence per mistake: where it is, what was given, what is allowed.
+
+    ``prefix`` is the YAML path of the validated section ("" for the whole file).
+    """
+    out = []
+    for item in error.errors():
+        steps = [str(s) for s in item["loc"] if s not in _UNION_TAGS]
+        where = ".".join([prefix, *steps] if prefix else steps)
+        lead = f"{where}: " if where else ""
+        out.append(_sentence(item, lead))
+    return out
+
+
+def _sentence(item: Any, lead: str) -> str:
+    """One pydantic error dict as a sentence."""
+    kind, context = item["type"], item.get("ctx") or {}
+    if kind == "value_error":
+        return lead + item["msg"].removeprefix("Value error, ")
+    if kind == "missing":
+        return f"{lead.removesuffix(': ')} is missing; add it."
+    if kind == "union_tag_invalid":
+        return f"{lead}{context['tag']!r} is not a known kind; use one of {context['expected_tags']}."
+    if kind == "union_tag_not_found":
+        return f"{lead}the key {context['discriminator']} is missing; it says which kind this is."
+    if kind in _WANTED:
+        return f"{lead}{item['input']!r} is not {_WANTED[kind]}; write {_WANTED[kind]} here."
+    return f"{lead}{item['input']!r} is not allowed. {item['msg']}."
