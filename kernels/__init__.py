@@ -1,0 +1,51 @@
+"""Paged attention kernels: Triton for GPUs, Numba for CPUs, torch for reference.
+
+KV storage of one layer is slot-major: ``k_cache [num_slots, kv_heads, D]`` and
+``v_cache [num_slots, kv_heads, Dv]``. Token ``t`` of sequence ``b`` lives in slot
+``page_starts[b, t // page_size] + t % page_size``: ``page_starts`` holds the first SLOT of each
+logical page, so a contiguous reservation is one page of ``max_model_len`` tokens at any base.
+
+Importing this package imports neither torch, Numba nor Triton; asking for a backend does.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.api import AttentionBackend
+
+_BACKENDS = {
+    "torch": ("kernels.reference", "TorchBackend"),
+    "numba": ("kernels.numba_backend", "NumbaBackend"),
+    "triton": ("kernels.triton_backend", "TritonBackend"),
+}
+
+
+@lru_cache(maxsize=None)
+def get_backend(name: str) -> AttentionBackend:
+    """The backend called ``name`` ("torch", "numba" or "triton"); always the same object."""
+    if name not in _BACKENDS:
+        raise ValueError(f"unknown kernel backend {name!r}: use one of {', '.join(sorted(_BACKENDS))}")
+    module, cls = _BACKENDS[name]
+    return getattr(import_module(module), cls)()
+
+
+def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
+    """Name of the backend for KV of ``dtype`` on ``device``: triton on cuda, numba for float32 on
+    cpu, torch otherwise."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return "triton"
+    if device.type == "cpu" and dtype == torch.float32:
+        return "numba"
+    return "torch"
+
+
+__all__ = ["default_backend", "get_backend"]

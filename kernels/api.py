@@ -1,0 +1,131 @@
+"""What every backend offers. Shapes: T packed tokens, B sequences, H query heads, Hkv KV heads."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+KVPair = tuple[torch.Tensor, torch.Tensor]
+
+
+class AttentionBackend(Protocol):
+    """Stateless from outside; one object serves all layers, and one thread at a time calls it.
+
+    Unused slots (beyond ``seq_lens``, or in pages nobody owns) may hold anything, NaN included.
+    A sequence of length 0 gets zeros. ``sliding_window`` w: token i attends to i-w < j <= i.
+    ``softcap`` c: c * tanh(s / c) after the scale. ``sinks [H]``: one more logit per query head
+    that joins the softmax denominator and has no value.
+    """
+
+    name: str
+
+    def check_support(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Raise ValueError (one sentence with value, limit, next step) for shapes it cannot serve."""
+        ...
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Store ``k [T, Hkv, D]``, ``v [T, Hkv, Dv]`` at ``slots [T] int64``; slot < 0 is skipped."""
+        ...
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        plan: Any | None = None,
+    ) -> torch.Tensor:
+        """One query per sequence, its last token: ``q [B, H, D]`` -> ``[B, H, Dv]``.
+
+        ``page_starts [B, max_pages] int64``, ``seq_lens [B] int32 | int64`` (the new token counted).
+        ``out`` is written and returned when given. ``plan`` comes from this backend's ``plan_decode``.
+        """
+        ...
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        new_kv: KVPair | None = None,
+        plan: Any | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of packed queries ``q [T, H, D]`` -> ``[T, H, Dv]``.
+
+        Sequence b's queries are its LAST ``query_starts[b+1] - query_starts[b]`` tokens; ``seq_lens``
+        counts cached and new tokens, whose KV is already written. ``new_kv``: the packed new K and V
+        of the same T tokens, so that a sequence without earlier context needs no gather.
+        ``plan`` comes from this backend's ``plan_prefill``.
+        """
+        ...
+
+    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> Any:
+        """What decode can know before the first layer, once per step (pass it as ``plan=``)."""
+        ...
+
+    def plan_prefill(
+        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+    ) -> Any:
+        """What prefill can know before the first layer, once per step (pass it as ``plan=``)."""
+        ...
+
+    def copy_pages(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        src_starts: torch.Tensor,
+        dst_starts: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        """Copy whole pages, from the slots at ``src_starts [N]`` to those at ``dst_starts [N]``."""
+        ...
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, max_head_dim: int) -> None:
+    """The checks that all backends share; ValueError names the value, the limit and what to do."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly: "
+            "the number of query heads must be a multiple of the number of KV heads"
+        )
+    for label, dim in (("head dim", head_dim), ("value head dim", v_head_dim)):
+        if not 1 <= dim <= max_head_dim:
+            raise ValueError(
+                f"{label} {dim} is outside 1..{max_head_dim}, what this kernel backend serves: "
+                "use the torch backend for this model"
+            )

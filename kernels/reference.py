@@ -1,0 +1,186 @@
+"""Torch attention over the page table: per-sequence gather and an explicit softmax.
+
+The oracle of the other backends (exact in float64) and the backend for dtypes and devices that
+they do not serve. Simple before fast.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kernels.api import KVPair, check_heads
+
+
+def token_slots(
+    page_starts: torch.Tensor, start: int, stop: int, page_size: int
+) -> torch.Tensor:
+    """Slots of tokens start..stop-1 of one sequence, ``[stop - start] int64``; page_starts ``[max_pages]``."""
+    tokens = torch.arange(start, stop, device=page_starts.device)
+    return page_starts[tokens // page_size].to(torch.int64) + tokens % page_size
+
+
+def visible_mask(
+    num_queries: int, num_keys: int, seq_len: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """``[num_queries, num_keys] bool``: which of the LAST num_keys tokens each of the last num_queries sees."""
+    i = torch.arange(seq_len - num_queries, seq_len, device=device)[:, None]
+    j = torch.arange(seq_len - num_keys, seq_len, device=device)[None, :]
+    mask = j <= i
+    return mask if window is None else mask & (j > i - window)
+
+
+def attend_explicit(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Softmax attention of one sequence, written out: q ``[n, H, D]``, k ``[S, Hkv, D]``,
+    v ``[S, Hkv, Dv]``, mask ``[n, S]`` -> ``[n, H, Dv]`` in q's dtype.
+
+    Computed in float32 (float64 for float64 inputs); KV heads are broadcast, not repeated.
+    """
+    n, heads, _ = q.shape
+    kv_heads, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    qg = q.to(dtype).view(n, kv_heads, heads // kv_heads, -1)
+    scores = torch.einsum("nkgd,skd->kgns", qg, k.to(dtype)) * scale  # [Hkv, G, n, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(dtype).view(kv_heads, heads // kv_heads, 1, 1)
+        top = torch.maximum(top, sink)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - top)
+    out = torch.einsum("kgns,skv->nkgv", weights / total, v.to(dtype))
+    return out.reshape(n, heads, -1).to(q.dtype)
+
+
+class TorchBackend:
+    """Any device, any floating dtype. See kernels.api.AttentionBackend for the contract."""
+
+    name = "torch"
+
+    def check_support(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, max_head_dim=1 << 16)
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ValueError(
+                f"the torch kernel backend cannot compute with a {dtype} KV cache: "
+                "use float64, float32, bfloat16 or float16"
+            )
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        keep = slots >= 0
+        if not bool(keep.all()):
+            k, v, slots = k[keep], v[keep], slots[keep]
+        k_cache.index_copy_(0, slots, k.to(k_cache.dtype))
+        v_cache.index_copy_(0, slots, v.to(v_cache.dtype))
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        plan: Any | None = None,
+    ) -> torch.Tensor:
+        query_starts = torch.arange(q.shape[0] + 1)
+        return self.prefill_attention(
+            q, k_cache, v_cache, page_starts, query_starts, seq_lens, page_size,
+            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, out=out,
+        )  # fmt: skip
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        new_kv: KVPair | None = None,
+        plan: Any | None = None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
+        starts, lens = query_starts.tolist(), seq_lens.tolist()
+        for b, seq_len in enumerate(lens):
+            lo, hi = starts[b], starts[b + 1]
+            if lo == hi:
+                continue
+            if seq_len == 0:  # a padding row
+                out[lo:hi] = 0
+                continue
+            oldest = seq_len - (hi - lo)  # first query's token
+            first = 0 if sliding_window is None else max(0, oldest + 1 - sliding_window)
+            slots = token_slots(page_starts[b], first, seq_len, page_size)
+            mask = visible_mask(hi - lo, seq_len - first, seq_len, sliding_window, q.device)
+            out[lo:hi] = attend_explicit(
+                q[lo:hi], k_cache[slots], v_cache[slots], mask, scale=scale, softcap=softcap, sinks=sinks
+            )
+        return out
+
+    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
+        """Nothing to prepare."""
+        return None
+
+    def plan_prefill(
+        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+    ) -> None:
+        """Nothing to prepare."""
+        return None
+
+    def copy_pages(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        src_starts: torch.Tensor,
+        dst_starts: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        offsets = torch.arange(page_size, device=src_starts.device)
+        src = (src_starts[:, None] + offsets).reshape(-1)
+        dst = (dst_starts[:, None] + offsets).reshape(-1)
+        for cache in (k_cache, v_cache):
+            cache[dst] = cache[src]
