@@ -20,7 +20,7 @@ from pydantic import (
 
 from kvbench.load.strict import StrictModel, explain
 
-__all__ = ["LoadConfig", "LoadPoint", "Length", "PromptClass", "SharedPrefix", "Slo", "StrictModel", "explain"]
+__all__ = ["Length", "LoadConfig", "LoadPoint", "PromptClass", "SharedPrefix", "Slo", "explain"]
 
 PERCENTILE_KEYS = ("min", "p50", "p90", "p95", "p99", "max")
 
@@ -47,7 +47,7 @@ class Length(StrictModel):
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
         if isinstance(data, bool):
-            raise ValueError(f"{data} is not a length; write an int, [low, high] or {{percentiles: ...}}.")
+            raise ValueError(f"{data} is not a length; write an int, [low, high] or {{percentiles: ...}}.")  # noqa: TRY004
         if isinstance(data, int):
             return {"low": data, "high": data}
         if isinstance(data, list | tuple):
@@ -55,7 +55,7 @@ class Length(StrictModel):
                 raise ValueError(f"{list(data)} is not a length; a range is [low, high], two whole numbers.")
             return {"low": data[0], "high": data[1]}
         if not isinstance(data, dict | Length):
-            raise ValueError(f"{data!r} is not a length; write an int, [low, high] or {{percentiles: ...}}.")
+            raise ValueError(f"{data!r} is not a length; write an int, [low, high] or {{percentiles: ...}}.")  # noqa: TRY004
         return data
 
     @model_validator(mode="after")
@@ -291,7 +291,7 @@ class LoadConfig(StrictModel):
             for v, n in zip(values, counts, strict=True)
         ]
 
-    def num_requests_for(self, value: int | float | None) -> int | None:
+    def num_requests_for(self, value: float | None) -> int | None:
         """Requests of the load with this concurrency or rate (None: as many as the trace slice has)."""
         for point in self.points():
             if value in (point.concurrency, point.request_rate):

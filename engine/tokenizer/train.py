@@ -1,0 +1,97 @@
+"""Trains the byte-level BPE tokenizer that the project ships (engine/tokenizer/bpe8k).
+
+    python -m engine.tokenizer.train [OUT_DIR]
+
+The training text is what every machine with Python has, under the PSF licence: the language reference in
+``pydoc_data.topics`` and the docstrings of the standard library's pure-Python modules, plus Shakespeare's
+sonnets (public domain) in workloads/text/. Nothing is downloaded. A result from another Python version may
+differ in its merges, so the trained files are committed and this script says how they came to be.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+VOCAB_SIZE = 8192
+SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_SKIPPED_PARTS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
+
+
+def stdlib_docstrings() -> Iterator[str]:
+    """Every docstring of the standard library, module by module in sorted order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if _SKIPPED_PARTS & set(path.relative_to(root).parts):
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue  # a few files are written to be unreadable, for the library's own tests
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield text + "\n"
+
+
+def training_text() -> Iterator[str]:
+    """The whole corpus, in a fixed order."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield topics[name]
+    sonnets = Path(__file__).resolve().parents[2] / "workloads" / "text" / "sonnets.txt"
+    for _ in range(8):  # the sonnets are short beside the rest; repeated, their words earn merges
+        yield sonnets.read_text(encoding="utf-8")
+    yield from stdlib_docstrings()
+
+
+def train(out_dir: Path) -> int:
+    """Trains, writes tokenizer.json and tokenizer_config.json, and returns the vocabulary's size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        min_frequency=2,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_text(), trainer)
+    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+        raise ValueError(
+            f"the text gave {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}; add text to training_text()."
+        )
+    out_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(out_dir / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[0],
+        "pad_token": SPECIAL_TOKENS[0],
+        "additional_special_tokens": SPECIAL_TOKENS[1:],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return tokenizer.get_vocab_size()
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent / "bpe8k"
+    print(f"{train(target)} tokens in {target}")
