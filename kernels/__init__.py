@@ -10,7 +10,7 @@ Importing this package imports neither torch, Numba nor Triton; asking for a bac
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ _BACKENDS = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def get_backend(name: str) -> AttentionBackend:
     """The backend called ``name`` ("torch", "numba" or "triton"); always the same object."""
     if name not in _BACKENDS:

@@ -163,13 +163,13 @@ class TorchBackend:
 
     def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
         """Nothing to prepare."""
-        return None
+        return
 
     def plan_prefill(
         self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
     ) -> None:
         """Nothing to prepare."""
-        return None
+        return
 
     def copy_pages(
         self,
