@@ -75,8 +75,9 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    num_ever_computed: int = 0  # high-water mark of num_computed: what lies below it is computed again
     pages: list[int] = field(default_factory=list)  # physical page ids; contiguous: the reservation's base slot
-    page_hashes: list[int] = field(default_factory=list)  # prefix-cache hash of each full page, made once
+    page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache key of each full page, made once
     row: int = -1  # row of the executor's page table while admitted
     first_scheduled: float | None = None
     first_token: float | None = None

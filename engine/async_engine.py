@@ -1,0 +1,343 @@
+"""A thread for the engine and asyncio queues for its clients.
+
+    event loop                                    engine thread
+    submit / abort / stats / reset  -- commands ->  run commands, then one step, then again
+    OutputStream.get                <-- outputs --  one call_soon_threadsafe a step, not one a token
+
+Everything that touches the engine runs on its thread, between two steps, so that neither the engine nor the
+statistics need a lock. An idle thread waits on a condition. Nothing waits for ever: a step that fails ends the
+requests that were in it with an error, and an engine that cannot go on ends all requests and refuses new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+from engine.engine import Engine
+from engine.sequence import Request, TokenOutput
+from engine.sequence import Sequence as EngineSequence
+from engine.stats import EngineStats
+
+UNHEALTHY_AFTER = 3  # failed steps in a row, after which /health says so even though the engine tries on
+SHUTTING_DOWN = "the server is shutting down"
+
+_log = logging.getLogger(__name__)
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine takes no requests any more; the text says why."""
+
+
+class Delivery(NamedTuple):
+    """One output on its way to a client. Times in seconds of ``time.monotonic``."""
+
+    at: float  # the step that brought it ended
+    scheduled_at: float | None  # the request was first scheduled
+    output: TokenOutput
+
+
+class OutputStream:
+    """The outputs of the requests of one ``submit``, in order. Belongs to the event loop."""
+
+    def __init__(self, engine: AsyncEngine, request_ids: Sequence[str]):
+        self._engine = engine
+        self._open = set(request_ids)
+        self._ready: list[Delivery] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._interruption: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Every request has ended and every output has been taken."""
+        return not self._open and not self._ready
+
+    async def get(self) -> list[Delivery]:
+        """At least one delivery; waits for it. Raises what ``interrupt`` was given."""
+        while not self._ready and self._interruption is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._interruption is not None:
+            raise self._interruption
+        ready, self._ready = self._ready, []
+        return ready
+
+    def interrupt(self, reason: Exception) -> None:
+        """Make the reader's ``get`` raise ``reason``: its client has gone."""
+        self._interruption = reason
+        self._wake()
+
+    def stop(self, request_id: str) -> None:
+        """End one request early on its reader's wish (a stop string): the engine counts it as stopped."""
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._engine.abort([request_id], "stop")
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        if self._open:
+            self._engine.abort(list(self._open))
+            self._open.clear()
+
+    def _put(self, delivery: Delivery) -> None:
+        if delivery.output.finish_reason is not None:
+            self._open.discard(delivery.output.request_id)
+        self._ready.append(delivery)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Command(NamedTuple):
+    work: Callable[[], Any]
+    reply: asyncio.Future[Any] | None
+
+
+class AsyncEngine:
+    """Owns ``engine`` from ``start`` to ``shutdown``. All methods are for the event loop that called ``start``."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.config = engine.config
+        self.model_info = engine.model_info
+        self.last_stats: EngineStats = engine.stats()
+        self._streams: dict[str, OutputStream] = {}  # event loop only
+        self._live: dict[str, EngineSequence] = {}  # engine thread only
+        self._failed_steps = 0  # in a row
+        self._last_failure = ""
+        self._condition = threading.Condition()  # guards the next three
+        self._commands: list[_Command] = []
+        self._stopping = False
+        self._dead: str | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # Event loop side.
+
+    def start(self) -> None:
+        """Start stepping. Call inside the event loop that will serve."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is not healthy; None when it is."""
+        if self._dead is not None:
+            return self._dead
+        if self._failed_steps >= UNHEALTHY_AFTER:
+            return f"the last {self._failed_steps} steps failed: {self._last_failure}"
+        return None
+
+    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Queue all ``requests`` or none of them. Returns once the engine has taken them.
+
+        Raises:
+            ValueError: the engine refused one (it could never run); the text is for the client.
+            EngineUnavailable: the engine has failed or is shutting down.
+        """
+        stream = OutputStream(self, [request.request_id for request in requests])
+        for request in requests:
+            self._streams[request.request_id] = stream
+        try:
+            await self._call(lambda: self._add(requests))
+        except BaseException as error:
+            for request in requests:
+                self._streams.pop(request.request_id, None)
+            if isinstance(error, asyncio.CancelledError):
+                stream.close()
+            raise
+        return stream
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
+        """The outputs of one request; leaving early, by cancellation too, aborts it."""
+        stream = await self.submit([request])
+        try:
+            while not stream.done:
+                for delivery in await stream.get():
+                    yield delivery.output
+        finally:
+            stream.close()
+
+    def abort(self, request_ids: Sequence[str], reason: str = "abort") -> None:
+        """Take requests out of the engine; those that have ended already are passed over. Does not wait."""
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+        try:
+            self._post(lambda: self._remove(request_ids, reason), None)
+        except EngineUnavailable:
+            pass  # a stopping engine aborts everything by itself
+
+    async def reset_prefix_cache(self) -> bool:
+        """False when pages are still owned, and then nothing is done."""
+        return await self._call(self.engine.reset_prefix_cache)
+
+    async def stats(self, timeout_s: float = 2.0) -> EngineStats:
+        """A reading taken between two steps; the last one taken if no step ends in time or the engine is dead."""
+        try:
+            self.last_stats = await asyncio.wait_for(self._call(self.engine.stats), timeout_s)
+        except (TimeoutError, EngineUnavailable):
+            pass
+        return self.last_stats
+
+    async def shutdown(self, timeout_s: float = 5.0) -> bool:
+        """Abort everything and stop the thread; False when a step did not end within ``timeout_s``."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._end_streams("abort", SHUTTING_DOWN)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
+
+    async def _call(self, work: Callable[[], Any]) -> Any:
+        reply = asyncio.get_running_loop().create_future()
+        self._post(work, reply)
+        return await reply
+
+    def _post(self, work: Callable[[], Any], reply: asyncio.Future[Any] | None) -> None:
+        with self._condition:
+            if self._dead is not None:
+                raise EngineUnavailable(self._dead)
+            if self._stopping:
+                raise EngineUnavailable(SHUTTING_DOWN)
+            self._commands.append(_Command(work, reply))
+            self._condition.notify()
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            request_id = delivery.output.request_id
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # aborted since
+            if delivery.output.finish_reason is not None:
+                del self._streams[request_id]
+            stream._put(delivery)
+
+    def _end_streams(self, finish_reason: str, error: str) -> None:
+        now = time.monotonic()
+        ids = list(self._streams)
+        self._deliver([Delivery(now, None, TokenOutput(i, (), finish_reason, 0, error)) for i in ids])
+
+    # Engine thread side.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # the thread is all there is: whatever ended it ends the requests
+            _log.exception("the engine cannot go on")
+            self._die(f"the engine cannot go on: {_describe(error)}")
+
+    def _turn(self) -> bool:
+        """Commands, then a step. False when it is time to stop."""
+        with self._condition:
+            while not (self._commands or self._stopping or self.engine.has_work()):
+                self._condition.wait()
+            commands, self._commands = self._commands, []
+            stopping = self._stopping
+        self._obey(commands)
+        if stopping:
+            self._remove(list(self._live), "abort")
+            return False
+        if self.engine.has_work():
+            self._step()
+        return True
+
+    def _obey(self, commands: list[_Command]) -> None:
+        replies = []
+        for work, reply in commands:
+            result, error = None, None
+            try:
+                result = work()
+            except ValueError as refused:
+                error = refused
+            if reply is not None:
+                replies.append((reply, result, error))
+        if replies:
+            self._to_loop(_resolve, replies)
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            _log.exception("a step failed")
+            self._fail_step(_describe(error))
+            return
+        self._failed_steps = 0
+        if not outputs:
+            return
+        now = time.monotonic()
+        deliveries = []
+        for output in outputs:
+            seq = self._live.get(output.request_id)
+            deliveries.append(Delivery(now, seq.first_scheduled if seq else None, output))
+            if output.finish_reason is not None:
+                self._live.pop(output.request_id, None)
+        self._to_loop(self._deliver, deliveries)
+
+    def _fail_step(self, reason: str) -> None:
+        """End the requests that were running, so that the waiting ones get their turn; all if none was running.
+
+        An abort that raises too leaves ``_turn`` and is the end of the engine.
+        """
+        self._failed_steps += 1
+        self._last_failure = reason
+        victims = [seq.request_id for seq in self.engine.scheduler.running] or list(self._live)
+        self._remove(victims, "error")
+        error = f"the engine failed in a step that this request was part of: {reason}"
+        now = time.monotonic()
+        self._to_loop(self._deliver, [Delivery(now, None, TokenOutput(i, (), "error", 0, error)) for i in victims])
+        if self.engine.has_work() and not self._live:
+            raise RuntimeError(f"requests are left in the engine that nobody knows, after a failed step: {reason}")
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        added: list[str] = []
+        try:
+            for request in requests:
+                self.engine.add_request(request)
+                added.append(request.request_id)
+                self._live[request.request_id] = self.engine.scheduler.waiting[-1]
+        except ValueError:
+            self._remove(added, "abort")
+            raise
+
+    def _remove(self, request_ids: Sequence[str], reason: str) -> None:
+        for request_id in request_ids:
+            if self._live.pop(request_id, None) is not None:
+                self.engine.abort(request_id, reason)
+
+    def _die(self, reason: str) -> None:
+        with self._condition:
+            self._dead = reason
+            commands, self._commands = self._commands, []
+        unavailable = EngineUnavailable(reason)
+        self._to_loop(_resolve, [(reply, None, unavailable) for _, reply in commands if reply is not None])
+        self._to_loop(self._end_streams, "error", reason)
+
+    def _to_loop(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop has closed: nobody is there to hear it
+            with self._condition:
+                self._stopping = True
+
+
+def _resolve(replies: list[tuple[asyncio.Future[Any], Any, Exception | None]]) -> None:
+    for reply, result, error in replies:
+        if reply.done():  # cancelled meanwhile
+            continue
+        if error is None:
+            reply.set_result(result)
+        else:
+            reply.set_exception(error)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

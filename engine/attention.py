@@ -1,0 +1,163 @@
+"""Our attention behind a Hugging Face model's own code.
+
+transformers looks attention up by name and calls ``forward(module, query, key, value, mask, ...)`` after RoPE. The
+name ``kvbench`` is registered here, on purpose without a mask function of that name: the mask is then None and the
+packed batch ``[1, T]`` goes through the model as one row. What the step is about does not travel through the model
+(some drop unknown kwargs): each attention module carries a reference to its model's ``AttentionHost``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from engine.kv_budget import KVShape, LayerKV
+from kernels.api import AttentionBackend
+
+NAME = "kvbench"
+_HOST = "_kvbench_host"
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """One step's batch, packed as [decodes, one token each | prefill chunks]. All on the model's device.
+
+    ``slots [T]`` int64 where the new KV goes; ``page_starts [B, pages]`` int64 first slot of each page;
+    ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts`` [prefills + 1] int64, from 0, of the prefills.
+    """
+
+    num_decodes: int
+    slots: torch.Tensor
+    decode_page_starts: torch.Tensor
+    decode_seq_lens: torch.Tensor
+    prefill_page_starts: torch.Tensor
+    prefill_seq_lens: torch.Tensor
+    query_starts: torch.Tensor
+
+
+class AttentionHost:
+    """Holds the KV cache of all layers and computes attention for whoever calls from inside the model.
+
+    ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``.
+    """
+
+    def __init__(self, backend: AttentionBackend, shape: KVShape, num_slots: int, page_size: int, like: torch.Tensor):
+        self.backend = backend
+        self.page_size = page_size
+
+        def new_cache(heads: int, dim: int) -> torch.Tensor:
+            # zeros, not empty: on a CPU this also touches the pages, so that no request pays for page faults
+            return torch.zeros(num_slots, heads, dim, dtype=like.dtype, device=like.device)
+
+        self.k_caches = [new_cache(layer.kv_heads, layer.head_dim) for layer in shape.layers]
+        self.v_caches = [new_cache(layer.kv_heads, layer.value_dim) for layer in shape.layers]
+        self._step: StepTensors | None = None
+        self._decode_plan: Any = None
+        self._prefill_plan: Any = None
+
+    def begin(self, step: StepTensors) -> None:
+        """Everything that all layers share is prepared once."""
+        self._step = step
+        if step.num_decodes:
+            self._decode_plan = self.backend.plan_decode(
+                step.decode_page_starts, step.decode_seq_lens, self.page_size
+            )
+        if step.prefill_seq_lens.numel():
+            self._prefill_plan = self.backend.plan_prefill(
+                step.prefill_page_starts, step.query_starts, step.prefill_seq_lens, self.page_size
+            )
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        """``q [T, H, D]``, ``k [T, Hkv, D]``, ``v [T, Hkv, Dv]`` -> ``[T, H, Dv]``."""
+        step = self._step
+        assert step is not None, "begin() comes before the model's forward"
+        k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
+        self.backend.write_kv(k, v, k_cache, v_cache, step.slots)
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        split = step.num_decodes
+        if split:
+            self.backend.decode_attention(
+                q[:split],
+                k_cache,
+                v_cache,
+                step.decode_page_starts,
+                step.decode_seq_lens,
+                self.page_size,
+                out=out[:split],
+                plan=self._decode_plan,
+                **options,
+            )
+        if split < q.shape[0]:
+            self.backend.prefill_attention(
+                q[split:],
+                k_cache,
+                v_cache,
+                step.prefill_page_starts,
+                step.query_starts,
+                step.prefill_seq_lens,
+                self.page_size,
+                out=out[split:],
+                new_kv=(k[split:], v[split:]),
+                plan=self._prefill_plan,
+                **options,
+            )
+        return out
+
+
+@dataclass
+class ShapeRecorder:
+    """Stands in for the host once, to see what each layer sends: shapes, and how often it calls."""
+
+    layers: dict[int, LayerKV] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
+    query_heads: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.calls[layer] += 1
+        self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2])
+        self.query_heads[layer] = q.shape[1]
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+
+
+def install(model: PreTrainedModel, host: AttentionHost | ShapeRecorder) -> None:
+    """Route every attention module of ``model`` to ``host``."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, _HOST, host)
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+
+
+def forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls: ``query [1, H, T, D]``, ``key``/``value [1, Hkv, T, D | Dv]`` after RoPE."""
+    host = getattr(module, _HOST)
+    out = host(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, forward)

@@ -1,0 +1,62 @@
+"""From settings to a running engine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.executor import TorchExecutor, available_cpus
+from engine.kv_budget import capacity_of
+from engine.kv_manager import make_kv_manager
+from engine.model_loader import load_model
+from engine.sequence import Request, SamplingParams
+
+CPU_BUDGET = 256 * 2**20
+GPU_SHARE = 0.8  # of the memory that is free once the weights are there; the rest is for activations
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model, size the KV cache, warm up the kernels.
+
+    Raises:
+        ValueError: a setting, the model or their combination is impossible; one sentence says which and what to do.
+    """
+    if config.device != "cuda":
+        torch.set_num_threads(config.num_threads or available_cpus())
+    loaded = load_model(config)
+    config = config.check_against_model(loaded.info.max_model_len)
+    if config.kv_budget is None:
+        config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
+    capacity = capacity_of(config, loaded.kv_shape, config.kv_budget)
+    kv = make_kv_manager(config.layout, config.max_num_seqs, capacity, config.enable_prefix_caching)
+    executor = TorchExecutor(config, loaded, capacity, kv.page_table)
+    warm_up(Engine(config, executor, kv))
+    executor.phase_seconds = dict.fromkeys(executor.phase_seconds, 0.0)
+    kv = make_kv_manager(config.layout, config.max_num_seqs, capacity, config.enable_prefix_caching)
+    executor.use_page_table(kv.page_table)
+    return Engine(config, executor, kv)
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes of KV when none were asked for."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_SHARE)
+    return CPU_BUDGET
+
+
+def warm_up(engine: Engine) -> None:
+    """Make every kernel compile before the first request: one chunked prompt and a few decodes of two sequences."""
+    limit = engine.config.max_model_len
+    vocab = engine.model_info.vocab_size
+    length = max(1, min(limit - 4, engine.capacity.num_slots // 2 - 4, engine.config.max_num_batched_tokens + 8))
+    params = SamplingParams(max_tokens=min(4, limit - length), temperature=0.0, ignore_eos=True)
+    for index, size in enumerate((length, min(3, length))):
+        if engine.scheduler.kv.fits(size + params.max_tokens) and size < limit:
+            prompt = tuple((index + 1 + i * 31) % vocab for i in range(size))
+            engine.add_request(Request(f"warm-up-{index}", prompt, params))
+    while engine.has_work():
+        engine.step()

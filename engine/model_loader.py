@@ -1,0 +1,119 @@
+"""A Hugging Face decoder, ready for our attention: loaded or seeded, measured, and gated."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from engine.config import EngineConfig
+from engine.kv_budget import KVShape
+from engine.load_gate import check_family, check_logits, measure_kv
+from engine.model_spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
+from kernels import default_backend, get_backend
+from kernels.api import AttentionBackend
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: PreTrainedModel
+    info: ModelInfo
+    kv_shape: KVShape
+    backend: AttentionBackend
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load ``config.model``, measure its KV, and check that our attention gives the model's own logits.
+
+    Raises:
+        ValueError: no such model, no such device, or a check of the load gate failed; the text names it.
+    """
+    spec = find_model(config.model, config.load_format)
+    config.check_against_model(spec.max_positions)
+    device = _pick_device(config.device)
+    dtype = _pick_dtype(config.dtype, spec, device)
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    model = _make_model(config, spec, device, dtype)
+    check_family(model)
+    kv_shape, query_heads = measure_kv(model, DTYPE_BYTES[str(dtype).removeprefix("torch.")])
+    backend = (
+        default_backend(device, dtype) if config.kernel_backend == "auto" else get_backend(config.kernel_backend)
+    )
+    for layer, heads in zip(kv_shape.layers, query_heads, strict=True):
+        backend.check_support(
+            num_heads=heads,
+            num_kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            v_head_dim=layer.value_dim,
+            dtype=dtype,
+            device=device,
+        )
+    check_logits(model, backend, kv_shape)
+    return LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype)
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for and torch sees no CUDA device: use device auto or cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _pick_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else spec.default_dtype
+    return getattr(torch, name)
+
+
+def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    # transformers raises many kinds for a config it cannot take; the user needs its sentence, not its traceback
+    try:
+        if uses_random_weights(spec, config.load_format):
+            hf_config = AutoConfig.for_model(**spec.config)
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+                torch.manual_seed(config.seed)
+                model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="eager")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(spec.weights), dtype=dtype, attn_implementation="eager", use_safetensors=True, local_files_only=True
+            )
+    except (ValueError, KeyError, AttributeError, OSError, TypeError, RuntimeError, ImportError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"transformers cannot load model {config.model!r}: {first_line}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _describe(model: PreTrainedModel, spec: ModelSpec) -> ModelInfo:
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    text_config = model.config.get_text_config()
+    eos = text_config.eos_token_id if eos is None else eos
+    return ModelInfo(
+        name=spec.name,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        max_model_len=spec.max_positions,
+        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+        bos_token_id=text_config.bos_token_id,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        weights_fingerprint=fingerprint(model),
+    )
+
+
+def fingerprint(model: PreTrainedModel, sample: int = 4096) -> str:
+    """blake2b-128 over name, shape, dtype and ``sample`` evenly spaced elements of every weight, in name order.
+
+    Hashing all bytes of a 70B model takes minutes; a sample tells two checkpoints or two seeds apart at once.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.reshape(-1)
+        picked = flat[:: max(1, flat.numel() // sample)].to(torch.float32).cpu().contiguous()
+        digest.update(picked.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,120 @@
+"""What a model's config.json says, read without torch: enough to name it, check lengths and plan KV capacity."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.kv_budget import KVShape, LayerKV
+
+CONFIG_DIR = Path(__file__).parent / "model_configs"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the server and the harness need to know of a loaded model."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int | None  # positions the model was made for; None: no limit stated
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    num_parameters: int = 0
+    weights_fingerprint: str = ""  # of names, shapes and samples of the weights, see model_loader
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A config.json and where it came from. ``weights`` is the folder with safetensors, if there is one."""
+
+    name: str
+    config: dict[str, Any]
+    config_path: Path
+    weights: Path | None
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """Multi-modal configs keep the decoder's settings one level down."""
+        return self.config.get("text_config") or self.config
+
+    @property
+    def max_positions(self) -> int | None:
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+            if isinstance(self.text_config.get(key), int):
+                return self.text_config[key]
+        return None
+
+    @property
+    def default_dtype(self) -> str:
+        name = self.text_config.get("dtype") or self.text_config.get("torch_dtype") or "float32"
+        return name if name in DTYPE_BYTES else "float32"
+
+    def kv_shape(self, dtype: str) -> KVShape:
+        """KV of one token as the config's common keys give it, ``dtype`` one of float32, bfloat16, float16.
+
+        The loaded model is measured, not believed: this is for planning before anything is loaded.
+        """
+        text = self.text_config
+        try:
+            layers = text.get("num_hidden_layers") or text["n_layer"]
+            heads = text.get("num_attention_heads") or text["n_head"]
+            hidden = text.get("hidden_size") or text["n_embd"]
+        except KeyError as missing:
+            raise ValueError(
+                f"the config of model {self.name!r} has no {missing}, so its KV size cannot be planned: it is not a "
+                "decoder-only language model, or not one that kvbench knows"
+            ) from None
+        kv_heads = text.get("num_key_value_heads") or heads
+        head_dim = text.get("head_dim") or hidden // heads
+        return KVShape((LayerKV(kv_heads, head_dim, head_dim),) * layers, DTYPE_BYTES[dtype])
+
+
+def shipped_models() -> list[str]:
+    return sorted(path.stem for path in CONFIG_DIR.glob("*.json"))
+
+
+def find_model(model: str, load_format: str = "auto") -> ModelSpec:
+    """The spec of a folder, a config JSON, or a config that ships.
+
+    Raises:
+        ValueError: nothing is there, it cannot be read, or ``load_format`` asks for weights that are not there.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        spec = ModelSpec(path.resolve().name, _read(path / "config.json"), path / "config.json", path)
+    elif path.suffix == ".json":
+        spec = ModelSpec(path.stem, _read(path), path, None)
+    elif (CONFIG_DIR / f"{model}.json").is_file():
+        path = CONFIG_DIR / f"{model}.json"
+        spec = ModelSpec(model, _read(path), path, None)
+    else:
+        raise ValueError(
+            f"model {model!r} is neither a folder, nor a config JSON, nor one of the configs that ship "
+            f"({', '.join(shipped_models())}): check the path"
+        )
+    if load_format == "auto" and spec.weights is not None and not any(spec.weights.glob("*.safetensors")):
+        raise ValueError(
+            f"model folder {model!r} holds no *.safetensors: add the weights, or use load_format dummy for seeded "
+            "random ones"
+        )
+    return spec
+
+
+def uses_random_weights(spec: ModelSpec, load_format: str) -> bool:
+    """A bare config has no weights to load, so ``auto`` means random ones there."""
+    return load_format == "dummy" or spec.weights is None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{str(path)!r} does not exist: a model folder holds a config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read as JSON ({error}): check the file") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{str(path)!r} has no model_type: it is not a Hugging Face model config")
+    return config

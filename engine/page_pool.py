@@ -1,0 +1,152 @@
+"""Physical pages: who names them, and which one is given away next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class FreeQueue:
+    """Doubly linked list over page ids, in two arrays, every operation O(1).
+
+    Why not a deque: a cached page that is hit again must leave the middle of the queue, and that is O(n) in a deque.
+    Order: the head is given away first. Pages that hold nothing worth keeping enter at the head; cached pages enter
+    at the tail, so the head side of the cached pages is the least recently used one.
+    Invariant: ``_next[_prev[x]] == x`` for each queued page and the sentinel; unqueued pages have ``_next == -1``.
+    """
+
+    def __init__(self, num_pages: int):
+        sentinel = num_pages
+        self._sentinel = sentinel
+        self._next = [*range(1, num_pages + 1), 0]
+        self._prev = [sentinel, *range(num_pages)]
+        self._length = num_pages
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, page: int) -> bool:
+        return self._next[page] != -1
+
+    def __iter__(self):
+        page = self._next[self._sentinel]
+        while page != self._sentinel:
+            yield page
+            page = self._next[page]
+
+    def pop_head(self) -> int:
+        page = self._next[self._sentinel]
+        assert page != self._sentinel, "pop from an empty free queue"
+        self.remove(page)
+        return page
+
+    def push_head(self, page: int) -> None:
+        self._link(page, self._sentinel, self._next[self._sentinel])
+
+    def push_tail(self, page: int) -> None:
+        self._link(page, self._prev[self._sentinel], self._sentinel)
+
+    def remove(self, page: int) -> None:
+        before, after = self._prev[page], self._next[page]
+        assert after != -1, f"page {page} is not in the free queue"
+        self._next[before], self._prev[after] = after, before
+        self._next[page] = self._prev[page] = -1
+        self._length -= 1
+
+    def _link(self, page: int, before: int, after: int) -> None:
+        assert self._next[page] == -1, f"page {page} is in the free queue already"
+        self._prev[page], self._next[page] = before, after
+        self._next[before] = self._prev[after] = page
+        self._length += 1
+
+
+class PagePool:
+    """Reference-counted pages. ``ref_count[p]`` is the number of page-table entries that name ``p``.
+
+    A page with ``ref_count == 0`` is in the free queue; if it is also cached, its content is kept until it is given
+    away, and ``on_evict(page)`` is called at that moment so that no cache entry outlives the content.
+    """
+
+    def __init__(self, num_pages: int, on_evict: Callable[[int], None] | None = None):
+        if num_pages < 1:
+            raise ValueError(f"a pool of {num_pages} pages holds nothing: raise kv_budget or lower page_size")
+        self.num_pages = num_pages
+        self.ref_count = [0] * num_pages
+        self._cached = bytearray(num_pages)  # 1: the prefix cache names this page
+        self._num_cached_free = 0
+        self._free = FreeQueue(num_pages)
+        self._on_evict = on_evict
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated now: never used, no longer wanted, or cached and evictable."""
+        return len(self._free)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_pages - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages owned by nobody whose content the prefix cache still offers."""
+        return self._num_cached_free
+
+    def allocate(self) -> int:
+        """The next page, with ``ref_count`` 1 and no content. The caller checks ``num_available`` first."""
+        page = self._free.pop_head()
+        if self._cached[page]:
+            self._cached[page] = 0
+            self._num_cached_free -= 1
+            if self._on_evict:
+                self._on_evict(page)
+        self.ref_count[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more page-table entry names ``page``; a cached page comes back out of the free queue."""
+        if self.ref_count[page] == 0:
+            assert self._cached[page], f"page {page} is free and holds nothing to share"
+            self._free.remove(page)
+            self._num_cached_free -= 1
+        self.ref_count[page] += 1
+
+    def release(self, page: int) -> None:
+        """One page-table entry fewer. The last one sends the page back, cached content to the far end."""
+        assert self.ref_count[page] > 0, f"page {page} released more often than it was taken"
+        self.ref_count[page] -= 1
+        if self.ref_count[page] == 0:
+            if self._cached[page]:
+                self._free.push_tail(page)
+                self._num_cached_free += 1
+            else:
+                self._free.push_head(page)
+
+    def mark_cached(self, page: int) -> None:
+        """The prefix cache names an owned page from now on."""
+        assert self.ref_count[page] > 0 and not self._cached[page]
+        self._cached[page] = 1
+
+    def drop_cached(self, page: int) -> None:
+        """The prefix cache forgets ``page``; if nobody owns it, it is the first to be given away."""
+        assert self._cached[page], f"page {page} is not cached"
+        self._cached[page] = 0
+        if self.ref_count[page] == 0:
+            self._num_cached_free -= 1
+            self._free.remove(page)
+            self._free.push_head(page)
+
+    def is_cached(self, page: int) -> bool:
+        return bool(self._cached[page])
+
+    def check_integrity(self, page_tables: list[list[int]]) -> None:
+        """Assert every invariant against the page tables of all sequences. O(pages): for tests and KVBENCH_CHECK."""
+        named = [0] * self.num_pages
+        for table in page_tables:
+            assert len(set(table)) == len(table), f"a page stands twice in one page table: {table}"
+            for page in table:
+                named[page] += 1
+        assert named == self.ref_count, "ref_count differs from the page-table entries that name the page"
+        queued = list(self._free)
+        assert len(queued) == len(set(queued)) == len(self._free)
+        for page in range(self.num_pages):
+            assert (page in self._free) == (self.ref_count[page] == 0), f"page {page} is free and owned, or neither"
+        assert sum(bool(self._cached[p]) for p in queued) == self._num_cached_free

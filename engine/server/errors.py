@@ -1,0 +1,108 @@
+"""Refusals, in OpenAI's error shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+    400  malformed JSON, a value of the wrong type or out of its range, a prompt over the limit
+    404  unknown model or path
+    405  the path knows other methods
+    413  a body over the limit
+    422  well-formed and valid, but not something this server can do: an option that the engine does not have, a
+         text prompt where there is no tokenizer, a request that the KV budget could never hold
+    500  the engine failed while it worked on the request
+    503  the engine takes no requests: it has failed for good, or the server is stopping
+
+The official ``openai`` client turns these into BadRequestError, NotFoundError, UnprocessableEntityError and
+InternalServerError by the status.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+_log = logging.getLogger(__name__)
+_TYPES = {500: "server_error", 503: "service_unavailable"}
+
+
+class APIError(Exception):
+    """What a client is told. ``param`` names the offending field, ``code`` is for programs."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        content = json.dumps(self.body()).encode()
+        return Response(content, status_code=self.status, media_type="application/json")
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """400: what was sent is wrong."""
+    return APIError(400, message, param, code)
+
+
+def unprocessable(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """422: what was sent is well-formed, and this server cannot do it."""
+    return APIError(422, message, param, code)
+
+
+def from_validation(error: ValidationError) -> APIError:
+    """The first complaint of pydantic as one sentence that names the field and the value."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        reason = first["ctx"]["error"]
+        return invalid(f"the body is not valid JSON: {reason}", code="invalid_json")
+    path = [str(part) for part in first["loc"] if not _names_union_member(part)]
+    param = ".".join(path) or None
+    if first["type"] == "missing":
+        return invalid(f"{param} is missing: the request cannot do without it", param, "missing_field")
+    reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return invalid(reason, param, "invalid_value")
+    shown = json.dumps(first["input"], default=str)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return invalid(f"{param or 'the body'} cannot be {shown}: {reason[:1].lower()}{reason[1:]}", param, "invalid_value")
+
+
+def _names_union_member(part: int | str) -> bool:
+    """pydantic puts ``str`` or ``list[int]`` into the path of a union's complaint."""
+    return isinstance(part, str) and (part in ("str", "int", "bool", "float") or "[" in part)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every refusal of the app, its router's included, in the one shape; a bug is a 500 without its traceback."""
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, APIError)
+        request.app.state.server.metrics.refused(error.status)
+        return error.response()
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        method, path = request.method, request.url.path
+        if error.status_code == 404:
+            sentence = f"there is no {path}: GET /openapi.json lists what there is"
+            return APIError(404, sentence, code="unknown_path").response()
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            refusal = APIError(405, f"{path} does not take {method}: use {allowed}", code="method_not_allowed")
+            return refusal.response()
+        return APIError(error.status_code, str(error.detail)).response()
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        return APIError(500, f"the server failed: {type(error).__name__}", code="internal_error").response()
+
+    app.add_exception_handler(APIError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_bug)
