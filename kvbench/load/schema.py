@@ -47,7 +47,7 @@ class Length(StrictModel):
     @classmethod
     def _from_yaml(cls, data: Any) -> Any:
         if isinstance(data, bool):
-            raise ValueError(f"{data} is not a length; write an int, [low, high] or {{percentiles: ...}}.")  # noqa: TRY004
+            raise ValueError(f"{data} is not a length; write an int, [low, high] or {{percentiles: ...}}.")
         if isinstance(data, int):
             return {"low": data, "high": data}
         if isinstance(data, list | tuple):
@@ -55,7 +55,7 @@ class Length(StrictModel):
                 raise ValueError(f"{list(data)} is not a length; a range is [low, high], two whole numbers.")
             return {"low": data[0], "high": data[1]}
         if not isinstance(data, dict | Length):
-            raise ValueError(f"{data!r} is not a length; write an int, [low, high] or {{percentiles: ...}}.")  # noqa: TRY004
+            raise ValueError(f"{data!r} is not a length; write an int, [low, high] or {{percentiles: ...}}.")
         return data
 
     @model_validator(mode="after")

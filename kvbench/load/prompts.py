@@ -1,0 +1,258 @@
+"""Draws the requests of one load, before the run, from one seed.
+
+The same seed, repeat and load value (concurrency or rate) give the same requests for every configuration, so
+that cells are compared on paired inputs. Another repeat or load value gives other token contents and another
+order, but the same mix: shares are met exactly (largest remainder) and lengths are the evenly spaced quantiles
+of their distribution, so that no repeat happens to be the heavier one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from kvbench.load import traces
+from kvbench.load.arrivals import arrivals
+from kvbench.load.requests import RequestList, RequestSpec, distinct_prefixes, read_requests, write_requests
+from kvbench.load.schema import Length, LoadConfig, SyntheticPrompts, TextPrompts, TracePrompts
+
+__all__ = [
+    "RequestList",
+    "RequestSpec",
+    "build_requests",
+    "distinct_prefixes",
+    "read_requests",
+    "write_requests",
+]
+
+_LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
+_QUANTILE_OF = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+_REPO_ROOT = Path(__file__).resolve().parents[2]
+
+
+def build_requests(
+    load: LoadConfig,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    seed: int,
+    repeat: int = 0,
+    concurrency: int | None = None,
+    rate: float | None = None,
+) -> RequestList:
+    """The requests of one load; ``.notes`` holds what the report should say (scale, source).
+
+    Token ids lie in [16, vocab_size). ValueError when a request cannot fit max_model_len or a file is missing.
+    """
+    value = concurrency if load.mode == "closed" else rate
+    count = load.num_requests_for(value)
+    rng = np.random.default_rng([seed, repeat, round((value or 0) * 1_000_000), load.mode == "open"])
+    prompts = load.prompts
+    if isinstance(prompts, SyntheticPrompts):
+        requests, notes = _synthetic(prompts, count or 0, vocab_size, max_model_len, rng)
+    elif isinstance(prompts, TextPrompts):
+        requests, notes = _text(prompts, count or 0, vocab_size, rng)
+    else:
+        requests, notes = _trace(prompts, count, vocab_size, max_model_len, rng)
+    if load.mode == "open" and load.arrivals != "trace":
+        times = arrivals(load.arrivals, float(rate or 0), len(requests), rng)
+        requests = [_replace_arrival(r, float(t)) for r, t in zip(requests, times, strict=True)]
+    elif load.mode == "closed":
+        requests = [_replace_arrival(r, None) for r in requests]
+    _check_fit(requests, max_model_len)
+    return RequestList(requests, notes)
+
+
+def largest_remainder(shares: list[float], total: int) -> list[int]:
+    """Whole counts that add up to ``total`` and differ from share x total by less than 1 (Hamilton's method)."""
+    exact = [share * total / sum(shares) for share in shares]
+    counts = [int(x + 1e-9) for x in exact]
+    order = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.ndarray:
+    """``count`` token counts at evenly spaced quantiles of the distribution, in random order. int64 [count]"""
+    u = (np.arange(count) + 0.5) / max(count, 1)
+    if length.percentiles is not None:
+        given = {"min": 1.0, **length.percentiles}
+        points = sorted((_QUANTILE_OF[name], value) for name, value in given.items())
+        values = np.interp(u, [p for p, _ in points], [v for _, v in points])
+        lengths = np.maximum(1, np.rint(values)).astype(np.int64)
+    else:
+        low, high = int(length.low or 1), int(length.high or 1)
+        lengths = (low + np.floor(u * (high - low + 1))).astype(np.int64)
+    return rng.permutation(lengths)
+
+
+def _random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:
+    low = _LOWEST_TOKEN if vocab_size > 2 * _LOWEST_TOKEN else 0
+    return tuple(rng.integers(low, vocab_size, size=count).tolist())
+
+
+def _synthetic(
+    prompts: SyntheticPrompts, count: int, vocab_size: int, max_model_len: int, rng: np.random.Generator
+) -> tuple[list[RequestSpec], dict]:
+    classes = prompts.classes
+    shared = prompts.shared_prefix
+    prefix_len = shared.tokens if shared else 0
+    scale = _synthetic_scale(prompts, max_model_len - prefix_len)
+    counts = largest_remainder([c.share for c in classes], count)
+    with_prefix = _shared_counts(shared.share, counts) if shared else [0] * len(classes)
+    families = [_random_tokens(prefix_len, vocab_size, rng) for _ in range(shared.families if shared else 0)]
+    turns = itertools.cycle(families)
+    drawn: list[tuple[str, tuple[int, ...], int, int]] = []
+    for item, total, prefixed in zip(classes, counts, with_prefix, strict=True):
+        lengths = traces.scale_lengths(draw_lengths(item.prompt_tokens, total, rng), scale)
+        outputs = traces.scale_lengths(draw_lengths(item.output_tokens, total, rng), scale)
+        flags = rng.permutation(np.arange(total) < prefixed)
+        for prompt_len, output_len, flag in zip(lengths, outputs, flags, strict=True):
+            body = _random_tokens(int(prompt_len), vocab_size, rng)
+            family = next(turns) if flag else ()
+            drawn.append((item.name, family + body, int(output_len), len(family)))
+    order = rng.permutation(len(drawn))
+    requests = [
+        RequestSpec(i, drawn[j][0], drawn[j][1], None, drawn[j][2], prefix_tokens=drawn[j][3])
+        for i, j in enumerate(order)
+    ]
+    return requests, {"length_scale": scale} if scale != 1.0 else {}
+
+
+def _synthetic_scale(prompts: SyntheticPrompts, room: int) -> float:
+    if prompts.length_scale != "auto":
+        return float(prompts.length_scale)
+    return traces.fit_scale(max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in prompts.classes), room)
+
+
+def _shared_counts(share: float, counts: list[int]) -> list[int]:
+    """How many of each class get the prefix: exact in total, and in proportion to the classes."""
+    total = int(np.floor(share * sum(counts) + 0.5))
+    return largest_remainder([float(c) for c in counts], total)
+
+
+def _text(
+    prompts: TextPrompts, count: int, vocab_size: int, rng: np.random.Generator
+) -> tuple[list[RequestSpec], dict]:
+    lines = _read_lines(prompts.file)
+    tokenizer = _load_tokenizer(prompts.tokenizer, vocab_size)
+    encoded = [tuple(item.ids) for item in tokenizer.encode_batch([line + "\n" for line in lines])]
+    if prompts.shared_prefix_lines >= len(lines):
+        raise ValueError(
+            f"shared_prefix_lines {prompts.shared_prefix_lines} is more than {prompts.file} has to give; "
+            f"it has {len(lines)} lines, so choose fewer."
+        )
+    start = int(rng.integers(0, len(lines) - prompts.shared_prefix_lines))
+    prefix = sum(encoded[start : start + prompts.shared_prefix_lines], ())
+    flags = rng.permutation(np.arange(count) < round(prompts.shared_prefix_share * count))
+    lengths = draw_lengths(prompts.prompt_tokens, count, rng)
+    outputs = draw_lengths(prompts.output_tokens, count, rng)
+    picker = random.Random(int(rng.integers(0, 2**62)))
+    requests = []
+    for i in range(count):
+        own = prefix if flags[i] else ()
+        ids = own + _random_lines(encoded, int(lengths[i]), picker)
+        text = tokenizer.decode(list(ids), skip_special_tokens=False) if prompts.send_text else None
+        requests.append(
+            RequestSpec(
+                i, Path(prompts.file).stem, None if text else ids, text, int(outputs[i]), prefix_tokens=len(own)
+            )
+        )
+    return requests, {"text": prompts.file, "tokenizer": prompts.tokenizer, "shared_prefix_tokens": len(prefix)}
+
+
+def _random_lines(encoded: list[tuple[int, ...]], tokens: int, picker: random.Random) -> tuple[int, ...]:
+    """Whole lines in random order, the last one cut, ``tokens`` ids in all."""
+    ids: list[int] = []
+    while len(ids) < tokens:
+        ids.extend(picker.choice(encoded))
+    return tuple(ids[:tokens])
+
+
+def _read_lines(file: str) -> list[str]:
+    path = _find(file)
+    if path is None or not path.is_file():
+        raise ValueError(f"the text file {file} does not exist; give a path in load.prompts.file.")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{file} holds no text; at least one line is needed.")
+    return lines
+
+
+def _load_tokenizer(folder: str, vocab_size: int) -> Tokenizer:
+    path = _find(folder)
+    file = path / "tokenizer.json" if path is not None and path.is_dir() else path
+    if file is None or not file.is_file():
+        raise ValueError(f"no tokenizer.json in {folder}; give the tokenizer's folder in load.prompts.tokenizer.")
+    tokenizer = Tokenizer.from_file(str(file))
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(
+            f"the tokenizer {folder} has {tokenizer.get_vocab_size()} ids but the model only {vocab_size}; "
+            "use the model's own tokenizer or a model with a larger vocabulary."
+        )
+    return tokenizer
+
+
+def _find(name: str) -> Path | None:
+    """A path as given, or below the repository when a workload is run from elsewhere."""
+    return next((p for p in (Path(name).expanduser(), _REPO_ROOT / name) if p.exists()), None)
+
+
+def _trace(
+    prompts: TracePrompts, count: int | None, vocab_size: int, max_model_len: int, rng: np.random.Generator
+) -> tuple[list[RequestSpec], dict]:
+    path = _find(prompts.path) or Path(prompts.path)
+    limits = [n for n in (prompts.max_requests, count) if n is not None]
+    part = traces.select(
+        traces.read_azure(path),
+        start_s=prompts.start_s,
+        duration_s=prompts.duration_s,
+        rate_scale=prompts.rate_scale,
+        max_requests=min(limits) if limits else None,
+    )
+    longest = int((part.prompt_tokens + part.output_tokens).max())
+    fixed = prompts.length_scale != "auto"
+    scale = float(prompts.length_scale) if fixed else traces.fit_scale(longest, max_model_len)
+    lengths = traces.scale_lengths(part.prompt_tokens, scale)
+    outputs = traces.scale_lengths(part.output_tokens, scale)
+    requests = [
+        RequestSpec(i, "trace", _random_tokens(int(n), vocab_size, rng), None, int(m), arrival_s=float(t))
+        for i, (t, n, m) in enumerate(zip(part.arrival_s, lengths, outputs, strict=True))
+    ]
+    notes = {
+        "trace": path.name,
+        "trace_requests": len(part),
+        "trace_start_s": prompts.start_s,
+        "rate_scale": prompts.rate_scale,
+        "length_scale": scale,
+        "longest_total_tokens_in_trace": longest,
+    }
+    return requests, notes
+
+
+def _replace_arrival(request: RequestSpec, arrival_s: float | None) -> RequestSpec:
+    return RequestSpec(
+        request.index,
+        request.cls,
+        request.prompt_token_ids,
+        request.prompt,
+        request.max_tokens,
+        arrival_s,
+        request.prefix_tokens,
+    )
+
+
+def _check_fit(requests: list[RequestSpec], max_model_len: int) -> None:
+    for request in requests:
+        prompt = len(request.prompt_token_ids or ())
+        if prompt + request.max_tokens > max_model_len:
+            raise ValueError(
+                f"a request of class {request.cls!r} needs {prompt} + {request.max_tokens} = "
+                f"{prompt + request.max_tokens} tokens, more than max_model_len {max_model_len}; shorten "
+                "prompt_tokens or output_tokens (a shared prefix counts too), or set length_scale: auto."
+            )

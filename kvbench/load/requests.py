@@ -1,0 +1,105 @@
+"""The requests of one load: drawn before the run, stored as JSONL, read by the load process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """One request. Exactly one of ``prompt_token_ids`` and ``prompt`` is set.
+
+    ``arrival_s``: intended start [s after the load's start] in open loop, None in closed loop.
+    ``prefix_tokens``: how many leading tokens are shared with other requests of the load.
+    """
+
+    index: int
+    cls: str
+    prompt_token_ids: tuple[int, ...] | None
+    prompt: str | None
+    max_tokens: int
+    arrival_s: float | None = None
+    prefix_tokens: int = 0
+
+    def to_row(self) -> dict[str, Any]:
+        """The JSONL row."""
+        return {
+            "index": self.index,
+            "class": self.cls,
+            **({"prompt": self.prompt} if self.prompt_token_ids is None else {}),
+            **({} if self.prompt_token_ids is None else {"prompt_token_ids": list(self.prompt_token_ids)}),
+            "max_tokens": self.max_tokens,
+            "arrival_s": self.arrival_s,
+            "prefix_tokens": self.prefix_tokens,
+        }
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> RequestSpec:
+        """The reverse of ``to_row``; KeyError or TypeError for a malformed row."""
+        ids, text = row.get("prompt_token_ids"), row.get("prompt")
+        if (ids is None) == (text is None):
+            raise KeyError("exactly one of prompt_token_ids and prompt")
+        return cls(
+            index=int(row["index"]),
+            cls=str(row.get("class", "default")),
+            prompt_token_ids=None if ids is None else tuple(ids),
+            prompt=text,
+            max_tokens=int(row["max_tokens"]),
+            arrival_s=None if row.get("arrival_s") is None else float(row["arrival_s"]),
+            prefix_tokens=int(row.get("prefix_tokens") or 0),
+        )
+
+
+class RequestList(list[RequestSpec]):
+    """The requests of one load, with ``notes`` for the report (e.g. the scale applied to a trace's lengths)."""
+
+    def __init__(self, requests: Iterable[RequestSpec], notes: dict[str, Any] | None = None) -> None:
+        super().__init__(requests)
+        self.notes = dict(notes or {})
+
+
+def notes_path(path: Path) -> Path:
+    """Where ``write_requests`` puts the notes of a requests file."""
+    return path.with_suffix(".notes.json")
+
+
+def write_requests(path: str | Path, requests: Iterable[RequestSpec]) -> None:
+    """Writes JSONL, and the list's notes beside it, from where the load process copies them to load.json."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for request in requests:
+            file.write(json.dumps(request.to_row(), ensure_ascii=False, separators=(",", ":")) + "\n")
+    notes_path(path).write_text(json.dumps(getattr(requests, "notes", {}), indent=2) + "\n", encoding="utf-8")
+
+
+def read_requests(path: str | Path) -> RequestList:
+    """Reads what ``write_requests`` wrote. ValueError with the line for a malformed file."""
+    path = Path(path)
+    requests = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                requests.append(RequestSpec.from_row(json.loads(line)))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number} is not a request ({error}); write it anew.") from error
+    if not requests:
+        raise ValueError(f"{path} holds no request; at least 1 is needed.")
+    notes = notes_path(path)
+    return RequestList(requests, json.loads(notes.read_text("utf-8")) if notes.is_file() else None)
+
+
+def distinct_prefixes(requests: Iterable[RequestSpec]) -> list[tuple[int, ...]]:
+    """The shared prefixes of a load, each once, in order of first use: what a primed cache is sent."""
+    found = {
+        r.prompt_token_ids[: r.prefix_tokens]: None
+        for r in requests
+        if r.prompt_token_ids is not None and r.prefix_tokens
+    }
+    return list(found)
