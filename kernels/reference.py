@@ -14,10 +14,8 @@ import torch
 from kernels.api import KVPair, check_heads
 
 
-def token_slots(
-    page_starts: torch.Tensor, start: int, stop: int, page_size: int
-) -> torch.Tensor:
-    """Slots of tokens start..stop-1 of one sequence, ``[stop - start] int64``; page_starts ``[max_pages]``."""
+def token_slots(page_starts: torch.Tensor, start: int, stop: int, page_size: int) -> torch.Tensor:
+    """``[stop - start] int64``: slots of tokens start..stop-1 of a sequence with ``page_starts [pages]``."""
     tokens = torch.arange(start, stop, device=page_starts.device)
     return page_starts[tokens // page_size].to(torch.int64) + tokens % page_size
 
@@ -25,7 +23,7 @@ def token_slots(
 def visible_mask(
     num_queries: int, num_keys: int, seq_len: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """``[num_queries, num_keys] bool``: which of the LAST num_keys tokens each of the last num_queries sees."""
+    """``[num_queries, num_keys] bool``: which of the last num_keys tokens the last num_queries see."""
     i = torch.arange(seq_len - num_queries, seq_len, device=device)[:, None]
     j = torch.arange(seq_len - num_keys, seq_len, device=device)[None, :]
     mask = j <= i

@@ -1,0 +1,196 @@
+"""The CPU backend: decode and KV write in Numba, prefill through torch's SDPA."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+import torch
+
+from kernels.api import KVPair, check_heads
+from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
+from kernels.numba_threads import thread_team
+from kernels.numba_write import NUM_WRITE_ARGS, run_write
+from kernels.prefill_cpu import CpuPrefill, PrefillPlan
+from kernels.reference import TorchBackend
+
+MAX_HEAD_DIM = 512
+_DECODE_ARGS = struct.Struct(f"{NUM_ARGS}q")
+_WRITE_ARGS = struct.Struct(f"{NUM_WRITE_ARGS}q")
+_FLOATS = struct.Struct("2f")
+
+
+class _Scratch(threading.local):
+    """Buffers of one calling thread, so that two engines in one process cannot meet in them."""
+
+    def __init__(self) -> None:
+        # Tensors, because their memory stays put and data_ptr() is cheap.
+        self.args = torch.zeros(NUM_ARGS + NUM_WRITE_ARGS, dtype=torch.int64)
+        self.args_view = memoryview(self.args.numpy()).cast("B")
+        self.floats = torch.zeros(2, dtype=torch.float32)
+        self.floats_view = memoryview(self.floats.numpy()).cast("B")
+        self.work = torch.zeros(0, dtype=torch.uint8)
+        self.prefill = CpuPrefill()
+
+    def work_address(self, num_bytes: int) -> int:
+        """Address of at least ``num_bytes`` of scratch, aligned to a cache line."""
+        if self.work.numel() < num_bytes + 64:
+            self.work = torch.zeros(num_bytes + 64, dtype=torch.uint8)
+        return (self.work.data_ptr() + 63) // 64 * 64
+
+
+class NumbaBackend:
+    """float32 on CPU. See kernels.api.AttentionBackend for the contract."""
+
+    name = "numba"
+
+    def __init__(self) -> None:
+        self._scratch = _Scratch()
+        self._run_decode = run_decode.ctypes  # ctypes releases the GIL during the call
+        self._run_write = run_write.ctypes
+        self._team = thread_team()
+        self._torch = TorchBackend()
+
+    def check_support(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM)
+        if dtype != torch.float32 or torch.device(device).type != "cpu":
+            raise ValueError(
+                f"the numba kernel backend serves float32 KV on cpu, not {dtype} on {device}: "
+                "use default_backend(device, dtype)"
+            )
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
+            k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
+        k, v = _dense_rows(k), _dense_rows(v)
+        scratch, size = self._scratch, k.element_size()
+        k_token, k_head, _ = k.stride()
+        v_token, v_head, _ = v.stride()
+        _WRITE_ARGS.pack_into(
+            scratch.args_view, 8 * NUM_ARGS,
+            k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
+            k.shape[0], k.shape[1], k.shape[2] * size, v.shape[2] * size,
+            k_token * size, v_token * size, k_head * size, v_head * size,
+            k_cache.stride(0) * size, v_cache.stride(0) * size,
+        )  # fmt: skip
+        self._run_write(scratch.args.data_ptr() + 8 * NUM_ARGS)
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        plan: Any | None = None,
+    ) -> torch.Tensor:
+        batch, heads, dim = q.shape
+        kv_heads, v_dim = k_cache.shape[1], v_cache.shape[2]
+        if out is None:
+            out = q.new_empty((batch, heads, v_dim))
+        if batch == 0:
+            return out
+        q = _dense_rows(q)
+        if k_cache.stride(1) != dim or v_cache.stride(1) != v_dim or out.stride(1) != v_dim:
+            raise ValueError(
+                f"rows of k_cache {tuple(k_cache.shape)} strides {k_cache.stride()}, v_cache "
+                f"{tuple(v_cache.shape)} strides {v_cache.stride()}, out strides {out.stride()} must be dense "
+                f"for {dim} and {v_dim} values a head: allocate them as [slots, kv_heads, head_dim]"
+            )
+        if page_starts.dtype != torch.int64:
+            page_starts = page_starts.to(torch.int64)
+        if seq_lens.dtype != torch.int64:
+            seq_lens = seq_lens.to(torch.int64)
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        threads = torch.get_num_threads()
+        scratch, team = self._scratch, self._team
+        work_stride, _ = work_layout(heads, dim, v_dim)
+        _FLOATS.pack_into(scratch.floats_view, 0, scale, softcap or 0.0)
+        args = scratch.args.data_ptr()
+        _DECODE_ARGS.pack_into(
+            scratch.args_view, 0,
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), page_starts.data_ptr(),
+            seq_lens.data_ptr(), out.data_ptr(), scratch.work_address(threads * work_stride),
+            0 if sinks is None else sinks.data_ptr(), scratch.floats.data_ptr(),
+            batch, heads, heads // kv_heads, v_dim, page_starts.stride(0) * 8, page_size,
+            k_cache.stride(0) * 4, v_cache.stride(0) * 4, q.stride(0) * 4, q.stride(1) * 4,
+            out.stride(0) * 4, sliding_window or 0, 0, threads, 0, work_stride,
+            build_worker(heads // kv_heads, dim, v_dim).address,
+            team.parallel, team.thread_num, team.num_threads,
+        )  # fmt: skip
+        self._run_decode(args)
+        return out
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        new_kv: KVPair | None = None,
+        plan: PrefillPlan | None = None,
+    ) -> torch.Tensor:
+        if plan is None:
+            plan = PrefillPlan(page_starts, query_starts, seq_lens, page_size)
+        return self._scratch.prefill.attend(
+            q, k_cache, v_cache, plan,
+            scale=scale, window=sliding_window, softcap=softcap, sinks=sinks, out=out, new_kv=new_kv,
+        )  # fmt: skip
+
+    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
+        """Nothing to prepare: the kernel splits its work in about a microsecond."""
+        return
+
+    def plan_prefill(
+        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+    ) -> PrefillPlan:
+        """Slots and masks of every sequence, made once and used by all layers."""
+        return PrefillPlan(page_starts, query_starts, seq_lens, page_size)
+
+    def copy_pages(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        src_starts: torch.Tensor,
+        dst_starts: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        self._torch.copy_pages(k_cache, v_cache, src_starts, dst_starts, page_size)
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its last dimension is contiguous (other strides may be anything), else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,254 @@
+"""Decode attention in Numba: walks the page table, copies no KV, splits the work statically.
+
+All tokens of all sequences form one line that is cut into equal shares, one per thread ("stream-K"),
+so that every core is busy even with one sequence and nobody waits for the longest. A share covers
+whole sequences, whose rows are final, and at most two pieces of sequences that it shares with its
+neighbours; pieces are merged after the parallel region.
+
+Inside a share: blocks of BLOCK tokens; scores of all heads, online softmax, then the V rows. Only
+tokens that exist are ever read, so NaN in unused slots cannot reach a result.
+
+Arguments travel as one int64 array (``A_*`` below): the worker runs on torch's own OpenMP threads,
+which hand over one pointer (see numba_threads.py for why).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numba
+from numba import types
+
+from kernels.numba_memory import call_get_int, call_parallel, load_f32, load_i64, store_f32, store_i64
+from kernels.numba_simd import add_weighted_rows, exp_minus, max_of, scale_row, score_token, softcap_of
+
+BLOCK = 32  # tokens; K and V of a block (Hkv * D * 4 bytes * 32 each) stay in the L1/L2 cache
+NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
+
+(
+    A_Q, A_K, A_V, A_PAGES, A_LENS, A_OUT, A_WORK, A_SINKS, A_FLOATS,
+    A_BATCH, A_HEADS, A_GROUP, A_V_DIM, A_PAGES_STRIDE, A_PAGE_SIZE, A_K_STRIDE, A_V_STRIDE,
+    A_Q_STRIDE, A_Q_HEAD_STRIDE, A_OUT_STRIDE, A_WINDOW, A_TOTAL, A_THREADS, A_THREADS_RAN, A_WORK_STRIDE,
+    A_WORKER, A_PARALLEL, A_THREAD_NUM, A_NUM_THREADS,
+    NUM_ARGS,
+) = range(30)  # fmt: skip
+# Strides in bytes, lengths int64. A_FLOATS points to float32 [scale, softcap (0 = none)].
+
+_JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+
+def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """(bytes of scratch per thread, bytes of one accumulator set ``[H, Dv] + m [H] + l [H]``)."""
+    accumulators = 4 * num_heads * (v_head_dim + 2)
+    total = 3 * accumulators + 4 * num_heads * head_dim + 4 * num_heads * BLOCK + 2 * 8 * BLOCK
+    return (total + 127) // 64 * 64 + 64, accumulators
+
+
+@numba.njit(**_JIT)
+def _visible(args: int, b: int) -> int:
+    """How many tokens sequence b attends to: its length, or its window."""
+    length = load_i64(load_i64(args + 8 * A_LENS) + 8 * b)
+    window = load_i64(args + 8 * A_WINDOW)
+    return min(length, window) if window > 0 else length
+
+
+@numba.njit(**_JIT)
+def _fill_offsets(args: int, b: int, token: int, count: int, k_offsets: int, v_offsets: int) -> None:
+    """Byte offsets of the K and V rows of tokens token..token+count-1 of sequence b."""
+    pages = load_i64(args + 8 * A_PAGES) + b * load_i64(args + 8 * A_PAGES_STRIDE)
+    page_size = load_i64(args + 8 * A_PAGE_SIZE)
+    k_stride, v_stride = load_i64(args + 8 * A_K_STRIDE), load_i64(args + 8 * A_V_STRIDE)
+    page = token // page_size
+    within = token - page * page_size
+    done = 0
+    while done < count:
+        slot = load_i64(pages + 8 * page) + within
+        run = min(page_size - within, count - done)
+        for _ in range(run):
+            store_i64(k_offsets + 8 * done, slot * k_stride)
+            store_i64(v_offsets + 8 * done, slot * v_stride)
+            slot += 1
+            done += 1
+        page += 1
+        within = 0
+
+
+@numba.njit(**_JIT)
+def _reset(acc: int, heads: int, v_dim: int) -> None:
+    """Empty accumulators: zero sums, no score seen."""
+    for i in range(heads * v_dim):
+        store_f32(acc + 4 * i, numba.float32(0.0))
+    for h in range(heads):
+        store_f32(acc + 4 * (heads * v_dim + h), numba.float32(NO_SCORE))
+        store_f32(acc + 4 * (heads * (v_dim + 1) + h), numba.float32(0.0))
+
+
+@numba.njit(**_JIT)
+def _softmax_block(scores: int, acc: int, heads: int, v_dim: int, count: int, cap: float) -> None:
+    """Scores ``[H, BLOCK]`` to weights in place; tops, sums and accumulators follow a risen maximum."""
+    blocks = (count + 15) // 16
+    tops, sums = acc + 4 * heads * v_dim, acc + 4 * heads * (v_dim + 1)
+    for h in range(heads):
+        s = scores + 4 * h * BLOCK
+        if cap > 0:
+            softcap_of(s, cap, blocks)
+        for j in range(count, 16 * blocks):
+            store_f32(s + 4 * j, numba.float32(NO_SCORE))
+        old, total = load_f32(tops + 4 * h), load_f32(sums + 4 * h)
+        top = max(old, max_of(s, blocks))
+        if top > old:
+            factor = numba.float32(math.exp(old - top))
+            total *= factor
+            store_f32(tops + 4 * h, top)
+            for d in range(v_dim):
+                at = acc + 4 * (h * v_dim + d)
+                store_f32(at, load_f32(at) * factor)
+        store_f32(sums + 4 * h, total + exp_minus(s, top, blocks))
+
+
+@numba.njit(**_JIT)
+def _finish(args: int, b: int, acc: int) -> None:
+    """Write sequence b's row: accumulators over the softmax denominator, sinks joined."""
+    heads, v_dim = load_i64(args + 8 * A_HEADS), load_i64(args + 8 * A_V_DIM)
+    tops, sums = acc + 4 * heads * v_dim, acc + 4 * heads * (v_dim + 1)
+    out = load_i64(args + 8 * A_OUT) + b * load_i64(args + 8 * A_OUT_STRIDE)
+    sinks = load_i64(args + 8 * A_SINKS)
+    for h in range(heads):
+        factor, total = numba.float32(1.0), load_f32(sums + 4 * h)
+        if sinks:
+            sink, top = load_f32(sinks + 4 * h), load_f32(tops + 4 * h)
+            joint = max(top, sink)
+            factor = numba.float32(math.exp(top - joint))
+            total = total * factor + numba.float32(math.exp(sink - joint))
+        factor = factor / total
+        for d in range(v_dim):
+            at = 4 * (h * v_dim + d)
+            store_f32(out + at, load_f32(acc + at) * factor)
+
+
+@numba.njit(**_JIT)
+def _merge_into(args: int, target: int, source: int) -> None:
+    """Fold one piece's accumulators into another's, piece by piece of the same sequence."""
+    heads, v_dim = load_i64(args + 8 * A_HEADS), load_i64(args + 8 * A_V_DIM)
+    tops, sums = 4 * heads * v_dim, 4 * heads * (v_dim + 1)
+    for h in range(heads):
+        a, b = load_f32(target + tops + 4 * h), load_f32(source + tops + 4 * h)
+        top = max(a, b)
+        fa, fb = numba.float32(math.exp(a - top)), numba.float32(math.exp(b - top))
+        store_f32(target + tops + 4 * h, top)
+        total = load_f32(target + sums + 4 * h) * fa + load_f32(source + sums + 4 * h) * fb
+        store_f32(target + sums + 4 * h, total)
+        for d in range(v_dim):
+            at = 4 * (h * v_dim + d)
+            store_f32(target + at, load_f32(target + at) * fa + load_f32(source + at) * fb)
+
+
+@numba.njit(**_JIT)
+def _merge_pieces(args: int, num_threads: int) -> None:
+    """Merge the pieces of sequences that lie across shares and write their rows.
+
+    Thread t left the piece of a sequence begun before its share in set 0, and the piece of one that
+    goes on after its share in set 1.
+    """
+    heads, v_dim = load_i64(args + 8 * A_HEADS), load_i64(args + 8 * A_V_DIM)
+    set_bytes = 4 * heads * (v_dim + 2)
+    work, stride = load_i64(args + 8 * A_WORK), load_i64(args + 8 * A_WORK_STRIDE)
+    total = load_i64(args + 8 * A_TOTAL)
+    start = 0
+    for b in range(load_i64(args + 8 * A_BATCH)):
+        stop = start + _visible(args, b)
+        target = 0
+        for t in range(num_threads):
+            lo, hi = total * t // num_threads, total * (t + 1) // num_threads
+            if hi <= start or lo >= stop or hi == lo or (lo <= start and stop <= hi):
+                continue  # not in this share, or wholly in it
+            piece = work + t * stride + (set_bytes if lo <= start else 0)
+            if target:
+                _merge_into(args, target, piece)
+            else:
+                target = piece
+        if target:
+            _finish(args, b, target)
+        start = stop
+
+
+@numba.cfunc(types.void(types.intp), **_JIT)
+def run_decode(args):
+    """Run one decode step: the worker on every thread, then the merge."""
+    total = 0
+    for b in range(load_i64(args + 8 * A_BATCH)):
+        visible = _visible(args, b)
+        if visible == 0:  # a padding row
+            out = load_i64(args + 8 * A_OUT) + b * load_i64(args + 8 * A_OUT_STRIDE)
+            for i in range(load_i64(args + 8 * A_HEADS) * load_i64(args + 8 * A_V_DIM)):
+                store_f32(out + 4 * i, numba.float32(0.0))
+        total += visible
+    store_i64(args + 8 * A_TOTAL, total)
+    if total == 0:
+        return
+    call_parallel(
+        load_i64(args + 8 * A_PARALLEL), load_i64(args + 8 * A_WORKER), args, load_i64(args + 8 * A_THREADS)
+    )
+    ran = load_i64(args + 8 * A_THREADS_RAN)
+    if ran > 1:
+        _merge_pieces(args, ran)
+
+
+@cache
+def build_worker(group: int, head_dim: int, v_head_dim: int):
+    """The worker for ``group`` query heads per KV head and these head dims, as a Numba cfunc.
+
+    The closure holds plain ints only, so that Numba's on-disk cache finds it again in another process.
+    """
+
+    def worker(args):
+        thread = call_get_int(load_i64(args + 8 * A_THREAD_NUM))
+        threads = call_get_int(load_i64(args + 8 * A_NUM_THREADS))
+        if thread == 0:
+            store_i64(args + 8 * A_THREADS_RAN, threads)
+        heads = load_i64(args + 8 * A_HEADS)
+        kv_heads = heads // group
+        q_head_stride = load_i64(args + 8 * A_Q_HEAD_STRIDE)
+        set_bytes = 4 * heads * (v_head_dim + 2)
+        sets = load_i64(args + 8 * A_WORK) + thread * load_i64(args + 8 * A_WORK_STRIDE)
+        k_offsets = sets + 3 * set_bytes
+        v_offsets = k_offsets + 8 * BLOCK
+        q_scaled = v_offsets + 8 * BLOCK
+        scores = q_scaled + 4 * heads * head_dim
+        k_base, v_base = load_i64(args + 8 * A_K), load_i64(args + 8 * A_V)
+        scale, cap = load_f32(load_i64(args + 8 * A_FLOATS)), load_f32(load_i64(args + 8 * A_FLOATS) + 4)
+        total = load_i64(args + 8 * A_TOTAL)
+        lo, hi = total * thread // threads, total * (thread + 1) // threads
+        stop = 0
+        for b in range(load_i64(args + 8 * A_BATCH)):
+            visible = _visible(args, b)
+            start, stop = stop, stop + visible
+            if stop <= lo or start >= hi or visible == 0:
+                continue
+            whole = lo <= start and stop <= hi
+            acc = sets + (2 * set_bytes if whole else (set_bytes if lo <= start else 0))
+            _reset(acc, heads, v_head_dim)
+            q_row = load_i64(args + 8 * A_Q) + b * load_i64(args + 8 * A_Q_STRIDE)
+            for h in range(heads):
+                scale_row(q_row + h * q_head_stride, q_scaled + 4 * h * head_dim, scale, head_dim)
+            first = load_i64(load_i64(args + 8 * A_LENS) + 8 * b) - visible - start
+            token, last = first + max(lo, start), first + min(hi, stop)
+            while token < last:
+                count = min(BLOCK, last - token)
+                _fill_offsets(args, b, token, count, k_offsets, v_offsets)
+                for j in range(count):
+                    row = k_base + load_i64(k_offsets + 8 * j)
+                    for n in range(kv_heads):
+                        q_at, k_at = q_scaled + 4 * n * group * head_dim, row + 4 * n * head_dim
+                        score_token(q_at, k_at, scores + 4 * (n * group * BLOCK + j), group, head_dim, BLOCK)
+                _softmax_block(scores, acc, heads, v_head_dim, count, cap)
+                for n in range(kv_heads):
+                    acc_at, p_at = acc + 4 * n * group * v_head_dim, scores + 4 * n * group * BLOCK
+                    v_at = v_base + 4 * n * v_head_dim
+                    add_weighted_rows(acc_at, p_at, v_at, v_offsets, count, group, v_head_dim, BLOCK)
+                token += count
+            if whole:
+                _finish(args, b, acc)
+
+    return numba.cfunc(types.void(types.intp), **_JIT)(worker)

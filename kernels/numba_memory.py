@@ -1,0 +1,108 @@
+"""Raw memory and C calls for the CPU kernels: addresses are ``intp``, nothing is checked."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+F32 = ir.FloatType()
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+
+
+def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    """The address as a pointer to ``kind``."""
+    return builder.inttoptr(address, ir.PointerType(kind))
+
+
+@intrinsic
+def copy_bytes(typingctx, target, source, count):
+    """memcpy of ``count`` bytes."""
+
+    def codegen(context, builder, signature, args):
+        pointer_type = ir.PointerType(ir.IntType(8))
+        target_at, source_at = (builder.inttoptr(a, pointer_type) for a in args[:2])
+        cgutils.raw_memcpy(builder, target_at, source_at, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+@intrinsic
+def load_f32(typingctx, address):
+    """The float at a byte address."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(pointer(builder, args[0], F32))
+
+    return types.float32(types.intp), codegen
+
+
+@intrinsic
+def store_f32(typingctx, address, value):
+    """Store a float at a byte address."""
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[1], pointer(builder, args[0], F32))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32), codegen
+
+
+@intrinsic
+def load_i64(typingctx, address):
+    """The int64 at a byte address."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(pointer(builder, args[0], I64))
+
+    return types.int64(types.intp), codegen
+
+
+@intrinsic
+def store_i64(typingctx, address, value):
+    """Store an int64 at a byte address."""
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[1], pointer(builder, args[0], I64))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), codegen
+
+
+@intrinsic
+def call_get_int(typingctx, function):
+    """Call the C function ``int f(void)`` at an address."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(I32, [])
+        return builder.sext(builder.call(pointer(builder, args[0], kind), []), I64)
+
+    return types.int64(types.intp), codegen
+
+
+@intrinsic
+def call_work(typingctx, function, data):
+    """Call the C function ``void f(void *)`` at an address."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [I64])
+        builder.call(pointer(builder, args[0], kind), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
+
+
+@intrinsic
+def call_parallel(typingctx, function, work, data, num_threads):
+    """Call ``void GOMP_parallel(void (*work)(void *), void *data, unsigned num_threads, unsigned flags)``."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
+        entry = pointer(builder, args[0], kind)
+        builder.call(entry, [args[1], args[2], builder.trunc(args[3], I32), ir.Constant(I32, 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), codegen

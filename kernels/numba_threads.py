@@ -1,0 +1,69 @@
+"""Which threads run the CPU kernels: torch's own OpenMP team, entered through GOMP_parallel.
+
+The engine alternates torch GEMMs and decode attention, eight and more times a step. After a
+parallel region torch's OpenMP threads spin for a while, waiting for the next one. Threads of
+anybody else then compete with them for the same cores. Measured on two cores, one
+``mm [16, 512] x [512, 1408]`` then one decode attention over 16 x 1024 tokens, per layer:
+
+    torch's own team, by GOMP_parallel    1.0 ms
+    Numba threading layer omp             1.0 ms   (when it resolves to the very same libgomp)
+    Numba threading layer workqueue       2.0 ms
+    a Python thread pool over nogil code  1.9 ms
+
+GOMP_parallel costs one call, shares the team that is awake already, and follows
+``torch.set_num_threads``. Builds of torch without GNU OpenMP entry points run on one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+import torch
+from numba import types
+
+from kernels.numba_memory import call_work
+
+_JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+
+class ThreadTeam(NamedTuple):
+    """Addresses of C functions: GOMP_parallel, omp_get_thread_num, omp_get_num_threads."""
+
+    parallel: int
+    thread_num: int
+    num_threads: int
+
+
+@numba.cfunc(types.void(types.intp, types.intp, types.uint32, types.uint32), **_JIT)
+def run_serially(work, data, num_threads, flags):
+    """Stands in for GOMP_parallel where torch brings no OpenMP: the worker on the calling thread."""
+    call_work(work, data)
+
+
+@numba.cfunc(types.int32(), **_JIT)
+def serial_thread_num():
+    """omp_get_thread_num of run_serially."""
+    return 0
+
+
+@numba.cfunc(types.int32(), **_JIT)
+def serial_num_threads():
+    """omp_get_num_threads of run_serially."""
+    return 1
+
+
+@cache
+def thread_team() -> ThreadTeam:
+    """The team of torch's OpenMP runtime, found through the libraries that torch links; else serial."""
+    for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        try:
+            found = ctypes.CDLL(str(library))
+            names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+            return ThreadTeam(*(ctypes.cast(getattr(found, n), ctypes.c_void_p).value for n in names))
+        except (OSError, AttributeError):
+            continue
+    return ThreadTeam(run_serially.address, serial_thread_num.address, serial_num_threads.address)
