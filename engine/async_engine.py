@@ -250,17 +250,24 @@ class AsyncEngine:
         return True
 
     def _obey(self, commands: list[_Command]) -> None:
+        """Run ``commands`` and reply to all; only then let an error that is not a refusal end the engine."""
         replies = []
+        fatal: Exception | None = None
         for work, reply in commands:
             result, error = None, None
             try:
                 result = work()
             except ValueError as refused:
                 error = refused
+            except Exception as failed:
+                fatal = failed
+                error = EngineUnavailable(f"the engine cannot go on: {_describe(failed)}")
             if reply is not None:
                 replies.append((reply, result, error))
         if replies:
             self._to_loop(_resolve, replies)
+        if fatal is not None:
+            raise fatal
 
     def _step(self) -> None:
         try:

@@ -27,7 +27,7 @@ class StepTensors:
     """One step's batch, packed as [decodes, one token each | prefill chunks]. All on the model's device.
 
     ``slots [T]`` int64 where the new KV goes; ``page_starts [B, pages]`` int64 first slot of each page;
-    ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts`` [prefills + 1] int64, from 0, of the prefills.
+    ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts [prefills + 1]`` int64, from 0, prefills only.
     """
 
     num_decodes: int
@@ -145,7 +145,7 @@ def forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls: ``query [1, H, T, D]``, ``key``/``value [1, Hkv, T, D | Dv]`` after RoPE."""
+    """What transformers calls: ``query [1, H, T, D]``, ``key`` and ``value [1, Hkv, T, D | Dv]``, after RoPE."""
     host = getattr(module, _HOST)
     out = host(
         module.layer_idx,

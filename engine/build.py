@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.executor import TorchExecutor, available_cpus
 from engine.kv_budget import capacity_of
 from engine.kv_manager import make_kv_manager
-from engine.model_loader import load_model
+from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 
 CPU_BUDGET = 256 * 2**20
@@ -26,7 +26,11 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     if config.device != "cuda":
         torch.set_num_threads(config.num_threads or available_cpus())
-    loaded = load_model(config)
+    return assemble_engine(config, load_model(config))
+
+
+def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
+    """An engine around a model that is loaded already. Raises ValueError as ``build_engine`` does."""
     config = config.check_against_model(loaded.info.max_model_len)
     if config.kv_budget is None:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})

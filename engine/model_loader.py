@@ -42,9 +42,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = _make_model(config, spec, device, dtype)
     check_family(model)
     kv_shape, query_heads = measure_kv(model, DTYPE_BYTES[str(dtype).removeprefix("torch.")])
-    backend = (
-        default_backend(device, dtype) if config.kernel_backend == "auto" else get_backend(config.kernel_backend)
-    )
+    backend_name = default_backend(device, dtype) if config.kernel_backend == "auto" else config.kernel_backend
+    backend = get_backend(backend_name)
     for layer, heads in zip(kv_shape.layers, query_heads, strict=True):
         backend.check_support(
             num_heads=heads,

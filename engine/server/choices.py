@@ -1,0 +1,113 @@
+"""One choice of a request: from the engine's tokens to text that may be shown, with its times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.async_engine import Delivery
+from engine.sequence import SamplingParams
+from engine.server.detokenizer import StopStrings, TextDecoder
+from engine.server.metrics import ServerMetrics
+
+FAILURE_OF = {"abort": "shutdown", "error": "engine_error"}  # the engine's finish reason -> kind in /metrics
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one engine output adds to one choice. ``text`` may be empty while it is held back."""
+
+    choice: Choice
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+class EngineFailure(Exception):
+    """The engine ended a request with an error; the text is for the client. ``shutdown``: the server is stopping."""
+
+    def __init__(self, message: str, shutdown: bool):
+        super().__init__(message)
+        self.shutdown = shutdown
+
+
+class Choice:
+    """Detokenises, looks for stop strings, counts and times one sequence."""
+
+    __slots__ = (
+        "_arrival", "_decoder", "_first_at", "_last_at", "_metrics", "_scheduled_at", "_stop_ids", "_stops",
+        "finish_reason", "index", "num_cached", "num_tokens", "stop_reason",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        decoder: TextDecoder,
+        stops: tuple[str, ...],
+        params: SamplingParams,
+        arrival: float,
+        metrics: ServerMetrics,
+    ):
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None  # the stop string, or the id among stop_token_ids, that ended it
+        self._decoder = decoder
+        self._stops = StopStrings(stops) if stops else None
+        self._stop_ids = params.stop_token_ids
+        self._metrics = metrics
+        self._arrival = arrival
+        self._scheduled_at: float | None = None
+        self._first_at: float | None = None
+        self._last_at = arrival
+
+    def advance(self, delivery: Delivery) -> Piece:
+        """Take one output.
+
+        Raises:
+            EngineFailure: the output is the engine's error.
+        """
+        output = delivery.output
+        reason = output.finish_reason
+        if reason in FAILURE_OF:
+            self.finish_reason = reason
+            raise EngineFailure(output.error or f"the engine ended the request: {reason}", reason == "abort")
+        tokens = output.token_ids
+        self._time(delivery)
+        self.num_tokens += len(tokens)
+        self.num_cached = output.num_cached_tokens
+        if reason is None:
+            text = self._decoder.push(tokens)
+        else:
+            # The token that stopped the sequence is counted and not shown, as in vLLM.
+            shown = tokens[:-1] if reason == "stop" else tokens
+            text = self._decoder.push(shown) + self._decoder.flush()
+            if reason == "stop" and tokens and tokens[-1] in self._stop_ids:
+                self.stop_reason = tokens[-1]
+        if self._stops is not None:
+            text = self._stops.push(text, final=reason is not None)
+            if self._stops.matched is not None:
+                reason, self.stop_reason = "stop", self._stops.matched
+        if reason is not None:
+            self._finish(reason)
+        return Piece(self, text, tokens, reason)
+
+    def _time(self, delivery: Delivery) -> None:
+        now = delivery.at
+        if self._first_at is None:
+            self._first_at = now
+            self._scheduled_at = delivery.scheduled_at
+            self._metrics.ttft.observe(now - self._arrival)
+        else:
+            self._metrics.itl.observe(now - self._last_at)
+        self._last_at = now
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        metrics = self._metrics
+        metrics.finished(reason)
+        metrics.e2e.observe(self._last_at - self._arrival)
+        if self._scheduled_at is not None and self._first_at is not None:
+            metrics.queue.observe(max(0.0, self._scheduled_at - self._arrival))
+            metrics.prefill.observe(self._first_at - self._scheduled_at)
+            metrics.decode.observe(self._last_at - self._first_at)

@@ -1,0 +1,224 @@
+"""One HTTP request's work in the engine: its sequences, their pieces in order of arrival, their usage.
+
+    prompts x n choices -> requests -> AsyncEngine.submit -> pieces -> a JSON answer or a stream of events
+
+A client that goes away, while it waits in the queue as well, interrupts the reader and aborts the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.types import Receive
+
+from engine.async_engine import AsyncEngine, EngineUnavailable, OutputStream
+from engine.sequence import Request, SamplingParams
+from engine.server.choices import Choice, EngineFailure, Piece
+from engine.server.errors import APIError, invalid, unprocessable
+from engine.server.metrics import ServerMetrics
+from engine.server.protocol import GenerationBody
+from engine.server.tokenizer import ServerTokenizer
+
+MAX_CHOICES = 1024  # prompts x n in one request
+
+
+class ClientGone(Exception):
+    """The connection closed before the answer was complete."""
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What the endpoints share. ``model_name`` is what clients call the model; ``also`` are other names for it."""
+
+    engine: AsyncEngine
+    tokenizer: ServerTokenizer
+    metrics: ServerMetrics
+    model_name: str
+    also: frozenset[str]
+    started: int  # Unix seconds
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.config.max_model_len or self.engine.model_info.max_model_len or 0
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model != self.model_name and model not in self.also:
+            sentence = f"the model {model!r} does not exist: this server has {self.model_name!r}"
+            raise APIError(404, sentence, "model", "model_not_found")
+
+
+class Generation:
+    """The choices of one request, submitted and running. Use as an async context manager: leaving it aborts."""
+
+    def __init__(self, state: ServerState, prompts: Sequence[Sequence[int]], choices: list[Choice], ids: list[str]):
+        self.state = state
+        self.prompts = prompts
+        self.choices = choices
+        self._by_id = dict(zip(ids, choices, strict=True))
+        self._stream: OutputStream | None = None
+
+    @classmethod
+    async def start(
+        cls, state: ServerState, body: GenerationBody, prompts: Sequence[Sequence[int]], default_max_tokens: int | None
+    ) -> Generation:
+        """Check and submit everything that ``body`` asks for.
+
+        Raises:
+            APIError: 400, 422 or 503, and then nothing is left in the engine.
+        """
+        arrival = time.monotonic()
+        per_prompt = body.choices_per_prompt
+        if len(prompts) * per_prompt > MAX_CHOICES:
+            sentence = f"{len(prompts)} prompts with n {per_prompt} are over the limit of {MAX_CHOICES} choices"
+            raise unprocessable(f"{sentence}: send fewer in one request", "prompt", "too_many_choices")
+        requests: list[Request] = []
+        choices: list[Choice] = []
+        skip_special = body.skip_special_tokens is not False
+        for prompt in prompts:
+            params = sampling_params(state, body, prompt, default_max_tokens)
+            for i in range(per_prompt):
+                own = params if params.seed is None else replace(params, seed=_next_seed(params.seed, i))
+                decoder = state.tokenizer.decoder(skip_special)
+                choices.append(Choice(len(choices), decoder, body.stops, own, arrival, state.metrics))
+                requests.append(Request(uuid.uuid4().hex, tuple(prompt), own, arrival))
+        generation = cls(state, prompts, choices, [request.request_id for request in requests])
+        try:
+            generation._stream = await state.engine.submit(requests)
+        except ValueError as error:
+            raise unprocessable(str(error), "prompt", "cannot_fit") from None
+        except EngineUnavailable as error:
+            raise APIError(503, str(error), code="engine_unavailable") from None
+        return generation
+
+    async def pieces(self, receive: Receive) -> AsyncIterator[Piece]:
+        """Everything the engine gives, one piece an output; aborts what is left when it is closed.
+
+        Raises:
+            ClientGone: ``receive`` told that the connection closed.
+            EngineFailure: a request failed in the engine; the others are aborted.
+        """
+        stream = self._stream
+        assert stream is not None
+        watch = asyncio.create_task(_until_gone(receive))
+        watch.add_done_callback(lambda _: stream.interrupt(ClientGone()))
+        kind = "disconnect"
+        try:
+            while not stream.done:
+                for delivery in await stream.get():
+                    choice = self._by_id[delivery.output.request_id]
+                    if choice.finish_reason is not None:
+                        continue  # stopped by its text while this token was computed
+                    piece = choice.advance(delivery)
+                    if piece.finish_reason is not None:
+                        stream.stop(delivery.output.request_id)
+                    yield piece
+        except EngineFailure as failure:
+            kind = "shutdown" if failure.shutdown else "engine_error"
+            raise
+        finally:
+            watch.cancel()
+            stream.close()
+            unfinished = sum(choice.finish_reason in (None, "abort", "error") for choice in self.choices)
+            self.state.metrics.failed(kind, unfinished)
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the request so far, in OpenAI's shape. A prompt counts once however many choices it has."""
+        prompt_tokens = sum(len(prompt) for prompt in self.prompts)
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        per_prompt = len(self.choices) // len(self.prompts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached for c in self.choices[::per_prompt])},
+        }
+
+
+def sampling_params(
+    state: ServerState, body: GenerationBody, prompt: Sequence[int], default_max_tokens: int | None
+) -> SamplingParams:
+    """The engine's parameters for one prompt, its length checked. ``default_max_tokens`` None: all that is left.
+
+    Raises:
+        APIError: 400 with the numbers.
+    """
+    check_prompt(state, prompt)
+    limit = state.max_model_len
+    left = limit - len(prompt)
+    asked = body.token_limit
+    if asked is not None and asked > left:
+        raise invalid(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {asked}, together {len(prompt) + asked}, over the "
+            f"limit of {limit} tokens (max_model_len): lower max_tokens to at most {left} or shorten the prompt",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    try:
+        return SamplingParams(
+            max_tokens=asked or min(left, default_max_tokens or left),
+            temperature=1.0 if body.temperature is None else float(body.temperature),
+            top_k=max(0, body.top_k or 0),
+            top_p=1.0 if body.top_p is None else float(body.top_p),
+            seed=body.seed,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+        )
+    except ValueError as error:
+        raise invalid(str(error), code="invalid_value") from None
+
+
+def check_prompt(state: ServerState, prompt: Sequence[int]) -> None:
+    limit, vocab = state.max_model_len, state.engine.model_info.vocab_size
+    if not prompt:
+        raise invalid("the prompt is empty: send at least one token", "prompt", "empty_prompt")
+    if len(prompt) >= limit:
+        raise invalid(
+            f"the prompt has {len(prompt)} tokens and the limit is {limit} tokens of prompt and output together "
+            f"(max_model_len): send at most {limit - 1}",
+            "prompt",
+            "context_length_exceeded",
+        )
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab:
+        bad = low if low < 0 else high
+        raise invalid(
+            f"token id {bad} is not in the vocabulary of model {state.model_name!r}: ids run from 0 to {vocab - 1}",
+            "prompt",
+            "invalid_token_id",
+        )
+
+
+def check_stops(state: ServerState, body: GenerationBody) -> None:
+    if body.stops and state.tokenizer.backend is None:
+        raise unprocessable("stop strings need a tokenizer and there is none: use stop_token_ids", "stop", "no_tokenizer")
+
+
+@contextlib.contextmanager
+def failures_as_errors() -> Iterator[None]:
+    """The engine's failures as HTTP errors: 503 when the server is stopping, else 500."""
+    try:
+        yield
+    except EngineFailure as failure:
+        raise error_of(failure) from None
+
+
+def error_of(failure: EngineFailure) -> APIError:
+    if failure.shutdown:
+        return APIError(503, str(failure), code="shutting_down")
+    return APIError(500, str(failure), code="engine_error")
+
+
+def _next_seed(seed: int, offset: int) -> int:
+    """``seed + offset`` within 64 bits."""
+    return (seed + offset + 2**63) % 2**64 - 2**63
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

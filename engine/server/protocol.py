@@ -1,0 +1,223 @@
+"""What clients send, checked once: pydantic models in strict mode, unknown fields kept aside.
+
+Strict: ``"5"`` is not a number and ``1`` is not ``true``. A field this server does not know is ignored, as by other
+OpenAI-compatible servers, unless it asks for something that would change the answer (``UNSUPPORTED``): leaving that
+out in silence would be wrong, so it is refused. ``null`` stands for the default everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from engine.server.errors import from_validation, invalid, unprocessable
+
+MAX_CHOICES_PER_PROMPT = 16  # n
+MAX_STOP_STRINGS = 16
+
+# Options the engine does not have, with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "chat_template": (None,),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "modalities": (None, ["text"]),
+    "presence_penalty": (None, 0),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+}
+
+StopString = Annotated[str, Field(min_length=1)]
+Prompt = str | list[int] | list[str] | list[list[int]]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """``include_usage``: a last chunk with the usage; ``continuous_usage_stats``: the usage so far in every chunk."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(_Body):
+    """What completions and chat completions have in common."""
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: Int64 | None = None
+    stop: StopString | list[StopString] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    kvbench_stamp: bool | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(value)} strings: send at most {MAX_STOP_STRINGS}")
+        return value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def token_limit(self) -> int | None:
+        """``max_completion_tokens`` is OpenAI's newer name and wins."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def refuse_unsupported(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            neutral = UNSUPPORTED.get(name)
+            if neutral is not None and not any(_same(value, allowed) for allowed in neutral):
+                raise unprocessable(f"{name} is not supported by this server: leave it out", name, "unsupported")
+        if self.best_of not in (None, self.choices_per_prompt):
+            raise unprocessable(
+                f"best_of {self.best_of} differs from n {self.choices_per_prompt} and choosing among candidates is "
+                "not supported by this server: leave best_of out",
+                "best_of",
+                "unsupported",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options is only allowed when stream is true", "stream_options", "invalid_value")
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    """One message; further fields (name, tool_call_id ...) reach the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[ContentPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """With the text parts joined, as a chat template wants it."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            for part in content:
+                if part.type != "text" or part.text is None:
+                    raise unprocessable(
+                        f"a content part of type {part.type!r} is not supported by this server: send text parts",
+                        "messages",
+                        "unsupported",
+                    )
+            content = "\n".join(part.text or "" for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize."""
+
+    tokens: list[int]
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+def parse(model: type[Body], raw: bytes) -> Body:
+    """``raw`` as ``model``.
+
+    Raises:
+        APIError: 400, with the first thing that is wrong.
+    """
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["loc"][:1] == ("prompt",) and model is CompletionBody and first["type"] != "missing":
+            raise invalid(
+                "prompt is a text, a list of token ids, a list of texts or a list of lists of token ids: this is none "
+                "of them",
+                "prompt",
+                "invalid_value",
+            ) from None
+        raise from_validation(error) from None
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Equality in which 0 is not False."""
+    return isinstance(value, bool) == isinstance(allowed, bool) and value == allowed

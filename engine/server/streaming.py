@@ -1,0 +1,127 @@
+"""Server-sent events, written as cheaply as they can be: one event for each token of each choice.
+
+An event is put together from byte strings that are made once per stream; only the text, the token ids and the stamp
+are new. Tokens of different steps are never merged into one event or one write: a client measures the gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.server.choices import EngineFailure, Piece
+from engine.server.generation import ClientGone, Generation, error_of
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventFormat:
+    """The JSON of one stream's events. ``head`` holds id, object, created and model; ``chat``: deltas, not texts."""
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        chat: bool,
+        *,
+        token_ids: bool = False,
+        stamp: bool = False,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+    ):
+        self._head = "data: " + json.dumps(head)[:-1] + ',"choices":['
+        self._before = '"delta":{"content":' if chat else '"text":'
+        self._before_first = '"delta":{"role":"assistant","content":' if chat else '"text":'
+        self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":'
+        self._going_on = self._after + "null"
+        self._token_ids = token_ids
+        self._stamp = stamp
+        self._continuous_usage = continuous_usage
+        self._no_usage = ',"usage":null' if include_usage else ""
+        self._begun: set[int] = set()
+
+    def event(self, piece: Piece, generation: Generation) -> bytes:
+        """One piece as ``data: {...}`` with its blank line."""
+        choice = piece.choice
+        parts = [self._head, '{"index":', str(choice.index), ","]
+        if choice.index in self._begun:
+            parts.append(self._before)
+        else:
+            self._begun.add(choice.index)
+            parts.append(self._before_first)
+        parts.append(quote(piece.text))
+        if piece.finish_reason is None:
+            parts.append(self._going_on)
+        else:
+            parts += [self._after, quote(piece.finish_reason), ',"stop_reason":', json.dumps(choice.stop_reason)]
+        if self._token_ids:
+            parts += [',"token_ids":[', ",".join(map(str, piece.token_ids)), "]"]
+        parts.append("}]")
+        if self._continuous_usage:
+            parts += [',"usage":', json.dumps(generation.usage())]
+        else:
+            parts.append(self._no_usage)
+        parts.append(self._end())
+        return "".join(parts).encode("ascii")
+
+    def usage_event(self, generation: Generation) -> bytes:
+        """The last event before [DONE]: no choices, the usage."""
+        return f'{self._head}],"usage":{json.dumps(generation.usage())}{self._end()}'.encode("ascii")
+
+    def _end(self) -> str:
+        if self._stamp:
+            return f',"kvbench":{{"sent":{time.monotonic():.7f}}}}}\n\n'
+        return "}\n\n"
+
+
+class EventStream(Response):
+    """Sends the pieces of ``generation`` as they come, straight to ASGI's ``send``.
+
+    An engine failure after the stream has begun becomes an ``error`` event, and the stream then ends without [DONE],
+    so that no client takes it for complete.
+    """
+
+    def __init__(self, generation: Generation, form: EventFormat, include_usage: bool, echoes: list[str] | None = None):
+        super().__init__()
+        self._generation = generation
+        self._form = form
+        self._include_usage = include_usage
+        self._echoes = echoes  # by choice: the prompt's text, for its first event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        last = b""
+        try:
+            await self._send_pieces(receive, send)
+            last = (self._form.usage_event(self._generation) if self._include_usage else b"") + DONE
+        except ClientGone:
+            return
+        except EngineFailure as failure:
+            last = b"data: " + json.dumps(error_of(failure).body()).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_pieces(self, receive: Receive, send: Send) -> None:
+        generation, event = self._generation, self._form.event
+        pieces = generation.pieces(receive)
+        try:
+            async for piece in pieces:
+                if self._echoes is not None:
+                    piece = self._with_echo(piece)
+                await send({"type": "http.response.body", "body": event(piece, generation), "more_body": True})
+        finally:
+            await pieces.aclose()
+
+    def _with_echo(self, piece: Piece) -> Piece:
+        assert self._echoes is not None
+        index = piece.choice.index
+        echo, self._echoes[index] = self._echoes[index], ""
+        return Piece(piece.choice, echo + piece.text, piece.token_ids, piece.finish_reason) if echo else piece

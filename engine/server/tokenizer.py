@@ -1,0 +1,109 @@
+"""The tokenizer of a server: whose it is, what it refuses, texts and chats to ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from engine.config import EngineConfig
+from engine.model_spec import ModelInfo
+from engine.server.detokenizer import ByteVocabulary, SilentDecoder, TextDecoder, WindowDecoder, is_byte_level
+from engine.server.errors import invalid, unprocessable
+
+SHIPPED = Path(__file__).parent.parent / "tokenizer" / "bpe8k"
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class ServerTokenizer:
+    """``text_refusal`` says why texts cannot be prompts; None when they can. ``chat`` is the Hugging Face
+    tokenizer, whose chat template is used; ``backend`` does the work."""
+
+    name: str
+    backend: Tokenizer | None = None
+    chat: Any = None
+    text_refusal: str | None = None
+    vocabulary: ByteVocabulary | None = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self.text_refusal is not None or self.backend is None:
+            raise unprocessable(self.text_refusal or "there is no tokenizer", "prompt", "no_tokenizer")
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; ids that the tokenizer does not know have none."""
+        decoder = self.decoder(skip_special_tokens)
+        return decoder.push(ids) + decoder.flush()
+
+    def decoder(self, skip_special_tokens: bool = True) -> TextDecoder:
+        """A new incremental decoder, one for each sequence."""
+        if self.vocabulary is not None:
+            return self.vocabulary.decoder(skip_special_tokens)
+        if self.backend is not None:
+            return WindowDecoder(self.backend, skip_special_tokens)
+        return SilentDecoder()
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **template_options: Any
+    ) -> list[int]:
+        """Ids of a conversation by the tokenizer's template, or line by line where it has none.
+
+        Raises:
+            APIError: 400 when the template refuses the conversation, 422 when there is no tokenizer.
+        """
+        if self.chat is None or not getattr(self.chat, "chat_template", None):
+            lines = [f"{message['role']}: {message['content']}" for message in messages]
+            return self.encode("\n".join([*lines, "assistant:"] if add_generation_prompt else lines))
+        try:
+            text = self.chat.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options
+            )
+        except Exception as error:  # whatever a template written by others raises concerns this request only
+            reason = str(error) or type(error).__name__
+            raise invalid(f"the chat template refuses these messages: {reason}", "messages") from None
+        return self.encode(text, add_special_tokens=False)
+
+
+def load_tokenizer(config: EngineConfig, model: ModelInfo) -> ServerTokenizer:
+    """The folder of ``config.tokenizer``, else the model's own, else the one that ships.
+
+    Raises:
+        ValueError: ``config.tokenizer`` is named and cannot be loaded.
+    """
+    if config.tokenizer is not None:
+        return _load(Path(config.tokenizer).expanduser(), model)
+    folder = Path(config.model).expanduser()
+    if any((folder / name).is_file() for name in _FILES):
+        return _load(folder, model)
+    return _load(SHIPPED, model)
+
+
+def _load(folder: Path, model: ModelInfo) -> ServerTokenizer:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not folder.is_dir():
+        raise ValueError(f"tokenizer folder {str(folder)!r} does not exist: give a folder with a tokenizer.json")
+    try:
+        if (folder / "tokenizer_config.json").is_file():
+            chat = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        else:
+            chat = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        backend = chat.backend_tokenizer
+    except Exception as error:  # the loaders of the library raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the tokenizer in {str(folder)!r} cannot be loaded ({reason}): check the folder") from None
+    backend.no_truncation()
+    backend.no_padding()
+    size = backend.get_vocab_size(with_added_tokens=True)
+    refusal = None
+    if size > model.vocab_size:
+        refusal = (
+            f"text prompts are refused: tokenizer {folder.name!r} has {size} ids and model {model.name!r} only "
+            f"{model.vocab_size}, so it is not the model's; send token ids, or start the server with --tokenizer FOLDER"
+        )
+    vocabulary = ByteVocabulary(backend) if is_byte_level(backend) else None
+    return ServerTokenizer(folder.name, backend, chat, refusal, vocabulary)

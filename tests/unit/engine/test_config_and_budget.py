@@ -1,0 +1,129 @@
+import json
+
+import pytest
+
+from engine.config import EngineConfig, format_bytes, parse_bytes
+from engine.kv_budget import KVShape, LayerKV, capacity_of
+from engine.model_spec import find_model
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(5, 5), ("128MiB", 134217728), ("1.5 GiB", 1610612736), ("500MB", 500_000_000), ("7", 7), ("2kb", 2000)],
+)
+def test_parse_bytes(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "1e3", True, "12MiB3"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ValueError, match="size"):
+        parse_bytes(text)
+
+
+def test_format_bytes():
+    assert format_bytes(134217728) == "128 MiB"
+    assert format_bytes(900) == "900 B"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"page_size": 0}, "page_size cannot be 0"),
+        ({"page_size": 2.5}, "page_size cannot be 2.5"),
+        ({"page_size": True}, "page_size cannot be True"),
+        ({"layout": "pagde"}, "layout cannot be 'pagde': choose one of paged, contiguous"),
+        ({"max_num_seqs": -1}, "max_num_seqs cannot be -1"),
+        ({"kv_cache_dtype": "fp3"}, "kv_cache_dtype cannot be 'fp3'"),
+        ({"layout": "contiguous", "enable_prefix_caching": True}, "cannot be shared"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "raise the first or lower the second"),
+        ({"enable_chunked_prefill": False, "max_model_len": 4096}, "without chunked prefill"),
+        ({"enable_prefix_caching": "yes"}, "true or false"),
+        ({"seed": "x"}, "seed cannot be 'x'"),
+    ],
+)
+def test_config_refuses_in_a_sentence(settings, says):
+    with pytest.raises(ValueError, match=says):
+        EngineConfig(**settings)
+
+
+def test_unknown_setting_is_named():
+    with pytest.raises(ValueError, match="'page_sise' is not an engine setting"):
+        EngineConfig.from_mapping({"page_sise": 16})
+
+
+def test_max_model_len_is_settled_by_the_model():
+    assert EngineConfig().check_against_model(4096).max_model_len == 4096
+    assert EngineConfig(max_model_len=100).check_against_model(None).max_model_len == 100
+    with pytest.raises(ValueError, match="8192 is beyond the 4096 positions"):
+        EngineConfig(max_model_len=8192).check_against_model(4096)
+    with pytest.raises(ValueError, match="set max_model_len"):
+        EngineConfig().check_against_model(None)
+
+
+def test_everyones_arithmetic_llama_70b():
+    """Llama-3.1-70B, fp16: 327,680 bytes a token, 1.34 GB for 4096 tokens, 343.6 GB for 256 of those."""
+    shape = KVShape((LayerKV(8, 128, 128),) * 80, 2)
+    assert shape.bytes_per_slot == 327_680
+    assert shape.bytes_per_slot * 4096 == 1_342_177_280
+    assert round(shape.bytes_per_slot * 4096 * 256 / 1e9, 1) == 343.6
+
+
+def test_same_bytes_buy_the_same_slots_in_both_layouts_but_not_the_same_sequences():
+    shape = find_model("llama-32m").kv_shape("float32")
+    assert shape.bytes_per_slot == 8 * 4 * (64 + 64) * 4
+    common = {"max_model_len": 1024, "max_num_seqs": 32}
+    budget = 100 * 2**20
+    paged = capacity_of(EngineConfig(page_size=16, **common), shape, budget)
+    contiguous = capacity_of(EngineConfig(layout="contiguous", **common), shape, budget)
+    for capacity in (paged, contiguous):
+        spent = capacity.num_slots * shape.bytes_per_slot + capacity.page_table_bytes
+        assert spent <= budget < spent + capacity.page_size * shape.bytes_per_slot
+    assert contiguous.max_concurrency(300) == contiguous.num_pages == 6
+    assert paged.max_concurrency(300) == paged.num_pages // 19 > 20
+
+
+def test_waste_that_everyone_quotes():
+    """A 300-token sequence in a 4096 reservation wastes 92.7 %."""
+    assert round(100 * (1 - 300 / 4096), 1) == 92.7
+
+
+def test_budget_below_one_sequence_gives_the_numbers():
+    shape = KVShape((LayerKV(1, 8, 8),), 4)
+    with pytest.raises(ValueError, match=r"kv_budget 1000 .* smaller than one sequence of max_model_len 64 tokens"):
+        capacity_of(EngineConfig(max_model_len=64), shape, 1000)
+
+
+def test_page_table_is_paid_from_the_budget():
+    shape = KVShape((LayerKV(1, 8, 8),), 4)
+    config = EngineConfig(max_model_len=64, page_size=1, max_num_seqs=4)
+    with_room = capacity_of(config, shape, 64 * 64 + 4 * 64 * 8)
+    assert with_room.num_pages == 64
+    with pytest.raises(ValueError, match="raise kv_budget"):
+        capacity_of(config, shape, 64 * 64 + 4 * 64 * 8 - 1)
+
+
+def test_find_model_says_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match="neither a folder"):
+        find_model("/does/not/exist")
+    with pytest.raises(ValueError, match=r"config\.json' does not exist"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 4}))
+    with pytest.raises(ValueError, match="no model_type"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        find_model(str(tmp_path))
+    assert find_model(str(tmp_path), "dummy").name == tmp_path.name
+
+
+def test_config_imports_no_torch():
+    """`kvbench plan` and `--dry-run` must answer at once."""
+    import subprocess
+    import sys
+
+    code = "import engine.config, engine.kv_budget, engine.model_spec, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
