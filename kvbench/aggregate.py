@@ -1,0 +1,222 @@
+"""Repeats of a cell into cells/<cell id>/: pooled raw data, summary.json, and the run's summary.csv.
+
+Throughput is aggregated over repeats (each a fresh server; the unit of any comparison); latency percentiles are also
+given over the pooled raw samples, for display.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvbench.design import Cell
+from kvbench.metrics import pooled as pooled_latencies
+from kvbench.results import DONE, RunFolder, read_json, write_json, write_text
+
+MAX_SAMPLES = 8
+_TIMES = ("ttft", "tpot", "itl", "e2el")
+_CSV_METRICS = (
+    "completed", "failed", "duration_s", "output_throughput", "steady_output_throughput", "request_throughput",
+    "ttft_ms.p50", "ttft_ms.p95", "ttft_ms.p99", "tpot_ms.p50", "tpot_ms.p95", "itl_ms.p50", "itl_ms.p95", "itl_ms.p99",
+    "e2el_ms.p50", "e2el_ms.p95", "goodput",
+)  # fmt: skip
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers of a nested mapping under dotted names; texts, lists and what is not finite are left out."""
+    flat: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            flat[f"{prefix}{key}"] = float(value)
+    return flat
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, mean, extremes and sample standard deviation (None for one value) over repeats."""
+    return {
+        "median": statistics.median(values),
+        "mean": statistics.fmean(values),
+        "min": min(values),
+        "max": max(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else None,
+        "n": len(values),
+        "values": list(values),
+    }
+
+
+def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Write the cell's files from its finished loads; None when there is none yet.
+
+    ``facts``: ``model``, ``backend`` and ``capacity`` by configuration id, for the summary.
+    """
+    repeats = run.done_repeats(cell.cell_id)
+    if not repeats:
+        return None
+    folder = run.cell(cell.cell_id)
+    done = {r: read_json(run.load(cell.cell_id, r) / DONE) for r in repeats}
+    counters = {r: read_json(run.load(cell.cell_id, r) / "counters.json") for r in repeats}
+    requests = _pool(run, cell, repeats, "requests.parquet")
+    _pool(run, cell, repeats, "server.parquet")
+    _join_logs(run, cell, repeats)
+    _write_samples(folder / "samples.jsonl", requests)
+    summary = _summary(cell, done, counters, pooled_latencies([requests]) if len(requests) else {}, facts)
+    write_json(folder / "counters.json", {"cell_id": cell.cell_id, "repeats": {str(r): c for r, c in counters.items()}})
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _pool(run: RunFolder, cell: Cell, repeats: Sequence[int], name: str) -> pd.DataFrame:
+    """All repeats of one table, with the column ``repeat``; written when it has rows."""
+    frames = []
+    for repeat in repeats:
+        path = run.load(cell.cell_id, repeat) / name
+        if path.is_file():
+            frame = pd.read_parquet(path)
+            frame["repeat"] = repeat
+            frames.append(frame)
+    pooled = pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True) if frames else pd.DataFrame()
+    if len(pooled):
+        path = run.cell(cell.cell_id) / name
+        scratch = path.with_name(f".{name}.tmp")
+        pooled.to_parquet(scratch, index=False)
+        scratch.replace(path)
+    return pooled
+
+
+def _summary(
+    cell: Cell,
+    done: Mapping[int, Mapping[str, Any]],
+    counters: Mapping[int, Mapping[str, Any]],
+    pooled: Mapping[str, Any],
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    configuration, load = cell.configuration, cell.load
+    flat = [flatten({**d["metrics"], "server": counters[r]}) for r, d in done.items()]
+    names = sorted({name for values in flat for name in values})
+    aggregate = {name: spread([v[name] for v in flat if name in v]) for name in names}
+    reasons = [f"repeat {r}: {reason}" for r, d in done.items() for reason in d["invalid_reasons"]]
+    summary = {
+        "cell_id": cell.cell_id,
+        "config_id": configuration.config_id,
+        "label": configuration.label,
+        "is_baseline": configuration.is_baseline,
+        "varied": dict(configuration.varied),
+        "settings": dict(configuration.settings),
+        "load": {
+            "load_id": load.load_id,
+            "mode": load.mode,
+            "concurrency": load.concurrency,
+            "request_rate": load.request_rate,
+            "num_requests": load.num_requests,
+        },
+        "capacity": facts.get("capacity", {}).get(configuration.config_id, {}),
+        "repeats": [
+            {
+                "repeat": r,
+                "started_at": d["started_at"],
+                "requests_sha256": d.get("requests_sha256"),
+                "metrics": d["metrics"],
+                "server": counters[r],
+            }
+            for r, d in done.items()
+        ],
+        "aggregate": aggregate,
+        "pooled": pooled,
+        "valid": not reasons,
+        "invalid_reasons": reasons,
+    }
+    return summary | _vllm_fields(summary, facts)
+
+
+def _vllm_fields(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The field names of a ``vllm bench serve`` result, so that scripts that read those read this.
+
+    Counts and duration are sums over the repeats, rates their median, times come from the pooled samples.
+    """
+    aggregate, pooled, load = summary["aggregate"], summary["pooled"], summary["load"]
+
+    def total(name: str) -> float | int | None:
+        values = aggregate.get(name, {}).get("values")
+        if values is None:
+            return None
+        return int(sum(values)) if all(v.is_integer() for v in values) else sum(values)
+
+    fields: dict[str, Any] = {
+        "date": summary["repeats"][0]["started_at"],
+        "backend": facts.get("backend"),
+        "model_id": facts.get("model"),
+        "tokenizer_id": facts.get("model"),
+        "num_prompts": (total("completed") or 0) + (total("failed") or 0),
+        "request_rate": load["request_rate"] if load["request_rate"] is not None else "inf",
+        "burstiness": 1.0,
+        "max_concurrency": load["concurrency"],
+        "duration": total("duration_s"),
+        "completed": total("completed"),
+        "failed": total("failed"),
+        "total_input_tokens": total("total_input_tokens"),
+        "total_output_tokens": total("total_output_tokens"),
+        "request_goodput": aggregate.get("goodput", {}).get("median"),
+    }
+    for name in ("request_throughput", "output_throughput", "total_token_throughput"):
+        fields[name] = aggregate.get(name, {}).get("median")
+    for name in _TIMES:
+        values = pooled.get(f"{name}_ms") or {}
+        for theirs, ours in (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99")):
+            fields[f"{theirs}_{name}_ms"] = values.get(ours)
+    return fields
+
+
+def _join_logs(run: RunFolder, cell: Cell, repeats: Sequence[int]) -> None:
+    parts = []
+    for repeat in repeats:
+        path = run.load(cell.cell_id, repeat) / "server.log"
+        if path.is_file():
+            parts.append(f"=== {cell.cell_id}, repeat {repeat}\n{path.read_text(errors='replace')}")
+    write_text(run.cell(cell.cell_id) / "server.log", "\n".join(parts))
+
+
+def _write_samples(path: Path, requests: pd.DataFrame) -> None:
+    """Up to 8 outputs of the first repeat, spread over the load, for a person to read."""
+    rows = []
+    if len(requests) and "text" in requests:
+        first = requests[requests["repeat"] == requests["repeat"].min()]
+        step = max(1, len(first) // MAX_SAMPLES)
+        columns = [
+            c for c in ("index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", "text") if c in first
+        ]
+        rows = json.loads(first.iloc[::step].head(MAX_SAMPLES)[columns].to_json(orient="records"))
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_summary_csv(run: RunFolder, summaries: Sequence[Mapping[str, Any]]) -> None:
+    """One row a cell: settings, load, and the median and extremes over repeats of the main metrics."""
+    settings = sorted({key for s in summaries for key in s["varied"]})
+    head = ["cell_id", "config_id", "is_baseline", *settings, "mode", "concurrency", "request_rate", "repeats", "valid"]
+    columns = [f"{m}{end}" for m in _CSV_METRICS for end in ("", "_min", "_max")]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(head + columns)
+    for summary in summaries:
+        load = summary["load"]
+        row = [summary["cell_id"], summary["config_id"], summary["is_baseline"]]
+        row += [summary["settings"].get(key, "") for key in settings]
+        row += [load["mode"], load["concurrency"], load["request_rate"], len(summary["repeats"]), summary["valid"]]
+        for metric in _CSV_METRICS:
+            values = summary["aggregate"].get(metric, {})
+            row += [_number(values.get(part)) for part in ("median", "min", "max")]
+        writer.writerow(row)
+    write_text(run.path / "summary.csv", text.getvalue())
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

@@ -1,0 +1,230 @@
+"""The command line. Imports are lazy, so that ``kvbench --help`` does not wait for torch or pandas."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbench import __version__
+from kvbench.house import check_house, guarded
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    all loads were measured
+  2    usage or bad input; nothing was launched
+  4    a load is invalid or a server died; the results are kept
+  130  interrupted; go on with the printed --resume command"""
+
+
+def _with_exit_codes(text: str) -> Any:
+    def set_help(function: Any) -> Any:
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{text}"
+        return function
+
+    return set_help
+
+
+_PROFILE = click.option(
+    "--profile", metavar="NAME", help="cpu or gpu: which of the file's profiles to use (default: gpu if there is one)."
+)
+_OVERRIDE = click.option(
+    "-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE",
+    help="Set a value of the workload after the profile, e.g. -o engine.kv_budget=64MiB. Repeatable.",
+)  # fmt: skip
+_SEED = click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of prompts and order (default: the file's)."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="kvbench")
+def cli() -> None:
+    """Measure what a paged KV-cache engine buys and what it costs.
+
+    \b
+    The usual way:
+      kvbench sweep workloads/mixed.yaml              run every cell, print the table, write the report
+      kvbench sweep workloads/mixed.yaml --dry-run    what would run, in which order, for how long
+      kvbench report results/mixed/<run>              the report again from stored results
+
+    Everything runs on this machine; servers listen on 127.0.0.1 only. Results go to results/<workload>/<run>/.
+
+    \b
+    Exit codes: 0 pass, 1 regression, 2 usage or bad input, 3 inconclusive, 4 invalid measurement or
+    infrastructure, 5 nothing was compared, 130 interrupted.
+    """
+
+
+@cli.command()
+@click.argument("workload", required=False, type=click.Path())
+@_PROFILE
+@_OVERRIDE
+@_SEED
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of every cell, each on a fresh server.")
+@click.option(
+    "--only", multiple=True, metavar="GLOB", help="Only cells whose id matches, e.g. 'paged-*-c24'. Repeatable."
+)
+@click.option(
+    "--resume", is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
+    help="Go on with an interrupted run: the folder, or the latest incomplete run of WORKLOAD.",
+)  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Check everything, print cells, order and time; launch nothing.")
+@click.option("--no-report", is_flag=True, help="Keep the raw results only; `kvbench report` can follow later.")
+@click.option(
+    "--output-dir", type=click.Path(path_type=Path), default="results", show_default=True, help="Where runs go."
+)
+@click.option("--target", metavar="URL", help="Measure an OpenAI-compatible server that runs already, as it is.")
+@click.option("--model", metavar="NAME", help="With --target: the model's name there (default: the first it lists).")
+@click.option("--vocab-size", type=click.IntRange(1), help="With --target: if the server does not tell.")
+@click.option("--max-model-len", type=click.IntRange(1), help="With --target: if the server does not tell.")
+@click.option("--serve-cmd", metavar="CMD", help="Launch this instead of the built-in server; it gets the same flags.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the launched server (default: a free one)."
+)
+@click.option(
+    "--start-timeout", type=click.FloatRange(min=1), default=180.0, show_default=True, help="Seconds to be ready."
+)
+@_with_exit_codes(_EXIT_CODES)
+def sweep(**options: Any) -> int:
+    """Run every cell of WORKLOAD (a YAML file) and report what was found.
+
+    A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
+    repeat, in random order, and its prefix cache is reset between loads.
+
+    \b
+    Examples:
+      kvbench sweep workloads/mixed.yaml
+      kvbench sweep workloads/mixed.yaml --only 'paged-p16-c*' --repeats 5
+      kvbench sweep workloads/mixed.yaml -o engine.kv_budget=64MiB -o 'load.concurrency=[2, 8]'
+      kvbench sweep workloads/mixed.yaml --resume
+      kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
+
+    \b
+    Files written, in results/<workload>/<UTC time>-<git sha>/:
+      manifest.json               what was measured, with what, on what
+      cells/<cell>/summary.json   metrics per repeat, aggregated and pooled; requests.parquet: raw samples
+      summary.csv                 one row a cell
+      report.html, report.md      the report
+    """
+    from kvbench.commands import sweep_command
+
+    return sweep_command(**options)
+
+
+@cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(arguments: tuple[str, ...]) -> int:
+    """Run the built-in engine as an OpenAI-compatible server (see: kvbench serve --help)."""
+    check_house()
+    from kvbench.commands import serve_command
+
+    return serve_command(list(arguments))
+
+
+@cli.command(name="bench-engine", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_engine(arguments: tuple[str, ...]) -> int:
+    """Time the engine alone, without HTTP, beside its peers (see: kvbench bench-engine --help)."""
+    check_house()
+    from engine.bench import main as bench_main
+
+    return int(bench_main(list(arguments)) or 0)
+
+
+@cli.command()
+@click.argument("workload", type=click.Path())
+@click.option("--url", required=True, help="The server, e.g. http://127.0.0.1:8000 (with or without /v1).")
+@_PROFILE
+@_OVERRIDE
+@_SEED
+@click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c24 or r4 (default: the first).")
+@click.option("--model", metavar="NAME", help="The model's name at the server (default: the first it lists).")
+@click.option("--vocab-size", type=click.IntRange(1), help="If the server does not tell.")
+@click.option("--max-model-len", type=click.IntRange(1), help="If the server does not tell.")
+@click.option("--output-dir", type=click.Path(path_type=Path), help="Keep the raw samples there (default: do not).")
+@_with_exit_codes(_EXIT_CODES)
+def load(**options: Any) -> int:
+    """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
+
+    \b
+    Examples:
+      kvbench serve --model llama-32m --port 8000 &
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --at c24
+
+    \b
+    Files written, with --output-dir only: requests.parquet (one row a request), load.json, metrics.json.
+    """
+    from kvbench.commands import load_command
+
+    return load_command(**options)
+
+
+@cli.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+def report(run_dir: Path) -> int:
+    """Write the report of a run again from its stored results, and print table and conclusion.
+
+    \b
+    Example:
+      kvbench report results/mixed/20260101T120000Z-1a2b3c4
+    \b
+    Files written in RUN_DIR: report.html (works offline), report.md.
+    Exit codes: 0 written, 2 not a run folder.
+    """
+    from kvbench.commands import report_command
+
+    return report_command(run_dir)
+
+
+@cli.command()
+@click.argument("workload", type=click.Path())
+@_PROFILE
+@_OVERRIDE
+def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
+    """Show what each configuration of WORKLOAD gets for its KV budget: arithmetic only, nothing is launched.
+
+    Pages, tokens, page-table bytes, and how many sequences of max_model_len tokens fit at once.
+
+    \b
+    Examples:
+      kvbench plan workloads/mixed.yaml
+      kvbench plan workloads/mixed.yaml -o engine.kv_budget=1GiB
+    \b
+    Exit codes: 0 printed, 2 a configuration is impossible. No files are written.
+    """
+    from kvbench.commands import plan_command
+
+    return plan_command(workload, profile, overrides)
+
+
+@cli.command()
+def doctor() -> int:
+    """Show what this machine has for benchmarking: versions, cores, memory and its read bandwidth, GPUs.
+
+    \b
+    Exit codes: 0 ready, 2 something that kvbench needs is missing. No files are written.
+    """
+    from kvbench.doctor import doctor_command
+
+    return doctor_command()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The entry point of the ``kvbench`` script."""
+
+    def run() -> int:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        if arguments[:1] != ["doctor"]:  # which reports a foreign package instead of stopping at it
+            check_house()
+        result = cli.main(args=arguments, prog_name="kvbench", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+
+    sys.exit(guarded(run))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""What the commands do, apart from parsing. Imported when a command runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.design import make_design
+from kvbench.errors import UsageError
+from kvbench.results import RunFolder, latest_incomplete, open_run, write_json
+from kvbench.targets.base import Target
+from kvbench.workload import Workload, load_workload, resolve
+
+
+def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
+    """``kvbench sweep``. Raises UsageError."""
+    from kvbench.progress import Estimator
+    from kvbench.sweep import Sweep, SweepOptions, describe_plan, plan_sweep, preflight
+
+    console = Console()
+    if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
+        workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
+    loaded, run = _workload_and_run(workload, resume, options)
+    stored = run.manifest() if run else {}
+    target_url = options["target"] or stored.get("target")
+    serve_cmd = options["serve_cmd"] or stored.get("serve_cmd")
+    if target_url:
+        loaded = _as_it_runs(loaded, target_url)
+    new_target, check = _target_maker(target_url, serve_cmd, options)
+    sweep_options = SweepOptions(
+        only=tuple(options["only"]) or tuple(stored.get("only") or ()),
+        output_dir=options["output_dir"],
+        report=not options["no_report"],
+        check=check,
+    )
+    if dry_run:
+        design, blocks = plan_sweep(loaded, sweep_options.only)
+        _, guesses = preflight(loaded, design, sweep_options)
+        describe_plan(loaded, design, blocks, Estimator(guesses).total_s(blocks), console)
+        return 0
+    extra = {
+        "target": target_url,
+        "serve_cmd": serve_cmd,
+        "backend": "openai" if target_url else "custom" if serve_cmd else "kvbench",
+        "shared_machine": not target_url or "127.0.0.1" in target_url or "localhost" in target_url,
+    }
+    return Sweep(loaded, sweep_options, new_target, console, resumed=run, manifest_extra=extra).execute()
+
+
+def _workload_and_run(
+    workload: str | None, resume: str | None, options: Mapping[str, Any]
+) -> tuple[Workload, RunFolder | None]:
+    """The workload, and the run to go on with. Without a file, --resume FOLDER takes the stored workload."""
+    asked = {key: options[key] for key in ("profile", "seed", "repeats")} | {"overrides": options["overrides"]}
+    if workload is None:
+        if resume in (None, "latest"):
+            raise UsageError(
+                "the workload file is missing: write for example `kvbench sweep workloads/mixed.yaml`"
+                + (", or name the run: --resume results/mixed/<run>" if resume else "")
+            )
+        if given := [key for key, value in asked.items() if value]:
+            raise UsageError(
+                f"--{given[0]} cannot change a run that has begun: leave it out, or start a new run without --resume"
+            )
+        run = open_run(Path(resume))
+        manifest = run.manifest()
+        source = manifest.get("workload_file")
+        stored = resolve(manifest["workload"], profile=manifest["profile"], source=Path(source) if source else None)
+        return stored, run
+    loaded = load_workload(workload, **asked)
+    if resume is None:
+        return loaded, None
+    if resume == "latest":
+        return loaded, latest_incomplete(options["output_dir"], loaded.name)
+    return loaded, open_run(Path(resume))
+
+
+def _as_it_runs(workload: Workload, url: str) -> Workload:
+    """A running server cannot be given settings: one configuration, without the workload's engine section."""
+    return dataclasses.replace(workload, engine={"target": url}, sweep={})
+
+
+def _target_maker(
+    url: str | None, serve_cmd: str | None, options: Mapping[str, Any]
+) -> tuple[Callable[[], Target], Callable[[Mapping[str, Any]], Mapping[str, Any]]]:
+    """How to make a target for a block, and how to check a configuration before any launch."""
+    from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration, require_free_port
+
+    if url and serve_cmd:
+        raise UsageError("--target and --serve-cmd exclude each other: measure a running server or launch one")
+    if url:
+        from kvbench.targets.openai import OpenAITarget
+
+        told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
+        return lambda: OpenAITarget(url, **told), lambda settings: {}
+    command = tuple(shlex.split(serve_cmd)) if serve_cmd else BUILTIN_COMMAND
+    if options["port"]:
+        require_free_port("127.0.0.1", options["port"])
+
+    def make() -> Target:
+        return BuiltinTarget(command=command, port=options["port"], start_timeout_s=options["start_timeout"])
+
+    return make, check_configuration
+
+
+def serve_command(arguments: list[str]) -> int:
+    """``kvbench serve``: the parser and the process of ``python -m engine.server``."""
+    from engine.server.__main__ import main
+
+    return int(main(arguments) or 0)
+
+
+def report_command(run_dir: Path) -> int:
+    """``kvbench report``. Raises UsageError for a folder that is no run."""
+    from kvbench import report
+
+    try:
+        paths = report.build_report(run_dir)
+        report.console_table(run_dir)
+        sentence = report.headline(run_dir)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(sentence)
+    for path in paths.values() if isinstance(paths, Mapping) else paths:
+        print(f"report: {path}")
+    return 0
+
+
+def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
+    """``kvbench plan``. Raises UsageError for an impossible configuration."""
+    from kvbench.targets.builtin import check_configuration
+
+    loaded = load_workload(workload, profile=profile, overrides=overrides)
+    design = make_design(loaded.engine, loaded.sweep, loaded.load_points, loaded.design)
+    table = Table(title=f"{loaded.name}, {loaded.profile} profile: what the KV budget holds")
+    for name in ("configuration", "KV budget", "bytes/token", "page size", "pages", "tokens", "page table", "at once*"):
+        table.add_column(name, justify="left" if name == "configuration" else "right", overflow="fold")
+    length = None
+    for configuration in design.configurations:
+        try:
+            known = check_configuration(configuration.settings)
+        except ValueError as error:
+            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
+        length = known["max_model_len"]
+        table.add_row(configuration.config_id, *_capacity_row(known))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"* sequences of max_model_len ({length}) tokens that fit at once. Contiguous reserves that much for every "
+        "sequence, however short; paged takes pages as a sequence grows.",
+        highlight=False,
+    )
+    return 0
+
+
+def _capacity_row(known: Mapping[str, Any]) -> list[str]:
+    if "num_pages" not in known:
+        return ["free GPU memory", *["known at start"] * 6]
+    mib = known["kv_budget_bytes"] / 2**20
+    return [
+        f"{mib:,.1f} MiB",
+        f"{known['bytes_per_token']:,}",
+        f"{known['page_size']:,}",
+        f"{known['num_pages']:,}",
+        f"{known['capacity_tokens']:,}",
+        f"{known['page_table_bytes'] / 1024:,.1f} KiB",
+        f"{known['max_concurrency_at_max_len']:,}",
+    ]
+
+
+def load_command(*, workload: str, url: str, at: str | None, output_dir: Path | None, **options: Any) -> int:
+    """``kvbench load``. Raises UsageError or MeasurementError."""
+    import pandas as pd
+
+    from kvbench import loadrun
+    from kvbench.metrics import summarise
+    from kvbench.targets.openai import OpenAITarget
+
+    asked = {key: options.pop(key) for key in ("profile", "overrides", "seed")}
+    loaded = load_workload(workload, **asked)
+    points = {p.load_id: p for p in loaded.load_points}
+    point = loaded.load_points[0] if at is None else points.get(at)
+    if point is None:
+        raise UsageError(f"--at {at!r} is no load of this workload: its loads are {', '.join(points)}")
+    target = OpenAITarget(url, **options)
+    target.start({}, Path())
+    model = target.model
+    try:
+        requests = loadrun.make_requests(
+            loaded.load,
+            point,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            seed=loaded.seed,
+            repeat=1,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    console = Console()
+    with tempfile.TemporaryDirectory() as scratch:
+        out = output_dir or Path(scratch)
+        path, _ = loadrun.store_requests(requests, out, f"{point.load_id}-1")
+        spec = loadrun.load_spec(
+            loaded.load, point, base_url=target.base_url, model=model.name, requests_file=path.resolve(),
+            out_dir=out.resolve(),
+        )  # fmt: skip
+        with console.status(f"{point.load_id}: {len(requests)} requests") as status:
+            loadrun.drive(
+                spec,
+                total=len(requests),
+                limit_s=loadrun.bound_s(loaded.load, point, requests),
+                on_progress=lambda done, total, failed, s: status.update(
+                    f"{point.load_id}: {done}/{total} requests, {failed} failed, {s:.0f} s"
+                ),
+            )
+        told = json.loads((out / "load.json").read_text())
+        slo = loaded.load.slo
+        metrics = summarise(pd.read_parquet(out / "requests.parquet"), told, slo.model_dump() if slo else None)
+        if output_dir:
+            write_json(out / "metrics.json", metrics)
+    target.stop()
+    return _print_metrics(console, point.load_id, metrics, told.get("invalid_reasons") or [])
+
+
+def _print_metrics(console: Console, load_id: str, metrics: Mapping[str, Any], reasons: list[str]) -> int:
+    table = Table(title=f"load {load_id}")
+    for name in ("metric", "mean", "p50", "p95", "p99", "n"):
+        table.add_column(name, justify="left" if name == "metric" else "right")
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
+        values = metrics[name]
+        cells = ["-" if values.get(k) is None else f"{values[k]:.1f}" for k in ("mean", "p50", "p95", "p99")]
+        table.add_row(name, *cells, str(values.get("n", 0)))
+    console.print(table)
+    steady = metrics.get("steady_output_throughput")
+    console.print(
+        f"{metrics['completed']} requests completed, {metrics['failed']} failed in {metrics['duration_s']:.1f} s; "
+        f"output tokens/s: {metrics.get('output_throughput') or 0:.1f} over the whole run, "
+        + (f"{steady:.1f} over the steady window" if steady else "no steady window"),
+        highlight=False,
+    )
+    if metrics["failed"]:
+        reasons = [*reasons, f"{metrics['failed']} requests failed: {metrics['failure_kinds']}"]
+    for reason in reasons:
+        console.print(f"INVALID: {reason}", highlight=False, markup=False)
+    return 4 if reasons else 0

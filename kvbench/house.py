@@ -1,0 +1,88 @@
+"""The packages that belong together, and the errors of the command line.
+
+PyPI has another package that is imported as ``kernels`` (Hugging Face's). Where that one comes first, nothing here
+would work, and the errors would not say why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from kvbench.errors import MeasurementError, UsageError
+
+HOUSE = Path(__file__).resolve().parent.parent
+
+
+def foreign_package(name: str) -> str | None:
+    """Where another package of that name would be imported from; None when it is ours. Imports nothing."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return "nowhere (it is not installed)"
+    places = [Path(p).resolve() for p in spec.submodule_search_locations or ()]
+    places += [Path(spec.origin).resolve().parent] if spec.origin else []
+    return None if HOUSE / name in places else str(places[0] if places else spec.origin)
+
+
+def check_house() -> None:
+    """Raises UsageError when ``kernels`` or ``engine`` is another package than ours."""
+    for name in ("kernels", "engine"):
+        if found := foreign_package(name):
+            raise UsageError(
+                f"the package {name!r} would be imported from {found}, not from {HOUSE / name}, where kvbench's own "
+                "is: another distribution uses that import name (Hugging Face's is called `kernels`); install "
+                "kvbench in a virtual environment of its own"
+            )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """``run()``, with every error as one sentence on stderr and its exit code; never a traceback."""
+    import click
+
+    try:
+        return run()
+    except click.ClickException as error:
+        say(f"error: {error.format_message()}")
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            say(f"see: {context.command_path} --help")
+        return 2
+    except UsageError as error:
+        say(f"error: {error}")
+        return UsageError.exit_code
+    except MeasurementError as error:
+        say(f"error: {error}")
+        return MeasurementError.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        say("stopped")
+        return 130
+    except BrokenPipeError:  # `kvbench ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    text = "".join(traceback.format_exception(error))
+    path = Path(tempfile.gettempdir()) / f"kvbench-error-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
+    try:
+        path.write_text(text, encoding="utf-8")
+        where = f"the full traceback is in {path}"
+    except OSError:
+        where = "the traceback could not be written to a file"
+    say(f"error: something unexpected went wrong ({type(error).__name__}: {error}); {where}")
+    return MeasurementError.exit_code

@@ -1,0 +1,148 @@
+"""One load: the client process (``python -m kvbench.load``), watched and bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from kvbench import processes
+from kvbench.design import LoadPoint
+from kvbench.errors import MeasurementError
+from kvbench.load.prompts import build_requests
+from kvbench.load.requests import notes_path, write_requests
+from kvbench.load.schema import LoadConfig
+from kvbench.results import write_json
+
+_MARGIN_S = 60.0  # start of the client, its last writes, a slow machine
+_WATCH_S = 0.5
+
+Progress = Callable[[int, int, int, float], None]  # done, total, failed, elapsed seconds
+
+
+def make_requests(
+    load: LoadConfig, point: LoadPoint, *, vocab_size: int, max_model_len: int, seed: int, repeat: int
+) -> list[Any]:
+    """The requests of one load; the same for every configuration. Raises ValueError (a sentence)."""
+    at = {"concurrency": point.concurrency} if point.mode == "closed" else {"rate": point.request_rate}
+    return build_requests(load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=repeat, **at)
+
+
+def store_requests(requests: list[Any], folder: Path, name: str) -> tuple[Path, str]:
+    """Write them once under a name that tells their content; (path, sha256)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f".{name}.jsonl"
+    write_requests(scratch, requests)
+    digest = hashlib.sha256(scratch.read_bytes()).hexdigest()
+    path = folder / f"{name}-{digest[:8]}.jsonl"
+    notes_path(scratch).replace(notes_path(path))
+    scratch.replace(path)
+    return path, digest
+
+
+def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
+    """Seconds after which a load cannot be going on properly: every request has its own time-out."""
+    last_arrival = max((r.arrival_s or 0.0 for r in requests), default=0.0)
+    rounds = -(-len(requests) // point.concurrency) if point.concurrency else 1
+    return last_arrival + rounds * load.timeout_s + _MARGIN_S
+
+
+def load_spec(
+    load: LoadConfig, point: LoadPoint, *, base_url: str, model: str, requests_file: Path, out_dir: Path
+) -> dict[str, Any]:
+    """What the client process is told (SPEC.json)."""
+    return {
+        "base_url": base_url,
+        "model": model,
+        "mode": point.mode,
+        "concurrency": point.concurrency,
+        "requests_file": str(requests_file),
+        "out_dir": str(out_dir),
+        "timeout_s": load.timeout_s,
+        "ignore_eos": load.ignore_eos,
+        "temperature": load.temperature,
+    }
+
+
+def drive(
+    spec: Mapping[str, Any],
+    *,
+    total: int,
+    limit_s: float,
+    on_progress: Progress,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the client to its end. ``check`` is called twice a second and may raise (the server is gone).
+
+    Raises:
+        MeasurementError: the client could not drive the load or did not end within ``limit_s``.
+    """
+    out = Path(spec["out_dir"])
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "spec.json", spec)
+    log = out / "client.log"
+    with log.open("wb") as errors:
+        process = processes.launch(
+            [sys.executable, "-m", "kvbench.load", str(out / "spec.json")], stdout=subprocess.PIPE, stderr=errors
+        )
+        try:
+            code = _watch(process, total, limit_s, on_progress, check)
+        finally:
+            processes.stop(process, grace_s=5.0)
+    if code != 0:
+        raise MeasurementError(
+            f"the load client ended with exit code {code}: {processes.last_lines(log, 4) or '(it said nothing)'}"
+        )
+
+
+def _watch(
+    process: subprocess.Popen[bytes], total: int, limit_s: float, on_progress: Progress, check: Callable[[], None]
+) -> int:
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    assert process.stdout is not None
+    threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
+    start = time.monotonic()
+    checked = start
+    while True:
+        try:
+            line = lines.get(timeout=_WATCH_S)
+        except queue.Empty:
+            line = b""
+        if line is None:
+            return process.wait(timeout=10)
+        if line.strip():
+            _report(line, total, on_progress)
+        now = time.monotonic()
+        if now - checked >= _WATCH_S:
+            check()
+            checked = now
+        if now - start > limit_s:
+            raise MeasurementError(f"the load did not end within {limit_s:.0f} s and was stopped")
+
+
+def _pump(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def _report(line: bytes, total: int, on_progress: Progress) -> None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return  # a stray print of a library must not end a measurement
+    if isinstance(event, dict) and event.get("event") == "progress":
+        on_progress(
+            int(event.get("done", 0)),
+            int(event.get("total", total)),
+            int(event.get("failed", 0)),
+            float(event.get("elapsed_s", 0.0)),
+        )

@@ -1,0 +1,166 @@
+"""What a person sees while a sweep runs: which load, how far it is, how long is left.
+
+On a terminal two bars that stay at the bottom; anywhere else (CI, a pipe) one plain line per finished load.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from kvbench.design import Block, Cell
+
+START_GUESS_S = 8.0  # a server, before the first one was seen
+
+
+class Estimator:
+    """Seconds left, from the loads that are finished; before that from a guess per load point.
+
+    A load of the same cell is the best hint, then the same load point under other configurations, then the guess
+    corrected by how wrong guesses were so far.
+    """
+
+    def __init__(self, guesses: Mapping[str, float]) -> None:
+        self._guesses = dict(guesses)  # load_id -> seconds
+        self._seen: dict[str, list[float]] = {}
+        self._ratios: list[float] = []
+        self._starts: list[float] = []
+
+    def observe(self, cell: Cell, wall_s: float, server_start_s: float | None = None) -> None:
+        """A finished load took ``wall_s``, checks included; its server took ``server_start_s`` to start."""
+        for key in (cell.cell_id, cell.load.load_id):
+            self._seen.setdefault(key, []).append(wall_s)
+        if guess := self._guesses.get(cell.load.load_id):
+            self._ratios.append(wall_s / guess)
+        if server_start_s is not None:
+            self._starts.append(server_start_s)
+
+    def load_s(self, cell: Cell) -> float:
+        for key in (cell.cell_id, f"{cell.load.load_id}"):
+            if key in self._seen:
+                return statistics.median(self._seen[key])
+        ratio = statistics.median(self._ratios) if self._ratios else 1.0
+        return self._guesses.get(cell.load.load_id, 30.0) * ratio
+
+    def start_s(self) -> float:
+        return statistics.median(self._starts) if self._starts else START_GUESS_S
+
+    def total_s(self, blocks: Sequence[Block]) -> float:
+        """Seconds for ``blocks`` from nothing."""
+        return sum(self.start_s() + sum(self.load_s(c) for c in b.cells) for b in blocks if b.cells)
+
+
+def clock(seconds: float) -> str:
+    """``75`` -> ``1:15``, ``4000`` -> ``1:06:40``."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class SweepProgress:
+    """The sweep's listener. ``blocks`` are those still to run; their loads are counted once each."""
+
+    def __init__(self, console: Console, blocks: Sequence[Block], estimator: Estimator) -> None:
+        self._console = console
+        self._estimator = estimator
+        self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
+        self._total = len(self._left)
+        self._done = 0
+        self._began = time.monotonic()
+        self._load_began = self._began
+        self._current: tuple[str, int] | None = None
+        self._requests = (0, 0, 0)
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("{task.description}", table_column=None),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[text]}"),
+            )
+            self._bars = Progress(*columns, console=console, refresh_per_second=4, transient=True)
+            self._sweep_bar = self._bars.add_task("sweep", total=self._total, text="")
+            self._load_bar = self._bars.add_task("starting", total=1, text="")
+
+    def __enter__(self) -> SweepProgress:
+        if self._bars:
+            self._bars.start()
+            self._refresh()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def time_left_s(self) -> float:
+        """Loads not finished, plus one server start for each block that still has some."""
+        blocks = {b.block_id for key, (b, _) in self._left.items()}
+        seconds = sum(self._estimator.load_s(c) for _, c in self._left.values())
+        seconds += self._estimator.start_s() * max(0, len(blocks) - 1 if self._current else len(blocks))
+        if self._current in self._left:
+            _, cell = self._left[self._current]
+            seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(cell))
+        return max(0.0, seconds)
+
+    def status(self, text: str) -> None:
+        self._current = None
+        if self._bars:
+            self._bars.update(self._load_bar, description=text, completed=0, total=None, text="")
+            self._refresh()
+
+    def load_started(self, cell: Cell, repeat: int, total: int) -> None:
+        self._current = (cell.cell_id, repeat)
+        self._load_began = time.monotonic()
+        self._requests = (0, total, 0)
+        if self._bars:
+            self._bars.update(self._load_bar, description=f"{cell.cell_id} repeat {repeat}", completed=0, total=total)
+            self._refresh()
+
+    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
+        self._requests = (done, total, failed)
+        if self._bars:
+            text = f"{done}/{total} requests" + (f", {failed} failed" if failed else "") + f", {clock(elapsed_s)}"
+            self._bars.update(self._load_bar, completed=done, total=total, text=text)
+            self._refresh()
+
+    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
+        self._estimator.observe(cell, time.monotonic() - self._load_began, done.get("server_start_s"))
+        metrics = done["metrics"]
+        rate = metrics.get("steady_output_throughput") or metrics.get("output_throughput") or 0.0
+        ttft = (metrics.get("ttft_ms") or {}).get("p95")
+        text = f"{rate:.1f} output tok/s" + (f", TTFT p95 {ttft:.0f} ms" if ttft is not None else "")
+        if metrics.get("failed"):
+            text += f", {metrics['failed']} failed"
+        if not done["valid"]:
+            text += f"  INVALID: {'; '.join(done['invalid_reasons'])}"
+        self._line(cell, repeat, text)
+
+    def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
+        self._line(cell, repeat, f"FAILED: {reason}")
+
+    def _line(self, cell: Cell, repeat: int, text: str) -> None:
+        self._left.pop((cell.cell_id, repeat), None)
+        self._done += 1
+        self._current = None
+        elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
+        head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
+        self._console.print(
+            f"{head}{text}" + ("" if self._bars else f"  (elapsed {elapsed}, about {left} left)"),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if not self._bars:
+            return
+        elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
+        at = min(self._done + 1, self._total)
+        text = f"load {at} of {self._total}, {elapsed} elapsed, about {left} left"
+        self._bars.update(self._sweep_bar, completed=self._done, text=text)

@@ -1,0 +1,199 @@
+"""The results folder: where each file lies, how it is written, how a killed run is found again.
+
+    results/<workload>/<UTC time>-<git short sha>/
+      manifest.json  summary.csv  report.html  report.md
+      logs/<configuration>-<repeat>.log           the server of one block
+      cells/<cell id>/                            all repeats together, see kvbench/aggregate.py
+      cells/<cell id>/loads/<repeat>/             one finished load; appears whole or not at all
+
+A load is written into a scratch folder and renamed into place, with done.json inside: what has a done.json is
+finished and is never run again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UsageError
+
+MANIFEST = "manifest.json"
+DONE = "done.json"
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Atomically: a reader, or a run after a crash, sees the old file or the new one. NaN becomes null."""
+    write_text(path, json.dumps(_plain(data), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically, like ``write_json``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """Raises UsageError when the file is missing or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no {path}: give the folder of a run, such as results/mixed/<time>") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """JSON types only: numpy scalars, paths and tuples converted, NaN and infinities to null."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(v) for v in value]
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / MANIFEST
+
+    def manifest(self) -> dict[str, Any]:
+        manifest = read_json(self.manifest_path)
+        if not isinstance(manifest, dict) or "workload" not in manifest or "plan" not in manifest:
+            raise UsageError(f"{self.manifest_path} is not the manifest of a sweep: give the folder of a run")
+        return manifest
+
+    def cell(self, cell_id: str) -> Path:
+        return self.path / "cells" / cell_id
+
+    def load(self, cell_id: str, repeat: int) -> Path:
+        return self.cell(cell_id) / "loads" / str(repeat)
+
+    def server_log(self, block_id: str) -> Path:
+        return self.path / "logs" / f"{block_id}.log"
+
+    def is_done(self, cell_id: str, repeat: int) -> bool:
+        return (self.load(cell_id, repeat) / DONE).is_file()
+
+    def done_repeats(self, cell_id: str) -> list[int]:
+        """Repeats with a finished load, in order."""
+        found = self.cell(cell_id).glob(f"loads/*/{DONE}")
+        return sorted(int(p.parent.name) for p in found if p.parent.name.isdigit())
+
+    @contextmanager
+    def scratch_load(self, cell_id: str, repeat: int) -> Iterator[Path]:
+        """A folder that becomes ``load(cell_id, repeat)`` when the block ends well.
+
+        When it does not, what was written is kept beside the loads as ``failed-<repeat>`` for reading, and the load
+        counts as not run.
+        """
+        final = self.load(cell_id, repeat)
+        scratch = final.with_name(f"running-{repeat}")
+        failed = final.with_name(f"failed-{repeat}")
+        for stale in (scratch, failed):
+            shutil.rmtree(stale, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        try:
+            yield scratch
+        except BaseException:
+            scratch.rename(failed)
+            raise
+        if final.exists():  # without done.json: not a finished load
+            shutil.rmtree(final)
+        scratch.rename(final)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Only one sweep may work in a folder. The kernel drops the lock when its holder dies in any way."""
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                raise UsageError(
+                    f"{self.path} is being written by another sweep (process {file.read().strip() or 'unknown'}): "
+                    "wait for it, or stop it first"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)
+
+    def is_locked(self) -> bool:
+        try:
+            with self.locked():
+                return False
+        except UsageError:
+            return True
+
+
+def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolder:
+    """A new folder that no other run has. Raises UsageError when it cannot be made."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    base = output_dir / workload_name
+    for attempt in range(1000):
+        path = base / (f"{stamp}-{short_sha}" + (f"-{attempt + 1}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(
+                f"results cannot be written to {path}: {error.strerror}; give another --output-dir"
+            ) from None
+        return RunFolder(path)
+    raise UsageError(f"{base} holds 1000 runs of this second; wait a second")
+
+
+def latest_incomplete(output_dir: Path, workload_name: str) -> RunFolder:
+    """The newest run of this workload that is not complete and that nobody works on. Raises UsageError."""
+    base = output_dir / workload_name
+    runs = sorted((p.parent for p in base.glob(f"*/{MANIFEST}")), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in runs:
+        run = RunFolder(path)
+        if run.manifest().get("status") != "complete" and not run.is_locked():
+            return run
+    raise UsageError(
+        f"there is no incomplete run of {workload_name!r} in {base}: leave --resume out to start a new one, or name "
+        "the folder of a run"
+    )
+
+
+def open_run(path: Path) -> RunFolder:
+    """The folder of a run that exists. Raises UsageError when it is none."""
+    if not path.is_dir():
+        raise UsageError(f"there is no run folder {str(path)!r}: give one such as results/mixed/<time>")
+    run = RunFolder(path)
+    run.manifest()
+    return run

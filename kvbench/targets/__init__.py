@@ -1,0 +1,1 @@
+"""Targets: the engines under test. ``base`` is the interface, ``builtin`` launches ours, ``openai`` takes a URL."""

@@ -1,0 +1,59 @@
+"""An OpenAI-compatible server that runs already: measured as it is, never launched, restarted or stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.targets.base import HttpTarget, ModelFacts
+
+
+class OpenAITarget(HttpTarget):
+    """``url`` with or without ``/v1``. What the server does not tell (/v1/models, /server_info) must be given.
+
+    ``settings`` of the workload's engine section do not reach such a server: one configuration can be measured.
+    """
+
+    def __init__(
+        self, url: str, *, model: str | None = None, vocab_size: int | None = None, max_model_len: int | None = None
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"--target {url!r} is not a URL: write for example http://127.0.0.1:8000")
+        super().__init__(url.rstrip("/").removesuffix("/v1"))
+        self._asked = (model, vocab_size, max_model_len)
+
+    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+        """Checks that it answers; launches nothing. Raises UsageError or MeasurementError."""
+        try:
+            rows = self.models()
+        except MeasurementError as error:
+            raise UsageError(f"--target {self.base_url} does not serve: {error}") from None
+        name, vocab_size, max_model_len = self._asked
+        row = next((r for r in rows if r["id"] == name), None) if name else rows[0]
+        if row is None:
+            known = ", ".join(str(r["id"]) for r in rows)
+            raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
+        info = self.server_info() or {}
+        told = info.get("model_info") or info.get("model") or {}
+        length = max_model_len or told.get("max_model_len") or row.get("max_model_len")
+        vocab = vocab_size or told.get("vocab_size")
+        for value, flag in ((length, "--max-model-len"), (vocab, "--vocab-size")):
+            if not value:
+                raise UsageError(f"{self.base_url} does not tell its {flag[2:].replace('-', ' ')}: give {flag} N")
+        self.model = ModelFacts(str(row["id"]), int(vocab), int(length))
+
+    def reset_prefix_cache(self) -> bool | None:
+        try:
+            return super().reset_prefix_cache()
+        except httpx.HTTPError:
+            return None
+
+    def check_alive(self) -> None:
+        """Nothing to watch: a server that is gone shows as failed requests, and before a load in ``metrics``."""
+
+    def stop(self) -> None:
+        self.close()

@@ -1,0 +1,219 @@
+"""A server with the outside of the engine's and nothing inside: starts in 0.1 s, streams "tokens" on a timer.
+
+    python tests/support/fake_engine_server.py --port 0 [any of the engine's flags]
+
+Prints ``ready URL``. What it should do wrong comes from the environment, so that a sweep can launch it unchanged:
+    FAKE_TOKEN_S      seconds between tokens (0.002)
+    FAKE_LAUNCHES     a file to which each launch adds a line with its flags
+    FAKE_FAULT        never_ready | exit_at_start | refuse | leak | die:N (in the Nth measured stream)
+    FAKE_FAULT_ONCE   a file: the fault shows only while it does not exist yet; it is made when the fault shows
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 8192
+MODEL = "fake"
+
+
+class FakeEngine:
+    """Counters and a fault."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self.flags = flags
+        self.token_s = float(os.environ.get("FAKE_TOKEN_S", "0.002"))
+        self.fault = fault()
+        self.running = 0
+        self.streams = 0
+        self.owned = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = 0
+
+    def metrics(self) -> str:
+        gauges = {
+            "num_requests_running": self.running,
+            "num_requests_waiting": 0,
+            "kv_cache_usage_perc": self.owned / 1000,
+            "kv_pages_total": 1000,
+            "kv_pages_free": 1000 - self.owned,
+            "kv_pages_owned": self.owned,
+            "kv_pages_cached": 0,
+            "kv_slots_total": 16000,
+            "kv_slots_reserved": 16 * self.owned,
+            "kv_slots_used": 12 * self.owned,
+            "kv_waste_slots": 4 * self.owned,
+            "page_table_bytes": 4096,
+        }
+        counters = {
+            "prompt_tokens_total": self.prompt_tokens,
+            "generation_tokens_total": self.generation_tokens,
+            "num_preemptions_total": 0,
+            "prefix_cache_hits_total": 0,
+            "prefix_cache_queries_total": self.prompt_tokens,
+            'request_success_total{finished_reason="length"}': self.finished,
+        }
+        lines = [f"# TYPE kvbench:{n} gauge\nkvbench:{n} {v}" for n, v in gauges.items()]
+        lines += [f"# TYPE kvbench:{n.split('{')[0]} counter\nkvbench:{n} {v}" for n, v in counters.items()]
+        return "\n".join(lines) + "\n"
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "engine_config": vars(self.flags),
+            "model_info": {"name": MODEL, "vocab_size": VOCAB_SIZE, "max_model_len": self.flags.max_model_len},
+            "pid": os.getpid(),
+        }
+
+
+def fault() -> str:
+    """The fault this launch has; a fault that shows only once is spent by ``spend``."""
+    once = os.environ.get("FAKE_FAULT_ONCE")
+    return "" if once and Path(once).exists() else os.environ.get("FAKE_FAULT", "")
+
+
+def spend() -> None:
+    if once := os.environ.get("FAKE_FAULT_ONCE"):
+        Path(once).touch()
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[str, str, bytes] | None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    method, path, _ = lines[0].split(" ")
+    headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)}
+    return method, path, await reader.readexactly(int(headers.get("content-length", 0)))
+
+
+def respond(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    kind = "text/plain" if isinstance(body, str) else "application/json"
+    head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+
+
+async def complete(engine: FakeEngine, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    prompt, count = body["prompt"], int(body["max_tokens"])
+    usage = {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": count,
+        "total_tokens": len(prompt) + count,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    engine.running += 1
+    engine.owned += 1
+    try:
+        engine.prompt_tokens += len(prompt)
+        if not body.get("stream"):
+            await asyncio.sleep(engine.token_s * count)
+            choice = {"index": 0, "text": " x" * count, "finish_reason": "length"}
+            respond(writer, 200, {"id": "c", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage})
+        else:
+            engine.streams += 1
+            await stream(engine, writer, count, usage, bool(body.get("return_token_ids")))
+        engine.generation_tokens += count
+        engine.finished += 1
+    finally:
+        engine.running -= 1
+        if engine.fault != "leak":
+            engine.owned -= 1
+
+
+async def stream(
+    engine: FakeEngine, writer: asyncio.StreamWriter, count: int, usage: dict[str, Any], with_ids: bool
+) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    def event(data: str) -> None:
+        payload = f"data: {data}\n\n".encode()
+        writer.write(f"{len(payload):x}\r\n".encode() + payload + b"\r\n")
+
+    number = engine.streams
+    for index in range(count):
+        await asyncio.sleep(engine.token_s)
+        if engine.fault.startswith("die:") and number == int(engine.fault[4:]) and index == count // 2:
+            spend()
+            print("fake engine: out of memory, dying", flush=True)
+            os._exit(9)
+        choice: dict[str, Any] = {"index": 0, "text": " x", "finish_reason": "length" if index == count - 1 else None}
+        if with_ids:
+            choice["token_ids"] = [index % VOCAB_SIZE]
+        event(json.dumps({"id": "c", "object": "text_completion", "model": MODEL, "choices": [choice]}))
+        await writer.drain()
+    event(json.dumps({"id": "c", "object": "text_completion", "model": MODEL, "choices": [], "usage": usage}))
+    event("[DONE]")
+    writer.write(b"0\r\n\r\n")
+
+
+def serve_connection(engine: FakeEngine) -> Any:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while request := await read_request(reader):
+                _, path, body = request
+                match path:
+                    case "/health":
+                        respond(writer, 200, "")
+                    case "/v1/models":
+                        respond(writer, 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+                    case "/server_info":
+                        respond(writer, 200, engine.info())
+                    case "/metrics":
+                        respond(writer, 200, engine.metrics())
+                    case "/reset_prefix_cache":
+                        respond(writer, 409 if engine.running else 200, {})
+                    case "/v1/completions":
+                        await complete(engine, writer, json.loads(body))
+                    case _:
+                        respond(writer, 404, {"error": {"message": f"no {path}"}})
+                await writer.drain()
+        writer.close()
+
+    return handle
+
+
+async def run(flags: argparse.Namespace) -> None:
+    engine = FakeEngine(flags)
+    server = await asyncio.start_server(serve_connection(engine), flags.host, flags.port)
+    port = server.sockets[0].getsockname()[1]
+    if engine.fault == "never_ready":
+        print("still loading", flush=True)
+    else:
+        print(f"ready http://{flags.host}:{port}", flush=True)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    flags, rest = parser.parse_known_args()
+    if path := os.environ.get("FAKE_LAUNCHES"):
+        with open(path, "a") as file:
+            file.write(json.dumps({"time": time.time(), "pid": os.getpid(), "flags": rest}) + "\n")
+    if fault() == "exit_at_start":
+        spend()
+        print("fake engine: a library is missing", file=sys.stderr)
+        return 1
+    if fault() == "refuse":
+        print("error: kv_budget 1 is too small for this fake engine: raise kv_budget", file=sys.stderr)
+        return 2
+    asyncio.run(run(flags))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
