@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.async_engine import Delivery
 from engine.sequence import SamplingParams
@@ -12,8 +12,7 @@ from engine.server.metrics import ServerMetrics
 FAILURE_OF = {"abort": "shutdown", "error": "engine_error"}  # the engine's finish reason -> kind in /metrics
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one engine output adds to one choice. ``text`` may be empty while it is held back."""
 
     choice: Choice

@@ -54,7 +54,7 @@ class ServerState:
 
 
 class Generation:
-    """The choices of one request, submitted and running. Use as an async context manager: leaving it aborts."""
+    """The choices of one request, submitted and running. Whoever starts one closes it."""
 
     def __init__(self, state: ServerState, prompts: Sequence[Sequence[int]], choices: list[Choice], ids: list[str]):
         self.state = state
@@ -126,6 +126,11 @@ class Generation:
             stream.close()
             unfinished = sum(choice.finish_reason in (None, "abort", "error") for choice in self.choices)
             self.state.metrics.failed(kind, unfinished)
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        if self._stream is not None:
+            self._stream.close()
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the request so far, in OpenAI's shape. A prompt counts once however many choices it has."""

@@ -98,15 +98,16 @@ class EventStream(Response):
         self._echoes = echoes  # by choice: the prompt's text, for its first event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        last = b""
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await self._send_pieces(receive, send)
             last = (self._form.usage_event(self._generation) if self._include_usage else b"") + DONE
         except ClientGone:
             return
         except EngineFailure as failure:
             last = b"data: " + json.dumps(error_of(failure).body()).encode() + b"\n\n"
+        finally:
+            self._generation.close()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_pieces(self, receive: Receive, send: Send) -> None:

@@ -1,0 +1,206 @@
+"""The FastAPI application: routes, the limit on bodies, start and stop of the engine's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from engine.async_engine import AsyncEngine, EngineUnavailable
+from engine.engine import Engine
+from engine.server.chat import chat_completions, chat_ids
+from engine.server.completions import completions, encode
+from engine.server.errors import APIError, install_error_handlers, invalid
+from engine.server.generation import ServerState
+from engine.server.metrics import ServerMetrics
+from engine.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from engine.server.tokenizer import ServerTokenizer
+
+MAX_BODY_BYTES = 32 * 2**20
+STOP_SECONDS = 2.0  # that a running step gets to end when the server stops
+_PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
+
+Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
+
+
+def create_app(engine: Engine, tokenizer: ServerTokenizer, served_model_name: str | None = None) -> FastAPI:
+    """The application for one engine. Its lifespan runs the engine's thread: start it in the loop that serves."""
+    async_engine = AsyncEngine(engine)
+    name = served_model_name or engine.model_info.name
+    also = frozenset() if served_model_name else frozenset({engine.config.model})
+    metrics = ServerMetrics(engine.config, engine.capacity, async_engine.last_stats)
+    state = ServerState(async_engine, tokenizer, metrics, name, also, int(time.time()))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async_engine.start()
+        yield
+        await async_engine.shutdown(STOP_SECONDS)
+
+    app = FastAPI(title="kvbench engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = state
+    install_error_handlers(app)
+    _add_generation_routes(app, state)
+    _add_tool_routes(app, state)
+    _add_status_routes(app, state)
+    return app
+
+
+def _post(app: FastAPI, state: ServerState, path: str, endpoint: Endpoint, body: Any = None) -> None:
+    """A POST route that hands the raw body to ``endpoint``; ``body`` is its model, for /openapi.json."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await endpoint(state, request, await read_body(request))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    handle.__doc__ = (endpoint.__doc__ or "").strip()
+    extra = None
+    if body is not None:
+        schema = body.model_json_schema(ref_template="#/$defs/{model}")
+        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    app.add_api_route(path, handle, methods=["POST"], openapi_extra=extra, name=path.strip("/").replace("/", "_"))
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body.
+
+    Raises:
+        APIError: 413, as soon as more than ``MAX_BODY_BYTES`` are announced or have come.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large(int(announced))
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large(len(body))
+    return bytes(body)
+
+
+def _too_large(size: int) -> APIError:
+    sentence = f"the body has {size} bytes or more and the limit is {MAX_BODY_BYTES} (32 MiB): send less at once"
+    return APIError(413, sentence, code="body_too_large")
+
+
+def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
+    _post(app, state, "/v1/completions", completions, CompletionBody)
+    _post(app, state, "/v1/chat/completions", chat_completions, ChatBody)
+
+
+def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
+    async def tokenize(state: ServerState, request: Request, raw: bytes) -> Response:
+        """The token ids of a prompt or of a conversation."""
+        body = parse(TokenizeBody, raw)
+        state.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("send either prompt or messages", "prompt", "invalid_value")
+        if body.messages is not None:
+            ids = await chat_ids(state.tokenizer, body.messages, body.add_generation_prompt is not False)
+        else:
+            ids = await encode(state.tokenizer, body.prompt or "", body.add_special_tokens is not False)
+        return JSONResponse({"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids})
+
+    async def detokenize(state: ServerState, request: Request, raw: bytes) -> Response:
+        """The text of token ids; ids that the tokenizer does not know have none."""
+        body = parse(DetokenizeBody, raw)
+        state.check_model(body.model)
+        return JSONResponse({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def reset_prefix_cache(state: ServerState, request: Request, raw: bytes) -> Response:
+        """Forget all cached pages; 409 while requests own pages."""
+        try:
+            done = await state.engine.reset_prefix_cache()
+        except EngineUnavailable as error:
+            raise APIError(503, str(error), code="engine_unavailable") from None
+        if not done:
+            sentence = "requests are running, so the prefix cache was not reset: wait until they have ended"
+            raise APIError(409, sentence, code="requests_running")
+        return JSONResponse({"status": "ok"})
+
+    _post(app, state, "/tokenize", tokenize, TokenizeBody)
+    _post(app, state, "/detokenize", detokenize, DetokenizeBody)
+    _post(app, state, "/reset_prefix_cache", reset_prefix_cache)
+
+
+def _add_status_routes(app: FastAPI, state: ServerState) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the engine works; 503 with the reason when it does not."""
+        failure = state.engine.failure
+        if failure is not None:
+            return APIError(503, failure, code="engine_unhealthy").response()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text."""
+        stats = await state.engine.stats()
+        return Response(state.metrics.exposition(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model that is served."""
+        return JSONResponse({"object": "list", "data": [model_card(state)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """The same by its name."""
+        state.check_model(name)
+        return JSONResponse(model_card(state))
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        """Everything that identifies this server: settings, model, capacity, versions."""
+        return JSONResponse(describe_server(state))
+
+
+def model_card(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "kvbench",
+        "max_model_len": state.max_model_len,
+    }
+
+
+def describe_server(state: ServerState) -> dict[str, Any]:
+    """The JSON of /server_info."""
+    engine = state.engine.engine
+    capacity = engine.capacity
+    return {
+        "engine": dataclasses.asdict(engine.config),
+        "model": dataclasses.asdict(engine.model_info),
+        "served_model_name": state.model_name,
+        "tokenizer": {"name": state.tokenizer.name, "text_refusal": state.tokenizer.text_refusal},
+        "capacity": {
+            **dataclasses.asdict(capacity),
+            "capacity_tokens": capacity.num_slots,
+            "max_concurrency_at_max_len": capacity.max_concurrency(state.max_model_len),
+        },
+        "versions": {"python": platform.python_version(), **_versions()},
+        "platform": platform.platform(),
+        "pid": os.getpid(),
+        "started": state.started,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -1,0 +1,135 @@
+"""The command line of a server, made from the fields of ``EngineConfig``. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from engine import config as settings
+from engine.config import EngineConfig
+
+DEFAULT_PORT = 8000
+
+HELP = {
+    "model": "what to serve: a local folder with config.json and *.safetensors, a config JSON, or the name of a config "
+    "that ships with the engine. Nothing is ever downloaded.",
+    "load_format": "auto reads the folder's safetensors; dummy takes seeded random weights, so that a config is enough.",
+    "seed": "seed of the random weights, and of requests that bring no seed of their own.",
+    "dtype": "of weights and activations. auto: float32 on a CPU, the config's own on a GPU.",
+    "device": "auto: the GPU if there is one.",
+    "tokenizer": "folder of the tokenizer. Left out: the model folder's own, else the byte-level BPE that ships. Token-"
+    "id prompts need none.",
+    "layout": "where a request's KV lies: paged takes pages as the request grows; contiguous reserves one stretch for "
+    "its longest possible length, the baseline that paging is compared with.",
+    "reservation": "contiguous only: what is reserved for each request. max: max_model_len slots.",
+    "page_size": "tokens a page. Small pages waste fewer slots at the end of a request, large ones need a smaller table.",
+    "kv_budget": "memory for K, V and the page table, in bytes or as 512MiB, 2GiB. Both layouts get the same from it. "
+    "Left out: 256 MiB on a CPU, 80 %% of the free memory of a GPU.",
+    "kv_cache_dtype": "of the stored K and V. auto: the model's.",
+    "enable_prefix_caching": "keep the KV of finished requests and give it to prompts that begin alike (paged only).",
+    "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit.",
+    "max_num_seqs": "most requests computed in one step.",
+    "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together.",
+    "enable_chunked_prefill": "let a long prompt be computed over several steps, mixed with the others' tokens.",
+    "preemption_mode": "what becomes of the newest request when memory runs out. recompute: its KV is given up and "
+    "computed again later.",
+    "kernel_backend": "whose attention: triton on GPUs, numba on CPUs, torch as the reference. auto picks by device.",
+    "num_threads": "CPU threads of the arithmetic. Left out: all cores that this process may use.",
+}
+_CHOICES = {
+    "layout": settings.LAYOUTS,
+    "reservation": settings.RESERVATIONS,
+    "kv_cache_dtype": settings.KV_CACHE_DTYPES,
+    "dtype": settings.DTYPES,
+    "device": settings.DEVICES,
+    "load_format": settings.LOAD_FORMATS,
+    "preemption_mode": settings.PREEMPTION_MODES,
+    "kernel_backend": settings.KERNEL_BACKENDS,
+}
+DESCRIPTION = (
+    "Serve one model over OpenAI's HTTP interface: /v1/completions, /v1/chat/completions, /v1/models; and /health, "
+    "/metrics, /server_info, /reset_prefix_cache, /tokenize, /detokenize. Prints 'ready http://HOST:PORT' when it takes "
+    "requests and stops on SIGTERM or Ctrl-C within 5 seconds."
+)
+EPILOG = (
+    "example: %(prog)s --model llama-32m --kv-budget 48MiB --page-size 16 --port 8000\n"
+    "exit codes: 0 stopped by a signal, 2 the settings cannot work (the reason is on stderr)."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """What is the server's and not the engine's. ``port`` 0: any free one."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    served_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port cannot be {self.port}: it lies between 0 (any free port) and 65535")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every server and engine option; ``kvbench serve`` adds them to its own parser."""
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default=ServeOptions.host, help="address to listen on; there is no authentication, so "
+                        "anything but 127.0.0.1 lets others in. (default: %(default)s)")  # fmt: skip
+    server.add_argument("--port", type=int, default=DEFAULT_PORT, help="0: any free port. (default: %(default)s)")
+    server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model. (default: its own name)")
+    engine = parser.add_argument_group("engine")
+    for field in dataclasses.fields(EngineConfig):
+        engine.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, **_argument(field))
+
+
+def build_parser(prog: str = "python -m engine.server") -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    return parser
+
+
+def options_of(args: argparse.Namespace) -> tuple[EngineConfig, ServeOptions]:
+    """Both parts of the parsed command line.
+
+    Raises:
+        ValueError: a setting cannot be.
+    """
+    config = EngineConfig.from_mapping({f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)})
+    return config, ServeOptions(args.host, args.port, args.served_model_name)
+
+
+def command_line(values: dict[str, Any]) -> list[str]:
+    """Engine settings as the flags that ``add_arguments`` understands; None (the default) is left out."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """argparse's keywords for one setting. Values are checked by ``EngineConfig``, with its own sentences."""
+    text = HELP[field.name]
+    if field.default is not None:
+        text += " (default: %(default)s)"
+    keywords: dict[str, Any] = {"default": field.default, "help": text}
+    if field.type == "bool":
+        keywords["action"] = argparse.BooleanOptionalAction
+    elif field.name in _CHOICES:
+        keywords["choices"] = _CHOICES[field.name]
+    elif field.name == "kv_budget":
+        keywords["metavar"] = "BYTES"
+    elif "int" in str(field.type):
+        keywords["type"] = int
+        keywords["metavar"] = "N"
+    else:
+        keywords["metavar"] = field.name.upper()
+    return keywords

@@ -1,0 +1,70 @@
+"""POST /v1/chat/completions: a conversation through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine.server.completions import LONG_TEXT, choice_fields, collect, stream_response
+from engine.server.errors import invalid, unprocessable
+from engine.server.generation import Generation, ServerState, check_stops
+from engine.server.protocol import ChatBody, ChatMessage, parse
+from engine.server.tokenizer import ServerTokenizer
+
+
+async def chat_completions(state: ServerState, request: Request, raw: bytes) -> Response:
+    """Answer one chat request whose body is ``raw``."""
+    body = parse(ChatBody, raw)
+    state.check_model(body.model)
+    body.refuse_unsupported()
+    if (body.model_extra or {}).get("echo"):
+        raise unprocessable("echo is not supported in chats: leave it out", "echo", "unsupported")
+    check_stops(state, body)
+    generate = body.add_generation_prompt is not False
+    prompt = await chat_ids(state.tokenizer, body.messages, generate, body.chat_template_kwargs)
+    generation = await Generation.start(state, body, [prompt], None)
+    head = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": state.model_name,
+    }
+    if body.stream:
+        return stream_response(generation, body, request, head, chat=True)
+    texts = await collect(generation, request)
+    if texts is None:
+        return Response(status_code=499)
+    choices = []
+    for choice, (text, token_ids) in zip(generation.choices, texts, strict=True):
+        answer = choice_fields(choice)
+        answer["message"] = {"role": "assistant", "content": text}
+        if body.return_token_ids:
+            answer["token_ids"] = token_ids
+        choices.append(answer)
+    return JSONResponse({**head, "choices": choices, "usage": generation.usage()})
+
+
+async def chat_ids(
+    tokenizer: ServerTokenizer,
+    messages: list[ChatMessage],
+    add_generation_prompt: bool,
+    template_options: dict[str, Any] | None = None,
+) -> list[int]:
+    """Ids of the conversation; long ones in a thread.
+
+    Raises:
+        APIError: 400 when the template refuses it, 422 when there is no tokenizer or a part is not text.
+    """
+    plain = [message.plain() for message in messages]
+    options = template_options or {}
+    for name in ("tokenize", "add_generation_prompt", "conversation", "return_dict", "return_tensors", "chat_template"):
+        if name in options:
+            raise invalid(f"chat_template_kwargs cannot set {name}: leave it out", "chat_template_kwargs")
+    if sum(len(message["content"]) for message in plain) < LONG_TEXT:
+        return tokenizer.encode_chat(plain, add_generation_prompt, **options)
+    return await asyncio.to_thread(tokenizer.encode_chat, plain, add_generation_prompt, **options)

@@ -1,0 +1,138 @@
+"""POST /v1/completions: texts or token ids in, one choice for each prompt and each of ``n``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine.server.choices import Choice
+from engine.server.errors import invalid
+from engine.server.generation import ClientGone, Generation, ServerState, check_stops, failures_as_errors
+from engine.server.protocol import CompletionBody, GenerationBody, parse
+from engine.server.streaming import EventFormat, EventStream
+from engine.server.tokenizer import ServerTokenizer
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
+LONG_TEXT = 20_000  # characters: tokenising more than this would hold up the other streams, so a thread does it
+
+
+async def completions(state: ServerState, request: Request, raw: bytes) -> Response:
+    """Answer one completion request whose body is ``raw``."""
+    body = parse(CompletionBody, raw)
+    state.check_model(body.model)
+    body.refuse_unsupported()
+    check_stops(state, body)
+    prompts = await prompt_ids(state.tokenizer, body)
+    generation = await Generation.start(state, body, prompts, DEFAULT_MAX_TOKENS)
+    echoes = _echoes(state.tokenizer, body, prompts, len(generation.choices))
+    head = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": state.model_name,
+    }
+    if body.stream:
+        return stream_response(generation, body, request, head, chat=False, echoes=echoes)
+    texts = await collect(generation, request)
+    if texts is None:
+        return Response(status_code=499)
+    choices = []
+    for choice, (text, token_ids) in zip(generation.choices, texts, strict=True):
+        answer = choice_fields(choice)
+        answer["text"] = (echoes[choice.index] if echoes else "") + text
+        if body.return_token_ids:
+            answer["token_ids"] = token_ids
+            answer["prompt_token_ids"] = list(prompts[choice.index // body.choices_per_prompt])
+        choices.append(answer)
+    return JSONResponse({**head, "choices": choices, "usage": generation.usage()})
+
+
+async def prompt_ids(tokenizer: ServerTokenizer, body: CompletionBody) -> list[list[int]]:
+    """One list of ids a prompt, whichever of the four forms was sent.
+
+    Raises:
+        APIError: 400 for no prompt at all, 422 for texts where there is no tokenizer.
+    """
+    prompt: Any = body.prompt
+    if isinstance(prompt, list) and not prompt:
+        raise invalid("the prompt is empty: send at least one token", "prompt", "empty_prompt")
+    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    special = body.add_special_tokens is not False
+    return [await encode(tokenizer, item, special) if isinstance(item, str) else item for item in several]
+
+
+async def encode(tokenizer: ServerTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Ids of ``text``; long texts in a thread (the tokenizer lets the others run meanwhile)."""
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+def stream_response(
+    generation: Generation,
+    body: GenerationBody,
+    request: Request,
+    head: dict[str, Any],
+    *,
+    chat: bool,
+    echoes: list[str] | None = None,
+) -> EventStream:
+    """The answer to ``stream: true``."""
+    form = EventFormat(
+        head,
+        chat,
+        token_ids=bool(body.return_token_ids),
+        stamp=bool(body.kvbench_stamp) or request.headers.get("x-kvbench-stamp") == "1",
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+    )
+    return EventStream(generation, form, body.include_usage, echoes)
+
+
+async def collect(generation: Generation, request: Request) -> list[tuple[str, list[int]]] | None:
+    """Text and ids of each choice once all have ended; None when the client went away.
+
+    Raises:
+        APIError: the engine failed.
+    """
+    texts: list[list[str]] = [[] for _ in generation.choices]
+    ids: list[list[int]] = [[] for _ in generation.choices]
+    pieces = generation.pieces(request.receive)
+    try:
+        with failures_as_errors():
+            async for piece in pieces:
+                texts[piece.choice.index].append(piece.text)
+                ids[piece.choice.index] += piece.token_ids
+    except ClientGone:
+        return None
+    finally:
+        await pieces.aclose()
+        generation.close()
+    return [("".join(text), tokens) for text, tokens in zip(texts, ids, strict=True)]
+
+
+def choice_fields(choice: Choice) -> dict[str, Any]:
+    """What the choices of completions and of chats have in common."""
+    return {
+        "index": choice.index,
+        "logprobs": None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def _echoes(
+    tokenizer: ServerTokenizer, body: CompletionBody, prompts: list[list[int]], num_choices: int
+) -> list[str] | None:
+    """The prompt's text for each choice, when ``echo`` asks for it."""
+    if not body.echo:
+        return None
+    prompt: Any = body.prompt
+    sent = prompt if isinstance(prompt, list) and isinstance(prompt[0], str) else [prompt] * len(prompts)
+    texts = [text if isinstance(text, str) else tokenizer.decode(ids) for text, ids in zip(sent, prompts, strict=True)]
+    return [texts[index // body.choices_per_prompt] for index in range(num_choices)]

@@ -1,0 +1,70 @@
+"""The real engine over an executor that computes nothing: scripted tokens, a chosen step time, failures on demand.
+
+Scheduler, KV managers and prefix cache are the real ones, so that what the server reports of them is real too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kv_budget import KVShape, LayerKV, capacity_of
+from engine.kv_manager import make_kv_manager
+from engine.model_spec import ModelInfo
+from engine.scheduler import StepPlan
+from engine.sequence import Sequence as EngineSequence
+
+Script = Callable[[EngineSequence], int]  # the next token of a sequence
+SHAPE = KVShape((LayerKV(1, 4, 4),) * 2, 4)  # 64 bytes a token
+
+
+def counting(seq: EngineSequence) -> int:
+    """Token ids 100, 101, 102 ... whatever the prompt."""
+    return 100 + seq.num_output
+
+
+def saying(*token_ids: int) -> Script:
+    """These ids in order, then the last one again and again."""
+    return lambda seq: token_ids[min(seq.num_output, len(token_ids) - 1)]
+
+
+@dataclass
+class ScriptedExecutor:
+    """``fail`` is raised by the next steps while it is set; ``hold`` is how long a step takes."""
+
+    model_info: ModelInfo
+    script: Script = counting
+    step_s: float = 0.0
+    fail: Exception | None = None
+    steps: int = 0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    def execute(self, plan: StepPlan) -> list[int | None]:
+        self.steps += 1
+        if self.step_s:
+            time.sleep(self.step_s)
+        if self.fail is not None:
+            raise self.fail
+        return [self.script(item.seq) if item.samples else None for item in plan.scheduled]
+
+
+def fake_engine(
+    script: Script = counting,
+    *,
+    step_s: float = 0.0,
+    vocab_size: int = 8192,
+    eos_token_ids: Sequence[int] = (0,),
+    kv_slots: int = 65536,
+    **settings: object,
+) -> Engine:
+    """An engine of 64 bytes of KV a token; ``settings`` are ``EngineConfig`` fields."""
+    values = {"model": "fake", "max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 512, **settings}
+    config = EngineConfig(**values)
+    table_bytes = config.max_num_seqs * config.max_model_len * 8
+    capacity = capacity_of(config, SHAPE, kv_slots * SHAPE.bytes_per_slot + table_bytes)
+    kv = make_kv_manager(config.layout, config.max_num_seqs, capacity, config.enable_prefix_caching)
+    info = ModelInfo("fake", vocab_size, config.max_model_len, tuple(eos_token_ids), None)
+    return Engine(config, ScriptedExecutor(info, script, step_s), kv)
