@@ -20,10 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
+
+if TYPE_CHECKING:  # the load process uses the window only, and starts faster without pandas
+    import pandas as pd
 
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 CONFIDENCE = 0.99
@@ -71,6 +73,8 @@ def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
 
 def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
     """Per-request ttft_ms, ttft_send_ms, tpot_ms, e2el_ms [ms] of the rows given (NaN: undefined)."""
+    import pandas as pd
+
     begin = np.array([t[0] if len(t) else np.nan for t in map(_times, requests["chunk_times"])], dtype=float)
     last = requests["last"].to_numpy(dtype=float)
     tokens = requests["output_tokens"].to_numpy(dtype=float)
@@ -137,22 +141,31 @@ def steady_window(requests: pd.DataFrame, load: Mapping[str, Any]) -> tuple[floa
     instants between one request and the same user's next do not end it). Open loop: from the first to the
     last arrival. Requests that failed were in flight too, so all rows count.
     """
-    if requests.empty:
+    return steady_window_of(
+        requests["t0"].to_numpy(dtype=float),
+        requests["ts"].to_numpy(dtype=float),
+        _ends(requests),
+        str(load.get("mode")),
+        load.get("concurrency"),
+    )
+
+
+def steady_window_of(
+    t0: Sequence[float], ts: Sequence[float], ends: Sequence[float], mode: str, concurrency: int | None
+) -> tuple[float, float] | None:
+    """``steady_window`` on plain arrays: intended starts, sends and ends [s], each [requests]."""
+    if len(t0) == 0:
         return None
-    if load.get("mode") == "open":
-        start, end = float(requests["t0"].min()), float(requests["t0"].max())
+    if mode == "open":
+        start, end = float(np.min(t0)), float(np.max(t0))
         return (start, end) if end > start else None
-    target = load.get("concurrency")
-    if not target:
+    if not concurrency:
         return None
-    starts = requests["ts"].to_numpy(dtype=float)
-    ends = _ends(requests)
-    keep = np.isfinite(starts) & np.isfinite(ends)
-    moments = np.concatenate([starts[keep], ends[keep]])
+    keep = np.isfinite(np.asarray(ts, dtype=float)) & np.isfinite(np.asarray(ends, dtype=float))
+    moments = np.concatenate([np.asarray(ts, dtype=float)[keep], np.asarray(ends, dtype=float)[keep]])
     steps = np.concatenate([np.ones(keep.sum()), -np.ones(keep.sum())])
     order = np.lexsort((-steps, moments))  # at equal times the start comes first: intervals are closed
-    level = np.cumsum(steps[order])
-    at_target = np.flatnonzero(level >= int(target))
+    at_target = np.flatnonzero(np.cumsum(steps[order]) >= int(concurrency))
     if not at_target.size:
         return None
     begin = float(moments[order][at_target[0]])
@@ -214,6 +227,8 @@ def latency_summary(requests: pd.DataFrame) -> dict[str, Any]:
 
 def pooled(loads: Sequence[pd.DataFrame]) -> dict[str, Any]:
     """``latency_summary`` over the raw samples of several loads (never an average of percentiles)."""
+    import pandas as pd
+
     frames = [frame for frame in loads if len(frame)]
     if not frames:
         return {name: distribution([]) for name in LATENCIES} | {"per_class": {}}

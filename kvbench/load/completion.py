@@ -1,0 +1,201 @@
+"""What a finished stream was worth: tokens with their arrival times, and success or the kind of failure."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from kvbench.load.sse import Body, Head, MalformedStream, body_of, events, parse_head
+
+_SLICE = 8  # events parsed between two pauses: about 0.1 ms
+_ERROR_CHARS = 300
+
+
+@dataclass
+class Completion:
+    """One request's outcome. Times [s] are those of the bytes' arrival.
+
+    ``chunk_times``/``chunk_tokens``: chunks that carried a token (text, or token ids with text still held
+    back); ``chunk_tokens`` is None where the server sent no token ids. ``first``: first non-empty text, or the
+    first token if no token had text. ``coalesced``: token chunks that arrived in one read with the one before.
+    """
+
+    http_status: int | None = None
+    chunk_times: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] | None = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    first: float | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    coalesced: int = 0
+    done: bool = False
+    error_kind: str | None = None
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Succeeded: nothing spoke against it."""
+        return self.error_kind is None
+
+    def fail(self, kind: str, message: str) -> None:
+        """The first failure counts."""
+        if self.error_kind is None:
+            self.error_kind, self.error = kind, message
+
+
+def judge(
+    times: Sequence[float],
+    chunks: Sequence[bytes],
+    max_tokens: int,
+    error_kind: str | None = None,
+    error: str | None = None,
+    pause: Callable[[], None] = lambda: None,
+) -> Completion:
+    """Parses a stream and decides: success only with a finish_reason, a [DONE] and a usage that matches.
+
+    ``times[i]`` stamps ``chunks[i]``; ``error_kind`` is the transport's verdict. ``pause`` is called between
+    slices of work, so that the caller's event loop can go on stamping other streams.
+    """
+    out = Completion()
+    if error_kind is not None:
+        out.fail(error_kind, error or error_kind)
+    data = b"".join(chunks)
+    try:
+        head = parse_head(data) if data else None
+        if head is None:
+            out.fail("truncated", "no whole response head")
+            return _close(out)
+        out.http_status = head.status
+        body = body_of(data, head)
+        if head.status != 200:
+            out.fail("http_error", f"HTTP {head.status}: {_error_text(body.data)}")
+            return _close(out)
+        _read_events(out, body, head, times, list(accumulate(map(len, chunks))), pause)
+    except MalformedStream as problem:
+        out.fail("malformed", str(problem))
+    _check(out, max_tokens)
+    return _close(out)
+
+
+def _read_events(
+    out: Completion,
+    body: Body,
+    head: Head,
+    times: Sequence[float],
+    ends: list[int],
+    pause: Callable[[], None],
+) -> None:
+    pause()
+    found, rest = events(body.data)
+    last_read = -1
+    for number, (data, position) in enumerate(found):
+        if number % _SLICE == _SLICE - 1:
+            pause()
+        if data == b"[DONE]":
+            out.done = True
+            continue
+        read = bisect_right(ends, body.wire_offset(position - 1))
+        if _take(out, data, times[read]):
+            out.coalesced += read == last_read
+            last_read = read
+    if not body.complete:
+        out.fail("truncated", "the response's last chunk is missing")
+    if rest.strip():
+        out.fail("truncated" if not out.done else "malformed", f"the stream ends inside an event: {rest[:60]!r}")
+
+
+def _take(out: Completion, data: bytes, when: float) -> bool:
+    """Adds one event; True when it carried a token."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        raise MalformedStream(f"{data[:60]!r} is not JSON") from None
+    if not isinstance(event, dict):
+        raise MalformedStream(f"{data[:60]!r} is not an object")
+    if event.get("error"):
+        out.fail("server_error", _error_text(data))
+        return False
+    if event.get("usage"):
+        _take_usage(out, event["usage"])
+    choices = event.get("choices")
+    if not choices:
+        return False
+    choice = choices[0]
+    if not isinstance(choice, dict):
+        raise MalformedStream(f"{data[:60]!r} has no readable choice")
+    text = choice.get("text")
+    if text is None:
+        text = (choice.get("delta") or {}).get("content")
+    ids = choice.get("token_ids")
+    out.finish_reason = choice.get("finish_reason") or out.finish_reason
+    if not text and not ids:
+        return False
+    out.chunk_times.append(when)
+    if text:
+        out.text += text
+        if out.first is None:
+            out.first = when
+    if ids is None:
+        out.chunk_tokens = None
+    elif out.chunk_tokens is not None:
+        out.chunk_tokens.append(len(ids))
+        out.token_ids.extend(ids)
+    return True
+
+
+def _take_usage(out: Completion, usage: Any) -> None:
+    try:
+        out.prompt_tokens = int(usage["prompt_tokens"])
+        out.output_tokens = int(usage["completion_tokens"])
+        details = usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens")
+        out.cached_tokens = None if cached is None else int(cached)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise MalformedStream(f"usage {str(usage)[:80]!r} lacks prompt_tokens or completion_tokens") from None
+
+
+def _check(out: Completion, max_tokens: int) -> None:
+    """The definition of success. Each failure's sentence says what was missing."""
+    if out.finish_reason is None:
+        out.fail("no_finish_reason", "the stream ended without a finish_reason")
+    if not out.done:
+        out.fail("no_done", "the stream ended without [DONE]")
+    if out.output_tokens is None:
+        out.fail("no_usage", "the stream carried no usage (stream_options.include_usage was asked for)")
+        return
+    chunks, told = len(out.chunk_times), out.output_tokens
+    if told > max_tokens:
+        out.fail("usage_mismatch", f"usage says {told} tokens, but max_tokens was {max_tokens}")
+    elif out.chunk_tokens is not None and chunks:
+        if sum(out.chunk_tokens) != told:
+            out.fail("usage_mismatch", f"usage says {told} tokens, {sum(out.chunk_tokens)} ids were streamed")
+    elif chunks > told:
+        out.fail("usage_mismatch", f"usage says {told} tokens, but {chunks} chunks had content")
+    elif chunks == 0 and told > 0:
+        out.fail("usage_mismatch", f"usage says {told} tokens, but no chunk had content")
+
+
+def _close(out: Completion) -> Completion:
+    if out.first is None and out.chunk_times:
+        out.first = out.chunk_times[0]
+    if out.chunk_tokens is not None and len(out.chunk_tokens) != len(out.chunk_times):
+        out.chunk_tokens = None
+    return out
+
+
+def _error_text(body: bytes) -> str:
+    """The message of an OpenAI-shaped error, or the body's beginning."""
+    text = body[:4096].decode("utf-8", "replace")
+    try:
+        error = json.loads(body)["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        pass
+    return text[:_ERROR_CHARS].strip()

@@ -1,0 +1,107 @@
+"""How well the client itself kept up: loop lag, CPU, schedule slip, and what makes a load invalid."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import gevent
+import numpy as np
+
+from kvbench.load.samples import Sample
+
+PROBE_SLEEP_S = 0.010
+MAX_SLIP_MS = 5.0
+MAX_CPU_FRACTION = 0.70
+MIN_LAG_LIMIT_MS = 1.0
+LAG_SHARE_OF_ITL = 0.02
+MIN_LAG_SAMPLES = 100  # below a second of load, the p99 of the probe is its worst sample
+
+
+class LagProbe:
+    """A greenlet that sleeps 10 ms again and again and notes how late [s] it woke."""
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+        self._greenlet: gevent.Greenlet | None = None
+
+    def start(self) -> None:
+        """Begins to measure."""
+        self._greenlet = gevent.spawn(self._run)
+
+    def stop(self) -> None:
+        """Ends; ``lags`` stays."""
+        if self._greenlet is not None:
+            self._greenlet.kill()
+            self._greenlet = None
+
+    def _run(self) -> None:
+        while True:
+            before = time.perf_counter()
+            gevent.sleep(PROBE_SLEEP_S)
+            self.lags.append(max(0.0, time.perf_counter() - before - PROBE_SLEEP_S))
+
+
+def percentile_ms(values: Sequence[float], q: float) -> float | None:
+    """The q-th percentile (0..100) of seconds, in ms; None without samples."""
+    return float(np.percentile(values, q) * 1000) if len(values) else None
+
+
+def client_report(
+    samples: Sequence[Sample], lags: Sequence[float], cpu_s: float, wall_s: float, mode: str
+) -> dict[str, Any]:
+    """The client's own figures for load.json. ``cpu_s``: CPU seconds of this process over ``wall_s``."""
+    chunks = sum(len(s.completion.chunk_times) for s in samples)
+    coalesced = sum(s.completion.coalesced for s in samples)
+    slips = [s.ts - s.t0 for s in samples] if mode == "open" else []
+    gaps = [np.diff(s.completion.chunk_times) for s in samples if s.completion.ok]
+    itl = np.concatenate(gaps) if gaps else np.empty(0)
+    wrong = sum(
+        s.completion.prompt_tokens is not None
+        and s.request.prompt_token_ids is not None
+        and s.completion.prompt_tokens != len(s.request.prompt_token_ids)
+        for s in samples
+    )
+    return {
+        "cpu_fraction": cpu_s / wall_s if wall_s > 0 else None,
+        "cpu_us_per_chunk": cpu_s / chunks * 1e6 if chunks else None,
+        "lag_p50_ms": percentile_ms(lags, 50),
+        "lag_p99_ms": percentile_ms(lags, 99),
+        "lag_samples": len(lags),
+        "schedule_slip_p99_ms": percentile_ms(slips, 99),
+        "chunks": chunks,
+        "coalesced_chunks": coalesced,
+        "coalesced_share": coalesced / chunks if chunks else None,
+        "itl_p50_ms": percentile_ms(itl, 50),
+        "prompt_token_mismatches": int(wrong),
+    }
+
+
+def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
+    """Why the load may not be believed, one sentence each; empty when it may.
+
+    ``missing``: requests of the file that were never finished. Chunks that share a read are counted but do not
+    invalidate here: without the server's send stamps the server's own batching cannot be told from the client's.
+    """
+    reasons = []
+    if client["lag_samples"] >= MIN_LAG_SAMPLES:
+        limit = max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (client["itl_p50_ms"] or 0.0))
+        if client["lag_p99_ms"] > limit:
+            reasons.append(
+                f"the client's timestamps lagged: p99 {client['lag_p99_ms']:.2f} ms, the limit is {limit:.2f} ms "
+                "(1 ms or 2 % of the median ITL); give the client a core of its own."
+            )
+    slip = client["schedule_slip_p99_ms"]
+    if slip is not None and slip > MAX_SLIP_MS:
+        reasons.append(
+            f"arrivals slipped: p99 {slip:.2f} ms, the limit is {MAX_SLIP_MS:g} ms; lower the rate or use a free core."
+        )
+    cpu = client["cpu_fraction"]
+    if cpu is not None and cpu > MAX_CPU_FRACTION:
+        reasons.append(
+            f"the client used {cpu:.0%} of a core, the limit is {MAX_CPU_FRACTION:.0%}; use fewer streams a process."
+        )
+    if missing:
+        reasons.append(f"{missing} requests were never finished; the load was stopped early.")
+    return reasons

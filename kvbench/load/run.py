@@ -1,0 +1,218 @@
+"""Drives one load from SPEC.json to requests.parquet and load.json. Runs in the load process only."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import gevent
+from locust.env import Environment
+
+from kvbench.load.client import Address, StreamFailure, Timeouts
+from kvbench.load.probe import LagProbe, client_report, invalid_reasons
+from kvbench.load.requests import RequestList, read_requests
+from kvbench.load.samples import write_samples
+from kvbench.load.session import LoadSession
+from kvbench.load.spec import LoadSpec, read_spec
+from kvbench.load.users import ClosedLoopUser, OpenLoopUser
+from kvbench.metrics import steady_window_of
+
+EXIT_OK, EXIT_BAD_INPUT, EXIT_NOT_DRIVEN = 0, 2, 4
+_PROGRESS_S = 0.25
+_START_LIMIT_S = 30.0
+_STOP_LIMIT_S = 1.2
+_STALL_MARGIN_S = 30.0
+
+
+def main(argv: list[str]) -> int:
+    """``python -m kvbench.load SPEC.json``. Returns the exit code."""
+    if len(argv) != 1:
+        print("usage: python -m kvbench.load SPEC.json", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    try:
+        spec = read_spec(argv[0])
+        address = Address.from_url(spec.base_url)
+        requests = _read(spec)
+        Path(spec.out_dir).mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print(f"kvbench load: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return Load(spec, address, requests).run()
+
+
+def _read(spec: LoadSpec) -> RequestList:
+    try:
+        requests = read_requests(spec.requests_file)
+    except OSError as error:
+        raise ValueError(f"requests_file {spec.requests_file} cannot be read: {error.strerror}.") from error
+    if spec.mode == "open" and any(r.arrival_s is None for r in requests):
+        raise ValueError("mode open needs arrival_s in every row of requests_file; build the requests anew.")
+    return requests
+
+
+class Load:
+    """One load: users, probe, progress, end."""
+
+    def __init__(self, spec: LoadSpec, address: Address, requests: RequestList) -> None:
+        self.spec = spec
+        self.requests = requests
+        self.out = Path(spec.out_dir)
+        timeouts = Timeouts(
+            connect=spec.connect_timeout_s,
+            first_byte=spec.first_byte_timeout_s or spec.timeout_s,
+            idle=spec.idle_timeout_s or spec.timeout_s,
+            total=spec.timeout_s,
+        )
+        self.session = LoadSession(spec, address, timeouts, requests)
+        self.probe = LagProbe()
+        self.signal: int | None = None
+
+    def run(self) -> int:
+        """Returns the exit code; 128 + signal when it was stopped by one."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            gevent.signal_handler(number, self._on_signal, number)
+        _allow_many_sockets()
+        user = ClosedLoopUser if self.spec.mode == "closed" else OpenLoopUser
+        env = Environment(user_classes=[type(user.__name__, (user,), {"session": self.session})])
+        self.session.fire = env.events.request.fire
+        runner = env.create_local_runner()
+        try:
+            self._check_server()
+            runner.start(self._users(), spawn_rate=self._users())
+            self._wait_ready()
+            gc.collect()
+            gc.freeze()
+            gc.disable()  # a collection would stop all streams' stamps for milliseconds
+            started_unix = time.time()
+            cpu = time.process_time()
+            self.probe.start()
+            self.session.begin()
+            self._watch()
+            cpu, wall = time.process_time() - cpu, self.session.elapsed()
+        except StreamFailure as failure:
+            print(f"kvbench load: {failure}; is the server running at {self.spec.base_url}?", file=sys.stderr)
+            self._emit("end", exit_code=EXIT_NOT_DRIVEN, error=str(failure))
+            return EXIT_NOT_DRIVEN
+        finally:
+            self.probe.stop()
+            with gevent.Timeout(_STOP_LIMIT_S, False):
+                runner.quit()
+        with gevent.Timeout(_STOP_LIMIT_S, False):
+            self.session.drain()
+        gc.enable()
+        return self._finish(env, started_unix, cpu, wall)
+
+    def _users(self) -> int:
+        return int(self.spec.concurrency or 1) if self.spec.mode == "closed" else 1
+
+    def _check_server(self) -> None:
+        client = self.session.new_client()
+        client.connect()
+        client.close()
+
+    def _wait_ready(self) -> None:
+        """Until every user stands at the line with an open connection."""
+        with gevent.Timeout(
+            _START_LIMIT_S, StreamFailure("connect_timeout", f"the users were not ready in {_START_LIMIT_S:g} s")
+        ):
+            while self.session.ready < self._users():
+                if self.session.start_failure is not None:
+                    raise self.session.start_failure
+                if self.signal is not None:
+                    return
+                gevent.sleep(0.005)
+            while self.spec.t_start is not None and (wait := self.spec.t_start - time.time()) > 0:
+                gevent.sleep(min(wait, 0.5))
+
+    def _watch(self) -> None:
+        """Progress lines until the load has ended, was stopped, or the server is gone."""
+        session = self.session
+        moved, done = time.monotonic(), 0
+        limit = self.spec.timeout_s + self.spec.connect_timeout_s + _STALL_MARGIN_S
+        while not session.ended.wait(_PROGRESS_S):
+            if self.signal is not None or session.server_gone:
+                return
+            if session.done != done or (session.pending and not session.in_flight):
+                moved, done = time.monotonic(), session.done
+            if time.monotonic() - moved > limit:  # cannot happen while the time-outs work
+                raise StreamFailure("timeout", f"no request ended for {limit:g} s")
+            self._emit("progress")
+
+    def _on_signal(self, number: int) -> None:
+        self.signal = int(number)
+        self.session.stopping = True
+
+    def _emit(self, event: str, **more: Any) -> None:
+        session = self.session
+        line = {
+            "event": event,
+            "done": session.done,
+            "total": len(self.requests),
+            "failed": session.failed,
+            "elapsed_s": round(session.elapsed(), 3),
+            **more,
+        }
+        try:
+            print(json.dumps(line), flush=True)
+        except BrokenPipeError:
+            self._on_signal(signal.SIGTERM)  # nobody reads any more: whoever started the load is gone
+
+    def _finish(self, env: Environment, started_unix: float, cpu_s: float, wall: float) -> int:
+        session = self.session
+        code = 128 + self.signal if self.signal is not None else EXIT_OK
+        if self.signal is None and session.server_gone:
+            code = EXIT_NOT_DRIVEN
+            print(f"kvbench load: the server stopped answering: {session.last_error}", file=sys.stderr)
+        samples = session.samples
+        client = client_report(samples, self.probe.lags, cpu_s, wall, self.spec.mode)
+        missing = len(self.requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
+        window = steady_window_of(
+            [s.t0 - session.zero for s in samples],
+            [s.ts - session.zero for s in samples],
+            [s.end - session.zero for s in samples],
+            self.spec.mode,
+            self.spec.concurrency,
+        )
+        load = {
+            "started_at": datetime.fromtimestamp(started_unix, UTC).isoformat(),
+            "start_unix": started_unix,
+            "duration_s": wall,
+            "zero_perf_counter": session.zero,
+            "mode": self.spec.mode,
+            "concurrency": self.spec.concurrency,
+            "request_rate": self.spec.request_rate,
+            "num_requests": len(self.requests),
+            "completed": sum(s.completion.ok for s in samples),
+            "failed": sum(not s.completion.ok for s in samples),
+            "incomplete": missing > 0 or code != EXIT_OK,
+            "target_start_s": window[0] if window else None,
+            "target_end_s": window[1] if window else None,
+            "max_in_flight": session.max_in_flight,
+            "client": client,
+            "invalid_reasons": invalid_reasons(client, missing),
+            "notes": self.requests.notes,
+            "locust": {"num_requests": env.stats.total.num_requests, "num_failures": env.stats.total.num_failures},
+        }
+        write_samples(self.out / "requests.parquet", samples, session.zero)
+        part = self.out / "load.json.part"
+        part.write_text(json.dumps(load, indent=2) + "\n", encoding="utf-8")
+        part.replace(self.out / "load.json")
+        self._emit("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
+        return code
+
+
+def _allow_many_sockets() -> None:
+    """Raises the soft limit of open files to the hard one: one stream is one socket."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):
+            return  # the limit stays; too many streams then fail with a sentence of their own

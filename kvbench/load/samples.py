@@ -1,0 +1,92 @@
+"""One row a request, and the Parquet file they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvbench.load.completion import Completion
+from kvbench.load.requests import RequestSpec
+
+SCHEMA = pa.schema(
+    [
+        ("index", pa.int64()),
+        ("class", pa.string()),
+        ("user", pa.int64()),
+        ("prompt_tokens", pa.int64()),
+        ("output_tokens", pa.int64()),
+        ("cached_tokens", pa.int64()),
+        ("prefix_tokens", pa.int64()),
+        ("max_tokens", pa.int64()),
+        ("t0", pa.float64()),
+        ("ts", pa.float64()),
+        ("first", pa.float64()),
+        ("last", pa.float64()),
+        ("end", pa.float64()),
+        ("chunk_times", pa.list_(pa.float64())),
+        ("chunk_tokens", pa.list_(pa.int32())),
+        ("output_token_ids", pa.list_(pa.int32())),
+        ("coalesced", pa.int64()),
+        ("ok", pa.bool_()),
+        ("error_kind", pa.string()),
+        ("error", pa.string()),
+        ("finish_reason", pa.string()),
+        ("http_status", pa.int64()),
+        ("text", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request's outcome. ``t0``, ``ts``, ``end`` [s] on the clock of the completion's times."""
+
+    request: RequestSpec
+    user: int
+    t0: float
+    ts: float
+    end: float
+    completion: Completion
+
+    def to_row(self, zero: float) -> dict[str, object]:
+        """The Parquet row, with times in seconds since ``zero``."""
+        done, request = self.completion, self.request
+        times = [t - zero for t in done.chunk_times]
+        sent = len(request.prompt_token_ids) if request.prompt_token_ids is not None else 0
+        return {
+            "index": request.index,
+            "class": request.cls,
+            "user": self.user,
+            "prompt_tokens": sent if done.prompt_tokens is None else done.prompt_tokens,
+            "output_tokens": done.output_tokens or 0,
+            "cached_tokens": done.cached_tokens,
+            "prefix_tokens": request.prefix_tokens,
+            "max_tokens": request.max_tokens,
+            "t0": self.t0 - zero,
+            "ts": self.ts - zero,
+            "first": None if done.first is None else done.first - zero,
+            "last": times[-1] if times else None,
+            "end": self.end - zero,
+            "chunk_times": times,
+            "chunk_tokens": done.chunk_tokens,
+            "output_token_ids": done.token_ids or None,
+            "coalesced": done.coalesced,
+            "ok": done.ok,
+            "error_kind": done.error_kind,
+            "error": done.error,
+            "finish_reason": done.finish_reason,
+            "http_status": done.http_status,
+            "text": done.text,
+        }
+
+
+def write_samples(path: Path, samples: Sequence[Sample], zero: float) -> None:
+    """Writes requests.parquet, rows in the order of the requests file; a half-written file is never seen."""
+    rows = [s.to_row(zero) for s in sorted(samples, key=lambda s: s.request.index)]
+    part = path.with_suffix(".part")
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), part)
+    part.replace(path)

@@ -1,0 +1,54 @@
+"""What the load process is told: SPEC.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from kvbench.load.strict import StrictModel, explain
+
+
+class LoadSpec(StrictModel):
+    """One load. Times in seconds; unset time-outs equal ``timeout_s``."""
+
+    base_url: str
+    model: str
+    mode: Literal["closed", "open"]
+    concurrency: int | None = Field(default=None, ge=1)
+    request_rate: float | None = Field(default=None, gt=0)
+    requests_file: str
+    out_dir: str
+    timeout_s: float = Field(gt=0)
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    first_byte_timeout_s: float | None = Field(default=None, gt=0)
+    idle_timeout_s: float | None = Field(default=None, gt=0)
+    ignore_eos: bool = True
+    temperature: float = Field(default=0.0, ge=0)
+    endpoint: str = "/v1/completions"
+    return_token_ids: bool = True
+    api_key: str | None = None
+    t_start: float | None = None
+
+    @model_validator(mode="after")
+    def _closed_needs_users(self) -> LoadSpec:
+        if self.mode == "closed" and self.concurrency is None:
+            raise ValueError("mode closed needs concurrency, the number of users; give at least 1.")
+        return self
+
+
+def read_spec(path: str | Path) -> LoadSpec:
+    """Reads SPEC.json. ValueError with one sentence per mistake."""
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"the load's spec {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"the load's spec {path} is not JSON: {error}.") from error
+    try:
+        return LoadSpec.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(" ".join(explain(error, "spec"))) from error
