@@ -118,8 +118,8 @@ class NumbaBackend:
         if k_cache.stride(1) != dim or v_cache.stride(1) != v_dim or out.stride(1) != v_dim:
             raise ValueError(
                 f"rows of k_cache {tuple(k_cache.shape)} strides {k_cache.stride()}, v_cache "
-                f"{tuple(v_cache.shape)} strides {v_cache.stride()}, out strides {out.stride()} must be dense "
-                f"for {dim} and {v_dim} values a head: allocate them as [slots, kv_heads, head_dim]"
+                f"{tuple(v_cache.shape)} strides {v_cache.stride()}, out strides {out.stride()} must be "
+                f"dense for {dim} and {v_dim} values a head: allocate them as [slots, kv_heads, head_dim]"
             )
         if page_starts.dtype != torch.int64:
             page_starts = page_starts.to(torch.int64)

@@ -20,7 +20,7 @@ from functools import cache
 import numba
 from numba import types
 
-from kernels.numba_memory import call_get_int, call_parallel, load_f32, load_i64, store_f32, store_i64
+from kernels.numba_memory import JIT, call_get_int, call_parallel, load_f32, load_i64, store_f32, store_i64
 from kernels.numba_simd import add_weighted_rows, exp_minus, max_of, scale_row, score_token, softcap_of
 
 BLOCK = 32  # tokens; K and V of a block (Hkv * D * 4 bytes * 32 each) stay in the L1/L2 cache
@@ -35,8 +35,6 @@ NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
 ) = range(30)  # fmt: skip
 # Strides in bytes, lengths int64. A_FLOATS points to float32 [scale, softcap (0 = none)].
 
-_JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
-
 
 def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """(bytes of scratch per thread, bytes of one accumulator set ``[H, Dv] + m [H] + l [H]``)."""
@@ -45,7 +43,7 @@ def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, in
     return (total + 127) // 64 * 64 + 64, accumulators
 
 
-@numba.njit(**_JIT)
+@numba.njit(**JIT)
 def _visible(args: int, b: int) -> int:
     """How many tokens sequence b attends to: its length, or its window."""
     length = load_i64(load_i64(args + 8 * A_LENS) + 8 * b)
@@ -53,7 +51,7 @@ def _visible(args: int, b: int) -> int:
     return min(length, window) if window > 0 else length
 
 
-@numba.njit(**_JIT)
+@numba.njit(**JIT)
 def _fill_offsets(args: int, b: int, token: int, count: int, k_offsets: int, v_offsets: int) -> None:
     """Byte offsets of the K and V rows of tokens token..token+count-1 of sequence b."""
     pages = load_i64(args + 8 * A_PAGES) + b * load_i64(args + 8 * A_PAGES_STRIDE)
@@ -74,7 +72,7 @@ def _fill_offsets(args: int, b: int, token: int, count: int, k_offsets: int, v_o
         within = 0
 
 
-@numba.njit(**_JIT)
+@numba.njit(**JIT)
 def _reset(acc: int, heads: int, v_dim: int) -> None:
     """Empty accumulators: zero sums, no score seen."""
     for i in range(heads * v_dim):
@@ -84,7 +82,7 @@ def _reset(acc: int, heads: int, v_dim: int) -> None:
         store_f32(acc + 4 * (heads * (v_dim + 1) + h), numba.float32(0.0))
 
 
-@numba.njit(**_JIT)
+@numba.njit(**JIT)
 def _softmax_block(scores: int, acc: int, heads: int, v_dim: int, count: int, cap: float) -> None:
     """Scores ``[H, BLOCK]`` to weights in place; tops, sums and accumulators follow a risen maximum."""
     blocks = (count + 15) // 16
@@ -107,7 +105,7 @@ def _softmax_block(scores: int, acc: int, heads: int, v_dim: int, count: int, ca
         store_f32(sums + 4 * h, total + exp_minus(s, top, blocks))
 
 
-@numba.njit(**_JIT)
+@numba.njit(**JIT)
 def _finish(args: int, b: int, acc: int) -> None:
     """Write sequence b's row: accumulators over the softmax denominator, sinks joined."""
     heads, v_dim = load_i64(args + 8 * A_HEADS), load_i64(args + 8 * A_V_DIM)
@@ -127,7 +125,7 @@ def _finish(args: int, b: int, acc: int) -> None:
             store_f32(out + at, load_f32(acc + at) * factor)
 
 
-@numba.njit(**_JIT)
+@numba.njit(**JIT)
 def _merge_into(args: int, target: int, source: int) -> None:
     """Fold one piece's accumulators into another's, piece by piece of the same sequence."""
     heads, v_dim = load_i64(args + 8 * A_HEADS), load_i64(args + 8 * A_V_DIM)
@@ -144,7 +142,7 @@ def _merge_into(args: int, target: int, source: int) -> None:
             store_f32(target + at, load_f32(target + at) * fa + load_f32(source + at) * fb)
 
 
-@numba.njit(**_JIT)
+@numba.njit(**JIT)
 def _merge_pieces(args: int, num_threads: int) -> None:
     """Merge the pieces of sequences that lie across shares and write their rows.
 
@@ -173,7 +171,7 @@ def _merge_pieces(args: int, num_threads: int) -> None:
         start = stop
 
 
-@numba.cfunc(types.void(types.intp), **_JIT)
+@numba.cfunc(types.void(types.intp), **JIT)
 def run_decode(args):
     """Run one decode step: the worker on every thread, then the merge."""
     total = 0
@@ -251,4 +249,4 @@ def build_worker(group: int, head_dim: int, v_head_dim: int):
             if whole:
                 _finish(args, b, acc)
 
-    return numba.cfunc(types.void(types.intp), **_JIT)(worker)
+    return numba.cfunc(types.void(types.intp), **JIT)(worker)

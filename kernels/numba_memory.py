@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+
+def _can_cache() -> bool:
+    """Whether Numba finds a folder for compiled code: beside the sources, or the user's cache folder."""
+
+    def probe():
+        return 0
+
+    try:
+        numba.njit(cache=True)(probe)
+    except RuntimeError:  # no writable folder at all
+        return False
+    return True
+
+
+# For every kernel: no GIL, on-disk cache where there is a place for it, division without Python's checks.
+JIT = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
 
 F32 = ir.FloatType()
 I32 = ir.IntType(32)

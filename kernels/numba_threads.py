@@ -25,9 +25,7 @@ import numba
 import torch
 from numba import types
 
-from kernels.numba_memory import call_work
-
-_JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
+from kernels.numba_memory import JIT, call_work
 
 
 class ThreadTeam(NamedTuple):
@@ -38,19 +36,19 @@ class ThreadTeam(NamedTuple):
     num_threads: int
 
 
-@numba.cfunc(types.void(types.intp, types.intp, types.uint32, types.uint32), **_JIT)
+@numba.cfunc(types.void(types.intp, types.intp, types.uint32, types.uint32), **JIT)
 def run_serially(work, data, num_threads, flags):
     """Stands in for GOMP_parallel where torch brings no OpenMP: the worker on the calling thread."""
     call_work(work, data)
 
 
-@numba.cfunc(types.int32(), **_JIT)
+@numba.cfunc(types.int32(), **JIT)
 def serial_thread_num():
     """omp_get_thread_num of run_serially."""
     return 0
 
 
-@numba.cfunc(types.int32(), **_JIT)
+@numba.cfunc(types.int32(), **JIT)
 def serial_num_threads():
     """omp_get_num_threads of run_serially."""
     return 1

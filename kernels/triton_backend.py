@@ -1,0 +1,181 @@
+"""The GPU backend: all attention and the KV write in Triton.
+
+With TRITON_INTERPRET=1 (set before Triton is imported) the same kernels run on CPU tensors: slow,
+and meant for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from triton import knobs
+
+from kernels.api import KVPair, check_heads
+from kernels.launch import num_kv_splits
+from kernels.reference import TorchBackend
+from kernels.triton_decode import launch_decode
+from kernels.triton_kv import launch_write_kv
+from kernels.triton_prefill import launch_prefill
+
+MAX_HEAD_DIM = 256  # larger tiles leave too little shared memory for a pipeline
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """``max_tokens``: no sequence of the step is longer (a bound is enough)."""
+
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """``max_queries``: no sequence of the step has more new tokens (a bound is enough)."""
+
+    max_queries: int
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+class TritonBackend:
+    """float16, bfloat16 or float32 on CUDA. See kernels.api.AttentionBackend for the contract."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._torch = TorchBackend()
+
+    def check_support(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM)
+        if num_heads // num_kv_heads > 64:
+            raise ValueError(
+                f"{num_heads} query heads on {num_kv_heads} KV heads are more than the 64 per KV head that "
+                "the triton kernel backend serves: use the torch backend for this model"
+            )
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"the triton kernel backend cannot compute with a {dtype} KV cache: "
+                "use float16, bfloat16 or float32"
+            )
+        if torch.device(device).type != "cuda" and not knobs.runtime.interpret:
+            raise ValueError(
+                f"the triton kernel backend needs a CUDA device, not {device}: "
+                "use default_backend(device, dtype)"
+            )
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        if k.shape[0]:
+            launch_write_kv(_dense_rows(k), _dense_rows(v), k_cache, v_cache, slots)
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        plan: DecodePlan | None = None,
+    ) -> torch.Tensor:
+        batch, heads, _ = q.shape
+        v_dim = v_cache.shape[2]
+        if out is None:
+            out = q.new_empty((batch, heads, v_dim))
+        if batch == 0:
+            return out
+        # Without a plan, the page table's width bounds the length: no synchronisation with the GPU.
+        max_tokens = page_starts.shape[1] * page_size if plan is None else plan.max_tokens
+        if sliding_window is not None:
+            max_tokens = min(max_tokens, sliding_window)
+        splits = num_kv_splits(batch, k_cache.shape[1], max_tokens, _num_sms(q.device))
+        parts = lse = None
+        if splits > 1:
+            parts = torch.empty((batch, heads, splits, v_dim), dtype=torch.float32, device=q.device)
+            lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
+        launch_decode(
+            _dense_rows(q), k_cache, v_cache, page_starts, seq_lens, page_size, out, parts, lse, splits,
+            scale=scale, window=sliding_window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return out
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        new_kv: KVPair | None = None,
+        plan: PrefillPlan | None = None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
+        if q.shape[0] == 0:
+            return out
+        # Without a plan, all new tokens could be of one sequence: surplus programs end at once.
+        max_queries = q.shape[0] if plan is None else plan.max_queries
+        launch_prefill(
+            _dense_rows(q), k_cache, v_cache, page_starts, query_starts, seq_lens, page_size,
+            out, max_queries, scale=scale, window=sliding_window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return out
+
+    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> DecodePlan:
+        """Longest length of the step; waits for the GPU if ``seq_lens`` lies there."""
+        return DecodePlan(int(seq_lens.max()) if seq_lens.numel() else 0)
+
+    def plan_prefill(
+        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+    ) -> PrefillPlan:
+        """Longest chunk of the step; waits for the GPU if ``query_starts`` lies there."""
+        return PrefillPlan(int(query_starts.diff().max()) if seq_lens.numel() else 0)
+
+    def copy_pages(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        src_starts: torch.Tensor,
+        dst_starts: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        self._torch.copy_pages(k_cache, v_cache, src_starts, dst_starts, page_size)
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its last dimension is contiguous (other strides may be anything), else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
