@@ -12,6 +12,7 @@ requests that were in it with an error, and an engine that cannot go on ends all
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -19,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from engine.engine import Engine
+from engine.output_stream import Delivery, OutputStream
 from engine.sequence import Request, TokenOutput
 from engine.sequence import Sequence as EngineSequence
 from engine.stats import EngineStats
@@ -31,67 +33,6 @@ _log = logging.getLogger(__name__)
 
 class EngineUnavailable(RuntimeError):
     """The engine takes no requests any more; the text says why."""
-
-
-class Delivery(NamedTuple):
-    """One output on its way to a client. Times in seconds of ``time.monotonic``."""
-
-    at: float  # the step that brought it ended
-    scheduled_at: float | None  # the request was first scheduled
-    output: TokenOutput
-
-
-class OutputStream:
-    """The outputs of the requests of one ``submit``, in order. Belongs to the event loop."""
-
-    def __init__(self, engine: AsyncEngine, request_ids: Sequence[str]):
-        self._engine = engine
-        self._open = set(request_ids)
-        self._ready: list[Delivery] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._interruption: Exception | None = None
-
-    @property
-    def done(self) -> bool:
-        """Every request has ended and every output has been taken."""
-        return not self._open and not self._ready
-
-    async def get(self) -> list[Delivery]:
-        """At least one delivery; waits for it. Raises what ``interrupt`` was given."""
-        while not self._ready and self._interruption is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._interruption is not None:
-            raise self._interruption
-        ready, self._ready = self._ready, []
-        return ready
-
-    def interrupt(self, reason: Exception) -> None:
-        """Make the reader's ``get`` raise ``reason``: its client has gone."""
-        self._interruption = reason
-        self._wake()
-
-    def stop(self, request_id: str) -> None:
-        """End one request early on its reader's wish (a stop string): the engine counts it as stopped."""
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._engine.abort([request_id], "stop")
-
-    def close(self) -> None:
-        """Abort what has not ended."""
-        if self._open:
-            self._engine.abort(list(self._open))
-            self._open.clear()
-
-    def _put(self, delivery: Delivery) -> None:
-        if delivery.output.finish_reason is not None:
-            self._open.discard(delivery.output.request_id)
-        self._ready.append(delivery)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class _Command(NamedTuple):
@@ -141,7 +82,7 @@ class AsyncEngine:
             ValueError: the engine refused one (it could never run); the text is for the client.
             EngineUnavailable: the engine has failed or is shutting down.
         """
-        stream = OutputStream(self, [request.request_id for request in requests])
+        stream = OutputStream([request.request_id for request in requests], self.abort)
         for request in requests:
             self._streams[request.request_id] = stream
         try:
@@ -168,10 +109,8 @@ class AsyncEngine:
         """Take requests out of the engine; those that have ended already are passed over. Does not wait."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
-        try:
+        with contextlib.suppress(EngineUnavailable):  # a stopping engine aborts everything by itself
             self._post(lambda: self._remove(request_ids, reason), None)
-        except EngineUnavailable:
-            pass  # a stopping engine aborts everything by itself
 
     async def reset_prefix_cache(self) -> bool:
         """False when pages are still owned, and then nothing is done."""
@@ -179,10 +118,8 @@ class AsyncEngine:
 
     async def stats(self, timeout_s: float = 2.0) -> EngineStats:
         """A reading taken between two steps; the last one taken if no step ends in time or the engine is dead."""
-        try:
+        with contextlib.suppress(TimeoutError, EngineUnavailable):
             self.last_stats = await asyncio.wait_for(self._call(self.engine.stats), timeout_s)
-        except (TimeoutError, EngineUnavailable):
-            pass
         return self.last_stats
 
     async def shutdown(self, timeout_s: float = 5.0) -> bool:
@@ -217,7 +154,7 @@ class AsyncEngine:
                 continue  # aborted since
             if delivery.output.finish_reason is not None:
                 del self._streams[request_id]
-            stream._put(delivery)
+            stream.put(delivery)
 
     def _end_streams(self, finish_reason: str, error: str) -> None:
         now = time.monotonic()

@@ -80,7 +80,9 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host}:{port} ({reason}): choose another --port, 0 for any free one, or another --host"
 
 
-def make_server(engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, on_ready: Callable[[], None]) -> Server:
+def make_server(
+    engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, on_ready: Callable[[], None]
+) -> Server:
     """The server for a loaded engine, ready to ``serve(sockets=[...])``."""
     app = create_app(engine, tokenizer, options.served_model_name)
     config = uvicorn.Config(
@@ -114,7 +116,7 @@ def serve(engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, soc
 
 def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
     """Model and tokenizer. Raises ValueError with a sentence when something is missing or does not fit."""
-    from engine.engine import build_engine
+    from engine.build import build_engine  # brings torch with it: bad options are refused before that
 
     engine = build_engine(config)
     return engine, load_tokenizer(engine.config, engine.model_info)

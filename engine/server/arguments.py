@@ -14,16 +14,16 @@ DEFAULT_PORT = 8000
 HELP = {
     "model": "what to serve: a local folder with config.json and *.safetensors, a config JSON, or the name of a config "
     "that ships with the engine. Nothing is ever downloaded.",
-    "load_format": "auto reads the folder's safetensors; dummy takes seeded random weights, so that a config is enough.",
+    "load_format": "auto reads the folder's safetensors; dummy takes seeded random weights: a config is enough.",
     "seed": "seed of the random weights, and of requests that bring no seed of their own.",
     "dtype": "of weights and activations. auto: float32 on a CPU, the config's own on a GPU.",
     "device": "auto: the GPU if there is one.",
-    "tokenizer": "folder of the tokenizer. Left out: the model folder's own, else the byte-level BPE that ships. Token-"
-    "id prompts need none.",
+    "tokenizer": "folder of the tokenizer. Left out: the model folder's own, else the byte-level BPE that ships. "
+    "Prompts of token ids need none.",
     "layout": "where a request's KV lies: paged takes pages as the request grows; contiguous reserves one stretch for "
     "its longest possible length, the baseline that paging is compared with.",
     "reservation": "contiguous only: what is reserved for each request. max: max_model_len slots.",
-    "page_size": "tokens a page. Small pages waste fewer slots at the end of a request, large ones need a smaller table.",
+    "page_size": "tokens a page. Small pages waste fewer slots at a request's end, large ones need a shorter table.",
     "kv_budget": "memory for K, V and the page table, in bytes or as 512MiB, 2GiB. Both layouts get the same from it. "
     "Left out: 256 MiB on a CPU, 80 %% of the free memory of a GPU.",
     "kv_cache_dtype": "of the stored K and V. auto: the model's.",
@@ -47,11 +47,15 @@ _CHOICES = {
     "preemption_mode": settings.PREEMPTION_MODES,
     "kernel_backend": settings.KERNEL_BACKENDS,
 }
-DESCRIPTION = (
-    "Serve one model over OpenAI's HTTP interface: /v1/completions, /v1/chat/completions, /v1/models; and /health, "
-    "/metrics, /server_info, /reset_prefix_cache, /tokenize, /detokenize. Prints 'ready http://HOST:PORT' when it takes "
-    "requests and stops on SIGTERM or Ctrl-C within 5 seconds."
-)
+DESCRIPTION = """\
+Serve one model over OpenAI's HTTP interface.
+
+  POST /v1/completions, /v1/chat/completions    streaming or not
+  POST /tokenize, /detokenize                   the server's own tokenizer
+  POST /reset_prefix_cache                      409 while requests are running
+  GET  /v1/models, /health, /metrics, /server_info
+
+Prints "ready http://HOST:PORT" when it takes requests. Stops on SIGTERM or Ctrl-C within 5 seconds."""
 EPILOG = (
     "example: %(prog)s --model llama-32m --kv-budget 48MiB --page-size 16 --port 8000\n"
     "exit codes: 0 stopped by a signal, 2 the settings cannot work (the reason is on stderr)."
@@ -74,10 +78,12 @@ class ServeOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every server and engine option; ``kvbench serve`` adds them to its own parser."""
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default=ServeOptions.host, help="address to listen on; there is no authentication, so "
-                        "anything but 127.0.0.1 lets others in. (default: %(default)s)")  # fmt: skip
-    server.add_argument("--port", type=int, default=DEFAULT_PORT, help="0: any free port. (default: %(default)s)")
-    server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model. (default: its own name)")
+    host = "address to listen on; no authentication: anything but 127.0.0.1 lets others in. (default: %(default)s)"
+    server.add_argument("--host", default=ServeOptions.host, help=host)
+    server.add_argument("--port", type=int, default=ServeOptions.port, help="0: any free port. (default: %(default)s)")
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model. (default: its own name)"
+    )
     engine = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):
         engine.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, **_argument(field))

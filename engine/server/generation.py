@@ -201,7 +201,9 @@ def check_prompt(state: ServerState, prompt: Sequence[int]) -> None:
 
 def check_stops(state: ServerState, body: GenerationBody) -> None:
     if body.stops and state.tokenizer.backend is None:
-        raise unprocessable("stop strings need a tokenizer and there is none: use stop_token_ids", "stop", "no_tokenizer")
+        raise unprocessable(
+            "stop strings need a tokenizer and there is none: use stop_token_ids", "stop", "no_tokenizer"
+        )
 
 
 @contextlib.contextmanager

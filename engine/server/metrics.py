@@ -27,7 +27,11 @@ _LONG_SECONDS = (*_SECONDS[2:], 20.0, 40.0, 80.0, 160.0)
 
 _GAUGES = (
     ("num_requests_running", "Requests in the current batch.", lambda s: s.num_requests_running),
-    ("num_requests_waiting", "Requests that wait for room, preempted ones among them.", lambda s: s.num_requests_waiting),
+    (
+        "num_requests_waiting",
+        "Requests that wait for room, preempted ones among them.",
+        lambda s: s.num_requests_waiting,
+    ),
     ("kv_cache_usage_perc", "Owned share of the KV pages, 0 to 1.", lambda s: s.kv_cache_usage_perc),
     ("kv_pages_total", "KV pages; contiguous layout: reservations.", lambda s: s.kv.pages_total),
     ("kv_pages_free", "Pages that hold nothing.", lambda s: s.kv.pages_free),
@@ -81,6 +85,18 @@ class EngineCollector(Collector):
         yield InfoMetricFamily(PREFIX + "cache_config", "How the KV memory is set up.", value=self._info)
 
 
+class _WithoutCreated(Collector):
+    """Another registry's families less their ``_created`` samples, which would look like gauges of ours."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 class ServerMetrics:
     """One server's registry: the engine's numbers and the request histograms."""
 
@@ -88,14 +104,17 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._collector = EngineCollector(stats, cache_config_info(config, capacity))
         self.registry.register(self._collector)
-        self._success = Counter(
-            PREFIX + "request_success", "Requests that ended as they should.", ["finished_reason"], registry=self.registry
-        )
-        self._failure = Counter(PREFIX + "request_failure", "Requests that did not.", ["kind"], registry=self.registry)
+        self._observed = CollectorRegistry()
+        self._success = self._counter("request_success", "Requests that ended as they should.", "finished_reason")
+        self._failure = self._counter("request_failure", "Requests that did not.", "kind")
         for reason in FINISHED_REASONS:
             self._success.labels(reason)
         for kind in FAILURE_KINDS:
             self._failure.labels(kind)
+        self._make_histograms()
+        self.registry.register(_WithoutCreated(self._observed))
+
+    def _make_histograms(self) -> None:
         self.ttft = self._histogram("time_to_first_token", "Arrival to first token.", _SECONDS)
         self.itl = self._histogram("inter_token_latency", "Between the tokens of a request.", _SECONDS)
         self.e2e = self._histogram("e2e_request_latency", "Arrival to last token.", _LONG_SECONDS)
@@ -103,8 +122,11 @@ class ServerMetrics:
         self.prefill = self._histogram("request_prefill_time", "First scheduled to first token.", _LONG_SECONDS)
         self.decode = self._histogram("request_decode_time", "First token to last token.", _LONG_SECONDS)
 
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(PREFIX + name, text, [label], registry=self._observed)
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"{PREFIX}{name}_seconds", text, registry=self.registry, buckets=buckets)
+        return Histogram(f"{PREFIX}{name}_seconds", text, registry=self._observed, buckets=buckets)
 
     def finished(self, reason: str) -> None:
         self._success.labels(reason).inc()

@@ -25,6 +25,10 @@ _HEADERS = [
 ]
 
 
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
 class EventFormat:
     """The JSON of one stream's events. ``head`` holds id, object, created and model; ``chat``: deltas, not texts."""
 
@@ -38,7 +42,7 @@ class EventFormat:
         include_usage: bool = False,
         continuous_usage: bool = False,
     ):
-        self._head = "data: " + json.dumps(head)[:-1] + ',"choices":['
+        self._head = "data: " + _compact(head)[:-1] + ',"choices":['
         self._before = '"delta":{"content":' if chat else '"text":'
         self._before_first = '"delta":{"role":"assistant","content":' if chat else '"text":'
         self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":'
@@ -67,7 +71,7 @@ class EventFormat:
             parts += [',"token_ids":[', ",".join(map(str, piece.token_ids)), "]"]
         parts.append("}]")
         if self._continuous_usage:
-            parts += [',"usage":', json.dumps(generation.usage())]
+            parts += [',"usage":', _compact(generation.usage())]
         else:
             parts.append(self._no_usage)
         parts.append(self._end())
@@ -75,7 +79,7 @@ class EventFormat:
 
     def usage_event(self, generation: Generation) -> bytes:
         """The last event before [DONE]: no choices, the usage."""
-        return f'{self._head}],"usage":{json.dumps(generation.usage())}{self._end()}'.encode("ascii")
+        return f'{self._head}],"usage":{_compact(generation.usage())}{self._end()}'.encode("ascii")
 
     def _end(self) -> str:
         if self._stamp:
