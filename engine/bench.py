@@ -1,0 +1,214 @@
+"""``kvbench bench-engine``: the engine alone, in process, against Hugging Face on the same weights in one sitting.
+
+The case: a Llama-shaped float32 model of 32 M seeded weights, 32 requests of 32, 64, 128 or 512 random prompt tokens,
+64 greedy output tokens each, all there at the start. Sides take turns, repeat by repeat, so that a machine that slows
+down slows all of them; a ratio is taken within one repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from engine.build import assemble_engine
+from engine.config import EngineConfig, parse_bytes
+from engine.engine import Engine
+from engine.executor import available_cpus
+from engine.model_loader import LoadedModel, load_model
+from engine.sequence import Request, SamplingParams
+
+PROMPT_TOKENS = (32, 64, 128, 512)
+SIDES = ("kvbench", "hf-continuous", "hf-static")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts (token ids) and how many tokens each is to give."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    output_tokens: int
+
+    @property
+    def total_output(self) -> int:
+        return len(self.prompts) * self.output_tokens
+
+
+def make_case(num_requests: int, output_tokens: int, vocab_size: int, seed: int) -> Case:
+    rng = random.Random(seed)
+    lengths = [rng.choice(PROMPT_TOKENS) for _ in range(num_requests)]
+    return Case(tuple(tuple(rng.randrange(1, vocab_size) for _ in range(n)) for n in lengths), output_tokens)
+
+
+def run_engine(engine: Engine, case: Case) -> list[list[int]]:
+    """Output tokens by prompt."""
+    params = SamplingParams(max_tokens=case.output_tokens, temperature=0.0, ignore_eos=True)
+    outputs: list[list[int]] = [[] for _ in case.prompts]
+    for index, prompt in enumerate(case.prompts):
+        engine.add_request(Request(str(index), prompt, params))
+    while engine.has_work():
+        for output in engine.step():
+            outputs[int(output.request_id)].extend(output.token_ids)
+    return outputs
+
+
+def _generation_config(case: Case) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=case.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def run_hf_continuous(loaded: LoadedModel, case: Case) -> list[list[int]]:
+    """transformers' own continuous batching with SDPA, its pool sized so that nothing waits."""
+    loaded.model.set_attn_implementation("sdpa")
+    tokens = sum(len(p) + case.output_tokens for p in case.prompts)
+    batching = ContinuousBatchingConfig(page_size=32, num_blocks=tokens // 32 + 2 * len(case.prompts))
+    answers = loaded.model.generate_batch(
+        inputs=[list(p) for p in case.prompts],
+        generation_config=_generation_config(case),
+        continuous_batching_config=batching,
+    )
+    ordered = [answers[name] for name in sorted(answers, key=lambda n: int(n.rsplit("_", 1)[-1]))]
+    return [list(answer.generated_tokens) for answer in ordered]
+
+
+@torch.inference_mode()
+def run_hf_static(loaded: LoadedModel, case: Case) -> list[list[int]]:
+    """One left-padded ``generate`` of all prompts."""
+    loaded.model.set_attn_implementation("sdpa")
+    longest = max(map(len, case.prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in case.prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in case.prompts])
+    ids, mask = ids.to(loaded.device), mask.to(loaded.device)
+    output = loaded.model.generate(ids, attention_mask=mask, generation_config=_generation_config(case))
+    return output[:, longest:].tolist()
+
+
+def compare(config: EngineConfig, case: Case, sides: tuple[str, ...], repeats: int, report: Callable) -> dict:
+    """Output tokens/s of each side and repeat, and kvbench's ratio to each other side, repeat by repeat.
+
+    Our engine and Hugging Face hold a copy of the weights each: switching one model between attention functions
+    inside the measured time would be a cost that neither has.
+    """
+    ours = load_model(config)
+    engine = assemble_engine(config, ours)
+    theirs = load_model(config) if set(sides) - {"kvbench"} else ours
+    runners = {
+        "kvbench": lambda: run_engine(engine, case),
+        "hf-continuous": lambda: run_hf_continuous(theirs, case),
+        "hf-static": lambda: run_hf_static(theirs, case),
+    }
+    speeds: dict[str, list[float]] = {side: [] for side in sides}
+    outputs: dict[str, list[list[int]]] = {}
+    for repeat in range(repeats):
+        for side in random.Random(repeat).sample(sides, len(sides)):
+            started = time.perf_counter()
+            outputs[side] = runners[side]()
+            speeds[side].append(case.total_output / (time.perf_counter() - started))
+            short = [len(tokens) for tokens in outputs[side] if len(tokens) != case.output_tokens]
+            if short or len(outputs[side]) != len(case.prompts):
+                raise ValueError(f"{side} gave {len(outputs[side])} answers, {len(short)} of a wrong length")
+            report(side, repeat, speeds[side][-1])
+    ratios = {
+        side: [a / b for a, b in zip(speeds["kvbench"], speeds[side], strict=True)]
+        for side in sides
+        if side != "kvbench" and "kvbench" in sides
+    }
+    same = {side: _agreement(outputs["kvbench"], outputs[side]) for side in ratios}
+    return {"output_tokens_per_s": speeds, "ratio": ratios, "same_tokens": same}
+
+
+def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of requests whose greedy tokens are all equal (float32 rounding can break a near tie)."""
+    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvbench bench-engine",
+        description="Measure the engine alone, without server or load generator, against Hugging Face transformers on "
+        "the same weights, side by side. Prints output tokens/s and ratios; exits 1 if --require-ratio is missed.",
+    )
+    parser.add_argument("--model", default="llama-32m", help="folder, config JSON, or a config that ships")
+    parser.add_argument("--requests", type=int, default=32, help="number of prompts, all there at the start")
+    parser.add_argument("--output-tokens", type=int, default=64, help="tokens each prompt gives")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"what to run, of {', '.join(SIDES)}")
+    parser.add_argument("--layout", default="paged", choices=("paged", "contiguous"))
+    parser.add_argument("--page-size", type=int, default=16, help="tokens")
+    parser.add_argument("--kv-budget", default="512MiB", help="bytes of KV cache, such as 512MiB")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens computed in one step")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the prompts")
+    parser.add_argument("--json", metavar="FILE", help="write every measured figure there")
+    parser.add_argument(
+        "--require-ratio", type=float, metavar="X", help="exit 1 unless the median ratio to hf-continuous is at least X"
+    )
+    return parser
+
+
+def _check(args: argparse.Namespace) -> tuple[str, ...]:
+    sides = tuple(dict.fromkeys(args.sides.split(",")))
+    if unknown := sorted(set(sides) - set(SIDES)):
+        raise ValueError(f"--sides knows {', '.join(SIDES)}, not {', '.join(map(repr, unknown))}")
+    for name in ("requests", "output_tokens", "repeats"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} cannot be {getattr(args, name)}: it is at least 1")
+    if args.require_ratio is not None and not {"kvbench", "hf-continuous"} <= set(sides):
+        raise ValueError("--require-ratio compares kvbench with hf-continuous: name both in --sides")
+    return sides
+
+
+def main(argv: list[str]) -> int:
+    """Run from the command line; returns the exit code. ValueError: bad input, for the caller to print."""
+    args = _parser().parse_args(argv)
+    sides = _check(args)
+    torch.set_num_threads(available_cpus())
+    config = EngineConfig(
+        model=args.model,
+        seed=args.seed,
+        dtype=args.dtype,
+        layout=args.layout,
+        page_size=args.page_size,
+        kv_budget=parse_bytes(args.kv_budget),
+        max_model_len=max(PROMPT_TOKENS) + args.output_tokens,
+        max_num_seqs=min(args.requests, args.max_num_batched_tokens),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+    )
+    from engine.model_spec import find_model
+
+    case = make_case(args.requests, args.output_tokens, find_model(args.model).text_config["vocab_size"], args.seed)
+    print(
+        f"{len(case.prompts)} requests, {sum(map(len, case.prompts))} prompt tokens, {case.output_tokens} output tokens "
+        f"each, model {args.model}, {torch.get_num_threads()} threads",
+        flush=True,
+    )
+    result = compare(
+        config,
+        case,
+        sides,
+        args.repeats,
+        lambda side, repeat, speed: print(f"  repeat {repeat + 1}  {side:14} {speed:8.1f} output tokens/s", flush=True),
+    )
+    for side, speeds in result["output_tokens_per_s"].items():
+        line = f"{side:14} median {statistics.median(speeds):8.1f} output tokens/s ({min(speeds):.1f} to {max(speeds):.1f})"
+        if side in result["ratio"]:
+            ratios = result["ratio"][side]
+            line += f"   kvbench is {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+            line += f", {result['same_tokens'][side]:.0%} of requests token for token equal"
+        print(line)
+    if args.json:
+        record = {"config": asdict(config), "torch": torch.__version__, "threads": torch.get_num_threads(), **result}
+        Path(args.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if args.require_ratio is not None:
+        reached = statistics.median(result["ratio"]["hf-continuous"])
+        if reached < args.require_ratio:
+            print(f"below the required ratio: {reached:.2f}x to hf-continuous, wanted {args.require_ratio:.2f}x")
+            return 1
+    return 0
