@@ -1,0 +1,97 @@
+"""The two finer tables: one setting changed alone, and latencies by class of request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvbench.report import words
+from kvbench.report.data import Cell, Run, number
+from kvbench.report.findings import Effect, effects, paging
+from kvbench.report.table import UNCERTAIN, Value, ratio_value
+
+
+@dataclass(frozen=True)
+class EffectRow:
+    """One setting changed alone from the baseline at one load: ratios of throughput, p95 TTFT, TPOT and ITL."""
+
+    effect: Effect
+    values: tuple[Value, ...]
+
+
+EFFECT_HEADS = ("output tok/s", "p95 TTFT", "p50 TPOT", "p95 ITL")
+
+
+def effect_rows(run: Run) -> list[EffectRow]:
+    """Setting by setting, value by value, the highest load first."""
+    listed = [one for one in effects(run) if one.setting != "layout" or not paging(run)]
+    first = {key: i for i, key in reversed(list(enumerate((e.setting, str(e.value)) for e in listed)))}
+    order = {setting: i for i, (setting, _) in reversed(list(enumerate(first)))}
+    listed.sort(key=lambda e: (order[e.setting], first[e.setting, str(e.value)], -e.comparison.load.value))
+    found = []
+    for one in listed:
+        c = one.comparison
+        latencies = (ratio_value(r, higher_is_better=False) for r in (c.ttft, c.tpot, c.itl))
+        found.append(EffectRow(one, (ratio_value(c.throughput), *latencies)))
+    return found
+
+
+CLASS_METRICS = (
+    ("ttft_ms", "p50"),
+    ("ttft_ms", "p95"),
+    ("tpot_ms", "p50"),
+    ("tpot_ms", "p95"),
+    ("e2el_ms", "p95"),
+)
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """One workload class in one cell: how many requests and the entries of CLASS_METRICS."""
+
+    name: str
+    cell: Cell
+    n: int
+    values: tuple[Value, ...]
+
+
+def class_rows(run: Run) -> list[ClassRow]:
+    """Per-class latencies, the highest load first; empty when the workload has fewer than two classes."""
+    found = []
+    for load in reversed(run.loads):
+        names = dict.fromkeys(name for cell in run.at(load) for name in per_class(cell))
+        for name in names:
+            for cell in run.at(load):
+                summary = per_class(cell).get(name)
+                if summary:
+                    values = tuple(_class_value(summary.get(metric) or {}, which) for metric, which in CLASS_METRICS)
+                    found.append(ClassRow(name, cell, int(number(summary.get("n")) or 0), values))
+    return found if len({row.name for row in found}) > 1 else []
+
+
+def per_class(cell: Cell) -> Mapping[str, Any]:
+    """Latency summaries by class: pooled where the sweep stored them, otherwise medians over the repeats."""
+    pooled = cell.pooled.get("per_class")
+    if pooled:
+        return pooled
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(n for r in cell.repeats for n in (r.metrics.get("per_class") or {})):
+        each = [(r.metrics.get("per_class") or {}).get(name) or {} for r in cell.repeats]
+        found[name] = {"n": sum(number(e.get("n")) or 0 for e in each)}
+        for metric in {metric for metric, _ in CLASS_METRICS}:
+            values = {
+                which: [v for e in each if (v := number((e.get(metric) or {}).get(which))) is not None]
+                for which in ("p50", "p95")
+            }
+            found[name][metric] = {w: float(np.median(v)) for w, v in values.items() if v} | {
+                "uncertain": ["p50", "p95"]
+            }
+    return found
+
+
+def _class_value(summary: Mapping[str, Any], which: str) -> Value:
+    value = number(summary.get(which))
+    return Value(words.ms(value) + (UNCERTAIN if which in (summary.get("uncertain") or ()) else ""), value)

@@ -1,0 +1,248 @@
+"""The findings in words, below the headline: what paging bought, what it cost, and one paragraph a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbench.report import words
+from kvbench.report.data import Cell, LoadPoint, Run
+from kvbench.report.findings import (
+    HIGHER,
+    LOWER,
+    SAME,
+    Comparison,
+    Effect,
+    Ratio,
+    best,
+    effects,
+    paging,
+    spread,
+)
+from kvbench.report.sentence import bounds, effect, running, upper_first
+
+SETTING_WORDS = {"page_size": "page size", "enable_prefix_caching": "prefix caching", "layout": "layout"}
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """A heading and its points, each one a full sentence."""
+
+    title: str
+    points: tuple[str, ...]
+
+
+def conclusions(run: Run) -> list[Conclusion]:
+    """All conclusions the run allows, the most asked first."""
+    found = []
+    pairs = paging(run)
+    if pairs:
+        found.append(Conclusion("What paging bought", tuple(bought(pair) for pair in reversed(pairs))))
+        found.append(Conclusion("What paging cost", tuple(cost(pairs))))
+    if len(run.configs) > 1:
+        found.append(Conclusion("Which configuration is best", tuple(_best(run, load) for load in reversed(run.loads))))
+    settings: dict[str, list[Effect]] = {}
+    for one in effects(run):
+        if one.setting != "layout" or not pairs:
+            settings.setdefault(one.setting, []).append(one)
+    for setting, members in settings.items():
+        title = upper_first(SETTING_WORDS.get(setting, setting))
+        found.append(Conclusion(f"{title}, changed alone", tuple(effect_summary(members))))
+    return found
+
+
+def bought(c: Comparison) -> str:
+    """Throughput, concurrency reached and p95 TTFT at one load."""
+    text = f"At {c.load.label}: {_ratio('output tokens/s', c.throughput)}"
+    mine, theirs = running(c.a), running(c.b)
+    if mine is not None and theirs is not None:
+        text += f"; {words.decimal(mine)} sequences running at once against {words.decimal(theirs)}"
+    return text + f"; p95 TTFT {_values(c, 'ttft_ms', 'p95')}, {_ratio('ratio', c.ttft)}.{_invalid(c)}"
+
+
+def cost(pairs: list[Comparison]) -> list[str]:
+    """Slower tokens under load, preemptions, the kernel, page tables, waste."""
+    low, high = pairs[0], pairs[-1]
+    points = [
+        f"At {high.load.label}: median TPOT {_values(high, 'tpot_ms', 'p50')}, {_ratio('ratio', high.tpot)}; "
+        f"p95 ITL {_values(high, 'itl_ms', 'p95')}, {_ratio('ratio', high.itl)}."
+        f"{_more_running(high)}{_invalid(high)}"
+    ]
+    preemptions, recomputed = (high.a.counter(f"{n}_total") for n in ("num_preemptions", "recomputed_tokens"))
+    if preemptions is not None:
+        points.append(
+            f"{words.plural(preemptions, 'preemption')} and {words.plural(recomputed or 0, 'recomputed token')} "
+            f"in {words.plural(len(high.a.repeats), 'repeat')} of {high.a.name} at {high.load.label}."
+        )
+    if low is not high:
+        points.append(kernel_cost(low))
+    memory = _memory(high)
+    return [*points, memory] if memory else points
+
+
+def kernel_cost(c: Comparison) -> str:
+    """The page table's cost in the kernel: visible only where both layouts ran the same number of sequences."""
+    mine, theirs = running(c.a), running(c.b)
+    if c.tpot is None:
+        return f"The kernel's cost cannot be told: no paired TPOT at {c.load.label}."
+    if mine is None or theirs is None:
+        return (
+            f"At {c.load.label} {_ratio('median TPOT', c.tpot)}; how many sequences ran at once is not known, so "
+            "this is not the kernel alone."
+        )
+    if abs(mine - theirs) > 0.1 * max(mine, theirs):
+        return (
+            f"The kernel's cost cannot be told from {c.load.label}: the layouts ran {words.decimal(mine)} and "
+            f"{words.decimal(theirs)} sequences at once."
+        )
+    meaning = {
+        SAME: "walking page tables cost nothing that shows",
+        HIGHER: "walking page tables cost time",
+        LOWER: "paged was not slower per token",
+    }[c.tpot.verdict]
+    return (
+        f"With the same number running ({words.decimal(mine)} and {words.decimal(theirs)} "
+        f"at {c.load.label}): {_ratio('median TPOT', c.tpot)}: {meaning}."
+    )
+
+
+def _memory(c: Comparison) -> str:
+    parts = []
+    tables = spread(c.a.observed("page_table_bytes"))
+    if tables is not None:
+        parts.append(f"page tables peaked at {words.data_size(tables.median)}")
+    waste = [(cell.name, spread(cell.observed("waste_share"))) for cell in (c.a, c.b)]
+    if all(s for _, s in waste):
+        parts.append(
+            "slots reserved but unused: "
+            + " against ".join(f"{words.percent(s.median)} ({name})" for name, s in waste if s)
+        )
+    return f"{upper_first('; '.join(parts))}." if parts else ""
+
+
+def _best(run: Run, load: LoadPoint) -> str:
+    top = best(run, load)
+    if top is None:
+        return f"At {load.label}: no valid cell."
+    s = top.throughput
+    level = f"; level with it: {words.listing(top.level_with)}" if top.level_with else ""
+    return (
+        f"At {load.label}: {top.cell.name} with {words.tokens_per_s(s.median)} output tokens/s "
+        f"({bounds(s.low, s.high, s.n, repeats=False)}){level}."
+    )
+
+
+def effect_summary(members: list[Effect]) -> list[str]:
+    """One sentence a value of a setting: its effect on output tokens/s at each load."""
+    values: dict[object, list[Effect]] = {}
+    for one in members:
+        values.setdefault(str(one.value), []).append(one)
+    sentences = []
+    for group in values.values():
+        first = group[0]
+        parts = [
+            f"{_ratio('', e.comparison.throughput).strip()} at {e.comparison.load.short}"
+            f"{'' if e.comparison.valid else ' (invalid)'}"
+            for e in reversed(group)
+        ]
+        hits = [e.hit_rate for e in reversed(group) if e.hit_rate is not None]
+        rate = ""
+        if hits and first.setting == "enable_prefix_caching":
+            rate = f"; measured hit rate {words.listing([words.percent(h) for h in hits])} of prompt tokens"
+        sentences.append(
+            f"{upper_first(value_word(first.value))} instead of {value_word(first.baseline_value)}: "
+            f"output tokens/s {'; '.join(parts)}{rate}."
+        )
+    return sentences
+
+
+def value_word(value: object) -> str:
+    """true -> on, false -> off."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _ratio(noun: str, r: Ratio | None) -> str:
+    if r is None:
+        return f"{noun} not comparable"
+    return f"{noun} {'level, ' if r.verdict == SAME else ''}{effect(r, repeats=False)}"
+
+
+def _values(c: Comparison, metric: str, which: str) -> str:
+    def one(cell: Cell) -> str:
+        value, uncertain = cell.percentile(metric, which)
+        return words.ms(value) + ("*" if uncertain else "")
+
+    return f"{one(c.a)} against {one(c.b)}"
+
+
+def _more_running(c: Comparison) -> str:
+    mine, theirs = running(c.a), running(c.b)
+    slower = c.tpot is not None and c.tpot.verdict == HIGHER
+    if slower and mine is not None and theirs is not None and mine > 1.1 * theirs:
+        return " More sequences share each step, so each one's tokens come more slowly."
+    return ""
+
+
+def _invalid(c: Comparison) -> str:
+    return "" if c.valid else " Invalid measurement, not to be relied on."
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key number: what it is, the number, what it is compared with."""
+
+    label: str
+    value: str
+    note: str
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Three or four numbers for the top of the page."""
+    pairs = paging(run)
+    if not run.cells:
+        return []
+    if pairs and pairs[-1].throughput is not None:
+        return _paging_tiles(pairs[-1])
+    load = run.loads[-1]
+    top = best(run, load)
+    if top is None:
+        return []
+    cell, s = top.cell, top.throughput
+    found = [
+        Tile(
+            f"output tokens/s at {load.short}",
+            words.tokens_per_s(s.median),
+            f"{cell.name}; {bounds(s.low, s.high, s.n)}",
+        )
+    ]
+    for label, metric, which in (
+        ("p95 TTFT", "ttft_ms", "p95"),
+        ("median TPOT", "tpot_ms", "p50"),
+        ("p95 ITL", "itl_ms", "p95"),
+    ):
+        value, uncertain = cell.percentile(metric, which)
+        found.append(Tile(f"{label} at {load.short}", words.ms(value) + ("*" if uncertain else ""), cell.name))
+    return found
+
+
+def _paging_tiles(c: Comparison) -> list[Tile]:
+    assert c.throughput is not None
+    r = c.throughput
+    found = [
+        Tile(
+            f"throughput at {c.load.short}",
+            words.ratio(r.median),
+            f"{c.a.name} / {c.b.name}; {words.spread(r.low, r.high, r.n)}",
+        )
+    ]
+    mine, theirs = running(c.a), running(c.b)
+    if mine is not None and theirs is not None:
+        found.append(Tile("sequences running at once", words.decimal(mine), f"{c.b.name}: {words.decimal(theirs)}"))
+    renderings: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
+        ("p95 TTFT", "ttft_ms", "p95", words.ms),
+        ("median TPOT", "tpot_ms", "p50", words.ms),
+    )
+    for label, metric, which, render in renderings:
+        (a, doubt_a), (b, doubt_b) = c.a.percentile(metric, which), c.b.percentile(metric, which)
+        found.append(Tile(label, render(a) + "*" * doubt_a, f"{c.b.name}: {render(b)}{'*' * doubt_b}"))
+    return found

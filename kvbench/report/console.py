@@ -1,0 +1,65 @@
+"""The table a sweep ends with, for a terminal."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.report.data import Cell, Run
+from kvbench.report.table import Value, columns, rows
+
+HEADS = {
+    "configuration": "configuration",
+    "output_tokens_per_s": "tok/s",
+    "ratio": "ratio",
+    "ttft_ms_p95": "p95 TTFT ms",
+    "tpot_ms_p50": "TPOT ms",
+    "running_mean": "run",
+    "preemptions": "preempt",
+    "failed": "fail",
+}
+STYLES = {"better": "green", "worse": "red"}
+
+
+def table(run: Run) -> Table:
+    """The columns that fit 80 characters; markup in names is shown, not interpreted."""
+    shown = [(i, column) for i, column in enumerate(columns(run)) if column.key in HEADS]
+    made = Table(
+        title=Text(f"{run.workload} · {run.folder.name}"),
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 0),
+        collapse_padding=True,
+    )
+    for _, column in shown:
+        first = column.key == "configuration"
+        made.add_column(
+            HEADS[column.key],
+            justify="left" if first else "right",
+            no_wrap=not first,
+            min_width=16 if first else len(HEADS[column.key]),
+            overflow="fold",
+        )
+    load = None
+    for row in rows(run):
+        if row.cell.load != load:
+            if load is not None:
+                made.add_section()
+            load = row.cell.load
+            made.add_row(Text(load.short, style="bold"))
+        made.add_row(*(_entry(column.key, row.values[i], row.cell) for i, column in shown))
+    return made
+
+
+def _entry(key: str, value: Value, cell: Cell) -> Text:
+    text = f"  {value.text}" if key == "configuration" else value.text
+    if key == "ratio" and value.note:
+        text += f" ({value.note})"
+    if key == "configuration" and not cell.valid:
+        text += " (invalid)"
+    if key == "failed":
+        text = text.split(" ")[0]
+    return Text(text, style=STYLES.get(value.mark, ""))

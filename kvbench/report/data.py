@@ -1,0 +1,214 @@
+"""What a report is made from: a Run of Cells of Repeats, and how their stored numbers are asked for.
+
+Everything that may be absent (a foreign server without /metrics, a cell that never finished, a field of an older
+run) becomes None or an empty mapping here, so that the rest of the report never guesses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+THROUGHPUT = "steady_output_throughput"
+SERVER_COLUMNS = (
+    "t",
+    "repeat",
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "kv_slots_total",
+    "kv_slots_reserved",
+    "kv_slots_used",
+    "kv_waste_slots",
+    "page_table_bytes",
+)
+
+
+@dataclass(frozen=True, order=True)
+class LoadPoint:
+    """One load: `value` is a number of concurrent requests (closed) or requests/s (open)."""
+
+    mode: str
+    value: float
+
+    @property
+    def label(self) -> str:
+        """Words for a sentence: "24 concurrent requests", "4 requests/s"."""
+        if self.is_trace:
+            return "the trace's own arrivals"
+        return (
+            f"{self.value:g} requests/s"
+            if self.mode == "open"
+            else (f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}")
+        )
+
+    @property
+    def short(self) -> str:
+        """Words for a table: "24 at once", "4/s"."""
+        return f"{self.value:g} at once" if self.mode == "closed" else self.tick
+
+    @property
+    def tick(self) -> str:
+        """The shortest mark: "24", "4/s", "trace"."""
+        return "trace" if self.is_trace else f"{self.value:g}{'/s' if self.mode == 'open' else ''}"
+
+    @property
+    def is_trace(self) -> bool:
+        """Open loop at the arrival times of a trace, which has no one rate (stored as 0)."""
+        return self.mode == "open" and self.value == 0
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One load on one fresh server: what the client and the server measured."""
+
+    repeat: int
+    metrics: Mapping[str, Any]
+    server: Mapping[str, Any]
+    observed: Mapping[str, float] = field(default_factory=dict)  # from server.parquet, steady window only
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration under one load, all its repeats."""
+
+    cell_id: str
+    config_id: str
+    name: str  # unique per configuration, for people
+    is_baseline: bool
+    varied: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    load: LoadPoint
+    capacity: Mapping[str, Any]
+    repeats: tuple[Repeat, ...]
+    pooled: Mapping[str, Any]
+    valid: bool
+    invalid_reasons: tuple[str, ...]
+    folder: Path
+
+    def per_repeat(self, metric: str) -> dict[int, float]:
+        """Finite values of a client metric by repeat; `metric` is "name" or "name.percentile"."""
+        found = {r.repeat: number(_dig(r.metrics, metric)) for r in self.repeats}
+        return {repeat: value for repeat, value in found.items() if value is not None}
+
+    def throughput(self) -> dict[int, float]:
+        """Output tokens/s by repeat: steady window where every repeat has one, the whole run otherwise."""
+        steady = self.per_repeat(THROUGHPUT)
+        return steady if len(steady) == len(self.repeats) else self.per_repeat("output_throughput")
+
+    def observed(self, gauge: str) -> dict[int, float]:
+        """A statistic of the server's gauges by repeat, e.g. "running_mean"; empty where it has no /metrics."""
+        return {r.repeat: r.observed[gauge] for r in self.repeats if gauge in r.observed}
+
+    def counter(self, name: str) -> float | None:
+        """A server counter summed over the repeats; None where no repeat has it."""
+        values = [number(r.server.get(name, _dig(r.server, f"counters.{name}"))) for r in self.repeats]
+        known = [v for v in values if v is not None]
+        return sum(known) if known else None
+
+    def percentile(self, metric: str, which: str) -> tuple[float | None, bool]:
+        """A latency percentile over the pooled raw samples, and whether too few samples make it uncertain."""
+        summary = self.pooled.get(metric) or {}
+        value = number(summary.get(which))
+        if value is not None:
+            return value, which in (summary.get("uncertain") or ())
+        values = list(self.per_repeat(f"{metric}.{which}").values())
+        return (float(np.median(values)), True) if values else (None, False)
+
+    def count(self, name: str) -> int:
+        """`completed` or `failed` requests over all repeats."""
+        return int(sum(number(r.metrics.get(name)) or 0 for r in self.repeats))
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Measured prefix-cache hit rate in tokens, 0..1; None where the cache was never asked."""
+        hits, asked = self.counter("prefix_cache_hits_total"), self.counter("prefix_cache_queries_total")
+        return hits / asked if asked and hits is not None else None
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.settings.get("layout") == "contiguous"
+
+    @property
+    def is_paged(self) -> bool:
+        return self.settings.get("layout") == "paged"
+
+    def requests(self) -> pd.DataFrame:
+        """All successful requests, raw; empty when the file is missing."""
+        path = self.folder / "requests.parquet"
+        frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+        return frame[frame["ok"].astype(bool)] if "ok" in frame else frame
+
+    def gauges(self) -> pd.DataFrame:
+        """The polled gauges; empty for a server without /metrics."""
+        return read_gauges(self.folder)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One results folder."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    cells: tuple[Cell, ...]  # configurations in first-seen order, contiguous first, loads ascending
+    missing: tuple[str, ...]  # ids of planned cells without a finished load
+    short: tuple[str, ...]  # "cell: 2 of 3 repeats", for cells that miss some
+    problems: tuple[str, ...]  # loads that failed, files that could not be read
+
+    @property
+    def status(self) -> str:
+        return str(self.manifest.get("status", "incomplete"))
+
+    @property
+    def workload(self) -> str:
+        workload = self.manifest.get("workload")
+        name = workload.get("name") if isinstance(workload, Mapping) else workload
+        return str(name or self.folder.parent.name)
+
+    @property
+    def loads(self) -> list[LoadPoint]:
+        return sorted({cell.load for cell in self.cells})
+
+    @property
+    def configs(self) -> list[str]:
+        """Names of the configurations in display order."""
+        return list(dict.fromkeys(cell.name for cell in self.cells))
+
+    def at(self, load: LoadPoint) -> list[Cell]:
+        return [cell for cell in self.cells if cell.load == load]
+
+    def cell(self, name: str, load: LoadPoint) -> Cell | None:
+        return next((c for c in self.cells if c.name == name and c.load == load), None)
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def read_gauges(folder: Path) -> pd.DataFrame:
+    path = folder / "server.parquet"
+    frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    if frame.empty or "num_requests_running" not in frame:
+        return pd.DataFrame(columns=list(SERVER_COLUMNS))
+    for column in SERVER_COLUMNS:
+        if column not in frame:
+            frame[column] = 0 if column == "repeat" else np.nan
+    return frame
+
+
+def _dig(mapping: Mapping[str, Any], path: str) -> Any:
+    node: Any = mapping
+    for part in path.split("."):
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(part)
+    return node

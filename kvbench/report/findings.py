@@ -1,0 +1,248 @@
+"""What the numbers say: pure functions from a Run to comparisons, without any wording.
+
+The unit of every comparison is the repeat: one fresh server of each configuration under identical requests. Requests
+of one server are not independent of one another, so they are never pooled for a comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import stats
+
+from kvbench.report.data import Cell, LoadPoint, Run
+
+LEVEL = 0.03  # effects under 3 % are called level whatever their spread
+CONFIDENCE = 0.95
+HIGHER, LOWER, SAME, UNKNOWN = "higher", "lower", "level", "unknown"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, minimum and maximum over repeats."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Ratio(Spread):
+    """Paired ratios a/b, one a repeat; `ci` is a t interval on the mean log ratio, from 3 repeats on."""
+
+    values: tuple[float, ...] = ()
+    ci: tuple[float, float] | None = None
+
+    @property
+    def verdict(self) -> str:
+        """higher or lower; level when the spread includes 1 or the effect is under LEVEL."""
+        if self.low <= 1.0 <= self.high or abs(self.median - 1.0) < LEVEL:
+            return SAME
+        return HIGHER if self.median > 1.0 else LOWER
+
+    @property
+    def settled(self) -> bool:
+        """Whether the t interval excludes 1. Three repeats on one side of 1 happen by chance one time in four."""
+        return self.ci is not None and not self.ci[0] <= 1.0 <= self.ci[1]
+
+
+def spread(values: Mapping[int, float]) -> Spread | None:
+    """Median, min and max of per-repeat values; None when there are none."""
+    known = list(values.values())
+    return Spread(float(np.median(known)), min(known), max(known), len(known)) if known else None
+
+
+def paired_ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Ratio | None:
+    """a/b per repeat that both have with positive values; None when there is no such repeat."""
+    values = tuple(a[r] / b[r] for r in sorted(a.keys() & b.keys()) if a[r] > 0 and b[r] > 0)
+    if not values:
+        return None
+    return Ratio(float(np.median(values)), min(values), max(values), len(values), values, log_t_interval(values))
+
+
+def log_t_interval(values: tuple[float, ...], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+    """Student's t interval of the mean of log(values), back-transformed; None under 3 values."""
+    if len(values) < 3:
+        return None
+    logs = np.log(values)
+    half = stats.t.ppf((1 + confidence) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
+    return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Configuration `a` against `b` under the same load and the same requests."""
+
+    a: Cell
+    b: Cell
+    throughput: Ratio | None
+    ttft: Ratio | None  # p95
+    tpot: Ratio | None  # p50
+    itl: Ratio | None  # p95
+
+    @property
+    def load(self) -> LoadPoint:
+        return self.a.load
+
+    @property
+    def valid(self) -> bool:
+        return self.a.valid and self.b.valid
+
+
+def compare(a: Cell, b: Cell) -> Comparison:
+    """Paired ratios a/b of what the report speaks about."""
+
+    def of(metric: str) -> Ratio | None:
+        return paired_ratio(a.per_repeat(metric), b.per_repeat(metric))
+
+    return Comparison(
+        a,
+        b,
+        paired_ratio(a.throughput(), b.throughput()),
+        of("ttft_ms.p95"),
+        of("tpot_ms.p50"),
+        of("itl_ms.p95"),
+    )
+
+
+def differing(a: Cell, b: Cell) -> set[str]:
+    """Engine settings in which two configurations differ.
+
+    Between layouts, page size and reservation are part of the layout itself, and a contiguous configuration without
+    an entry for prefix caching is one that has it off.
+    """
+    x, y = dict(a.settings), dict(b.settings)
+    if x.get("layout") != y.get("layout"):
+        for settings in (x, y):
+            settings.setdefault("enable_prefix_caching", False)
+            settings.pop("page_size", None)
+            settings.pop("reservation", None)
+    return {key for key in x.keys() | y.keys() if x.get(key) != y.get(key)}
+
+
+def paging(run: Run) -> list[Comparison]:
+    """Paged against contiguous at each load that has both: the pair that differs least, the baseline first."""
+    names = {
+        (p.name, c.name): (
+            len(differing(p, c)),
+            not (p.is_baseline or c.is_baseline),
+            abs((p.settings.get("page_size") or 0) - 16),
+        )
+        for p in run.cells
+        if p.is_paged
+        for c in run.cells
+        if c.is_contiguous
+    }
+    if not names:
+        return []
+    paged, contiguous = min(names, key=lambda pair: names[pair])
+    pairs = [(run.cell(paged, load), run.cell(contiguous, load)) for load in run.loads]
+    return [compare(p, c) for p, c in pairs if p is not None and c is not None]
+
+
+def baseline(run: Run, load: LoadPoint) -> Cell | None:
+    """The baseline configuration at a load."""
+    return next((cell for cell in run.at(load) if cell.is_baseline), None)
+
+
+def reference(run: Run, load: LoadPoint) -> Cell | None:
+    """What ratios in tables and figures are relative to: contiguous where measured, else the baseline."""
+    pairs = paging(run)
+    if pairs:
+        return run.cell(pairs[0].b.name, load)
+    return baseline(run, load)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The configuration with the most output tokens/s at a load, and those that are level with it."""
+
+    load: LoadPoint
+    cell: Cell
+    throughput: Spread
+    level_with: tuple[str, ...] = ()
+
+
+def best(run: Run, load: LoadPoint) -> Best | None:
+    """Among valid cells; None when there is none."""
+    known = [(cell, s) for cell in run.at(load) if cell.valid and (s := spread(cell.throughput()))]
+    if not known:
+        return None
+    top, top_spread = max(known, key=lambda pair: pair[1].median)
+    level = [
+        cell.name
+        for cell, _ in known
+        if cell is not top and (r := compare(cell, top).throughput) is not None and r.verdict == SAME
+    ]
+    return Best(load, top, top_spread, tuple(level))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One setting changed alone from the baseline, at one load."""
+
+    setting: str
+    value: object
+    baseline_value: object
+    comparison: Comparison = field(repr=False)
+    hit_rate: float | None = None
+
+
+def effects(run: Run) -> list[Effect]:
+    """Every configuration that differs from the baseline in exactly one setting, load by load."""
+    found = []
+    for cell in run.cells:
+        base = baseline(run, cell.load)
+        if base is None or cell is base:
+            continue
+        changed = differing(cell, base)
+        if len(changed) != 1:
+            continue
+        setting = changed.pop()
+        found.append(
+            Effect(
+                setting,
+                cell.settings.get(setting),
+                base.settings.get(setting),
+                compare(cell, base),
+                cell.hit_rate,
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Validity:
+    """Whether the run may be believed. `status`: valid | invalid | incomplete | empty."""
+
+    status: str
+    reasons: tuple[str, ...]
+
+
+def validity(run: Run) -> Validity:
+    """Invalid cells outrank an incomplete run; failed requests are named in either case."""
+    invalid = [
+        f"{c.name} at {c.load.short}: {'; '.join(c.invalid_reasons) or 'no reason recorded'}"
+        for c in run.cells
+        if not c.valid
+    ]
+    failed = [
+        f"{c.count('failed')} of {c.count('failed') + c.count('completed')} requests failed in {c.name} "
+        f"at {c.load.short}"
+        for c in run.cells
+        if c.count("failed")
+    ]
+    unfinished = [f"planned but not measured: {cell}" for cell in run.missing] + list(run.short)
+    problems = list(run.problems)
+    if not run.cells:
+        return Validity("empty", tuple(unfinished + problems))
+    if invalid:
+        return Validity("invalid", tuple(invalid + unfinished + failed + problems))
+    if unfinished or problems or run.status != "complete":
+        known = unfinished or problems or [f"the run's status is {run.status!r}"]
+        return Validity("incomplete", (*known, *failed, *(problems if unfinished else [])))
+    return Validity("valid", tuple(failed))

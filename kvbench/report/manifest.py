@@ -1,0 +1,88 @@
+"""What the manifest tells a reader: where the run came from, how to repeat it, what to keep in mind."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from kvbench.report import words
+from kvbench.report.data import Run
+
+SHOWN = (
+    "started",
+    "ended",
+    "status",
+    "model",
+    "profile",
+    "device",
+    "cpu",
+    "gpu",
+    "dtype",
+    "seeds",
+    "git",
+    "versions",
+)
+
+
+def reproduce(run: Run) -> str:
+    """The command line that made the run; empty when the manifest has none."""
+    command = run.manifest.get("command")
+    if isinstance(command, (list, tuple)):
+        return shlex.join(str(part) for part in command)
+    return str(command or "")
+
+
+def environment(run: Run) -> list[tuple[str, str]]:
+    """The facts a reader asks for first, as (name, text)."""
+    facts = dict(run.manifest)
+    workload = facts.get("workload")
+    if isinstance(workload, Mapping) and "model" not in facts and workload.get("model"):
+        facts["model"] = workload["model"]
+    found = [(name, text) for name in SHOWN if (text := _text(facts.get(name)))]
+    budgets = {c.capacity.get("kv_budget_bytes") for c in run.cells} - {None}
+    if budgets:
+        found.append(("KV budget", words.listing([words.data_size(b) for b in sorted(budgets)])))
+    capacities = {
+        f"{words.count(c.capacity['capacity_tokens'])} tokens ({c.name})": None
+        for c in run.cells
+        if c.capacity.get("capacity_tokens")
+    }
+    if capacities:
+        found.append(("KV capacity", "; ".join(capacities)))
+    return found
+
+
+def warnings(run: Run) -> list[str]:
+    """What limits the reach of the numbers, whatever their validity."""
+    found = []
+    if run.manifest.get("shared_machine"):
+        found.append("Load generator and engine shared this machine and competed for its cores.")
+    repeats = {len(cell.repeats) for cell in run.cells}
+    if repeats and min(repeats) < 3:
+        found.append(
+            f"Some cells have {words.plural(min(repeats), 'repeat')} only: under 3 there is no interval, and "
+            "with one there is no spread at all."
+        )
+    git = run.manifest.get("git")
+    if isinstance(git, Mapping) and git.get("dirty"):
+        found.append("The working tree had uncommitted changes: the commit alone does not reproduce this run.")
+    if run.cells and any(cell.gauges().empty for cell in run.cells):
+        found.append(
+            "Some cells have no server metrics (a server without kvbench's /metrics): running sequences, KV "
+            "usage, waste and preemptions are unknown there."
+        )
+    model = (run.manifest.get("workload") or {}) if isinstance(run.manifest.get("workload"), Mapping) else {}
+    if (model.get("model") or {}).get("load_format") == "dummy":
+        found.append("The model has random weights: speeds and memory are real, the text is not.")
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is None or value == "" or value == {}:
+        return ""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items() if _text(inner))
+    if isinstance(value, (list, tuple)):
+        return ", ".join(filter(None, (_text(inner) for inner in value)))
+    return str(value)

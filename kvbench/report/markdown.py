@@ -1,0 +1,121 @@
+"""The report as GitHub-flavoured Markdown, for a CI summary: the first line is the verdict."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
+from kvbench.report.conclusions import SETTING_WORDS, conclusions, value_word
+from kvbench.report.data import Run
+from kvbench.report.findings import validity
+from kvbench.report.manifest import environment, reproduce, warnings
+from kvbench.report.sentence import headline
+from kvbench.report.table import UNCERTAIN, UNCERTAIN_NOTE, Value, columns, rows
+
+STATUS_WORDS = {
+    "valid": "The measurement is valid.",
+    "invalid": "**The measurement is invalid**, in part or whole:",
+    "incomplete": "**The run is incomplete**:",
+    "empty": "**Nothing was measured.**",
+}
+
+
+def markdown(run: Run) -> str:
+    """The whole report as text and tables."""
+    state = validity(run)
+    lines = [f"**{escape(headline(run))}**", "", STATUS_WORDS[state.status], ""]
+    lines += [f"- {escape(reason)}" for reason in state.reasons]
+    lines += [f"- Note: {escape(text)}" for text in warnings(run)]
+    lines += ["", "## All cells", "", *_cells(run), ""]
+    for conclusion in conclusions(run):
+        lines += [f"## {escape(conclusion.title)}", "", *(f"- {escape(p)}" for p in conclusion.points), ""]
+    changed = effect_rows(run)
+    if changed:
+        lines += [
+            "## One setting changed alone from the baseline",
+            "",
+            *_table(
+                ["setting", "change", "load", *EFFECT_HEADS],
+                [
+                    [
+                        SETTING_WORDS.get(row.effect.setting, row.effect.setting),
+                        f"{value_word(row.effect.baseline_value)} → {value_word(row.effect.value)}",
+                        row.effect.comparison.load.short,
+                        *(_entry(v) for v in row.values),
+                    ]
+                    for row in changed
+                ],
+            ),
+            "",
+        ]
+    classes = class_rows(run)
+    if classes:
+        heads = [
+            "class",
+            "load",
+            "configuration",
+            "requests",
+            *(f"{m[:-3].upper()} {w}" for m, w in CLASS_METRICS),
+        ]
+        lines += [
+            "## By class",
+            "",
+            *_table(
+                heads,
+                [
+                    [row.name, row.cell.load.short, row.cell.name, str(row.n), *(v.text for v in row.values)]
+                    for row in classes
+                ],
+            ),
+            "",
+        ]
+    command = reproduce(run)
+    if command:
+        lines += ["## Reproduce", "", "```sh", command.replace("```", ""), "```", ""]
+    lines += ["## Environment", "", *_table(["what", "value"], [[k, v] for k, v in environment(run)]), ""]
+    lines += [
+        "<details><summary>Manifest</summary>",
+        "",
+        "```json",
+        json.dumps(dict(run.manifest), indent=1, default=str).replace("```", "'''"),
+        "```",
+        "",
+        "</details>",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def escape(text: Any) -> str:
+    """Text from outside as plain text: no HTML, no table breaks, no links, no emphasis."""
+    flat = re.sub(r"\s+", " ", str(text)).strip()
+    flat = flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", flat)
+
+
+def _cells(run: Run) -> list[str]:
+    shown = columns(run)
+    body = [[_entry(value) for value in row.values] for row in rows(run)]
+    body += [[f"{cell} (not measured)", *("–" for _ in shown[1:])] for cell in run.missing]
+    lines = _table([column.title.replace("-", "") for column in shown], body)
+    if any(v.text.endswith(UNCERTAIN) for row in rows(run) for v in row.values):
+        lines += ["", escape(UNCERTAIN_NOTE)]
+    return lines
+
+
+def _entry(value: Value) -> str:
+    return f"{value.text} ({value.note})" if value.note else value.text
+
+
+def _table(heads: list[str], body: list[list[str]]) -> list[str]:
+    if not body:
+        return ["(none)"]
+    numeric = ["---" if i == 0 else "--:" for i in range(len(heads))]
+    return [
+        f"| {' | '.join(escape(entry) for entry in entries)} |"
+        if entries is not numeric
+        else f"| {' | '.join(numeric)} |"
+        for entries in (heads, numeric, *body)
+    ]

@@ -1,0 +1,141 @@
+"""The report as one HTML file that needs nothing else: no network, no fonts, no second file."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+from plotly.offline import get_plotlyjs
+
+from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
+from kvbench.report.conclusions import SETTING_WORDS, conclusions, tiles, value_word
+from kvbench.report.data import Cell, Run
+from kvbench.report.figures import drawings
+from kvbench.report.findings import validity
+from kvbench.report.manifest import environment, reproduce, warnings
+from kvbench.report.sentence import headline
+from kvbench.report.style import Drawing, looks
+from kvbench.report.table import UNCERTAIN, UNCERTAIN_NOTE, columns, rows
+
+BANNERS = {
+    "valid": "Valid measurement, complete run",
+    "invalid": "Invalid measurement, in part or whole: do not rely on it",
+    "incomplete": "Incomplete run",
+    "empty": "Nothing was measured",
+}
+CLASS_HEADS = (
+    "class",
+    "load",
+    "configuration",
+    "requests",
+    *(f"{m[:-3].upper()} {w}" for m, w in CLASS_METRICS),
+)
+SAMPLES_PER_CELL = 2
+SAMPLE_CHARACTERS = 600
+
+
+def page(run: Run) -> str:
+    """The whole page. Everything that came from outside is escaped by the template."""
+    drawn = drawings(run)
+    body = rows(run)
+    workload = run.manifest.get("workload")
+    loads = [row.cell.load for row in body]
+    environment_facts = environment(run)
+    classes = class_rows(run)
+    groups = [(load, [row for row in classes if row.cell.load == load]) for load in reversed(run.loads)]
+    template = _environment().from_string(_asset("page.html.j2"))
+    return template.render(
+        run=run,
+        verdict=headline(run),
+        description=workload.get("description") if isinstance(workload, dict) else None,
+        brief=[(n, t) for n, t in environment_facts if n in ("started", "model", "device")],
+        state=validity(run),
+        banner=BANNERS[validity(run).status],
+        warnings=warnings(run),
+        tiles=tiles(run),
+        drawings=drawn,
+        loop_index={drawing.key: i for i, drawing in enumerate(drawn)},
+        conclusions=conclusions(run),
+        columns=columns(run),
+        rows=body,
+        looks=looks(run),
+        group_starts={i for i in range(1, len(loads)) if loads[i] != loads[i - 1]},
+        uncertain=UNCERTAIN_NOTE if any(v.text.endswith(UNCERTAIN) for r in body for v in r.values) else "",
+        effect_rows=effect_rows(run),
+        effect_heads=EFFECT_HEADS,
+        value_word=value_word,
+        setting_words=SETTING_WORDS,
+        class_groups=[group for group in groups if group[1]],
+        uncertain_note=UNCERTAIN_NOTE,
+        class_heads=CLASS_HEADS,
+        samples=samples(run),
+        command=reproduce(run),
+        environment=environment_facts,
+        manifest=json.dumps(dict(run.manifest), indent=2, default=str),
+        figures_json=Markup(figures_json(drawn)),
+        css=Markup(_asset("page.css")),
+        js=Markup(_asset("page.js")),
+        plotly_js=Markup(get_plotlyjs()),
+    )
+
+
+def figures_json(drawn: list[Drawing]) -> str:
+    """The figures as a JSON array that is safe inside a script element."""
+    text = "[" + ",".join(drawing.figure.to_json() for drawing in drawn) + "]"
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def samples(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+    """A few stored outputs a configuration, from its highest load: (configuration, [(what, text)])."""
+    found = []
+    for name in run.configs:
+        cells = [cell for cell in run.cells if cell.name == name]
+        texts = _cell_samples(max(cells, key=lambda cell: cell.load))
+        if texts:
+            found.append((name, texts))
+    return found
+
+
+def _cell_samples(cell: Cell) -> list[tuple[str, str]]:
+    path = cell.folder / "samples.jsonl"
+    if not path.is_file():
+        return []
+    found: list[tuple[str, str]] = []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # a line cut short by a kill
+            if isinstance(row, dict) and (text := row.get("text") or row.get("output")):
+                head = ", ".join(
+                    f"{key} {row[key]}"
+                    for key in ("repeat", "index", "class", "prompt_tokens", "output_tokens", "finish_reason")
+                    if key in row
+                )
+                found.append((head, _shorten(str(text))))
+            if len(found) == SAMPLES_PER_CELL:
+                break
+    return found
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + " …"
+
+
+def _environment() -> Environment:
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters["shy"] = soft_hyphens
+    return made
+
+
+def soft_hyphens(title: str) -> Markup:
+    """pre-empted -> pre&shy;empted: where a narrow column may break."""
+    return Markup(str(escape(title)).replace("-", "&shy;"))
+
+
+def _asset(name: str) -> Any:
+    return files("kvbench.report").joinpath("templates", name).read_text(encoding="utf-8")

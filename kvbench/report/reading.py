@@ -1,0 +1,174 @@
+"""A results folder as a Run: file names, tolerance for what is missing, names for configurations."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvbench.report.data import Cell, LoadPoint, Repeat, Run, number, read_gauges
+
+
+def read_run(folder: Path | str) -> Run:
+    """Read a results folder.
+
+    Raises:
+        ValueError: the folder does not exist or has neither a manifest.json nor a cells/ folder.
+    """
+    folder = Path(folder)
+    if not (folder / "manifest.json").is_file() and not (folder / "cells").is_dir():
+        raise ValueError(
+            f"{folder} is not a results folder: it has no manifest.json; "
+            "give the folder that `kvbench sweep` printed (results/<workload>/<time>-<sha>)"
+        )
+    problems: list[str] = []
+    manifest = _read_json(folder / "manifest.json", problems)
+    summaries = []
+    for path in sorted((folder / "cells").glob("*/summary.json")):
+        summary = _read_json(path, problems)
+        if summary.get("repeats"):
+            summaries.append((path.parent, summary))
+    names = _config_names([summary for _, summary in summaries])
+    cells = [_cell(where, summary, names) for where, summary in summaries]
+    order = {
+        name: (rank, i)
+        for i, (name, rank) in enumerate(sorted(((c.name, _rank(c)) for c in cells), key=lambda pair: pair[1]))
+    }
+    cells.sort(key=lambda c: (order[c.name], c.load))
+    planned = planned_cells(manifest.get("plan") or [])
+    finished = {cell.cell_id: len(cell.repeats) for cell in cells}
+    short = [
+        f"{cell}: {finished[cell]} of {wanted} repeats"
+        for cell, wanted in planned.items()
+        if 0 < finished.get(cell, 0) < wanted
+    ]
+    problems += [
+        f"{f.get('cell_id')} repeat {f.get('repeat')} failed: {f.get('reason')}"
+        for f in manifest.get("failures") or ()
+        if isinstance(f, Mapping)
+    ]
+    return Run(
+        folder,
+        manifest,
+        tuple(cells),
+        tuple(p for p in planned if p not in finished),
+        tuple(short),
+        tuple(problems),
+    )
+
+
+def planned_cells(plan: Any) -> dict[str, int]:
+    """Cell id -> repeats planned: how often a manifest's plan (a list of blocks) names the cell."""
+    found: dict[str, int] = {}
+
+    def walk(node: Any, key: str = "") -> None:
+        if isinstance(node, Mapping):
+            for name, value in node.items():
+                walk(value, str(name))
+        elif isinstance(node, (list, tuple)):
+            for value in node:
+                walk(value, key)
+        elif isinstance(node, str) and key in ("cell_id", "cell_ids", "cells", ""):
+            found[node] = found.get(node, 0) + 1
+
+    walk(plan)
+    return found
+
+
+def _rank(cell: Cell) -> tuple:
+    size = number(cell.settings.get("page_size")) or 0
+    extras = sum(key not in ("layout", "page_size") for key in cell.varied)
+    return (not cell.is_contiguous, extras, 0 if cell.is_contiguous else size, cell.name)
+
+
+def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str]) -> Cell:
+    load = summary.get("load") or {}
+    is_open = load.get("mode") == "open"
+    value = number(load.get("request_rate" if is_open else "concurrency")) or 0.0
+    gauges = read_gauges(where)
+    repeats = []
+    for entry in summary["repeats"]:
+        metrics = entry.get("metrics") or {}
+        mine = gauges[gauges["repeat"] == entry["repeat"]] if len(gauges) else gauges
+        repeats.append(Repeat(int(entry["repeat"]), metrics, entry.get("server") or {}, _observe(mine, metrics)))
+    config_id = str(summary.get("config_id", where.name))
+    return Cell(
+        cell_id=str(summary.get("cell_id", where.name)),
+        config_id=config_id,
+        name=names[config_id],
+        is_baseline=bool(summary.get("is_baseline")),
+        varied=summary.get("varied") or {},
+        settings=summary.get("settings") or {},
+        load=LoadPoint("open" if is_open else "closed", value),
+        capacity=summary.get("capacity") or {},
+        repeats=tuple(sorted(repeats, key=lambda r: r.repeat)),
+        pooled=summary.get("pooled") or {},
+        valid=bool(summary.get("valid", True)),
+        invalid_reasons=tuple(str(r) for r in summary.get("invalid_reasons") or ()),
+        folder=where,
+    )
+
+
+def _observe(gauges: pd.DataFrame, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Means and peaks of one repeat's gauges over its steady window (the whole load if that holds no poll)."""
+    if gauges.empty:
+        return {}
+    start, end = number(metrics.get("steady_start_s")), number(metrics.get("steady_end_s"))
+    steady = gauges[(gauges["t"] >= (start or 0.0)) & (gauges["t"] <= (math.inf if end is None else end))]
+    steady = gauges if steady.empty else steady
+    found = {
+        "running_mean": steady["num_requests_running"].mean(),
+        "running_max": gauges["num_requests_running"].max(),
+        "waiting_mean": steady["num_requests_waiting"].mean(),
+        "usage_mean": steady["kv_cache_usage_perc"].mean(),
+        "usage_max": gauges["kv_cache_usage_perc"].max(),
+        "page_table_bytes": gauges["page_table_bytes"].max(),
+    }
+    reserved = steady["kv_slots_reserved"].sum()
+    if reserved > 0:
+        found["waste_share"] = steady["kv_waste_slots"].sum() / reserved
+    total = steady["kv_slots_total"].sum()
+    if total > 0:
+        found["used_share"] = steady["kv_slots_used"].sum() / total
+    return {name: float(value) for name, value in found.items() if number(float(value)) is not None}
+
+
+def _config_names(summaries: list[Mapping[str, Any]]) -> dict[str, str]:
+    """A name for people per config_id: layout and page size, then whatever else differs from the baseline."""
+    names: dict[str, str] = {}
+    for summary in summaries:
+        config_id = str(summary.get("config_id"))
+        name = _config_name(summary)
+        taken = name in names.values() and names.get(config_id) != name
+        names[config_id] = f"{name} [{config_id}]" if taken else name
+    return names
+
+
+def _config_name(summary: Mapping[str, Any]) -> str:
+    settings, varied = summary.get("settings") or {}, summary.get("varied") or {}
+    layout = settings.get("layout")
+    if layout is None:
+        return str(summary.get("label") or summary.get("config_id"))
+    page = settings.get("page_size")
+    parts = [f"paged (page {page})" if layout == "paged" and page is not None else str(layout)]
+    for key, value in varied.items():
+        if key == "enable_prefix_caching":
+            parts.append("prefix caching" if value else "no prefix caching")
+        elif key not in ("layout", "page_size"):
+            parts.append(f"{key} {value}")
+    return " + ".join(parts)
+
+
+def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        problems.append(f"{path.name} in {path.parent.name} is not readable JSON ({error})")
+        return {}
+    return loaded if isinstance(loaded, dict) else {}

@@ -1,0 +1,201 @@
+"""The one sentence at the top: what paging bought and what it cost, and nothing the data do not show."""
+
+from __future__ import annotations
+
+from kvbench.report import words
+from kvbench.report.data import Cell, Run
+from kvbench.report.findings import (
+    HIGHER,
+    LOWER,
+    SAME,
+    Best,
+    Comparison,
+    Ratio,
+    baseline,
+    best,
+    compare,
+    differing,
+    paging,
+    spread,
+    validity,
+)
+
+
+def headline(run: Run) -> str:
+    """One honest sentence with numbers and their spread; prefixed when the run is incomplete."""
+    if not run.cells:
+        return "Nothing was measured: this run holds no finished cell."
+    prefix = ""
+    if run.missing:
+        prefix = f"Incomplete run ({len(run.cells)} of {len(run.cells) + len(run.missing)} cells measured): "
+    elif validity(run).status == "incomplete":
+        prefix = "Incomplete run: "
+    pairs = paging(run)
+    return prefix + (paging_sentence(pairs) if pairs else no_pair_sentence(run))
+
+
+def paging_sentence(pairs: list[Comparison]) -> str:
+    """`pairs`: paged against contiguous, loads ascending, at least one."""
+    high = pairs[-1]
+    if high.throughput is None:
+        return (
+            f"No verdict: {high.a.name} and {high.b.name} share no repeat with a measured throughput "
+            f"at {high.load.label}."
+        )
+    clauses = [_throughput_clause(high) + _why(high)]
+    if high.load.mode == "open" and high.ttft is not None:
+        clauses.append(f"its p95 TTFT was {_instead(high, 'ttft_ms', 'p95')}")
+    if len(pairs) > 1:
+        clauses.append(_low_clause(pairs[0]))
+    clauses += _price_clauses(high) + _failure_clauses(high)
+    sentence = "; ".join(clauses) + "."
+    if high.valid:
+        return sentence
+    broken = [cell for cell in (high.a, high.b) if not cell.valid]
+    why = "; ".join(f"{c.name}: {', '.join(c.invalid_reasons) or 'no reason recorded'}" for c in broken)
+    return (
+        f"No verdict, the measurement at {high.load.label} is invalid ({why}). "
+        f"Seen, not to be relied on: {sentence[:1].lower()}{sentence[1:]}"
+    )
+
+
+def no_pair_sentence(run: Run) -> str:
+    """What can be said when paged and contiguous were not measured under a common load."""
+    has_paged, has_contiguous = any(c.is_paged for c in run.cells), any(c.is_contiguous for c in run.cells)
+    if has_paged and has_contiguous:
+        why = "Paged and contiguous share no load in this run, so it cannot say what paging bought. "
+    elif has_paged:
+        why = "Without a contiguous cell this run cannot say what paging bought. "
+    elif has_contiguous:
+        why = "Without a paged cell this run cannot say what paging bought. "
+    else:
+        why = ""
+    return why + best_sentence(run)
+
+
+def best_sentence(run: Run) -> str:
+    """The best configuration at the highest load."""
+    load = run.loads[-1]
+    top = best(run, load)
+    if top is None:
+        return f"No verdict: no cell at {load.label} is valid."
+    s = top.throughput
+    amount = f"{words.tokens_per_s(s.median)} output tokens/s ({bounds(s.low, s.high, s.n)})"
+    ttft, tpot = top.cell.percentile("ttft_ms", "p95")[0], top.cell.percentile("tpot_ms", "p50")[0]
+    latency = f"p95 TTFT {words.ms(ttft)}, median TPOT {words.ms(tpot)}"
+    failed = top.cell.count("failed")
+    tail = f"; {failed} of its {failed + top.cell.count('completed')} requests failed" if failed else ""
+    if len(run.at(load)) == 1:
+        return f"{upper_first(top.cell.name)} delivered {amount} at {load.label}, {latency}{tail}."
+    return f"At {load.label} {top.cell.name} delivered the most: {amount}{_versus(run, top)}, {latency}{tail}."
+
+
+def _versus(run: Run, top: Best) -> str:
+    base = baseline(run, top.load)
+    against = ""
+    if base is not None and base is not top.cell and (r := compare(top.cell, base).throughput) is not None:
+        against = f", {words.ratio(r.median)} the baseline {base.name} ({words.spread(r.low, r.high, r.n)})"
+    level = f", level with {words.listing(top.level_with)}" if top.level_with else ""
+    return against + level
+
+
+def effect(r: Ratio, repeats: bool = True) -> str:
+    """1.90x (1.85–1.96 over 3 repeats), and what keeps it from being settled, if anything."""
+    text = f"{words.ratio(r.median)} ({words.spread(r.low, r.high, r.n, repeats)}"
+    if r.n == 2 and r.verdict != SAME:
+        text += ", too few to settle it"
+    elif r.n >= 3 and r.verdict != SAME and not r.settled and r.ci is not None:
+        text += f", not settled: its 95 % t interval {r.ci[0]:.2f}–{r.ci[1]:.2f} includes 1"
+    return text + ")"
+
+
+def bounds(low: float, high: float, n: int, repeats: bool = True) -> str:
+    """The spread of an amount: 297–324 over 3 repeats."""
+    if n < 2:
+        return "one repeat, so no spread"
+    return f"{words.tokens_per_s(low)}–{words.tokens_per_s(high)}{f' over {n} repeats' if repeats else ''}"
+
+
+def upper_first(text: str) -> str:
+    """Capitalise without lowering the rest, as str.capitalize would."""
+    return text[:1].upper() + text[1:]
+
+
+def _throughput_clause(c: Comparison) -> str:
+    assert c.throughput is not None
+    where = f"At {c.load.label}{_budget(c)}, {c.a.name}"
+    also = sorted(differing(c.a, c.b) - {"layout"})
+    caveat = f" (they differ in {words.listing(also)} too)" if also else ""
+    amount = effect(c.throughput)
+    if c.throughput.verdict == SAME:
+        return f"{where} was level with {c.b.name}{caveat} in output tokens/s: {amount}"
+    if c.throughput.verdict == LOWER:
+        return f"{where} was slower than {c.b.name}{caveat}: {amount} its output tokens/s"
+    return f"{where} delivered {amount} the output tokens/s of {c.b.name}{caveat}"
+
+
+def _budget(c: Comparison) -> str:
+    mine, theirs = c.a.capacity.get("kv_budget_bytes"), c.b.capacity.get("kv_budget_bytes")
+    if not mine or not theirs:
+        return ""
+    if mine == theirs:
+        return f" and the same {words.data_size(mine)} of KV"
+    return f" and unequal KV budgets ({words.data_size(mine)} against {words.data_size(theirs)})"
+
+
+def running(cell: Cell) -> float | None:
+    """Mean sequences running at once in the steady window, median over repeats."""
+    found = spread(cell.observed("running_mean"))
+    return found.median if found else None
+
+
+def _why(c: Comparison) -> str:
+    mine, theirs = running(c.a), running(c.b)
+    if mine is None or theirs is None:
+        return ""
+    numbers = f"{words.decimal(mine)} sequences at once"
+    if c.throughput is not None and c.throughput.verdict == HIGHER and mine > 1.1 * theirs:
+        return f", because it ran {numbers} instead of {words.decimal(theirs)}"
+    return f", running {numbers} against {words.decimal(theirs)}"
+
+
+def _low_clause(c: Comparison) -> str:
+    at = f"at {c.load.tick}"
+    if c.throughput is None:
+        return f"{at} nothing could be compared"
+    if not c.valid:
+        return f"{at} there is no verdict (invalid measurement)"
+    verdict = {SAME: "level", HIGHER: "ahead", LOWER: "behind"}[c.throughput.verdict]
+    return f"{at} it was {verdict}, {effect(c.throughput)}"
+
+
+def _instead(c: Comparison, metric: str, which: str) -> str:
+    mine, theirs = c.a.percentile(metric, which), c.b.percentile(metric, which)
+    doubt = ", from too few samples to be certain" if mine[1] or theirs[1] else ""
+    return f"{words.ms(mine[0])} instead of {words.ms(theirs[0])}{doubt}"
+
+
+def _price_clauses(c: Comparison) -> list[str]:
+    price, preemptions = [], c.a.counter("num_preemptions_total")
+    if c.tpot is not None and c.tpot.verdict == HIGHER:
+        price.append(f"median TPOT {_instead(c, 'tpot_ms', 'p50')}")
+    if preemptions:
+        recomputed = c.a.counter("recomputed_tokens_total")
+        tokens = f" ({words.count(recomputed)} tokens recomputed)" if recomputed else ""
+        repeats = f" in {len(c.a.repeats)} repeats" if len(c.a.repeats) > 1 else ""
+        price.append(f"{words.plural(preemptions, 'preemption')}{repeats}{tokens}")
+    if price:
+        lead = "the price" if c.throughput is not None and c.throughput.verdict == HIGHER else "on top of that"
+        return [f"{lead}: {' and '.join(price)}"]
+    if c.tpot is not None and preemptions == 0 and c.throughput is not None and c.throughput.verdict == HIGHER:
+        return ["median TPOT and preemptions show no price"]
+    return []
+
+
+def _failure_clauses(c: Comparison) -> list[str]:
+    return [
+        f"{cell.count('failed')} of {cell.count('failed') + cell.count('completed')} requests of {cell.name} "
+        "failed and are in no number here"
+        for cell in (c.a, c.b)
+        if cell.count("failed")
+    ]

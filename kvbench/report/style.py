@@ -1,0 +1,133 @@
+"""One look for every figure: a colour and a dash per configuration, neutral axes that suit light and dark."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from kvbench.report import words
+from kvbench.report.data import Cell, Run
+from kvbench.report.findings import SAME, compare, reference, spread
+
+# Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.
+CONTIGUOUS, PAGED = "#D55E00", "#0072B2"
+OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#A6761D")
+DASHES = ("dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
+GRID = "rgba(128,128,128,0.22)"
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one configuration is drawn."""
+
+    colour: str
+    dash: str = "solid"
+
+    def faint(self, alpha: float) -> str:
+        """The colour with an opacity."""
+        red, green, blue = (int(self.colour[i : i + 2], 16) for i in (1, 3, 5))
+        return f"rgba({red},{green},{blue},{alpha})"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure with its place on the page; `min_width` in px, below which it scrolls."""
+
+    key: str
+    title: str
+    caption: str
+    figure: go.Figure
+    min_width: int = 0
+
+
+def looks(run: Run) -> dict[str, Look]:
+    """Configuration name -> look, the same in all figures of a run."""
+    found: dict[str, Look] = {}
+    others = 0
+    first_paged = next(
+        (c.name for c in run.cells if c.is_baseline and c.is_paged),
+        next((c.name for c in run.cells if not c.is_contiguous), None),
+    )
+    first_contiguous = next((c.name for c in run.cells if c.is_contiguous), None)
+    for name in run.configs:
+        if name == first_contiguous:
+            found[name] = Look(CONTIGUOUS, "dash")
+        elif name == first_paged:
+            found[name] = Look(PAGED)
+        else:
+            found[name] = Look(OTHERS[others % len(OTHERS)], DASHES[(others // len(OTHERS) + others) % len(DASHES)])
+            others += 1
+    return found
+
+
+def safe(text: object) -> str:
+    """Text from outside for a figure: plotly reads some HTML in names and hovers."""
+    return html.escape(str(text), quote=False)
+
+
+def finish(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
+    """Margins, fonts and grid; colours of text are set by the page, so that light and dark both read."""
+    figure.update_layout(
+        height=height,
+        margin={"l": 64, "r": 20, "t": 44, "b": 36},
+        template="none",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": FONT, "size": 13},
+        showlegend=legend,
+        legend={
+            "orientation": "h",
+            "y": 1.0,
+            "yref": "container",
+            "yanchor": "top",
+            "x": 0,
+            "xanchor": "left",
+        },
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#9aa3ad", "activecolor": "#5b6675"},
+        hoverlabel={"align": "left", "font": {"family": FONT, "size": 12}},
+    )
+    figure.update_xaxes(
+        gridcolor=GRID, zeroline=False, linecolor=GRID, automargin=True, title_font_size=12, title_standoff=8
+    )
+    figure.update_yaxes(
+        gridcolor=GRID, zeroline=False, linecolor=GRID, automargin=True, title_font_size=12, title_standoff=8
+    )
+    return figure
+
+
+def hover(run: Run, cell: Cell) -> str:
+    """Everything known of a cell, one line each."""
+    lines = [f"<b>{safe(cell.name)}</b> · {cell.load.label}"]
+    s = spread(cell.throughput())
+    if s:
+        lines.append(
+            f"output tokens/s: {words.tokens_per_s(s.median)} "
+            f"({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}, {words.plural(s.n, 'repeat')})"
+        )
+    if (text := ratio_text(run, cell)) is not None:
+        ref = reference(run, cell.load)
+        lines.append(f"ratio to {safe(ref.name)}: {text}" if ref else "")
+    for label, metric in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms")):
+        (p50, doubt50), (p95, doubt95) = cell.percentile(metric, "p50"), cell.percentile(metric, "p95")
+        lines.append(f"{label} p50 {words.ms(p50)}{'*' * doubt50}, p95 {words.ms(p95)}{'*' * doubt95}")
+    if (r := spread(cell.observed("running_mean"))) is not None:
+        lines.append(f"running at once, mean: {words.decimal(r.median)}")
+    if (p := cell.counter("num_preemptions_total")) is not None:
+        lines.append(f"preemptions: {words.count(p)}")
+    if cell.count("failed"):
+        lines.append(f"failed requests: {cell.count('failed')}")
+    if not cell.valid:
+        lines.append("<b>invalid</b>: " + safe("; ".join(cell.invalid_reasons)))
+    return "<br>".join(line for line in lines if line)
+
+
+def ratio_text(run: Run, cell: Cell) -> str | None:
+    """1.65x, or ≈1.02x when level, against the run's reference; None for the reference itself."""
+    ref = reference(run, cell.load)
+    if ref is None or ref is cell:
+        return None
+    r = compare(cell, ref).throughput
+    return None if r is None else f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}"

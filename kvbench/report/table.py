@@ -1,0 +1,218 @@
+"""The table of all cells, once, for HTML, Markdown, CSV and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.report import words
+from kvbench.report.data import Cell, Run
+from kvbench.report.findings import SAME, Ratio, compare, reference, spread
+
+UNCERTAIN = "*"
+UNCERTAIN_NOTE = (
+    "* too few samples to be 99 % sure that at least two lie above the true percentile (p95 needs 130, p99 662)."
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """One table entry: its text, a number to sort by (None sorts last) and a small second line."""
+
+    text: str
+    sort: float | str | None = None
+    note: str = ""
+    mark: str = ""  # "better" | "worse" | ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """`key` names the CSV column; `title` the heading; `hint` explains it."""
+
+    key: str
+    title: str
+    hint: str
+    of: Callable[[Run, Cell], Value]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell's entries, in the order of `columns(run)`."""
+
+    cell: Cell
+    values: tuple[Value, ...]
+
+
+def columns(run: Run) -> list[Column]:
+    """The columns this run has something to say in; configuration, load, throughput always."""
+    every = [
+        Column("configuration", "configuration", "engine settings", lambda _, c: _configuration(c)),
+        Column(
+            "load",
+            "load",
+            "concurrent requests (closed loop) or requests/s (open loop)",
+            lambda _, c: Value(c.load.short, c.load.value),
+        ),
+        Column(
+            "output_tokens_per_s",
+            "output tok/s",
+            "steady window: median, lowest–highest repeat",
+            lambda _, c: _throughput(c),
+        ),
+        Column("ratio", f"ratio to {_reference_name(run)}", "paired by repeat; ≈ is level", _ratio),
+        *(
+            Column(
+                f"{metric}_{which}",
+                f"{metric[:-3].upper()} {which} ms",
+                "raw samples of all repeats",
+                _percentile(metric, which),
+            )
+            for metric in ("ttft_ms", "tpot_ms", "itl_ms")
+            for which in ("p50", "p95")
+        ),
+        Column(
+            "goodput",
+            "goodput",
+            "requests/s that met every SLO",
+            lambda _, c: _spread_value(c.per_repeat("goodput"), words.significant),
+        ),
+        Column(
+            "running_mean",
+            "running",
+            "sequences running at once, mean in the steady window",
+            lambda _, c: _spread_value(c.observed("running_mean"), words.decimal),
+        ),
+        Column(
+            "kv_usage_peak",
+            "peak KV",
+            "highest share of the KV budget owned",
+            lambda _, c: _spread_value(c.observed("usage_max"), words.percent),
+        ),
+        Column(
+            "waste_share",
+            "waste",
+            "slots reserved but unused, share of reserved, mean in the steady window",
+            lambda _, c: _spread_value(c.observed("waste_share"), words.percent),
+        ),
+        Column("preemptions", "pre-empted", "preemptions, all repeats", _counter("num_preemptions_total")),
+        Column(
+            "recomputed_tokens",
+            "recom-puted",
+            "tokens computed again after a preemption, all repeats",
+            _counter("recomputed_tokens_total"),
+        ),
+        Column(
+            "prefix_hit_rate",
+            "prefix hits",
+            "share of prompt tokens found in the prefix cache",
+            lambda _, c: Value(words.percent(c.hit_rate), c.hit_rate),
+        ),
+        Column("failed", "failed", "failed requests, all repeats", lambda _, c: _failed(c)),
+    ]
+    always = {"configuration", "load", "output_tokens_per_s", "failed"}
+    return [col for col in every if col.key in always or any(col.of(run, cell).sort is not None for cell in run.cells)]
+
+
+def rows(run: Run) -> list[Row]:
+    """One row a cell, configurations in display order within each load, the highest load first."""
+    shown = columns(run)
+    return [
+        Row(cell, tuple(col.of(run, cell) for col in shown)) for load in reversed(run.loads) for cell in run.at(load)
+    ]
+
+
+def flat_rows(run: Run) -> list[dict[str, Any]]:
+    """Plain numbers for report.csv: the table plus what the table abbreviates."""
+    found = []
+    for row in rows(run):
+        cell = row.cell
+        flat: dict[str, Any] = {
+            "cell_id": cell.cell_id,
+            "config_id": cell.config_id,
+            "configuration": cell.name,
+            "load_mode": cell.load.mode,
+            "load": cell.load.value,
+            "valid": cell.valid,
+            "invalid_reasons": "; ".join(cell.invalid_reasons),
+            "repeats": len(cell.repeats),
+            "completed": cell.count("completed"),
+        }
+        for column, value in zip(columns(run), row.values, strict=True):
+            if column.key not in flat:
+                flat[column.key] = value.sort
+        s, ref = spread(cell.throughput()), reference(run, cell.load)
+        flat |= {"output_tokens_per_s_min": s.low, "output_tokens_per_s_max": s.high} if s else {}
+        if ref is not None and (r := compare(cell, ref).throughput) is not None:
+            flat |= {
+                "ratio_to": ref.name,
+                "ratio_min": r.low,
+                "ratio_max": r.high,
+                "ratio_ci95_low": r.ci[0] if r.ci else None,
+                "ratio_ci95_high": r.ci[1] if r.ci else None,
+            }
+        found.append(flat | {f"setting_{k}": v for k, v in cell.settings.items() if not isinstance(v, (dict, list))})
+    return found
+
+
+def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
+    """A ratio with its spread, marked better or worse unless level."""
+    if r is None:
+        return Value("–")
+    level = r.verdict == SAME
+    note = f"{words.ratio(r.low)[:-1]}–{words.ratio(r.high)[:-1]}" if r.n > 1 else "one repeat"
+    mark = "" if level else "better" if (r.median > 1) == higher_is_better else "worse"
+    return Value(("≈" if level else "") + words.ratio(r.median), r.median, note, mark)
+
+
+def _configuration(cell: Cell) -> Value:
+    notes = [n for n, true in (("baseline", cell.is_baseline), ("invalid", not cell.valid)) if true]
+    return Value(cell.name, cell.name, ", ".join(notes), "" if cell.valid else "worse")
+
+
+def _reference_name(run: Run) -> str:
+    ref = reference(run, run.loads[-1]) if run.loads else None
+    return ref.name if ref else "baseline"
+
+
+def _throughput(cell: Cell) -> Value:
+    s = spread(cell.throughput())
+    if s is None:
+        return Value("–")
+    note = f"{words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}" if s.n > 1 else "one repeat"
+    return Value(words.tokens_per_s(s.median), s.median, note)
+
+
+def _ratio(run: Run, cell: Cell) -> Value:
+    ref = reference(run, cell.load)
+    r = compare(cell, ref).throughput if ref is not None and ref is not cell else None
+    if r is None:
+        return Value("1" if ref is cell else "–", 1.0 if ref is cell else None)
+    return ratio_value(r)
+
+
+def _percentile(metric: str, which: str) -> Callable[[Run, Cell], Value]:
+    def of(_: Run, cell: Cell) -> Value:
+        value, uncertain = cell.percentile(metric, which)
+        return Value(words.milliseconds(value) + (UNCERTAIN if uncertain else ""), value)
+
+    return of
+
+
+def _counter(name: str) -> Callable[[Run, Cell], Value]:
+    def of(_: Run, cell: Cell) -> Value:
+        value = cell.counter(name)
+        return Value(words.count(value), value)
+
+    return of
+
+
+def _spread_value(values: Mapping[int, float], render: Callable[[float | None], str]) -> Value:
+    s = spread(values)
+    return Value(render(s.median), s.median) if s else Value("–")
+
+
+def _failed(cell: Cell) -> Value:
+    failed, total = cell.count("failed"), cell.count("failed") + cell.count("completed")
+    kinds = sorted({kind for r in cell.repeats for kind in (r.metrics.get("failure_kinds") or {})})
+    return Value(f"{failed} of {total}" if failed else "0", failed, ", ".join(kinds), "worse" if failed else "")

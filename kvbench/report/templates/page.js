@@ -1,0 +1,53 @@
+"use strict";
+(function () {
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const plots = Array.from(document.querySelectorAll(".plot"));
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
+  function theme(isDark) {
+    const ink = isDark ? "#d5dce4" : "#333c47";
+    return {
+      "font.color": ink,
+      "hoverlabel.bgcolor": isDark ? "#242d38" : "#ffffff",
+      "hoverlabel.bordercolor": isDark ? "#47525f" : "#c5ccd4",
+      "hoverlabel.font.color": ink,
+    };
+  }
+  function paint(isDark) { plots.forEach((plot) => Plotly.relayout(plot, theme(isDark))); }
+
+  plots.forEach((plot) => {
+    const figure = figures[Number(plot.dataset.figure)];
+    Plotly.newPlot(plot, figure.data, figure.layout, {
+      responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
+    });
+  });
+  if (plots.length) {
+    paint(dark.matches);
+    dark.addEventListener("change", (event) => paint(event.matches));
+    window.addEventListener("beforeprint", () => paint(false));
+    window.addEventListener("afterprint", () => paint(dark.matches));
+  }
+
+  function compare(a, b) {
+    if (a === "" || b === "") { return (a === "") - (b === ""); }
+    const x = Number(a), y = Number(b);
+    return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b, undefined, { numeric: true }) : x - y;
+  }
+  document.querySelectorAll("table.sortable").forEach((table) => {
+    const heads = Array.from(table.querySelectorAll("thead th"));
+    heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
+      const down = head.getAttribute("aria-sort") === "ascending";
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const body = table.tBodies[0];
+      const key = (row) => (row.cells[column] ? row.cells[column].dataset.sort || "" : "");
+      Array.from(body.rows)
+        .sort((a, b) => {
+          const empty = (key(a) === "") - (key(b) === "");
+          return empty || compare(key(a), key(b)) * (down ? -1 : 1);
+        })
+        .forEach((row) => body.appendChild(row));
+      table.classList.add("sorted");
+    }));
+  });
+})();
