@@ -1,4 +1,4 @@
-"""Repeats of a cell into cells/<cell id>/: pooled raw data, summary.json, and the run's summary.csv.
+"""Repeats of a cell into cells/<cell id>/: pooled raw data and summary.json.
 
 Throughput is aggregated over repeats (each a fresh server; the unit of any comparison); latency percentiles are also
 given over the pooled raw samples, for display.
@@ -6,8 +6,6 @@ given over the pooled raw samples, for display.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import statistics
@@ -23,11 +21,6 @@ from kvbench.results import DONE, RunFolder, read_json, write_json, write_text
 
 MAX_SAMPLES = 8
 _TIMES = ("ttft", "tpot", "itl", "e2el")
-_CSV_METRICS = (
-    "completed", "failed", "duration_s", "output_throughput", "steady_output_throughput", "request_throughput",
-    "ttft_ms.p50", "ttft_ms.p95", "ttft_ms.p99", "tpot_ms.p50", "tpot_ms.p95", "itl_ms.p50", "itl_ms.p95", "itl_ms.p99",
-    "e2el_ms.p50", "e2el_ms.p95", "goodput",
-)  # fmt: skip
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -196,27 +189,3 @@ def _write_samples(path: Path, requests: pd.DataFrame) -> None:
         ]
         rows = json.loads(first.iloc[::step].head(MAX_SAMPLES)[columns].to_json(orient="records"))
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def write_summary_csv(run: RunFolder, summaries: Sequence[Mapping[str, Any]]) -> None:
-    """One row a cell: settings, load, and the median and extremes over repeats of the main metrics."""
-    settings = sorted({key for s in summaries for key in s["varied"]})
-    head = ["cell_id", "config_id", "is_baseline", *settings, "mode", "concurrency", "request_rate", "repeats", "valid"]
-    columns = [f"{m}{end}" for m in _CSV_METRICS for end in ("", "_min", "_max")]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head + columns)
-    for summary in summaries:
-        load = summary["load"]
-        row = [summary["cell_id"], summary["config_id"], summary["is_baseline"]]
-        row += [summary["settings"].get(key, "") for key in settings]
-        row += [load["mode"], load["concurrency"], load["request_rate"], len(summary["repeats"]), summary["valid"]]
-        for metric in _CSV_METRICS:
-            values = summary["aggregate"].get(metric, {})
-            row += [_number(values.get(part)) for part in ("median", "min", "max")]
-        writer.writerow(row)
-    write_text(run.path / "summary.csv", text.getvalue())
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"

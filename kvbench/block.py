@@ -67,14 +67,12 @@ class BlockRunner:
     on_server: Callable[[Block, Mapping[str, Any] | None, Target], None]
     failures: list[Failure] = field(default_factory=list)
 
-    def run_block(self, block: Block) -> None:
+    def run_block(self, block: Block) -> bool:
         """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
 
-        Raises ServerRefusedError when the server does not take its settings.
+        False when the server could not be started. Raises ServerRefusedError when it does not take its settings.
         """
         todo = [cell for cell in block.cells if not self.run.is_done(cell.cell_id, block.repeat)]
-        if not todo:
-            return
         target = self.new_target()
         log = self.run.server_log(block.block_id)
         self.listener.status(f"starting the server of {block.configuration.label} (repeat {block.repeat})")
@@ -89,7 +87,7 @@ class BlockRunner:
             target.stop()
             for cell in todo:
                 self._fail(cell, block.repeat, str(error))
-            return
+            return False
         except BaseException:
             target.stop()
             raise
@@ -101,6 +99,7 @@ class BlockRunner:
                     self._fail(cell, block.repeat, str(error))
         finally:
             target.stop()
+        return True
 
     def _fail(self, cell: Cell, repeat: int, reason: str) -> None:
         self.failures.append(Failure(cell.cell_id, repeat, reason))
@@ -198,7 +197,7 @@ class BlockRunner:
         requests = pd.read_parquet(out / "requests.parquet")
         slo = self.workload.load.slo
         metrics = summarise(requests, load, slo.model_dump() if slo else None)
-        start = float(load.get("start_wall") or load.get("start_wall_time") or load.get("start_time") or 0.0)
+        start = float(load.get("start_unix") or 0.0)
         duration = float(metrics.get("duration_s") or load.get("duration_s") or 0.0)
         if poller.samples:
             pd.DataFrame([{"t": s.wall - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(

@@ -22,8 +22,9 @@ from kvbench.workload import Workload, load_workload, resolve
 
 def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
     """``kvbench sweep``. Raises UsageError."""
+    from kvbench.planning import SweepOptions, describe_plan, plan_sweep, preflight
     from kvbench.progress import Estimator
-    from kvbench.sweep import Sweep, SweepOptions, describe_plan, plan_sweep, preflight
+    from kvbench.sweep import Sweep
 
     console = Console()
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
@@ -113,25 +114,33 @@ def _target_maker(
 
 def serve_command(arguments: list[str]) -> int:
     """``kvbench serve``: the parser and the process of ``python -m engine.server``."""
-    from engine.server.__main__ import main
+    from engine.server.arguments import build_parser
 
-    return int(main(arguments) or 0)
+    parsed = build_parser(prog="kvbench serve").parse_args(arguments)  # --help answers before torch is loaded
+    from engine.server.__main__ import exit_now, run
+
+    exit_now(run(parsed))
+    raise AssertionError("exit_now does not return")
 
 
 def report_command(run_dir: Path) -> int:
     """``kvbench report``. Raises UsageError for a folder that is no run."""
-    from kvbench import report
-
     try:
-        paths = report.build_report(run_dir)
-        report.console_table(run_dir)
-        sentence = report.headline(run_dir)
+        show_report(run_dir, Console())
     except ValueError as error:
         raise UsageError(str(error)) from None
-    print(sentence)
-    for path in paths.values() if isinstance(paths, Mapping) else paths:
-        print(f"report: {path}")
     return 0
+
+
+def show_report(run_dir: Path, console: Console) -> None:
+    """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
+    from kvbench import report
+
+    paths = report.build_report(run_dir)
+    console.print(report.console_table(run_dir))
+    console.print(report.headline(run_dir), highlight=False, markup=False, soft_wrap=True)
+    for path in (paths.html, paths.markdown, paths.csv):
+        console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
@@ -141,37 +150,37 @@ def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...])
     loaded = load_workload(workload, profile=profile, overrides=overrides)
     design = make_design(loaded.engine, loaded.sweep, loaded.load_points, loaded.design)
     table = Table(title=f"{loaded.name}, {loaded.profile} profile: what the KV budget holds")
-    for name in ("configuration", "KV budget", "bytes/token", "page size", "pages", "tokens", "page table", "at once*"):
-        table.add_column(name, justify="left" if name == "configuration" else "right", overflow="fold")
-    length = None
+    table.add_column("configuration", no_wrap=True)
+    for name in ("budget MiB", "bytes/\ntoken", "page\nsize", "pages", "tokens", "page table\nKiB", "at once*"):
+        table.add_column(name, justify="right")
+    lengths = set()
     for configuration in design.configurations:
         try:
             known = check_configuration(configuration.settings)
         except ValueError as error:
             raise UsageError(f"configuration {configuration.config_id}: {error}") from None
-        length = known["max_model_len"]
+        lengths.add(known["max_model_len"])
         table.add_row(configuration.config_id, *_capacity_row(known))
     console = Console()
     console.print(table)
     console.print(
-        f"* sequences of max_model_len ({length}) tokens that fit at once. Contiguous reserves that much for every "
-        "sequence, however short; paged takes pages as a sequence grows.",
+        f"* sequences of max_model_len ({', '.join(map(str, sorted(lengths)))}) tokens that fit at once. Contiguous "
+        "reserves that much for every sequence, however short; paged takes pages as a sequence grows.",
         highlight=False,
     )
     return 0
 
 
 def _capacity_row(known: Mapping[str, Any]) -> list[str]:
-    if "num_pages" not in known:
-        return ["free GPU memory", *["known at start"] * 6]
-    mib = known["kv_budget_bytes"] / 2**20
+    if "num_pages" not in known:  # the GPU's free memory decides
+        return ["at start"] * 7
     return [
-        f"{mib:,.1f} MiB",
+        f"{known['kv_budget_bytes'] / 2**20:,.1f}",
         f"{known['bytes_per_token']:,}",
         f"{known['page_size']:,}",
         f"{known['num_pages']:,}",
         f"{known['capacity_tokens']:,}",
-        f"{known['page_table_bytes'] / 1024:,.1f} KiB",
+        f"{known['page_table_bytes'] / 1024:,.1f}",
         f"{known['max_concurrency_at_max_len']:,}",
     ]
 

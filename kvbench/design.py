@@ -96,9 +96,16 @@ class Design:
 
 
 def normalise(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` without those that its layout does not have."""
+    """``settings`` without those that its layout does not have, and without None, which is the default."""
     layout = settings.get("layout", "paged")
-    return {key: value for key, value in settings.items() if LAYOUT_ONLY.get(key, layout) == layout}
+    return {k: v for k, v in settings.items() if v is not None and LAYOUT_ONLY.get(k, layout) == layout}
+
+
+def _changed(settings: Mapping[str, Any], baseline: Mapping[str, Any], swept: Sequence[str]) -> dict[str, Any]:
+    """The swept settings that this layout has and that differ from the baseline; None: back to the default."""
+    layout = settings.get("layout", "paged")
+    had = {k: baseline.get(k) for k in swept}
+    return {k: settings.get(k) for k in swept if LAYOUT_ONLY.get(k, layout) == layout and settings.get(k) != had[k]}
 
 
 def make_design(
@@ -166,8 +173,8 @@ def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Co
     taken: set[str] = set()
     named = []
     for settings in unique:
-        varied = {k: settings[k] for k in swept if k in settings and settings[k] != baseline.get(k)}
-        config_id = _config_id(settings, baseline, swept)
+        varied = _changed(settings, baseline, swept)
+        config_id = _config_id(settings, varied)
         if config_id.lower() in taken:  # also on file systems that fold case
             digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
             config_id = f"{config_id}-{digest}"
@@ -176,21 +183,19 @@ def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Co
     return tuple(named)
 
 
-def _config_id(settings: Mapping[str, Any], baseline: Mapping[str, Any], swept: Sequence[str]) -> str:
+def _config_id(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
     if "target" in settings:  # a server that runs already: its settings are not ours to name
         return "target"
     layout = settings.get("layout", "paged")
     parts = [_slug(layout)]
     if layout == "paged" and "page_size" in settings:
         parts.append(f"p{_slug(settings['page_size'])}")
-    for key in swept:
-        if key in ("layout", "page_size") or key not in settings:
+    for key, value in varied.items():
+        if key in ("layout", "page_size"):
             continue
-        value = settings[key]
         if key in _FLAG and isinstance(value, bool):
-            if value != baseline.get(key, False):
-                parts.append(_FLAG[key][0 if value else 1])
-        elif value != baseline.get(key):
+            parts.append(_FLAG[key][0 if value else 1])
+        else:
             parts.append(f"{_SHORT.get(key, key.replace('_', '') + '_')}{_slug(value)}")
     config_id = "-".join(parts)
     if len(config_id) > _MAX_ID:
@@ -221,10 +226,8 @@ def _label(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
 
 def load_point(mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None) -> LoadPoint:
     """The load point with its id: ``c24`` for 24 users, ``r4`` for 4 requests/s, ``trace`` for a trace's own rate."""
-    if mode == "closed":
-        load_id = f"c{concurrency}"
-    else:
-        load_id = "trace" if rate is None else f"r{_slug(f'{rate:g}')}"
+    open_id = "trace" if rate is None else f"r{_slug(f'{rate:g}')}"
+    load_id = f"c{concurrency}" if mode == "closed" else open_id
     return LoadPoint(load_id, mode, concurrency, rate, num_requests)
 
 

@@ -77,12 +77,15 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    text = "".join(traceback.format_exception(error))
+    say(f"error: something unexpected went wrong ({type(error).__name__}: {error}); {log_traceback(error)}")
+    return MeasurementError.exit_code
+
+
+def log_traceback(error: BaseException) -> str:
+    """Write the traceback into a file of its own; words that say where it is."""
     path = Path(tempfile.gettempdir()) / f"kvbench-error-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
     try:
-        path.write_text(text, encoding="utf-8")
-        where = f"the full traceback is in {path}"
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     except OSError:
-        where = "the traceback could not be written to a file"
-    say(f"error: something unexpected went wrong ({type(error).__name__}: {error}); {where}")
-    return MeasurementError.exit_code
+        return "the traceback could not be written to a file"
+    return f"the full traceback is in {path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -74,10 +75,8 @@ def stop(process: subprocess.Popen[bytes], grace_s: float = 6.0) -> int:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass  # the group is gone
 
 
 def last_lines(path: Path, count: int = 8, limit: int = 1500) -> str:

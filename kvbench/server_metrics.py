@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 POLL_INTERVAL_S = 0.25
 _PREFIXES = ("kvbench:", "vllm:", "kvbench_", "vllm_")
+_COUNTER_ENDS = ("_total", "_sum", "_count")
 _OWNED = "kv_pages_owned"
 
 
@@ -44,8 +45,9 @@ def parse_metrics(text: str, wall: float) -> MetricsSample:
         prefix = next((p for p in _PREFIXES if family.name.startswith(p)), None)
         if prefix is None or family.name.endswith("_info"):
             continue
-        into = gauges if family.type in ("gauge", "unknown") else counters
         for sample in family.samples:
+            grows = family.type != "gauge" and sample.name.endswith(_COUNTER_ENDS)
+            into = counters if grows else gauges
             labels = [v for k, v in sample.labels.items() if k not in ("model_name", "engine", "le")]
             name = "_".join([sample.name.removeprefix(prefix), *labels])
             into[name] = into.get(name, 0.0) + sample.value

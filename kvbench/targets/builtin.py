@@ -6,6 +6,8 @@ The only module of the harness, with ``kvbench/cli.py``, that may import ``engin
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import re
 import socket
 import subprocess
@@ -48,13 +50,15 @@ class BuiltinTarget(HttpTarget):
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Launch and wait until it serves. Raises ServerRefusedError (bad settings) or MeasurementError."""
+        from engine.server.arguments import command_line
+
         if self.port:
             require_free_port("127.0.0.1", self.port)
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = processes.launch(
-                [*self.command, *server_arguments(settings), "--host", "127.0.0.1", "--port", str(self.port)],
+                [*self.command, *command_line(settings), "--host", "127.0.0.1", "--port", str(self.port)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 nice=_NICE,
@@ -111,24 +115,10 @@ class BuiltinTarget(HttpTarget):
             self.close()
 
 
-def server_arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Engine settings as the server's flags; None is left out, a boolean becomes ``--x`` or ``--no-x``."""
-    arguments = []
-    for key, value in settings.items():
-        flag = key.replace("_", "-")
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            arguments += [f"--{flag}", str(value)]
-    return arguments
-
-
 def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
     """From /server_info, else from the row of /v1/models. Raises MeasurementError when a size is not told."""
-    model = info.get("model_info") or info.get("model") or {}
-    length = model.get("max_model_len") or row.get("max_model_len")
+    model = info.get("model") or {}
+    length = row.get("max_model_len") or (info.get("engine") or {}).get("max_model_len")
     vocab = model.get("vocab_size")
     if not length or not vocab:
         raise MeasurementError("the server tells neither vocab_size nor max_model_len in /server_info")
@@ -164,6 +154,10 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     from engine.kv_budget import capacity_of
     from engine.model_spec import find_model
 
+    known_names = [f.name for f in dataclasses.fields(EngineConfig)]
+    for name in settings:
+        if name not in known_names and (near := difflib.get_close_matches(name, known_names, n=1)):
+            raise ValueError(f"{name!r} is not an engine setting: did you mean {near[0]!r}?")
     config = EngineConfig.from_mapping(settings)
     spec = find_model(config.model, config.load_format)
     config = config.check_against_model(spec.max_positions)

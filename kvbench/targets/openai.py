@@ -38,9 +38,8 @@ class OpenAITarget(HttpTarget):
             known = ", ".join(str(r["id"]) for r in rows)
             raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
         info = self.server_info() or {}
-        told = info.get("model_info") or info.get("model") or {}
-        length = max_model_len or told.get("max_model_len") or row.get("max_model_len")
-        vocab = vocab_size or told.get("vocab_size")
+        length = max_model_len or row.get("max_model_len")
+        vocab = vocab_size or (info.get("model") or {}).get("vocab_size")
         for value, flag in ((length, "--max-model-len"), (vocab, "--vocab-size")):
             if not value:
                 raise UsageError(f"{self.base_url} does not tell its {flag[2:].replace('-', ' ')}: give {flag} N")

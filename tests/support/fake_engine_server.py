@@ -67,10 +67,13 @@ class FakeEngine:
         lines += [f"# TYPE kvbench:{n.split('{')[0]} counter\nkvbench:{n} {v}" for n, v in counters.items()]
         return "\n".join(lines) + "\n"
 
+    def card(self) -> dict[str, Any]:
+        return {"id": MODEL, "object": "model", "max_model_len": self.flags.max_model_len}
+
     def info(self) -> dict[str, Any]:
         return {
-            "engine_config": vars(self.flags),
-            "model_info": {"name": MODEL, "vocab_size": VOCAB_SIZE, "max_model_len": self.flags.max_model_len},
+            "engine": vars(self.flags),
+            "model": {"name": MODEL, "vocab_size": VOCAB_SIZE, "max_model_len": self.flags.max_model_len},
             "pid": os.getpid(),
         }
 
@@ -116,7 +119,11 @@ async def complete(engine: FakeEngine, writer: asyncio.StreamWriter, body: dict[
         if not body.get("stream"):
             await asyncio.sleep(engine.token_s * count)
             choice = {"index": 0, "text": " x" * count, "finish_reason": "length"}
-            respond(writer, 200, {"id": "c", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage})
+            respond(
+                writer,
+                200,
+                {"id": "c", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage},
+            )
         else:
             engine.streams += 1
             await stream(engine, writer, count, usage, bool(body.get("return_token_ids")))
@@ -163,7 +170,7 @@ def serve_connection(engine: FakeEngine) -> Any:
                     case "/health":
                         respond(writer, 200, "")
                     case "/v1/models":
-                        respond(writer, 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+                        respond(writer, 200, {"object": "list", "data": [engine.card()]})
                     case "/server_info":
                         respond(writer, 200, engine.info())
                     case "/metrics":

@@ -1,0 +1,119 @@
+"""What a sweep will run: cells and blocks, what is refused before a launch, and the plan of --dry-run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvbench import loadrun
+from kvbench.design import Block, Design, make_design, plan_blocks, select
+from kvbench.errors import UsageError
+from kvbench.progress import clock
+from kvbench.results import RunFolder
+from kvbench.workload import Workload
+
+_GUESS_TOKENS_PER_S = {"cpu": 200.0, "gpu": 4000.0}  # until the first load is measured
+_UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What the command line adds to the workload."""
+
+    only: tuple[str, ...] = ()
+    output_dir: Path = Path("results")
+    report: bool = True
+    backend: str = "kvbench"
+    check: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda settings: {}
+    """Engine-side check of one configuration's settings; returns its capacity, raises ValueError."""
+
+
+def plan_sweep(workload: Workload, only: Sequence[str] = ()) -> tuple[Design, tuple[Block, ...]]:
+    """Cells and blocks in the order in which they run."""
+    design = select(make_design(workload.engine, workload.sweep, workload.load_points, workload.design), only)
+    return design, plan_blocks(design, workload.load.repeats, workload.seed)
+
+
+def preflight(workload: Workload, design: Design, options: SweepOptions) -> tuple[dict[str, Any], dict[str, float]]:
+    """Everything that can be refused before a launch: each configuration, and the prompts of each load.
+
+    Returns capacity by configuration id and guessed seconds by load id. Raises UsageError.
+    """
+    capacity: dict[str, Any] = {}
+    for configuration in design.configurations:
+        try:
+            capacity[configuration.config_id] = dict(options.check(configuration.settings))
+        except ValueError as error:
+            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
+    rate = _GUESS_TOKENS_PER_S.get(workload.profile, 200.0)
+    guesses: dict[str, float] = {}
+    drawn: set[tuple[Any, ...]] = set()
+    for cell in design.cells:
+        known = capacity[cell.configuration.config_id]
+        limit = int(known.get("max_model_len") or cell.configuration.settings.get("max_model_len", _UNKNOWN))
+        vocab = int(known.get("vocab_size") or _UNKNOWN)
+        if (key := (cell.load.load_id, limit, vocab)) in drawn:
+            continue
+        drawn.add(key)
+        for repeat in range(1, workload.load.repeats + 1):
+            try:
+                requests = loadrun.make_requests(
+                    workload.load, cell.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat
+                )
+            except (ValueError, OSError) as error:
+                raise UsageError(f"{cell.cell_id}: {error}") from None
+        work = sum(r.max_tokens for r in requests) / (rate * min(1.0, (cell.load.concurrency or 8) / 4))
+        arrivals = max((r.arrival_s or 0.0 for r in requests), default=0.0)
+        guesses[cell.load.load_id] = max(work, arrivals) + 3.0
+    return capacity, guesses
+
+
+def describe_plan(
+    workload: Workload, design: Design, blocks: Sequence[Block], seconds: float, console: Console
+) -> None:
+    """The plan of --dry-run: cells, order, time."""
+    loads = sum(len(b.cells) for b in blocks)
+    console.print(
+        f"{workload.name} ({workload.profile} profile, seed {workload.seed}): {len(design.configurations)} "
+        f"configurations, {len(design.cells)} cells, {len(blocks)} server launches, {loads} loads, "
+        f"about {clock(seconds)} (a guess until it is measured)",
+        soft_wrap=True, highlight=False, markup=False,
+    )  # fmt: skip
+    console.print("cells:", highlight=False)
+    for cell in design.cells:
+        point = cell.load
+        what = f"{point.concurrency} users" if point.mode == "closed" else f"{point.request_rate or 'trace'} requests/s"
+        count = f", {point.num_requests} requests" if point.num_requests else ""
+        mark = "  (baseline)" if cell.configuration.is_baseline else ""
+        console.print(
+            f"  {cell.cell_id}: {cell.configuration.label}; {what}{count}{mark}", highlight=False, markup=False
+        )
+    console.print("order:", highlight=False)
+    for number, block in enumerate(blocks, 1):
+        cells = ", ".join(c.load.load_id for c in block.cells)
+        console.print(
+            f"  {number}. repeat {block.repeat}: {block.configuration.config_id}: {cells}",
+            highlight=False,
+            markup=False,
+        )
+    for note in design.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def planned_blocks(workload: Workload, manifest: Mapping[str, Any]) -> tuple[Block, ...]:
+    planned = {cell_id for block in manifest["plan"] for cell_id in block["cells"]}
+    _, blocks = plan_sweep(workload)
+    return tuple(dataclasses.replace(b, cells=tuple(c for c in b.cells if c.cell_id in planned)) for b in blocks)
+
+
+def without_done(run: RunFolder, blocks: Sequence[Block]) -> list[Block]:
+    """The blocks with the loads that are not finished."""
+    left = [
+        dataclasses.replace(b, cells=tuple(c for c in b.cells if not run.is_done(c.cell_id, b.repeat))) for b in blocks
+    ]
+    return [b for b in left if b.cells]

@@ -1,0 +1,62 @@
+"""Time left, and what is printed where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvbench.design import load_point, make_design, plan_blocks
+from kvbench.progress import START_GUESS_S, Estimator, SweepProgress, clock
+
+LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]
+DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")
+CELLS = {cell.cell_id: cell for cell in DESIGN.cells}
+
+
+def test_estimates_go_from_guess_to_measurement():
+    estimator = Estimator({"c1": 10.0, "c4": 20.0})
+    blocks = plan_blocks(DESIGN, 2, 0)
+    assert estimator.total_s(blocks) == pytest.approx(4 * START_GUESS_S + 4 * 10 + 4 * 20)
+    estimator.observe(CELLS["paged-p16-c1"], 30.0, server_start_s=2.0)
+    assert estimator.load_s(CELLS["paged-p16-c1"]) == 30.0  # the same cell
+    assert estimator.load_s(CELLS["paged-p8-c1"]) == 30.0  # the same load elsewhere
+    assert estimator.load_s(CELLS["paged-p8-c4"]) == 60.0  # the guess was three times too low
+    assert estimator.total_s(blocks) == pytest.approx(4 * 2.0 + 4 * 30 + 4 * 60)
+    estimator.observe(CELLS["paged-p8-c1"], 50.0)
+    assert estimator.load_s(CELLS["paged-p8-c1"]) == 50.0
+    assert estimator.load_s(CELLS["paged-p16-c1"]) == 30.0
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (75.4, "1:15"), (4000, "1:06:40"), (-3, "0:00")])
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_one_plain_line_a_load_without_a_terminal():
+    out = io.StringIO()
+    blocks = plan_blocks(DESIGN, 1, 0)
+    metrics = {"steady_output_throughput": 123.45, "ttft_ms": {"p95": 20.0}, "failed": 0}
+    with SweepProgress(Console(file=out, width=60), blocks, Estimator({"c1": 1.0, "c4": 1.0})) as progress:
+        progress.status("starting")
+        for cell in blocks[0].cells:
+            progress.load_started(cell, 1, 8)
+            progress.load_progress(4, 8, 0, 0.5)
+            progress.load_finished(cell, 1, {"metrics": metrics, "valid": True, "invalid_reasons": []})
+        progress.load_failed(blocks[1].cells[0], 1, "the server died [x]")
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith(f"[1/4] {blocks[0].cells[0].cell_id} repeat 1: 123.5 output tok/s, TTFT p95 20 ms")
+    assert "left)" in lines[0]
+    assert "FAILED: the server died [x]" in lines[2]  # brackets are not markup
+
+
+def test_time_left_falls_to_zero():
+    blocks = plan_blocks(DESIGN, 1, 0)
+    progress = SweepProgress(Console(file=io.StringIO()), blocks, Estimator({"c1": 100.0, "c4": 100.0}))
+    assert progress.time_left_s() == pytest.approx(400 + 2 * START_GUESS_S)
+    for block in blocks:
+        for cell in block.cells:
+            progress.load_failed(cell, 1, "x")
+    assert progress.time_left_s() == 0

@@ -1,0 +1,113 @@
+"""The results folder: atomic, locked, resumable."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvbench.errors import UsageError
+from kvbench.results import RunFolder, create_run, latest_incomplete, open_run, write_json
+
+
+def make_run(base, name, status, sha="abc"):
+    run = create_run(base, name, sha)
+    write_json(run.manifest_path, {"workload": {"name": name}, "plan": [], "status": status})
+    return run
+
+
+def test_json_is_plain_and_has_no_nan(tmp_path):
+    write_json(tmp_path / "x.json", {"a": np.float64(1.5), "b": np.array([1, 2]), "c": math.nan, "d": (math.inf, None)})
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == {"a": 1.5, "b": [1, 2], "c": None, "d": [None, None]}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]  # no scratch file left
+
+
+def test_a_load_appears_whole_or_not_at_all(tmp_path):
+    run = RunFolder(tmp_path)
+
+    def killed():
+        with run.scratch_load("cell", 1) as folder:
+            (folder / "done.json").write_text("{}")
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        killed()
+    assert not run.is_done("cell", 1)
+    assert (tmp_path / "cells/cell/loads/failed-1/done.json").is_file()  # kept for reading
+    with run.scratch_load("cell", 1) as folder:
+        (folder / "done.json").write_text("{}")
+        assert not run.is_done("cell", 1)
+    assert run.is_done("cell", 1) and run.done_repeats("cell") == [1]
+
+
+def test_leftovers_of_a_killed_load_are_not_a_finished_one(tmp_path):
+    run = RunFolder(tmp_path)
+    (tmp_path / "cells/cell/loads/running-2").mkdir(parents=True)
+    (tmp_path / "cells/cell/loads/running-2/old.txt").touch()
+    (tmp_path / "cells/cell/loads/2").mkdir()
+    with run.scratch_load("cell", 2) as folder:
+        assert list(folder.iterdir()) == []
+        (folder / "done.json").write_text("{}")
+    assert run.done_repeats("cell") == [2]
+
+
+def test_two_runs_of_one_second_do_not_share_a_folder(tmp_path):
+    assert len({create_run(tmp_path, "w", "abc").path for _ in range(5)}) == 5
+
+
+def test_the_latest_incomplete_run_is_found(tmp_path):
+    with pytest.raises(UsageError, match="no incomplete run of 'w'"):
+        latest_incomplete(tmp_path, "w")
+    make_run(tmp_path, "w", "incomplete")
+    newer = make_run(tmp_path, "w", "running")  # killed outright: nobody holds its lock
+    make_run(tmp_path, "w", "complete")
+    make_run(tmp_path, "other", "incomplete")
+    assert latest_incomplete(tmp_path, "w").path == newer.path
+
+
+def test_a_run_in_progress_is_left_alone(tmp_path):
+    run = make_run(tmp_path, "w", "running")
+    holder = subprocess.Popen(
+        [
+            sys.executable, "-c",
+            "import sys, pathlib; from kvbench.results import RunFolder\n"
+            f"with RunFolder(pathlib.Path({str(run.path)!r})).locked(): print('held', flush=True); sys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match=f"another sweep .process {holder.pid}."), run.locked():
+            pass
+        with pytest.raises(UsageError, match="no incomplete run"):
+            latest_incomplete(tmp_path, "w")
+    finally:
+        holder.kill()
+        holder.wait()
+    assert latest_incomplete(tmp_path, "w").path == run.path  # the lock went with its holder
+    holder.stdin.close()
+    holder.stdout.close()
+
+
+def test_folders_that_are_no_run_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="no run folder"):
+        open_run(tmp_path / "nothing")
+    with pytest.raises(UsageError, match=r"there is no .*manifest.json"):
+        open_run(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read as JSON"):
+        open_run(tmp_path)
+    (tmp_path / "manifest.json").write_text("[]")
+    with pytest.raises(UsageError, match="not the manifest of a sweep"):
+        open_run(tmp_path)
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot be written .* another --output-dir"):
+        create_run(tmp_path / "file", "w", "abc")

@@ -1,0 +1,87 @@
+"""Reading /metrics and turning two readings into the counters of a load."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvbench.server_metrics import MetricsPoller, MetricsSample, counter_changes, gauge_summary, parse_metrics
+
+TEXT = """
+# HELP kvbench:num_requests_running Requests.
+# TYPE kvbench:num_requests_running gauge
+kvbench:num_requests_running 3.0
+# TYPE kvbench:kv_pages_owned gauge
+kvbench:kv_pages_owned 7.0
+# TYPE kvbench:request_success_total counter
+kvbench:request_success_total{finished_reason="stop"} 1.0
+kvbench:request_success_total{finished_reason="length"} 4.0
+# TYPE kvbench:e2e_request_latency_seconds histogram
+kvbench:e2e_request_latency_seconds_bucket{le="1.0"} 2.0
+kvbench:e2e_request_latency_seconds_bucket{le="+Inf"} 5.0
+kvbench:e2e_request_latency_seconds_count 5.0
+kvbench:e2e_request_latency_seconds_sum 9.5
+kvbench:e2e_request_latency_seconds_created 1.7e9
+# TYPE kvbench:cache_config_info gauge
+kvbench:cache_config_info{layout="paged"} 1.0
+# TYPE process_cpu_seconds counter
+process_cpu_seconds_total 3.0
+"""
+
+
+def test_parsing_flattens_labels_and_leaves_out_what_is_not_ours():
+    sample = parse_metrics(TEXT, wall=1.0)
+    assert sample.gauges == {"num_requests_running": 3.0, "kv_pages_owned": 7.0}
+    assert sample.counters == {
+        "request_success_total_stop": 1.0,
+        "request_success_total_length": 4.0,
+        "e2e_request_latency_seconds_count": 5.0,
+        "e2e_request_latency_seconds_sum": 9.5,
+    }
+    assert sample.owned_pages == 7 and sample.active_requests == 3
+
+
+def test_vllm_names_are_understood():
+    text = '# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total{engine="0",model_name="m"} 2.0\n'
+    assert parse_metrics(text, 0.0).counters == {"num_preemptions_total": 2.0}
+
+
+def test_changes_count_a_new_label_from_zero():
+    before = MetricsSample(0, {}, {"a_total": 5.0})
+    after = MetricsSample(1, {}, {"a_total": 8.0, "b_total_new": 2.0})
+    assert counter_changes(before, after) == {"a_total": 3.0, "b_total_new": 2.0}
+    assert counter_changes(None, after) == {}
+
+
+def test_gauge_summary_has_peak_and_mean():
+    samples = [MetricsSample(i, {"g": v}, {}) for i, v in enumerate([1.0, 5.0, 3.0])]
+    assert gauge_summary(samples) == {"g": {"peak": 5.0, "mean": 3.0}}
+    assert gauge_summary([]) == {}
+
+
+def test_the_poller_survives_a_server_that_does_not_answer_and_stops_when_told():
+    enough = threading.Event()
+    calls = []
+
+    def read():
+        calls.append(1)
+        if len(calls) >= 6:
+            enough.set()
+        if len(calls) % 2:
+            raise OSError("refused")
+        return MetricsSample(float(len(calls)), {}, {})
+
+    with MetricsPoller(read, interval_s=0.001) as poller:
+        assert enough.wait(10)
+    made = len(calls)
+    assert poller.failures >= 3 and len(poller.samples) >= 3
+    assert poller.failures + len(poller.samples) == made
+    enough.clear()
+    assert not enough.wait(0.05) and len(calls) == made
+
+
+@pytest.mark.parametrize("text", ["", "# just a comment\n"])
+def test_an_empty_exposition_is_an_empty_sample(text):
+    sample = parse_metrics(text, 0.0)
+    assert sample.owned_pages is None and sample.active_requests == 0
