@@ -25,6 +25,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 _log = logging.getLogger(__name__)
+_FORMS = {  # fields that may be several things, where pydantic would complain about the first one only
+    "prompt": "a text, a list of token ids, a list of texts or a list of lists of token ids",
+    "stop": "a text or a list of texts",
+    "content": "a text or a list of text parts",
+}
 _TYPES = {500: "server_error", 503: "service_unavailable"}
 
 
@@ -63,21 +68,20 @@ def from_validation(error: ValidationError) -> APIError:
     if first["type"] == "json_invalid":
         reason = first["ctx"]["error"]
         return invalid(f"the body is not valid JSON: {reason}", code="invalid_json")
-    path = [str(part) for part in first["loc"] if not _names_union_member(part)]
+    path = [str(part) for part in first["loc"]]
     param = ".".join(path) or None
     if first["type"] == "missing":
         return invalid(f"{param} is missing: the request cannot do without it", param, "missing_field")
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return invalid(reason, param, "invalid_value")
+    for name in reversed(path):
+        if name in _FORMS:
+            param = ".".join(path[: path.index(name) + 1])
+            return invalid(f"{param} is {_FORMS[name]}: this is none of them", param, "invalid_value")
     shown = json.dumps(first["input"], default=str)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return invalid(f"{param or 'the body'} cannot be {shown}: {reason[:1].lower()}{reason[1:]}", param, "invalid_value")
-
-
-def _names_union_member(part: int | str) -> bool:
-    """pydantic puts ``str`` or ``list[int]`` into the path of a union's complaint."""
-    return isinstance(part, str) and (part in ("str", "int", "bool", "float") or "[" in part)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -48,7 +48,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
 }
 
-StopString = Annotated[str, Field(min_length=1)]
 Prompt = str | list[int] | list[str] | list[list[int]]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -75,7 +74,7 @@ class GenerationBody(_Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: Int64 | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES_PER_PROMPT)
@@ -90,9 +89,11 @@ class GenerationBody(_Body):
 
     @field_validator("stop")
     @classmethod
-    def _few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+    def _stops_can_be(cls, value: str | list[str] | None) -> str | list[str] | None:
         if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
             raise ValueError(f"stop has {len(value)} strings: send at most {MAX_STOP_STRINGS}")
+        if value is not None and "" in ([value] if isinstance(value, str) else value):
+            raise ValueError("stop has an empty string, which would stop at once: leave it out")
         return value
 
     @property
@@ -207,14 +208,6 @@ def parse(model: type[Body], raw: bytes) -> Body:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["loc"][:1] == ("prompt",) and model is CompletionBody and first["type"] != "missing":
-            raise invalid(
-                "prompt is a text, a list of token ids, a list of texts or a list of lists of token ids: this is none "
-                "of them",
-                "prompt",
-                "invalid_value",
-            ) from None
         raise from_validation(error) from None
 
 

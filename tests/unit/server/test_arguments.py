@@ -1,0 +1,52 @@
+"""The command line says the same as EngineConfig, both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.server.arguments import HELP, build_parser, command_line, options_of
+
+
+def test_every_setting_has_a_flag_and_a_help_text() -> None:
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(HELP) == names
+    text = build_parser().format_help()
+    for name in names:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_no_flags_give_the_defaults() -> None:
+    config, options = options_of(build_parser().parse_args([]))
+    assert config == EngineConfig()
+    assert (options.host, options.port) == ("127.0.0.1", 8000)
+
+
+def test_flags_and_settings_translate_both_ways() -> None:
+    settings = {
+        "model": "llama-32m",
+        "layout": "paged",
+        "page_size": 64,
+        "kv_budget": "48MiB",
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": False,
+        "max_model_len": 256,
+        "num_threads": None,
+    }
+    config, _ = options_of(build_parser().parse_args(command_line(settings)))
+    assert config == EngineConfig.from_mapping(settings)
+
+
+@pytest.mark.parametrize("flags", [["--page-size", "0"], ["--port", "70000"], ["--kv-budget", "much"]])
+def test_impossible_values_are_refused_with_a_sentence(flags: list[str]) -> None:
+    with pytest.raises(ValueError, match=flags[1]):
+        options_of(build_parser().parse_args(flags))
+
+
+def test_the_parser_needs_no_torch() -> None:
+    code = "import sys, engine.server.arguments as a; a.build_parser().format_help(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,123 @@
+"""Incremental text equals the text of everything at once; stop strings end it wherever the pieces are cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from engine.server.detokenizer import ByteVocabulary, StopStrings, WindowDecoder, is_byte_level
+from tests.support.http_server import shipped_tokenizer
+
+TOKENIZER = shipped_tokenizer().backend
+VOCABULARY = ByteVocabulary(TOKENIZER)
+# Half of the ids from the single-byte tokens, so that characters are often cut in the middle, broken or complete.
+IDS = st.lists(st.one_of(st.integers(0, 8191), st.integers(0, 259)), max_size=40)
+
+
+def sentence_piece_like() -> Tokenizer:
+    """A tokenizer as Llama 2 and Gemma have it: metaspace, and bytes for what is not in the vocabulary."""
+    words = ["\u2581the", "\u2581cat", "\u2581", "s", "\u2581h\u00e9", "a", "t", "\u2581sat", "."]
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@given(IDS, st.booleans())
+def test_pieces_add_up_to_the_full_decode(ids: list[int], skip_special: bool) -> None:
+    decoder = VOCABULARY.decoder(skip_special)
+    text = "".join([decoder.push([i]) for i in ids]) + decoder.flush()
+    assert text == TOKENIZER.decode(ids, skip_special_tokens=skip_special)
+
+
+@given(st.text(max_size=30))
+def test_no_piece_of_a_valid_text_is_broken(text: str) -> None:
+    decoder = VOCABULARY.decoder()
+    pieces = [decoder.push([i]) for i in TOKENIZER.encode(text).ids]
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    assert decoder.flush() == ""
+
+
+def test_an_incomplete_character_is_held_back_until_it_is_complete() -> None:
+    ids = TOKENIZER.encode("\U0001f980").ids
+    assert len(ids) > 1, "the test needs a character of several tokens"
+    decoder = VOCABULARY.decoder()
+    assert [decoder.push([i]) for i in ids] == [""] * (len(ids) - 1) + ["\U0001f980"]
+
+
+@pytest.mark.parametrize("unknown", [8192, 10**6, 2**32 - 1, 2**32, 2**70, -1])
+def test_ids_outside_the_tokenizer_have_no_text(unknown: int) -> None:
+    decoder = VOCABULARY.decoder()
+    letter = TOKENIZER.encode("a").ids
+    assert decoder.push([*letter, unknown, *letter]) + decoder.flush() == "aa"
+    window = WindowDecoder(TOKENIZER, True)
+    assert window.push([*letter, unknown, *letter]) + window.flush() == "aa"
+
+
+def test_special_tokens_are_left_out_unless_wanted() -> None:
+    ids = TOKENIZER.encode("<|user|>hi").ids
+    assert VOCABULARY.decoder(skip_special=True).push(ids) == "hi"
+    assert VOCABULARY.decoder(skip_special=False).push(ids) == "<|user|>hi"
+
+
+@given(st.lists(st.sampled_from(["the", "cat", "h\u00e9", "sat.", "\u20ac", "\U0001f980", "a s", "  "]), max_size=8))
+def test_window_decoder_gives_the_text_of_sentence_piece_tokenizers(words: list[str]) -> None:
+    tokenizer = sentence_piece_like()
+    assert not is_byte_level(tokenizer)
+    ids = tokenizer.encode(" ".join(words)).ids
+    decoder = WindowDecoder(tokenizer, True)
+    pieces = [decoder.push([i]) for i in ids]
+    assert "".join(pieces) + decoder.flush() == tokenizer.decode(ids)
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_window_decoder_does_not_hold_back_for_ever() -> None:
+    tokenizer = sentence_piece_like()
+    decoder = WindowDecoder(tokenizer, True)
+    continuation = tokenizer.token_to_id("<0x80>")
+    assert any(decoder.push([continuation]) for _ in range(20))
+
+
+def first_completed(text: str, stops: list[str]) -> str:
+    """The reference: read character by character until a stop string is complete."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))]
+    return text
+
+
+@given(
+    st.text("abc", max_size=24),
+    st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.integers(0, 4), min_size=30, max_size=30),
+)
+def test_stop_strings_end_the_text_wherever_it_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    finder = StopStrings(stops)
+    shown, rest = "", text
+    for size in cuts:
+        piece, rest = rest[:size], rest[size:]
+        shown += finder.push(piece)
+        if finder.matched is not None:
+            break
+        assert first_completed(text, stops).startswith(shown), "text went out that belongs to a stop string"
+    if finder.matched is None:
+        shown += finder.push(rest, final=True)
+    assert shown == first_completed(text, stops)
+    assert (finder.matched is not None) == any(stop in text for stop in stops)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    finder = StopStrings(["\n\nHuman:", "END"])
+    assert finder.push("text \n") == "text "
+    assert finder.push("more E") == "\nmore "
+    assert finder.push("N") == ""
+    assert finder.push("ough", final=True) == "ENough"

@@ -1,0 +1,131 @@
+"""What bodies are taken, and in which words the others are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.server.errors import APIError
+from engine.server.protocol import UNSUPPORTED, ChatBody, CompletionBody, parse
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def refusal(fields: Any, model: type = CompletionBody) -> APIError:
+    raw = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    with pytest.raises(APIError) as caught:
+        parse(model, raw).refuse_unsupported()
+    return caught.value
+
+
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3], ["a", "b"], [[1, 2], [3]]])
+def test_the_four_forms_of_a_prompt_arrive_as_they_are(prompt: Any) -> None:
+    assert parse(CompletionBody, json.dumps({"prompt": prompt}).encode()).prompt == prompt
+
+
+def test_null_stands_for_the_default_and_unknown_fields_are_ignored() -> None:
+    names = [name for name in CompletionBody.model_fields if name != "prompt"]
+    body = parse(CompletionBody, json.dumps({"prompt": "a", "x_unknown": 1, **dict.fromkeys(names)}).encode())
+    body.refuse_unsupported()
+    assert body.stops == ()
+    assert body.choices_per_prompt == 1
+    assert body.token_limit is None
+
+
+@pytest.mark.parametrize(("stop", "stops"), [("x", ("x",)), (["x", "yz"], ("x", "yz")), (None, ())])
+def test_stop_is_a_text_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
+    assert parse(CompletionBody, json.dumps({"prompt": "a", "stop": stop}).encode()).stops == stops
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "a", "temperature": -0.1}, "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_p": 1.01}, "top_p"),
+        ({"prompt": "a", "top_k": -2}, "top_k"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "n": 17}, "n"),
+        ({"prompt": "a", "seed": 2**64}, "seed"),
+        ({"prompt": "a", "stop": ""}, "stop"),
+        ({"prompt": "a", "stop": ["ok", ""]}, "stop"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "a", "stop": 3}, "stop"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": "a", "stream": 1}, "stream"),
+        ({"prompt": "a", "stream": True, "stream_options": []}, "stream_options"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "a", "model": 3}, "model"),
+    ],
+)
+def test_wrong_values_are_named(fields: dict[str, Any], param: str) -> None:
+    error = refusal(fields)
+    assert (error.status, error.param) == (400, param)
+    assert param.split(".")[0] in error.message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"null", b"[]", b'"text"', b"5", b"{'prompt': 1}", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
+     b'{"prompt":"a","temperature":NaN}', b'{"prompt":"a","temperature":Infinity}', b"[" * 100_000],
+)  # fmt: skip
+def test_what_is_not_an_object_in_json_is_refused(raw: bytes) -> None:
+    assert refusal(raw).status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{}]}, "messages.0.role"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_wrong_chats_are_named(fields: dict[str, Any], param: str) -> None:
+    error = refusal(fields, ChatBody)
+    assert (error.status, error.param) == (400, param)
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_options_the_engine_lacks_are_refused_unless_they_ask_for_nothing(name: str) -> None:
+    for neutral in UNSUPPORTED[name]:
+        parse(CompletionBody, json.dumps({"prompt": "a", name: neutral}).encode()).refuse_unsupported()
+    error = refusal({"prompt": "a", name: {"something": "else"}})
+    assert (error.status, error.param, error.code) == (422, name, "unsupported")
+
+
+def test_zero_logprobs_ask_for_logprobs() -> None:
+    assert refusal({"prompt": "a", "logprobs": 0}).status == 422
+
+
+def test_best_of_may_only_equal_n() -> None:
+    parse(CompletionBody, b'{"prompt": "a", "n": 2, "best_of": 2}').refuse_unsupported()
+    assert refusal({"prompt": "a", "n": 2, "best_of": 4}).param == "best_of"
+
+
+def test_text_parts_are_joined_and_others_refused() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    body = parse(ChatBody, json.dumps({"messages": [{"role": "user", "content": parts, "name": "n"}]}).encode())
+    assert body.messages[0].plain() == {"role": "user", "content": "one\ntwo", "name": "n"}
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    body = parse(ChatBody, json.dumps({"messages": [{"role": "user", "content": image}]}).encode())
+    with pytest.raises(APIError, match="image_url"):
+        body.messages[0].plain()
