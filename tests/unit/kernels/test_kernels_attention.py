@@ -1,0 +1,122 @@
+"""Every backend of this machine against float64, over drawn problems and the cases that bit others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from kernel_cases import SHAPES, Problem, check_decode, check_prefill
+
+from kernels import get_backend
+
+TOLERANCE = 1e-5
+QUIET = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@st.composite
+def problems(draw) -> Problem:
+    lens = draw(st.lists(st.integers(0, 150), min_size=1, max_size=6))
+    new = [draw(st.one_of(st.just(n), st.integers(0, min(n, 40)))) for n in lens]
+    return Problem(
+        lens=tuple(lens),
+        new=tuple(new),
+        page_size=draw(st.integers(1, 64)),
+        contiguous=draw(st.booleans()),
+        shape=draw(st.sampled_from(SHAPES)),
+        kv_heads=draw(st.sampled_from([1, 2, 3])),
+        window=draw(st.one_of(st.none(), st.integers(1, 160))),
+        softcap=draw(st.one_of(st.none(), st.sampled_from([1.0, 30.0]))),
+        with_sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@given(problem=problems(), planned=st.booleans())
+@example(problem=Problem(lens=(1,), new=(1,), page_size=1), planned=False)
+@example(problem=Problem(lens=(0, 0), new=(0, 0)), planned=True)
+@example(problem=Problem(lens=(150,), new=(8,), page_size=7, window=150), planned=True)
+@QUIET
+def test_decode_and_prefill_agree_with_float64(backend, problem, planned):
+    check_decode(backend, problem, TOLERANCE, planned)
+    if sum(problem.new):
+        check_prefill(backend, problem, TOLERANCE, planned)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_decode_split_over_threads(threads):
+    """One sequence over all threads, pieces that meet mid-page, shares that hold no token."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for lens in [(1,), (2,), (1000,), (3, 700, 1, 0, 64), (1,) * 17]:
+            for sinks in (False, True):
+                p = Problem(lens=lens, new=lens, page_size=5, window=None, with_sinks=sinks)
+                check_decode("numba", p, TOLERANCE)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_scores_neither_overflow_nor_lose_small_weights():
+    p = Problem(lens=(90, 33), new=(90, 33), page_size=16, seed=3)
+    big = {name: getattr(p, name) for name in ("lens", "new", "page_size", "seed")}
+
+    class Loud(Problem):
+        def random(self, *shape):
+            return 5 * super().random(*shape)
+
+    check_decode("numba", Loud(**big), 1e-3)
+    check_prefill("numba", Loud(**big), 1e-3)
+
+
+def test_nan_of_a_live_token_is_not_hidden():
+    """Unused slots must not leak, but a NaN that the model computed has to stay visible."""
+    backend = get_backend("numba")
+    q, kv = torch.randn(1, 4, 64), torch.randn(8, 2, 64)
+    args = (torch.tensor([[0]]), torch.tensor([8]), 8)
+    poisoned = kv.clone()
+    poisoned[5, 0, 3] = float("nan")
+    for k, v in ((poisoned, kv), (kv, poisoned)):
+        out = backend.decode_attention(q, k, v, *args, scale=0.1)
+        assert out[0, :2].isnan().any(-1).all() and not out[0, 2:].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torch_backend_serves_half_precision(dtype):
+    p = Problem(lens=(70, 5, 0), new=(20, 5, 0), shape=(2, 256, 256), dtype=dtype, with_sinks=True)
+    check_decode("torch", p, 2e-2)
+    check_prefill("torch", p, 2e-2)
+
+
+def test_numba_addresses_slots_beyond_two_gibibytes():
+    """slot * stride passes 2**31 bytes; the memory is reserved, and only a few pages of it touched."""
+    dim, slots = 64, (1 << 31) // (64 * 4) + 1000
+    backend = get_backend("numba")
+    cache = torch.empty(slots, 1, dim)
+    k, q = torch.randn(20, 1, dim), torch.randn(1, 1, dim)
+    where = torch.arange(slots - 20, slots)
+    backend.write_kv(k, k, cache, cache, where)
+    assert torch.equal(cache[where], k)
+    out = backend.decode_attention(
+        q, cache, cache, where[:1][None], torch.tensor([20]), 64, scale=0.1, sinks=None
+    )
+    weights = torch.softmax(0.1 * (k[:, 0] @ q[0, 0]), 0)
+    torch.testing.assert_close(out[0, 0], weights @ k[:, 0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_lengths_that_leave_out_new_tokens_are_refused():
+    with pytest.raises(ValueError, match="sequence 0 has 5 new tokens but a length of 3"):
+        get_backend("numba").prefill_attention(
+            torch.randn(5, 2, 64), torch.randn(8, 2, 64), torch.randn(8, 2, 64), torch.tensor([[0]]),
+            torch.tensor([0, 5]), torch.tensor([3]), 8, scale=0.1,
+        )  # fmt: skip
+
+
+def test_caches_with_gaps_between_heads_are_refused():
+    k_cache = torch.randn(8, 2, 128)[:, :, :64]
+    with pytest.raises(ValueError, match="must be dense"):
+        get_backend("numba").decode_attention(
+            torch.randn(1, 2, 64), k_cache, k_cache, torch.tensor([[0]]), torch.tensor([3]), 8, scale=0.1
+        )

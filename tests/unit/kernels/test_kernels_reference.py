@@ -1,0 +1,116 @@
+"""The oracle itself, against loops written from the definitions and against torch's own SDPA."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import default_backend, get_backend
+
+
+def by_loops(q, k, v, position, scale, window, softcap, sink):
+    """One query of one head over tokens 0..position, in plain Python."""
+    scores = []
+    for j in range(position + 1):
+        if window is not None and j <= position - window:
+            continue
+        s = scale * sum(a * b for a, b in zip(q.tolist(), k[j].tolist(), strict=True))
+        scores.append((j, softcap * math.tanh(s / softcap) if softcap else s))
+    total = sum(math.exp(s) for _, s in scores) + (math.exp(sink) if sink is not None else 0.0)
+    return sum((math.exp(s) / total * v[j] for j, s in scores), torch.zeros_like(v[0]))
+
+
+@pytest.mark.parametrize(("window", "softcap", "with_sinks"), [(None, None, False), (4, 3.0, True)])
+def test_reference_is_the_definition(window, softcap, with_sinks):
+    torch.manual_seed(0)
+    seq_len, new, heads, kv_heads, page_size = 11, 6, 4, 2, 3
+    k, v = torch.randn(seq_len, kv_heads, 8).double(), torch.randn(seq_len, kv_heads, 5).double()
+    q, sinks = torch.randn(new, heads, 8).double(), torch.randn(heads).double()
+    page_starts = torch.tensor([[12, 1, 7, 20]])
+    slots = torch.tensor([12, 13, 14, 1, 2, 3, 7, 8, 9, 20, 21])
+    k_cache, v_cache = torch.full((24, 2, 8), math.nan).double(), torch.full((24, 2, 5), math.nan).double()
+    get_backend("torch").write_kv(k, v, k_cache, v_cache, slots)
+    out = get_backend("torch").prefill_attention(
+        q, k_cache, v_cache, page_starts, torch.tensor([0, new]), torch.tensor([seq_len]), page_size,
+        scale=0.3, sliding_window=window, softcap=softcap, sinks=sinks if with_sinks else None,
+    )  # fmt: skip
+    for i in range(new):
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            sink = sinks[h].item() if with_sinks else None
+            expected = by_loops(q[i, h], k[:, kv], v[:, kv], seq_len - new + i, 0.3, window, softcap, sink)
+            torch.testing.assert_close(out[i, h], expected)
+
+
+def test_reference_agrees_with_sdpa():
+    torch.manual_seed(1)
+    q, k, v = torch.randn(40, 8, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
+    starts = torch.tensor([[0]])
+    out = get_backend("torch").prefill_attention(
+        q, k, v, starts, torch.tensor([0, 40]), torch.tensor([40]), 64, scale=0.25
+    )
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_skips_padding_and_touches_nothing_else(backend, dtype):
+    k, v = torch.randn(2, 4, 8).transpose(0, 1), torch.randn(4, 2, 6)  # k: heads first in memory
+    k_cache, v_cache = torch.zeros(9, 2, 8, dtype=dtype), torch.zeros(9, 2, 6, dtype=dtype)
+    slots = torch.tensor([7, -1, 0, -5])
+    get_backend(backend).write_kv(k, v, k_cache, v_cache, slots)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(cache[7], new[0].to(dtype)) and torch.equal(cache[0], new[2].to(dtype))
+        assert not cache[[1, 2, 3, 4, 5, 6, 8]].any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_copy_pages(backend):
+    k_cache, v_cache = torch.randn(20, 2, 4), torch.randn(20, 2, 6)
+    k_before, v_before = k_cache.clone(), v_cache.clone()
+    get_backend(backend).copy_pages(k_cache, v_cache, torch.tensor([0, 9]), torch.tensor([13, 4]), 3)
+    for cache, before in ((k_cache, k_before), (v_cache, v_before)):
+        assert torch.equal(cache[13:16], before[0:3]) and torch.equal(cache[4:7], before[9:12])
+        untouched = [0, 1, 2, 3, 7, 8, 9, 10, 11, 12, 16, 17, 18, 19]
+        assert torch.equal(cache[untouched], before[untouched])
+
+
+def test_backends_by_device_and_dtype():
+    assert default_backend("cpu", torch.float32) == "numba"
+    assert default_backend("cpu", torch.bfloat16) == "torch"
+    assert default_backend("cuda:0", torch.bfloat16) == "triton"
+    assert get_backend("numba") is get_backend("numba")
+    with pytest.raises(ValueError, match=r"unknown kernel backend 'cuda'.*numba, torch, triton"):
+        get_backend("cuda")
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "message"),
+    [
+        ("numba", {"dtype": torch.bfloat16}, "float32 KV on cpu, not torch.bfloat16"),
+        ("numba", {"head_dim": 513}, r"head dim 513 is outside 1\.\.512"),
+        ("numba", {"num_heads": 7}, "7 query heads cannot share 2 KV heads"),
+        ("torch", {"dtype": torch.int8}, "torch.int8"),
+        ("triton", {"v_head_dim": 300, "device": "cuda"}, r"value head dim 300 is outside 1\.\.256"),
+        ("triton", {"dtype": torch.float64, "device": "cuda"}, "torch.float64"),
+        ("triton", {"num_heads": 256, "device": "cuda"}, "more than the 64"),
+    ],
+)
+def test_unsupported_shapes_are_refused_in_a_sentence(backend, change, message):
+    fits = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
+    with pytest.raises(ValueError, match=message):
+        get_backend(backend).check_support(**(fits | change))
+    get_backend(backend).check_support(**(fits | ({"device": "cuda"} if backend == "triton" else {})))
+
+
+def test_importing_the_package_imports_no_framework():
+    code = "import sys, kernels; print(sorted({'torch', 'numba', 'triton'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
