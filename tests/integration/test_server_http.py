@@ -1,0 +1,261 @@
+"""Over raw HTTP: malformed requests, clients that leave, many at once, what /metrics says of it all."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.server.app import MAX_BODY_BYTES
+from engine.server.tokenizer import ServerTokenizer
+from tests.support.fake_engine import fake_engine, saying
+from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(fake_engine()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"null", b"[1]", b'"x"', b"\xff\xfe", b"{}", b'{"prompt": {}}', b'{"messages": 1, "tokens": 1}',
+            b'{"prompt":"\\ud800","messages":"","tokens":""}', b"[" * 50_000, b'{"a":' * 50_000]
+)  # fmt: skip
+def test_malformed_bodies_are_refused_in_openais_shape(server: RunningServer, path: str, raw: bytes) -> None:
+    reply = server.post(path, raw)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+ODD_VALUES: list[Any] = [None, True, 0, -1, 1.5, 10**30, "", "x", "\u0000", [], [[]], [None], {}, {"a": 1}, [1], ["x"]]
+FIELDS = ["model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream",
+          "stop_token_ids", "stream_options", "echo", "best_of", "logprobs", "max_completion_tokens", "ignore_eos",
+          "return_token_ids", "chat_template_kwargs", "tools", "user"]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_no_value_of_any_field_makes_the_server_fail(server: RunningServer, path: str) -> None:
+    plain = {"prompt": [5]} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    for name, value in itertools.product(FIELDS, ODD_VALUES):
+        reply = server.post(path, {"max_tokens": 2, **plain, name: value})
+        assert reply.status in (200, 400, 404, 422), (name, value, reply.body)
+        if reply.status != 200:
+            assert reply.error["message"], (name, value)
+    server.wait_for(kv_pages_owned=0, num_requests_running=0, num_requests_waiting=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("POST", "/v1/nothing", 404), ("GET", COMPLETIONS, 405), ("PUT", COMPLETIONS, 405),
+     ("POST", "/health", 405), ("DELETE", "/v1/models", 405), ("GET", "/v1/models/other", 404)],
+)  # fmt: skip
+def test_unknown_paths_and_methods(server: RunningServer, method: str, path: str, status: int) -> None:
+    reply = server.request(method, path)
+    assert reply.status == status
+    assert path in reply.error["message"] or "other" in reply.error["message"]
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_read(server: RunningServer) -> None:
+    reply = server.request("POST", COMPLETIONS, None, {"Content-Length": str(MAX_BODY_BYTES + 1)})
+    assert reply.status == 413
+    assert str(MAX_BODY_BYTES) in reply.error["message"]
+
+
+def test_a_body_without_a_length_is_cut_off_at_the_limit(server: RunningServer) -> None:
+    part = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        try:
+            for _ in range(MAX_BODY_BYTES // 2**20 + 1):
+                sock.sendall(part)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        assert b" 413 " in sock.recv(65536).split(b"\r\n")[0]
+
+
+def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
+    text = "A caf\u00e9, <|user|> and \U0001f980"
+    tokens = server.post("/tokenize", {"prompt": text}).json
+    assert tokens["tokens"] == shipped_tokenizer().encode(text)
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 1024)
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json == {"prompt": text}
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json
+    assert chat["tokens"] == shipped_tokenizer().encode("<|user|>hi<|assistant|>")
+    assert server.post("/detokenize", {"tokens": [9999, 10**12, -4]}).json == {"prompt": ""}
+
+
+def test_server_info_and_models_and_health(server: RunningServer) -> None:
+    info = server.get("/server_info").json
+    assert info["engine"]["max_model_len"] == 1024
+    assert info["model"]["vocab_size"] == 8192
+    assert info["capacity"]["capacity_tokens"] == server.engine.capacity.num_slots
+    assert server.get("/v1/models").json["data"][0]["max_model_len"] == 1024
+    assert server.get("/health").status == 200
+
+
+def test_stamped_chunks_tell_when_they_were_sent(server: RunningServer) -> None:
+    body = {"prompt": [5], "max_tokens": 5, "stream": True}
+    began = time.monotonic()
+    events = server.post(COMPLETIONS, body, {"x-kvbench-stamp": "1"}).events
+    sent = [event["kvbench"]["sent"] for event in events]
+    assert began <= sent[0] <= sent[-1] <= time.monotonic()
+    assert sent == sorted(sent)
+    assert all("kvbench" not in event for event in server.post(COMPLETIONS, body).events)
+
+
+def test_held_back_text_still_gives_a_chunk_a_token() -> None:
+    crab = shipped_tokenizer().encode("\U0001f980")
+    with running_server(fake_engine(saying(*crab, 0))) as server:
+        events = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 20, "stream": True}).events
+        texts = [event["choices"][0]["text"] for event in events]
+        assert texts == [""] * (len(crab) - 1) + ["\U0001f980", ""]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_its_request_along(stream: bool) -> None:
+    with running_server(fake_engine(step_s=0.01)) as server:
+        sock = server.open_request({"prompt": [5], "max_tokens": 1000, "stream": stream, "n": 2})
+        server.wait_for(num_requests_running=2)
+        sock.close()
+        metrics = server.wait_for(num_requests_running=0, kv_pages_owned=0)
+        assert metrics["generation_tokens_total"] < 2000
+        assert server.wait_for(**{"request_failure_total{kind=disconnect}": 2})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_the_queue_is_forgotten(stream: bool) -> None:
+    with running_server(fake_engine(step_s=0.01, max_num_seqs=1)) as server:
+        first = server.open_request({"prompt": [5], "max_tokens": 1000})
+        server.wait_for(num_requests_running=1)
+        second = server.open_request({"prompt": [6], "max_tokens": 10, "stream": stream})
+        server.wait_for(num_requests_waiting=1)
+        second.close()
+        server.wait_for(num_requests_waiting=0, num_requests_running=1)
+        first.close()
+        server.wait_for(num_requests_running=0, kv_pages_owned=0)
+
+
+def test_many_at_once_all_end_and_metrics_agree_with_what_was_sent() -> None:
+    with running_server(fake_engine(step_s=0.001, enable_prefix_caching=True, kv_slots=8192)) as server:
+
+        def ask(i: int) -> int:
+            body = {"prompt": [7] * (1 + i % 50), "max_tokens": 1 + i % 20, "stream": i % 2 == 0, "model": "fake"}
+            body |= {"stream_options": {"include_usage": True}} if body["stream"] else {}
+            reply = server.post(COMPLETIONS, body)
+            assert reply.status == 200
+            usage = reply.events[-1]["usage"] if body["stream"] else reply.json["usage"]
+            assert usage["prompt_tokens"] == 1 + i % 50
+            assert usage["completion_tokens"] == 1 + i % 20
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        with concurrent.futures.ThreadPoolExecutor(200) as pool:
+            cached = sum(pool.map(ask, range(200)))
+        metrics = server.wait_for(num_requests_running=0, kv_pages_owned=0)
+        assert metrics["prompt_tokens_total"] == sum(1 + i % 50 for i in range(200))
+        assert metrics["generation_tokens_total"] == sum(1 + i % 20 for i in range(200))
+        assert metrics["prefix_cache_hits_total"] == cached
+        assert metrics["request_success_total{finished_reason=length}"] == 200
+        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
+            assert metrics[f"{name}_seconds_count"] == 200
+        assert metrics["inter_token_latency_seconds_count"] == sum(i % 20 for i in range(200))
+        assert metrics["num_preemptions_total"] == server.engine.scheduler.num_preemptions
+        assert server.post("/reset_prefix_cache").status == 200
+        assert server.metrics()["kv_pages_cached"] == 0
+
+
+def test_the_cache_is_not_reset_under_running_requests() -> None:
+    with running_server(fake_engine(step_s=0.01, enable_prefix_caching=True)) as server:
+        sock = server.open_request({"prompt": [5] * 40, "max_tokens": 900})
+        server.wait_for(num_requests_running=1)
+        assert server.post("/reset_prefix_cache").status == 409
+        sock.close()
+        server.wait_for(kv_pages_owned=0)
+        assert server.post("/reset_prefix_cache").status == 200
+
+
+METRICS = """
+num_requests_running num_requests_waiting kv_cache_usage_perc kv_pages_total kv_pages_free kv_pages_owned
+kv_pages_cached kv_slots_total kv_slots_reserved kv_slots_used kv_waste_slots kv_waste_bytes page_table_bytes
+kv_budget_bytes process_resident_bytes num_preemptions_total recomputed_tokens_total prefix_cache_hits_total
+prefix_cache_queries_total prompt_tokens_total generation_tokens_total steps_total copied_pages_total
+hash_seconds_total time_to_first_token_seconds_count inter_token_latency_seconds_count
+e2e_request_latency_seconds_count request_queue_time_seconds_count request_prefill_time_seconds_count
+request_decode_time_seconds_count request_success_total{finished_reason=stop}
+request_success_total{finished_reason=length} request_failure_total{kind=disconnect}
+step_time_seconds_total{phase=schedule} step_time_seconds_total{phase=prepare}
+step_time_seconds_total{phase=execute} step_time_seconds_total{phase=sample} step_time_seconds_total{phase=output}
+scheduled_tokens_total{kind=prefill} scheduled_tokens_total{kind=decode}
+"""
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_metrics_names_and_the_slots_of_a_running_request(layout: str) -> None:
+    with running_server(fake_engine(step_s=0.02, layout=layout)) as server:
+        idle = server.metrics()
+        assert set(METRICS.split()) <= set(idle)
+        assert not [name for name in idle if "_created" in name]
+        (info,) = [name for name in idle if name.startswith("cache_config_info{")]
+        assert f"layout={layout}" in info
+        assert idle["kv_pages_free"] == idle["kv_pages_total"]
+        sock = server.open_request({"prompt": [5] * 40, "max_tokens": 900})
+        server.wait_for(num_requests_running=1)
+        busy = server.metrics()
+        assert busy["kv_pages_owned"] + busy["kv_pages_free"] + busy["kv_pages_cached"] == busy["kv_pages_total"]
+        assert busy["kv_waste_slots"] == busy["kv_slots_reserved"] - busy["kv_slots_used"]
+        assert busy["kv_waste_bytes"] == busy["kv_waste_slots"] * 64
+        if layout == "contiguous":
+            assert (busy["kv_pages_owned"], busy["kv_slots_reserved"]) == (1, 1024)
+        sock.close()
+        server.wait_for(kv_pages_owned=0)
+
+
+def test_an_unhealthy_engine_shows_in_health() -> None:
+    engine = fake_engine()
+    engine.executor.fail = RuntimeError("the device is lost")
+    with running_server(engine) as server:
+        for _ in range(3):
+            assert server.post(COMPLETIONS, {"prompt": [5]}).status == 500
+        reply = server.get("/health")
+        assert reply.status == 503
+        assert "the device is lost" in reply.error["message"]
+        engine.executor.fail = None
+        assert server.post(COMPLETIONS, {"prompt": [5]}).status == 200
+        assert server.get("/health").status == 200
+
+
+def test_without_a_tokenizer_ids_work_and_texts_are_refused() -> None:
+    with running_server(fake_engine(), ServerTokenizer("none", text_refusal="there is no tokenizer")) as server:
+        reply = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 3, "return_token_ids": True})
+        assert reply.json["choices"][0]["token_ids"] == [100, 101, 102]
+        for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+                           (COMPLETIONS, {"prompt": [5], "stop": "x"})):  # fmt: skip
+            reply = server.post(path, body)
+            assert (reply.status, reply.error["code"]) == (422, "no_tokenizer")
+
+
+def test_continuous_usage_counts_up(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 3, "stream": True, "stream_options": options}).events
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
+
+
+def test_chunks_arrive_as_they_are_made() -> None:
+    """The first event must be readable while the request still runs."""
+    with running_server(fake_engine(step_s=0.01)) as server:
+        with server.open_request({"prompt": [5], "max_tokens": 1000, "stream": True}) as sock:
+            received = b""
+            while b"\n\n\r\n" not in received:
+                received += sock.recv(65536)
+            first = received.split(b"data: ")[1].split(b"\n\n")[0]
+            assert json.loads(first)["choices"][0]["finish_reason"] is None
+            assert server.metrics()["num_requests_running"] == 1

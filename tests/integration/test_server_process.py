@@ -1,0 +1,102 @@
+"""The server as a process: what it prints, how it refuses to start, how it stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STOP_SECONDS = 5
+
+
+def launch(*flags: str, step_s: float = 0.01, scripted: bool = True) -> subprocess.Popen[str]:
+    program = ["-m", "tests.support.scripted_server"] if scripted else ["-m", "engine.server"]
+    env = {**os.environ, "SCRIPTED_STEP_S": str(step_s)}
+    return subprocess.Popen(
+        [sys.executable, *program, *flags],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextlib.contextmanager
+def running(step_s: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    process = launch("--port", "0", step_s=step_s)
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("ready http://127.0.0.1:"), ready + process.stderr.read()
+        yield process, int(ready.rsplit(":", 1)[1])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused(*flags: str, scripted: bool = True) -> str:
+    """The one sentence on stderr of a server that does not start."""
+    process = launch(*flags, scripted=scripted)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, (out, err)
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step_s", [0.01, 30.0])
+def test_a_signal_stops_it_within_five_seconds_and_ends_the_streams(number: signal.Signals, step_s: float) -> None:
+    with running(step_s) as (process, port):
+        body = json.dumps({"prompt": [5], "max_tokens": 1000, "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            if step_s < 1:
+                assert b"data: " in sock.recv(65536) + sock.recv(65536)
+            else:
+                time.sleep(0.3)  # the first step holds the engine's thread now
+            process.send_signal(number)
+            out, err = process.communicate(timeout=STOP_SECONDS)
+            received = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert process.returncode == 0, err
+        assert "Traceback" not in err
+        assert out == ""
+        if step_s < 1:
+            assert b"shutting down" in received
+            assert b"[DONE]" not in received
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        sentence = refused("--port", str(port), scripted=False)
+    assert f"127.0.0.1:{port}" in sentence
+    assert "in use" in sentence
+    assert "--port" in sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--page-size", "0"], "page_size cannot be 0"),
+        (["--port", "99999"], "port cannot be 99999"),
+        (["--host", "203.0.113.7", "--port", "0"], "203.0.113.7"),
+        (["--model", "/nowhere/model", "--port", "0"], "/nowhere/model"),
+        (["--tokenizer", "/nowhere/tok", "--model", "llama-32m", "--port", "0", "--max-model-len", "64"], "/nowhere/tok"),
+    ],
+)
+def test_impossible_settings_are_one_sentence(flags: list[str], named: str) -> None:
+    assert named in refused(*flags, scripted=False)
