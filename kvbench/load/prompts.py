@@ -163,7 +163,7 @@ def _text(
                 i, Path(prompts.file).stem, None if text else ids, text, int(outputs[i]), prefix_tokens=len(own)
             )
         )
-    return requests, {"text": prompts.file, "tokenizer": prompts.tokenizer, "shared_prefix_tokens": len(prefix)}
+    return requests, {"text": Path(prompts.file).name, "shared_prefix_tokens": len(prefix)}
 
 
 def _random_lines(encoded: list[tuple[int, ...]], tokens: int, picker: random.Random) -> tuple[int, ...]:

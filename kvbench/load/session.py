@@ -58,12 +58,18 @@ class LoadSession:
         self.failed = 0
         self.last_error = ""
         self._dead_in_a_row = 0
+        self._users = 0
         self._queue: Queue = Queue()
         self._parser = gevent.spawn(self._parse_all)
 
     def new_client(self) -> StreamingClient:
         """A client of the load's server, not yet connected."""
         return StreamingClient(self.address, self.timeouts)
+
+    def next_user(self) -> int:
+        """The number of the next user, from 0."""
+        self._users += 1
+        return self._users - 1
 
     def begin(self) -> None:
         """The start: time 0 of the load."""

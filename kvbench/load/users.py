@@ -23,7 +23,7 @@ class ClosedLoopUser(User):
 
     def on_start(self) -> None:
         """Connects and waits at the start line."""
-        self.number = self.session.ready
+        self.number = self.session.next_user()
         self.client = self.session.new_client()
         try:
             self.client.connect()
@@ -60,7 +60,7 @@ class OpenLoopUser(User):
     def on_start(self) -> None:
         """Opens a few connections and waits at the start line."""
         self.idle: list[StreamingClient] = []
-        self.group = Group()
+        self.streams = Group()
         try:
             for _ in range(min(8, self.session.total)):
                 client = self.session.new_client()
@@ -84,8 +84,8 @@ class OpenLoopUser(User):
                 gevent.sleep(min(left, 0.5))
                 continue
             session.pending.popleft()
-            self.group.spawn(self._one, request, body, due)
-        self.group.join()
+            self.streams.spawn(self._one, request, body, due)
+        self.streams.join()
         raise StopUser
 
     def _one(self, request: RequestSpec, body: bytes, due: float) -> None:
@@ -97,6 +97,6 @@ class OpenLoopUser(User):
 
     def on_stop(self) -> None:
         """Ends what is still open and closes the connections."""
-        self.group.kill()
+        self.streams.kill()
         for client in self.idle:
             client.close()
