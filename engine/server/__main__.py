@@ -17,9 +17,10 @@ import uvicorn
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.model_spec import find_model
 from engine.server.app import create_app
 from engine.server.arguments import ServeOptions, build_parser, options_of
-from engine.server.tokenizer import ServerTokenizer, load_tokenizer
+from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
 
 GRACE_SECONDS = 2  # that handlers get to send their last words once the requests have been aborted
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -116,7 +117,10 @@ def serve(engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, soc
 
 def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
     """Model and tokenizer. Raises ValueError with a sentence when something is missing or does not fit."""
-    from engine.build import build_engine  # brings torch with it: bad options are refused before that
+    # The cheap questions first: torch takes seconds to import, a model longer to load.
+    find_model(config.model, config.load_format)
+    check_tokenizer_folder(config)
+    from engine.build import build_engine
 
     engine = build_engine(config)
     return engine, load_tokenizer(engine.config, engine.model_info)

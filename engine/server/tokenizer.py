@@ -68,6 +68,12 @@ class ServerTokenizer:
         return self.encode(text, add_special_tokens=False)
 
 
+def check_tokenizer_folder(config: EngineConfig) -> None:
+    """Raises ValueError when ``config.tokenizer`` names no folder."""
+    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_dir():
+        raise ValueError(f"tokenizer folder {config.tokenizer!r} does not exist: give a folder with a tokenizer.json")
+
+
 def load_tokenizer(config: EngineConfig, model: ModelInfo) -> ServerTokenizer:
     """The folder of ``config.tokenizer``, else the model's own, else the one that ships.
 
@@ -75,6 +81,7 @@ def load_tokenizer(config: EngineConfig, model: ModelInfo) -> ServerTokenizer:
         ValueError: ``config.tokenizer`` is named and cannot be loaded.
     """
     if config.tokenizer is not None:
+        check_tokenizer_folder(config)
         return _load(Path(config.tokenizer).expanduser(), model)
     folder = Path(config.model).expanduser()
     if any((folder / name).is_file() for name in _FILES):
@@ -85,8 +92,6 @@ def load_tokenizer(config: EngineConfig, model: ModelInfo) -> ServerTokenizer:
 def _load(folder: Path, model: ModelInfo) -> ServerTokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not folder.is_dir():
-        raise ValueError(f"tokenizer folder {str(folder)!r} does not exist: give a folder with a tokenizer.json")
     try:
         if (folder / "tokenizer_config.json").is_file():
             chat = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -245,17 +245,19 @@ def test_without_a_tokenizer_ids_work_and_texts_are_refused() -> None:
 
 def test_continuous_usage_counts_up(server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 3, "stream": True, "stream_options": options}).events
+    events = server.post(
+        COMPLETIONS, {"prompt": [5], "max_tokens": 3, "stream": True, "stream_options": options}
+    ).events
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
 
 
 def test_chunks_arrive_as_they_are_made() -> None:
     """The first event must be readable while the request still runs."""
-    with running_server(fake_engine(step_s=0.01)) as server:
-        with server.open_request({"prompt": [5], "max_tokens": 1000, "stream": True}) as sock:
-            received = b""
-            while b"\n\n\r\n" not in received:
-                received += sock.recv(65536)
-            first = received.split(b"data: ")[1].split(b"\n\n")[0]
-            assert json.loads(first)["choices"][0]["finish_reason"] is None
-            assert server.metrics()["num_requests_running"] == 1
+    body = {"prompt": [5], "max_tokens": 1000, "stream": True}
+    with running_server(fake_engine(step_s=0.01)) as server, server.open_request(body) as sock:
+        received = b""
+        while b"\n\n\r\n" not in received:
+            received += sock.recv(65536)
+        first = received.split(b"data: ")[1].split(b"\n\n")[0]
+        assert json.loads(first)["choices"][0]["finish_reason"] is None
+        assert server.metrics()["num_requests_running"] == 1

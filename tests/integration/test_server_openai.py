@@ -116,9 +116,7 @@ def test_a_stop_string_across_tokens_ends_the_text(server: RunningServer, client
 
 def test_stop_token_ids_and_ignore_eos(client: openai.OpenAI) -> None:
     third = reciting()[2]
-    answer = client.completions.create(
-        model="fake", prompt="x", max_tokens=100, extra_body={"stop_token_ids": [third]}
-    )
+    answer = client.completions.create(model="fake", prompt="x", max_tokens=100, extra_body={"stop_token_ids": [third]})
     assert answer.choices[0].text == shipped_tokenizer().decode(reciting()[:2])
     assert answer.choices[0].stop_reason == third
     length = len(reciting()) + 9

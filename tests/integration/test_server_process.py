@@ -95,7 +95,10 @@ def test_a_port_in_use_is_one_sentence() -> None:
         (["--port", "99999"], "port cannot be 99999"),
         (["--host", "203.0.113.7", "--port", "0"], "203.0.113.7"),
         (["--model", "/nowhere/model", "--port", "0"], "/nowhere/model"),
-        (["--tokenizer", "/nowhere/tok", "--model", "llama-32m", "--port", "0", "--max-model-len", "64"], "/nowhere/tok"),
+        (
+            ["--tokenizer", "/nowhere/tok", "--model", "llama-32m", "--port", "0", "--max-model-len", "64"],
+            "/nowhere/tok",
+        ),
     ],
 )
 def test_impossible_settings_are_one_sentence(flags: list[str], named: str) -> None:

@@ -1,6 +1,6 @@
 """``python -m engine.server`` with an engine that computes nothing, for tests of the process around it.
 
-    python tests/support/scripted_server.py [the server's flags]      SCRIPTED_STEP_S: seconds a step takes
+python tests/support/scripted_server.py [the server's flags]      SCRIPTED_STEP_S: seconds a step takes
 """
 
 from __future__ import annotations
