@@ -47,6 +47,10 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
         _, guesses = preflight(loaded, design, sweep_options)
         describe_plan(loaded, design, blocks, Estimator(guesses).total_s(blocks), console)
         return 0
+    if target_url:  # before a results folder is made for it
+        probe = new_target()
+        probe.start({}, Path())
+        probe.stop()
     extra = {
         "target": target_url,
         "serve_cmd": serve_cmd,

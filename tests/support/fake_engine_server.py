@@ -131,7 +131,7 @@ async def complete(engine: FakeEngine, writer: asyncio.StreamWriter, body: dict[
         engine.finished += 1
     finally:
         engine.running -= 1
-        if engine.fault != "leak":
+        if engine.fault != "leak" or not body.get("stream"):  # warm-up requests do not stream
             engine.owned -= 1
 
 

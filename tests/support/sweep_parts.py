@@ -1,0 +1,139 @@
+"""What the sweep's integration tests share: a tiny workload, the fake server, and running the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = ROOT / "tests" / "support" / "fake_engine_server.py"
+CLIENT_COMPLAINT = "the client"  # a busy test machine may make the client late; that is not what is tested here
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "seed": 3,
+    "model": {"config": "llama-32m"},
+    "engine": {"layout": "paged", "page_size": 16, "kv_budget": "65MiB", "max_model_len": 256, "max_num_seqs": 8},
+    "sweep": {"layout": ["contiguous"]},
+    "load": {
+        "concurrency": [2],
+        "num_requests": 6,
+        "repeats": 2,
+        "timeout_s": 20.0,
+        "prompts": {
+            "kind": "synthetic",
+            "shared_prefix": {"tokens": 8, "share": 0.5},
+            "classes": [{"name": "a", "share": 1.0, "prompt_tokens": [4, 32], "output_tokens": [4, 12]}],
+        },
+    },
+}
+
+
+@dataclass
+class Bench:
+    """A folder with a workload; runs kvbench in it."""
+
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def write(self, name: str = "tiny.yaml", **sections: Any) -> Path:
+        """TINY with ``load`` keys and whole sections replaced."""
+        data = json.loads(json.dumps(TINY))
+        data["load"] |= sections.pop("load", {})
+        path = self.folder / name
+        path.write_text(yaml.safe_dump(data | sections))
+        return path
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "results"
+
+    @property
+    def launches(self) -> list[dict[str, Any]]:
+        """One entry a server launch, with its pid and flags."""
+        path = self.folder / "launches.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def command(self, *arguments: str, fake: bool = True) -> list[str]:
+        extra = ["--output-dir", str(self.results)]
+        extra += ["--serve-cmd", f"{sys.executable} {FAKE}"] if fake else []
+        return [sys.executable, "-m", "kvbench", "sweep", *arguments, *extra]
+
+    def environment(self, **env: str) -> dict[str, str]:
+        ours = {"FAKE_LAUNCHES": str(self.folder / "launches.jsonl"), "TMPDIR": str(self.folder), "NO_COLOR": "1"}
+        return {**os.environ, **ours, **self.env, **env}
+
+    def sweep(self, *arguments: str, fake: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.run(self.command(*arguments, fake=fake), **env)
+
+    def run(self, command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            command, cwd=ROOT, env=self.environment(**env), capture_output=True, text=True, timeout=100, check=False
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        assert "unexpected" not in done.stderr, done.stderr
+        return done
+
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=ROOT,
+            env=self.environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def only_run(self) -> Path:
+        (run,) = self.results.glob("*/*")
+        return run
+
+
+def finished(run: Path) -> dict[tuple[str, str], float]:
+    """(cell, repeat) -> time of its done.json."""
+    return {(p.parts[-4], p.parts[-2]): p.stat().st_mtime for p in run.glob("cells/*/loads/*/done.json")}
+
+
+def manifest(run: Path) -> dict[str, Any]:
+    return json.loads((run / "manifest.json").read_text())
+
+
+def complaints(run: Path) -> list[str]:
+    """Why loads are invalid, apart from a client that was late."""
+    found = [r for p in run.glob("cells/*/summary.json") for r in json.loads(p.read_text())["invalid_reasons"]]
+    return [reason for reason in found if CLIENT_COMPLAINT not in reason]
+
+
+def wait_until(condition: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited never happened"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def end(process: subprocess.Popen[str], number: int) -> tuple[int, str]:
+    """Signal it; (exit code, output). Fails when it takes more than 20 s."""
+    process.send_signal(number)
+    try:
+        output, _ = process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        raise
+    return process.returncode, output
