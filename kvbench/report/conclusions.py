@@ -100,9 +100,11 @@ def kernel_cost(c: Comparison) -> str:
         HIGHER: "walking page tables cost time",
         LOWER: "paged was not slower per token",
     }[c.tpot.verdict]
+    if c.tpot.verdict != SAME and not c.tpot.settled:
+        meaning = "too few or too scattered repeats to tell what walking page tables costs"
     return (
         f"With the same number running ({words.decimal(mine)} and {words.decimal(theirs)} "
-        f"at {c.load.label}): {_ratio('median TPOT', c.tpot)}: {meaning}."
+        f"at {c.load.label}): {_ratio('median TPOT', c.tpot)}: {meaning}.{_invalid(c)}"
     )
 
 

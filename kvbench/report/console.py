@@ -13,8 +13,8 @@ HEADS = {
     "configuration": "configuration",
     "output_tokens_per_s": "tok/s",
     "ratio": "ratio",
-    "ttft_ms_p95": "p95 TTFT ms",
-    "tpot_ms_p50": "TPOT ms",
+    "ttft_ms_p95": "p95 TTFT",
+    "tpot_ms_p50": "TPOT",
     "running_mean": "run",
     "preemptions": "preempt",
     "failed": "fail",
@@ -26,7 +26,7 @@ def table(run: Run) -> Table:
     """The columns that fit 80 characters; markup in names is shown, not interpreted."""
     shown = [(i, column) for i, column in enumerate(columns(run)) if column.key in HEADS]
     made = Table(
-        title=Text(f"{run.workload} · {run.folder.name}"),
+        title=Text(f"{run.workload} · {run.folder.name} · latencies in ms"),
         title_justify="left",
         header_style="bold",
         box=SIMPLE_HEAD,
@@ -40,7 +40,7 @@ def table(run: Run) -> Table:
             HEADS[column.key],
             justify="left" if first else "right",
             no_wrap=not first,
-            min_width=16 if first else len(HEADS[column.key]),
+            min_width=17 if first else len(HEADS[column.key]),
             overflow="fold",
         )
     load = None
@@ -51,15 +51,18 @@ def table(run: Run) -> Table:
             load = row.cell.load
             made.add_row(Text(load.short, style="bold"))
         made.add_row(*(_entry(column.key, row.values[i], row.cell) for i, column in shown))
+    if any(not cell.valid for cell in run.cells):
+        made.caption = Text("! invalid measurement", style="red")
+        made.caption_justify = "left"
     return made
 
 
 def _entry(key: str, value: Value, cell: Cell) -> Text:
     text = f"  {value.text}" if key == "configuration" else value.text
-    if key == "ratio" and value.note:
+    if key == "ratio" and "–" in value.note:
         text += f" ({value.note})"
     if key == "configuration" and not cell.valid:
-        text += " (invalid)"
+        text += " !"
     if key == "failed":
         text = text.split(" ")[0]
     return Text(text, style=STYLES.get(value.mark, ""))

@@ -97,10 +97,15 @@ class Cell:
         found = {r.repeat: number(_dig(r.metrics, metric)) for r in self.repeats}
         return {repeat: value for repeat, value in found.items() if value is not None}
 
-    def throughput(self) -> dict[int, float]:
-        """Output tokens/s by repeat: steady window where every repeat has one, the whole run otherwise."""
-        steady = self.per_repeat(THROUGHPUT)
-        return steady if len(steady) == len(self.repeats) else self.per_repeat("output_throughput")
+    @property
+    def has_steady(self) -> bool:
+        """Whether every repeat reached its load for a while; a mix of two throughputs is never shown."""
+        return len(self.per_repeat(THROUGHPUT)) == len(self.repeats)
+
+    def throughput(self, steady: bool | None = None) -> dict[int, float]:
+        """Output tokens/s by repeat: of the steady window, or of the whole run where there is none."""
+        chosen = self.has_steady if steady is None else steady
+        return self.per_repeat(THROUGHPUT if chosen else "output_throughput")
 
     def observed(self, gauge: str) -> dict[int, float]:
         """A statistic of the server's gauges by repeat, e.g. "running_mean"; empty where it has no /metrics."""

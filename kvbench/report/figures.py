@@ -57,7 +57,7 @@ def headline_figure(run: Run) -> Drawing:
             marker={
                 "color": look[name].colour,
                 "opacity": 0.85,
-                "pattern": {"shape": ["" if c.valid else "/" for c in cells], "fgcolor": "#fff"},
+                "pattern": {"shape": ["" if c.valid else "/" for c in cells], "fillmode": "overlay", "fgcolor": "#fff"},
             },
             hovertext=[hover(run, c) for c in cells],
             hoverinfo="text",
@@ -159,11 +159,13 @@ def cells_figure(run: Run) -> Drawing:
         c, r = pairs[-1], pairs[-1].ttft
         verb = {SAME: "is level with", HIGHER: "is worse than", LOWER: "is better than"}[r.verdict]
         title = f"p95 TTFT of {c.a.name} {verb} that of {c.b.name} at {c.load.short}: {words.ratio(r.median)}"
+        title += "" if c.valid else " (invalid)"
     finish(figure, 90 + len(loads) * (70 + 34 * len(run.configs)), legend=False)
     return Drawing(
         "cells",
         title,
-        "Large marker: median of the repeats; line: lowest to highest; small: repeats.",
+        "Large marker: median of the repeats; line: lowest to highest; small: repeats."
+        + (" Crosses: invalid." if any(not c.valid for c in run.cells) else ""),
         figure,
         620,
     )

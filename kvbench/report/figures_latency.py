@@ -121,7 +121,7 @@ def _distribution_title(run: Run) -> str:
     (a, doubt_a), (b, doubt_b) = c.a.percentile("itl_ms", "p95"), c.b.percentile("itl_ms", "p95")
     return (
         f"At {c.load.short} one ITL in twenty is over {words.ms(a)}{'*' * doubt_a} in {c.a.name}, "
-        f"over {words.ms(b)}{'*' * doubt_b} in {c.b.name}"
+        f"over {words.ms(b)}{'*' * doubt_b} in {c.b.name}{'' if c.valid else ' (invalid)'}"
     )
 
 

@@ -7,7 +7,8 @@ of one server are not independent of one another, so they are never pooled for a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,10 +100,11 @@ def compare(a: Cell, b: Cell) -> Comparison:
     def of(metric: str) -> Ratio | None:
         return paired_ratio(a.per_repeat(metric), b.per_repeat(metric))
 
+    steady = a.has_steady and b.has_steady  # like with like
     return Comparison(
         a,
         b,
-        paired_ratio(a.throughput(), b.throughput()),
+        paired_ratio(a.throughput(steady), b.throughput(steady)),
         of("ttft_ms.p95"),
         of("tpot_ms.p50"),
         of("itl_ms.p95"),
@@ -124,8 +126,8 @@ def differing(a: Cell, b: Cell) -> set[str]:
     return {key for key in x.keys() | y.keys() if x.get(key) != y.get(key)}
 
 
-def paging(run: Run) -> list[Comparison]:
-    """Paged against contiguous at each load that has both: the pair that differs least, the baseline first."""
+def paging_pair(run: Run) -> tuple[str, str] | None:
+    """Names of the paged and the contiguous configuration that differ least, the baseline first; None without."""
     names = {
         (p.name, c.name): (
             len(differing(p, c)),
@@ -137,10 +139,15 @@ def paging(run: Run) -> list[Comparison]:
         for c in run.cells
         if c.is_contiguous
     }
-    if not names:
+    return min(names, key=lambda pair: names[pair]) if names else None
+
+
+def paging(run: Run) -> list[Comparison]:
+    """Paged against contiguous, the pair of `paging_pair`, at each load that has both, loads ascending."""
+    chosen = paging_pair(run)
+    if chosen is None:
         return []
-    paged, contiguous = min(names, key=lambda pair: names[pair])
-    pairs = [(run.cell(paged, load), run.cell(contiguous, load)) for load in run.loads]
+    pairs = [(run.cell(chosen[0], load), run.cell(chosen[1], load)) for load in run.loads]
     return [compare(p, c) for p, c in pairs if p is not None and c is not None]
 
 
@@ -151,10 +158,9 @@ def baseline(run: Run, load: LoadPoint) -> Cell | None:
 
 def reference(run: Run, load: LoadPoint) -> Cell | None:
     """What ratios in tables and figures are relative to: contiguous where measured, else the baseline."""
-    pairs = paging(run)
-    if pairs:
-        return run.cell(pairs[0].b.name, load)
-    return baseline(run, load)
+    chosen = paging_pair(run)
+    contiguous = run.cell(chosen[1], load) if chosen else None
+    return contiguous or baseline(run, load)
 
 
 @dataclass(frozen=True)
@@ -225,11 +231,7 @@ class Validity:
 
 def validity(run: Run) -> Validity:
     """Invalid cells outrank an incomplete run; failed requests are named in either case."""
-    invalid = [
-        f"{c.name} at {c.load.short}: {'; '.join(c.invalid_reasons) or 'no reason recorded'}"
-        for c in run.cells
-        if not c.valid
-    ]
+    invalid = grouped_reasons(run.cells)
     failed = [
         f"{c.count('failed')} of {c.count('failed') + c.count('completed')} requests failed in {c.name} "
         f"at {c.load.short}"
@@ -246,3 +248,24 @@ def validity(run: Run) -> Validity:
         known = unfinished or problems or [f"the run's status is {run.status!r}"]
         return Validity("incomplete", (*known, *failed, *(problems if unfinished else [])))
     return Validity("valid", tuple(failed))
+
+
+def grouped_reasons(cells: Sequence[Cell]) -> list[str]:
+    """Why cells are invalid, one line a kind of reason: the first in full, the like counted with their cells.
+
+    Reasons that differ only in their numbers or their repeat are of one kind: thirty lagging loads are one finding.
+    """
+    kinds: dict[str, list[tuple[str, Cell]]] = {}
+    for cell in cells:
+        for reason in () if cell.valid else cell.invalid_reasons or ("no reason recorded",):
+            plain = re.sub(r"^repeat \d+: ", "", reason)
+            kinds.setdefault(re.sub(r"\d[\d.,]*", "#", plain), []).append((plain, cell))
+    lines = []
+    for members in kinds.values():
+        (first, cell), others = members[0], members[1:]
+        line = f"{cell.name} at {cell.load.short}: {first.rstrip('.')}"
+        if others:
+            where = list(dict.fromkeys(f"{c.name} at {c.load.short}" for _, c in others))
+            line += f" (and {len(others)} more like it: {', '.join(where)})"
+        lines.append(line)
+    return lines

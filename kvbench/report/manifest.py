@@ -17,7 +17,7 @@ SHOWN = (
     "profile",
     "device",
     "cpu",
-    "gpu",
+    "gpus",
     "dtype",
     "seeds",
     "git",
@@ -31,6 +31,16 @@ def reproduce(run: Run) -> str:
     if isinstance(command, (list, tuple)):
         return shlex.join(str(part) for part in command)
     return str(command or "")
+
+
+def brief(run: Run) -> list[str]:
+    """When, which model, on what: the line under the verdict."""
+    facts = run.manifest
+    workload = facts.get("workload")
+    model = facts.get("model") or (workload.get("model") if isinstance(workload, Mapping) else None)
+    if isinstance(model, Mapping):
+        model = model.get("name") or model.get("config") or model.get("path")
+    return [_text(value) for value in (facts.get("started"), model, facts.get("device")) if _text(value)]
 
 
 def environment(run: Run) -> list[tuple[str, str]]:

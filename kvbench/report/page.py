@@ -15,7 +15,7 @@ from kvbench.report.conclusions import SETTING_WORDS, conclusions, tiles, value_
 from kvbench.report.data import Cell, Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import validity
-from kvbench.report.manifest import environment, reproduce, warnings
+from kvbench.report.manifest import brief, environment, reproduce, warnings
 from kvbench.report.sentence import headline
 from kvbench.report.style import Drawing, looks
 from kvbench.report.table import UNCERTAIN, UNCERTAIN_NOTE, columns, rows
@@ -51,7 +51,7 @@ def page(run: Run) -> str:
         run=run,
         verdict=headline(run),
         description=workload.get("description") if isinstance(workload, dict) else None,
-        brief=[(n, t) for n, t in environment_facts if n in ("started", "model", "device")],
+        brief=brief(run),
         state=validity(run),
         banner=BANNERS[validity(run).status],
         warnings=warnings(run),

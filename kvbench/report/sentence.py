@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from kvbench.report import words
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import (
@@ -51,12 +53,19 @@ def paging_sentence(pairs: list[Comparison]) -> str:
     sentence = "; ".join(clauses) + "."
     if high.valid:
         return sentence
-    broken = [cell for cell in (high.a, high.b) if not cell.valid]
-    why = "; ".join(f"{c.name}: {', '.join(c.invalid_reasons) or 'no reason recorded'}" for c in broken)
     return (
-        f"No verdict, the measurement at {high.load.label} is invalid ({why}). "
+        f"No verdict, the measurement at {high.load.label} is invalid ({_why_invalid(high)}). "
         f"Seen, not to be relied on: {sentence[:1].lower()}{sentence[1:]}"
     )
+
+
+def _why_invalid(c: Comparison) -> str:
+    """The first reason of the first invalid cell without its advice; the others are in the report."""
+    broken = [cell for cell in (c.a, c.b) if not cell.valid]
+    reasons = [reason for cell in broken for reason in cell.invalid_reasons] or ["no reason recorded"]
+    first = re.sub(r"^repeat \d+: ", "", reasons[0]).split(";")[0].rstrip(".")
+    more = f", and {words.plural(len(reasons) - 1, 'more reason')}" if len(reasons) > 1 else ""
+    return f"{broken[0].name}: {first}{more}"
 
 
 def no_pair_sentence(run: Run) -> str:

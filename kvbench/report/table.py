@@ -156,12 +156,12 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
-    """A ratio with its spread, marked better or worse unless level."""
+    """A ratio with its spread, marked better or worse where it is not level and its t interval excludes 1."""
     if r is None:
         return Value("–")
     level = r.verdict == SAME
     note = f"{words.ratio(r.low)[:-1]}–{words.ratio(r.high)[:-1]}" if r.n > 1 else "one repeat"
-    mark = "" if level else "better" if (r.median > 1) == higher_is_better else "worse"
+    mark = "" if level or not r.settled else "better" if (r.median > 1) == higher_is_better else "worse"
     return Value(("≈" if level else "") + words.ratio(r.median), r.median, note, mark)
 
 
@@ -180,6 +180,7 @@ def _throughput(cell: Cell) -> Value:
     if s is None:
         return Value("–")
     note = f"{words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}" if s.n > 1 else "one repeat"
+    note += "" if cell.has_steady else ", whole run"
     return Value(words.tokens_per_s(s.median), s.median, note)
 
 

@@ -394,16 +394,17 @@ def aggregate(metrics: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 BASELINE, CONTIGUOUS = CONFIGS[0], CONFIGS[1]
+PAIR = (BASELINE, CONTIGUOUS)
 VARIANTS: dict[str, Scenario] = {
     "normal": Scenario(),
-    "failures": Scenario(failures={"baseline": 3}),
-    "invalid": Scenario(invalid={"layout-contiguous": ("timestamp lag p99 3.1 ms is over 1.0 ms",)}),
+    "failures": Scenario(configs=PAIR, failures={"baseline": 3}),
+    "invalid": Scenario(configs=PAIR, invalid={"layout-contiguous": ("timestamp lag p99 3.1 ms is over 1.0 ms",)}),
     "incomplete": Scenario(missing=("page_size-64", "enable_prefix_caching-true")),
     "single_repeat": Scenario(repeats=1),
-    "open_loop": Scenario(rates=(2.0, 12.0)),
+    "open_loop": Scenario(configs=PAIR, rates=(2.0, 12.0)),
     "no_contiguous": Scenario(configs=tuple(c for c in CONFIGS if c.layout == "paged")),
     "one_cell": Scenario(configs=(BASELINE,), concurrencies=(24,)),
     "foreign": Scenario(configs=(replace(BASELINE, config_id="vllm"),), server_metrics=False),
     "nothing": Scenario(missing=tuple(c.config_id for c in CONFIGS)),
-    "paged_slower": Scenario(slowdown={c.config_id: 3.2 for c in CONFIGS if c.layout == "paged"}),
+    "paged_slower": Scenario(configs=PAIR, slowdown={c.config_id: 3.2 for c in CONFIGS if c.layout == "paged"}),
 }

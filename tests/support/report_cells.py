@@ -1,0 +1,74 @@
+"""Cells with hand-set numbers, for findings and sentences that can be computed on paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvbench.report.data import Cell, LoadPoint, Repeat, Run
+
+MIB = 1024 * 1024
+
+
+def cell(
+    layout: str = "paged",
+    *,
+    load: float = 24,
+    mode: str = "closed",
+    throughput: tuple[float, ...] = (100.0, 100.0, 100.0),
+    tpot: tuple[float, ...] = (20.0, 20.0, 20.0),
+    ttft: tuple[float, ...] = (500.0, 500.0, 500.0),
+    running: float | None = None,
+    preemptions: int = 0,
+    failed: int = 0,
+    budget: int | None = 128 * MIB,
+    reasons: tuple[str, ...] = (),
+    baseline: bool | None = None,
+    **settings: Any,
+) -> Cell:
+    """One cell; `throughput`, `tpot` (p50, ms) and `ttft` (p95, ms) have one value a repeat."""
+    every: dict[str, Any] = {"layout": layout, **({"page_size": 16} if layout == "paged" else {}), **settings}
+    every = {key: value for key, value in every.items() if value is not None}
+    repeats = tuple(
+        Repeat(
+            i,
+            {
+                "steady_output_throughput": throughput[i],
+                "tpot_ms": {"p50": tpot[i]},
+                "ttft_ms": {"p95": ttft[i]},
+                "itl_ms": {"p95": tpot[i]},
+                "completed": 48 - failed,
+                "failed": failed,
+            },
+            {"num_preemptions_total": preemptions, "recomputed_tokens_total": preemptions * 100},
+            {} if running is None else {"running_mean": running},
+        )
+        for i in range(len(throughput))
+    )
+    name = f"paged (page {every.get('page_size')})" if layout == "paged" else layout
+    extra = "".join(f" + {key} {value}" for key, value in settings.items() if key != "page_size")
+    middle = len(throughput) // 2
+    return Cell(
+        cell_id=f"{name}{extra}-{load:g}",
+        config_id=name + extra,
+        name=name + extra,
+        is_baseline=(layout == "paged" and not settings) if baseline is None else baseline,
+        varied=settings,
+        settings=every,
+        load=LoadPoint(mode, load),
+        capacity={} if budget is None else {"kv_budget_bytes": budget},
+        repeats=repeats,
+        pooled={
+            "tpot_ms": {"p50": sorted(tpot)[middle], "uncertain": []},
+            "ttft_ms": {"p95": sorted(ttft)[middle], "uncertain": []},
+            "itl_ms": {"p95": sorted(tpot)[middle], "uncertain": []},
+        },
+        valid=not reasons,
+        invalid_reasons=reasons,
+        folder=Path("/nonexistent"),
+    )
+
+
+def run(*cells: Cell, status: str = "complete", missing: tuple[str, ...] = ()) -> Run:
+    """A run of these cells."""
+    return Run(Path("/nonexistent/mixed/now"), {"status": status}, cells, missing, (), ())

@@ -1,0 +1,142 @@
+"""The sentence: right in every case, and silent about what the data do not show."""
+
+from __future__ import annotations
+
+from kvbench.report.conclusions import kernel_cost
+from kvbench.report.findings import compare
+from kvbench.report.sentence import headline
+from tests.support.report_cells import cell, run
+
+
+def test_paged_ahead_says_ratio_spread_reason_low_load_and_price() -> None:
+    cells = [
+        cell(throughput=(190.0, 185.0, 196.0), running=18.2, tpot=(61.0,) * 3, preemptions=4),
+        cell("contiguous", running=4.0, tpot=(24.0,) * 3),
+        cell(load=3, throughput=(99.0, 98.0, 100.0)),
+        cell("contiguous", load=3, throughput=(100.0,) * 3),
+    ]
+    assert headline(run(*cells)) == (
+        "At 24 concurrent requests and the same 128 MiB of KV, paged (page 16) delivered 1.90x (1.85–1.96 over 3 "
+        "repeats) the output tokens/s of contiguous, because it ran 18.2 sequences at once instead of 4.0; at 3 it "
+        "was level, 0.99x (0.98–1.00 over 3 repeats); the price: median TPOT 61.0 ms instead of 24.0 ms and 12 "
+        "preemptions in 3 repeats (1,200 tokens recomputed)."
+    )
+
+
+def test_paged_slower_is_said_and_is_no_price() -> None:
+    text = headline(
+        run(cell(throughput=(60.0, 61.0, 62.0), tpot=(40.0,) * 3, running=8.0), cell("contiguous", running=4.0))
+    )
+    assert "was slower than contiguous: 0.61x" in text
+    assert "delivered" not in text
+    assert "because" not in text
+    assert "the price" not in text
+    assert "on top of that: median TPOT 40.0 ms instead of 20.0 ms" in text
+
+
+def test_level_is_called_level() -> None:
+    text = headline(run(cell(throughput=(99.0, 101.0, 103.0), running=8.0), cell("contiguous", running=4.0)))
+    assert "was level with contiguous in output tokens/s: 1.01x (0.99–1.03 over 3 repeats)" in text
+    assert "because" not in text
+
+
+def test_one_repeat_has_no_spread() -> None:
+    text = headline(run(cell(throughput=(190.0,)), cell("contiguous", throughput=(100.0,))))
+    assert "1.90x (one repeat, so no spread)" in text
+
+
+def test_two_and_unsettled_repeats_say_so() -> None:
+    two = headline(run(cell(throughput=(150.0, 160.0)), cell("contiguous", throughput=(100.0, 100.0))))
+    assert "over 2 repeats, too few to settle it" in two
+    wide = headline(run(cell(throughput=(104.0, 130.0, 135.0)), cell("contiguous")))
+    assert "not settled: its 95 % t interval" in wide
+
+
+def test_without_server_metrics_no_reason_is_given() -> None:
+    text = headline(run(cell(throughput=(200.0,) * 3), cell("contiguous")))
+    assert "2.00x" in text
+    assert "sequences at once" not in text
+
+
+def test_more_throughput_without_more_running_is_not_explained_by_it() -> None:
+    text = headline(run(cell(throughput=(200.0,) * 3, running=4.1), cell("contiguous", running=4.0)))
+    assert "because" not in text
+    assert "running 4.1 sequences at once against 4.0" in text
+
+
+def test_no_price_is_said_only_when_it_was_measured() -> None:
+    text = headline(run(cell(throughput=(200.0,) * 3), cell("contiguous")))
+    assert "median TPOT and preemptions show no price" in text
+
+
+def test_unequal_budgets_and_other_differences_are_named() -> None:
+    text = headline(run(cell(budget=64 * 1024 * 1024), cell("contiguous", max_num_seqs=4)))
+    assert "unequal KV budgets (64 MiB against 128 MiB)" in text
+    assert "they differ in max_num_seqs too" in text
+
+
+def test_invalid_pair_gives_no_verdict() -> None:
+    text = headline(run(cell(throughput=(200.0,) * 3), cell("contiguous", reasons=("lag p99 3 ms",))))
+    assert text.startswith(
+        "No verdict, the measurement at 24 concurrent requests is invalid (contiguous: lag p99 3 ms)."
+    )
+    assert "not to be relied on" in text
+
+
+def test_invalid_low_load_spoils_only_its_own_clause() -> None:
+    cells = [
+        cell(throughput=(200.0,) * 3),
+        cell("contiguous"),
+        cell(load=3, reasons=("x",)),
+        cell("contiguous", load=3),
+    ]
+    text = headline(run(*cells))
+    assert "delivered 2.00x" in text
+    assert "at 3 there is no verdict (invalid measurement)" in text
+
+
+def test_failures_are_counted() -> None:
+    text = headline(run(cell(throughput=(200.0,) * 3, failed=3), cell("contiguous")))
+    assert "9 of 144 requests of paged (page 16) failed" in text
+
+
+def test_no_contiguous_cell_claims_nothing_about_paging() -> None:
+    text = headline(run(cell(throughput=(200.0,) * 3), cell(page_size=8, baseline=False)))
+    assert text.startswith("Without a contiguous cell this run cannot say what paging bought.")
+    assert "200 output tokens/s" in text
+
+
+def test_layouts_without_a_common_load() -> None:
+    assert "share no load" in headline(run(cell(load=3), cell("contiguous", load=24)))
+
+
+def test_foreign_engine_is_not_told_about_paging() -> None:
+    text = headline(run(cell("")))
+    assert "paging" not in text
+
+
+def test_open_loop_speaks_of_rates_and_ttft() -> None:
+    cells = [cell(mode="open", load=4, ttft=(800.0,) * 3), cell("contiguous", mode="open", load=4, ttft=(3200.0,) * 3)]
+    text = headline(run(*cells))
+    assert text.startswith("At 4 requests/s")
+    assert "its p95 TTFT was 800 ms instead of 3,200 ms" in text
+
+
+def test_incomplete_and_empty_runs() -> None:
+    text = headline(run(cell(), cell("contiguous"), missing=("a", "b"), status="incomplete"))
+    assert text.startswith("Incomplete run (2 of 4 cells measured): At 24")
+    assert headline(run()).startswith("Nothing was measured")
+
+
+def test_kernel_cost_is_told_only_where_the_same_number_ran() -> None:
+    same = compare(cell(load=3, tpot=(22.0,) * 3, running=3.0), cell("contiguous", load=3, running=3.0))
+    once = compare(
+        cell(throughput=(9.0,), tpot=(22.0,), running=3.0), cell("contiguous", throughput=(9.0,), running=3.0)
+    )
+    assert "too few" in kernel_cost(once)
+    assert "median TPOT 1.10x" in kernel_cost(same)
+    assert "walking page tables cost time" in kernel_cost(same)
+    unlike = compare(cell(running=18.0), cell("contiguous", running=4.0))
+    assert "cannot be told" in kernel_cost(unlike)
+    unknown = compare(cell(), cell("contiguous"))
+    assert "not the kernel alone" in kernel_cost(unknown)
