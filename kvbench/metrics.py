@@ -249,7 +249,7 @@ def summarise(
     begin = float(requests["ts"].min()) if len(requests) else 0.0
     window = steady_window(requests, load)
     duration = finish - begin
-    whole = (np.nextafter(begin, -np.inf), finish) if duration > 0 else None
+    whole = (float(np.nextafter(begin, -np.inf)), finish) if duration > 0 else None
     steady_rows = requests[requests["ts"].between(*window)] if window else requests.iloc[:0]
     return {
         "completed": len(good),

@@ -1,46 +1,19 @@
-"""How well the client itself kept up: loop lag, CPU, schedule slip, and what makes a load invalid."""
+"""How well the client kept up (lag, CPU, schedule slip), and what makes a load invalid. Pure functions."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import gevent
 import numpy as np
 
 from kvbench.load.samples import Sample
 
-PROBE_SLEEP_S = 0.010
 MAX_SLIP_MS = 5.0
 MAX_CPU_FRACTION = 0.70
 MIN_LAG_LIMIT_MS = 1.0
 LAG_SHARE_OF_ITL = 0.02
 MIN_LAG_SAMPLES = 100  # below a second of load, the p99 of the probe is its worst sample
-
-
-class LagProbe:
-    """A greenlet that sleeps 10 ms again and again and notes how late [s] it woke."""
-
-    def __init__(self) -> None:
-        self.lags: list[float] = []
-        self._greenlet: gevent.Greenlet | None = None
-
-    def start(self) -> None:
-        """Begins to measure."""
-        self._greenlet = gevent.spawn(self._run)
-
-    def stop(self) -> None:
-        """Ends; ``lags`` stays."""
-        if self._greenlet is not None:
-            self._greenlet.kill()
-            self._greenlet = None
-
-    def _run(self) -> None:
-        while True:
-            before = time.perf_counter()
-            gevent.sleep(PROBE_SLEEP_S)
-            self.lags.append(max(0.0, time.perf_counter() - before - PROBE_SLEEP_S))
 
 
 def percentile_ms(values: Sequence[float], q: float) -> float | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
-import os
 import resource
 import signal
 import sys
@@ -18,7 +16,9 @@ import gevent
 from locust.env import Environment
 
 from kvbench.load.client import Address, StreamFailure, Timeouts
-from kvbench.load.probe import LagProbe, client_report, invalid_reasons
+from kvbench.load.lag import LagProbe
+from kvbench.load.priority import better_priority
+from kvbench.load.probe import client_report, invalid_reasons
 from kvbench.load.requests import RequestList, read_requests
 from kvbench.load.samples import write_samples
 from kvbench.load.session import LoadSession
@@ -31,7 +31,7 @@ _PROGRESS_S = 0.25
 _START_LIMIT_S = 30.0
 _STOP_LIMIT_S = 1.2
 _STALL_MARGIN_S = 30.0
-_NICENESS = -10
+_SWITCH_S = 0.0002
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +82,6 @@ class Load:
         for number in (signal.SIGINT, signal.SIGTERM):
             gevent.signal_handler(number, self._on_signal, number)
         _allow_many_sockets()
-        niceness = _raise_priority()
         user = ClosedLoopUser if self.spec.mode == "closed" else OpenLoopUser
         env = Environment(user_classes=[type(user.__name__, (user,), {"session": self.session})])
         self.session.fire = env.events.request.fire
@@ -94,12 +93,14 @@ class Load:
             gc.collect()
             gc.freeze()
             gc.disable()  # a collection would stop all streams' stamps for milliseconds
-            started_unix = time.time()
-            cpu = time.process_time()
-            self.probe.start()
-            self.session.begin()
-            self._watch()
-            cpu, wall = time.process_time() - cpu, self.session.elapsed()
+            gevent.setswitchinterval(_SWITCH_S)  # else the parser's pauses let 5 ms pass before bytes are read
+            with better_priority(self.spec.better_priority) as priority:
+                started_unix = time.time()
+                cpu = time.process_time()
+                self.probe.start()
+                self.session.begin()
+                self._watch()
+                cpu, wall = time.process_time() - cpu, self.session.elapsed()
         except StreamFailure as failure:
             print(f"kvbench load: {failure}; is the server running at {self.spec.base_url}?", file=sys.stderr)
             self._emit("end", exit_code=EXIT_NOT_DRIVEN, error=str(failure))
@@ -111,7 +112,7 @@ class Load:
         with gevent.Timeout(_STOP_LIMIT_S, False):
             self.session.drain()
         gc.enable()
-        return self._finish(env, started_unix, cpu, wall, niceness)
+        return self._finish(env, started_unix, cpu, wall, priority)
 
     def _users(self) -> int:
         return int(self.spec.concurrency or 1) if self.spec.mode == "closed" else 1
@@ -168,14 +169,14 @@ class Load:
         except BrokenPipeError:
             self._on_signal(signal.SIGTERM)  # nobody reads any more: whoever started the load is gone
 
-    def _finish(self, env: Environment, started_unix: float, cpu_s: float, wall: float, niceness: int) -> int:
+    def _finish(self, env: Environment, started_unix: float, cpu_s: float, wall: float, priority: str) -> int:
         session = self.session
         code = 128 + self.signal if self.signal is not None else EXIT_OK
         if self.signal is None and session.server_gone:
             code = EXIT_NOT_DRIVEN
             print(f"kvbench load: the server stopped answering: {session.last_error}", file=sys.stderr)
         samples = session.samples
-        client = client_report(samples, self.probe.lags, cpu_s, wall, self.spec.mode) | {"niceness": niceness}
+        client = client_report(samples, self.probe.lags, cpu_s, wall, self.spec.mode) | {"priority": priority}
         missing = len(self.requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
         window = steady_window_of(
             [s.t0 - session.zero for s in samples],
@@ -210,17 +211,6 @@ class Load:
         part.replace(self.out / "load.json")
         self._emit("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
         return code
-
-
-def _raise_priority() -> int:
-    """Runs this process at a better priority where that is allowed; returns the niceness reached.
-
-    A load generator that shares its machine with the engine must be woken when bytes arrive, not a time slice
-    later.
-    """
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, min(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
-    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def _allow_many_sockets() -> None:

@@ -31,6 +31,7 @@ class LoadSpec(StrictModel):
     return_token_ids: bool = True
     api_key: str | None = None
     t_start: float | None = None
+    better_priority: bool = True
 
     @model_validator(mode="after")
     def _closed_needs_users(self) -> LoadSpec:

@@ -64,7 +64,7 @@ def _sentence(item: Any, lead: str) -> str:
     if kind == "union_tag_invalid":
         return f"{lead}{context['tag']!r} is not a known kind; use one of {context['expected_tags']}."
     if kind == "union_tag_not_found":
-        return f"{lead}the key {context['discriminator']} is missing; it says which of {', '.join(_UNION_TAGS)} this is."
+        return f"{lead}the key {context['discriminator']} is missing; give one of {', '.join(_UNION_TAGS)}."
     if kind in _WANTED:
         return f"{lead}{item['input']!r} is not {_WANTED[kind]}; write {_WANTED[kind]} here."
     return f"{lead}{item['input']!r} is not allowed. {item['msg']}."
