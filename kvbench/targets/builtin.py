@@ -25,7 +25,6 @@ from kvbench.workload import default_profile
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
 _CPU_DEFAULT_BUDGET = 256 * 2**20  # EngineConfig.kv_budget's default on a CPU
-_NICE = 5  # the load client gets the better priority where both share a small machine
 
 
 class ServerRefusedError(UsageError):
@@ -61,7 +60,7 @@ class BuiltinTarget(HttpTarget):
                 [*self.command, *command_line(settings), "--host", "127.0.0.1", "--port", str(self.port)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                nice=_NICE,
+                background=True,
                 env={"PYTHONUNBUFFERED": "1"},
             )
         try:

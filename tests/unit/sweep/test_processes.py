@@ -48,10 +48,10 @@ def test_a_child_that_ignores_term_is_killed_with_its_own_children():
 def test_a_polite_child_ends_by_term():
     process = processes.launch(
         [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, nice=3,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, background=True,
     )  # fmt: skip
     process.stdout.readline()
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 3
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 5
     assert processes.stop(process) == -15
     process.stdout.close()
 
