@@ -20,10 +20,20 @@ from functools import cache
 import numba
 from numba import types
 
-from kernels.numba_memory import JIT, call_get_int, call_parallel, load_f32, load_i64, store_f32, store_i64
+from kernels.numba_memory import (
+    JIT,
+    call_get_int,
+    call_parallel,
+    load_f32,
+    load_i64,
+    prefetch_line,
+    store_f32,
+    store_i64,
+)
 from kernels.numba_simd import add_weighted_rows, exp_minus, max_of, scale_row, score_token, softcap_of
 
 BLOCK = 32  # tokens; K and V of a block (Hkv * D * 4 bytes * 32 each) stay in the L1/L2 cache
+OFFSETS_BYTES = 2 * 8 * BLOCK  # where the K rows, then the V rows, of a block lie
 NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
 
 (
@@ -39,7 +49,7 @@ NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
 def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """(bytes of scratch per thread, bytes of one accumulator set ``[H, Dv] + m [H] + l [H]``)."""
     accumulators = 4 * num_heads * (v_head_dim + 2)
-    total = 3 * accumulators + 4 * num_heads * head_dim + 4 * num_heads * BLOCK + 2 * 8 * BLOCK
+    total = 3 * accumulators + 4 * num_heads * head_dim + 4 * num_heads * BLOCK + 2 * OFFSETS_BYTES
     return (total + 127) // 64 * 64 + 64, accumulators
 
 
@@ -52,8 +62,8 @@ def _visible(args: int, b: int) -> int:
 
 
 @numba.njit(**JIT)
-def _fill_offsets(args: int, b: int, token: int, count: int, k_offsets: int, v_offsets: int) -> None:
-    """Byte offsets of the K and V rows of tokens token..token+count-1 of sequence b."""
+def _fill_offsets(args: int, b: int, token: int, count: int, offsets: int) -> None:
+    """Byte offsets of the K rows, then of the V rows, of tokens token..token+count-1 of sequence b."""
     pages = load_i64(args + 8 * A_PAGES) + b * load_i64(args + 8 * A_PAGES_STRIDE)
     page_size = load_i64(args + 8 * A_PAGE_SIZE)
     k_stride, v_stride = load_i64(args + 8 * A_K_STRIDE), load_i64(args + 8 * A_V_STRIDE)
@@ -64,8 +74,8 @@ def _fill_offsets(args: int, b: int, token: int, count: int, k_offsets: int, v_o
         slot = load_i64(pages + 8 * page) + within
         run = min(page_size - within, count - done)
         for _ in range(run):
-            store_i64(k_offsets + 8 * done, slot * k_stride)
-            store_i64(v_offsets + 8 * done, slot * v_stride)
+            store_i64(offsets + 8 * done, slot * k_stride)
+            store_i64(offsets + 8 * (BLOCK + done), slot * v_stride)
             slot += 1
             done += 1
         page += 1
@@ -103,6 +113,19 @@ def _softmax_block(scores: int, acc: int, heads: int, v_dim: int, count: int, ca
                 at = acc + 4 * (h * v_dim + d)
                 store_f32(at, load_f32(at) * factor)
         store_f32(sums + 4 * h, total + exp_minus(s, top, blocks))
+
+
+@numba.njit(**JIT)
+def _prefetch_rows(k_row: int, k_bytes: int, v_row: int, v_bytes: int) -> None:
+    """Ask for a V row that is read right after the scores (L1) and a K row of the next block (L2).
+
+    The hardware's own prefetching ends at each page of the table. Measured on one core, 67 MB of KV,
+    as a share of the read ceiling: 0.58 to 0.74 with pages of 16 tokens, 0.35 to 0.53 with pages of 1.
+    """
+    for line in range(0, v_bytes, 64):
+        prefetch_line(v_row + line, 1)
+    for line in range(0, k_bytes, 64):
+        prefetch_line(k_row + line, 2)
 
 
 @numba.njit(**JIT)
@@ -210,9 +233,8 @@ def build_worker(group: int, head_dim: int, v_head_dim: int):
         q_head_stride = load_i64(args + 8 * A_Q_HEAD_STRIDE)
         set_bytes = 4 * heads * (v_head_dim + 2)
         sets = load_i64(args + 8 * A_WORK) + thread * load_i64(args + 8 * A_WORK_STRIDE)
-        k_offsets = sets + 3 * set_bytes
-        v_offsets = k_offsets + 8 * BLOCK
-        q_scaled = v_offsets + 8 * BLOCK
+        offsets, ahead = sets + 3 * set_bytes, sets + 3 * set_bytes + OFFSETS_BYTES
+        q_scaled = ahead + OFFSETS_BYTES
         scores = q_scaled + 4 * heads * head_dim
         k_base, v_base = load_i64(args + 8 * A_K), load_i64(args + 8 * A_V)
         scale, cap = load_f32(load_i64(args + 8 * A_FLOATS)), load_f32(load_i64(args + 8 * A_FLOATS) + 4)
@@ -232,11 +254,17 @@ def build_worker(group: int, head_dim: int, v_head_dim: int):
                 scale_row(q_row + h * q_head_stride, q_scaled + 4 * h * head_dim, scale, head_dim)
             first = load_i64(load_i64(args + 8 * A_LENS) + 8 * b) - visible - start
             token, last = first + max(lo, start), first + min(hi, stop)
+            _fill_offsets(args, b, token, min(BLOCK, last - token), offsets)
             while token < last:
-                count = min(BLOCK, last - token)
-                _fill_offsets(args, b, token, count, k_offsets, v_offsets)
+                count, count_ahead = min(BLOCK, last - token), min(BLOCK, max(0, last - token - BLOCK))
+                _fill_offsets(args, b, token + count, count_ahead, ahead)
+                v_offsets = offsets + 8 * BLOCK
                 for j in range(count):
-                    row = k_base + load_i64(k_offsets + 8 * j)
+                    row = k_base + load_i64(offsets + 8 * j)
+                    row_ahead = k_base + load_i64(ahead + 8 * j)
+                    k_ahead = 4 * kv_heads * head_dim if j < count_ahead else 0
+                    v_row = v_base + load_i64(v_offsets + 8 * j)
+                    _prefetch_rows(row_ahead, k_ahead, v_row, 4 * kv_heads * v_head_dim)
                     for n in range(kv_heads):
                         q_at, k_at = q_scaled + 4 * n * group * head_dim, row + 4 * n * head_dim
                         score_token(q_at, k_at, scores + 4 * (n * group * BLOCK + j), group, head_dim, BLOCK)
@@ -246,6 +274,7 @@ def build_worker(group: int, head_dim: int, v_head_dim: int):
                     v_at = v_base + 4 * n * v_head_dim
                     add_weighted_rows(acc_at, p_at, v_at, v_offsets, count, group, v_head_dim, BLOCK)
                 token += count
+                offsets, ahead = ahead, offsets
             if whole:
                 _finish(args, b, acc)
 

@@ -48,6 +48,22 @@ def copy_bytes(typingctx, target, source, count):
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
+@intrinsic(prefer_literal=True)
+def prefetch_line(typingctx, address, level):
+    """Ask for the cache line at ``address``, into the L1 or L2 cache (``level`` 1 or 2, a constant)."""
+
+    def codegen(context, builder, signature, args):
+        pointer_type = ir.PointerType(ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [pointer_type, I32, I32, I32])
+        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, locality, data = 0, 4 - level.literal_value, 1
+        constants = [ir.Constant(I32, c) for c in (read, locality, data)]
+        builder.call(fetch, [builder.inttoptr(args[0], pointer_type), *constants])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, level), codegen
+
+
 @intrinsic
 def load_f32(typingctx, address):
     """The float at a byte address."""

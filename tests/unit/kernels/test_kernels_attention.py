@@ -11,7 +11,7 @@ from kernel_cases import SHAPES, Problem, check_decode, check_prefill
 from kernels import get_backend
 
 TOLERANCE = 1e-5
-QUIET = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUIET = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @st.composite

@@ -1,0 +1,149 @@
+"""Decode and prefill kernels on this machine: KV bytes per second against the machine's own read ceiling.
+
+    python -m pytest tests/benchmarks/test_kernels.py
+
+The ceiling is the fastest that torch sums or dots the very same KV memory. Figures are in `extra_info`
+(`--benchmark-json`): kv_gb_per_s and ceiling_gb_per_s (1 GB = 1e9 bytes, from the fastest round), ratio.
+On a shared machine trust the fastest round. Runs on the CUDA device if there is one, else on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import default_backend, get_backend
+
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+HEADS, KV_HEADS, DIM = (32, 8, 128) if CUDA else (8, 4, 64)
+SHAPES = [(64, 4096), (1, 32768)] if CUDA else [(32, 1024), (8, 4096), (1, 32768)]  # (batch, context)
+CONTIGUOUS = 0  # as a page size: one unaligned run of slots per sequence
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A decode step over sequences of one length, pages in random order."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    page_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    page_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV that one decode step has to read."""
+        return int(self.seq_lens.sum()) * KV_HEADS * DIM * 2 * self.k.element_size()
+
+
+def make_batch(batch: int, context: int, page_size: int) -> Batch:
+    """Random KV for ``batch`` sequences of ``context`` tokens."""
+    torch.manual_seed(0)
+    if page_size == CONTIGUOUS:
+        page_size, pages = context + 1, 1  # a gap of one slot, so that bases are not aligned
+    else:
+        pages = -(-context // page_size)
+    starts = torch.randperm(batch * pages).view(batch, pages) * page_size
+    k, v = (torch.randn(batch * pages * page_size, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for _ in "kv")
+    q = torch.randn(batch, HEADS, DIM, dtype=DTYPE, device=DEVICE)
+    return Batch(q, k, v, starts.to(DEVICE), torch.full((batch,), context, device=DEVICE), page_size)
+
+
+def wait() -> None:
+    """Until the GPU is done; nothing on a CPU."""
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def ceiling(b: Batch) -> float:
+    """GB/s at which torch reads this batch's KV, the better of sum and dot, fastest of 10."""
+    flat = [x.view(-1) for x in (b.k, b.v)]
+    best = 0.0
+    for read in (torch.sum, lambda x: torch.dot(x, x)):
+        for _ in range(10):
+            wait()
+            start = time.perf_counter()
+            for x in flat:
+                read(x)
+            wait()
+            best = max(best, sum(x.nbytes for x in flat) / (time.perf_counter() - start) / 1e9)
+    return best
+
+
+def measure(benchmark, b: Batch, step) -> None:
+    """Time ``step`` and put KV throughput beside the ceiling, measured right before."""
+    top = ceiling(b)
+
+    def timed() -> None:
+        step()
+        wait()
+
+    benchmark.pedantic(timed, rounds=40, warmup_rounds=5)
+    achieved = b.kv_bytes / benchmark.stats.stats.min / 1e9
+    benchmark.extra_info.update(
+        kv_gb_per_s=round(achieved, 2), ceiling_gb_per_s=round(top, 2), ratio=round(achieved / top, 3)
+    )
+    print(f"\n  {achieved:.1f} GB/s of KV, ceiling {top:.1f} GB/s, ratio {achieved / top:.2f}")
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 8, 16, 64, 256, CONTIGUOUS])
+@pytest.mark.parametrize(("batch", "context"), SHAPES)
+def test_decode(benchmark, batch, context, page_size):
+    backend, b = get_backend(default_backend(DEVICE, DTYPE)), make_batch(batch, context, page_size)
+    out = torch.empty_like(b.q)
+    args = (b.q, b.k, b.v, b.page_starts, b.seq_lens, b.page_size)
+    plan = backend.plan_decode(b.page_starts, b.seq_lens, b.page_size)
+    benchmark.group = f"decode {batch} x {context}"
+    measure(benchmark, b, lambda: backend.decode_attention(*args, scale=DIM**-0.5, out=out, plan=plan))
+
+
+@pytest.mark.parametrize(("batch", "context"), SHAPES)
+def test_decode_by_gather_and_sdpa(benchmark, batch, context):
+    """What there was before paged kernels: gather all KV, then SDPA."""
+    b = make_batch(batch, context, 16)
+    tokens = torch.arange(context, device=DEVICE)
+    slots = b.page_starts[:, tokens // 16] + tokens % 16
+
+    def step() -> torch.Tensor:
+        k, v = (x[slots].transpose(1, 2) for x in (b.k, b.v))
+        return F.scaled_dot_product_attention(b.q[:, :, None], k, v, enable_gqa=True)
+
+    benchmark.group = f"decode {batch} x {context}"
+    measure(benchmark, b, step)
+
+
+@pytest.mark.parametrize(("batch", "context"), SHAPES)
+def test_decode_by_sdpa_on_contiguous_kv(benchmark, batch, context):
+    """The best that torch does when nothing is paged: the GQA group packed as query rows."""
+    b = make_batch(batch, context, 16)
+    k, v = (x.view(batch, context, KV_HEADS, DIM).transpose(1, 2) for x in (b.k, b.v))
+    q = b.q.view(batch, KV_HEADS, HEADS // KV_HEADS, DIM)
+    benchmark.group = f"decode {batch} x {context}"
+    measure(benchmark, b, lambda: F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize(("new", "context"), [(128, 0), (512, 0), (128, 512), (512, 1536)])
+@pytest.mark.parametrize("page_size", [16, CONTIGUOUS])
+def test_prefill(benchmark, new, context, page_size):
+    """One sequence's chunk after ``context`` tokens."""
+    backend, b = get_backend(default_backend(DEVICE, DTYPE)), make_batch(1, new + context, page_size)
+    q = torch.randn(new, HEADS, DIM, dtype=DTYPE, device=DEVICE)
+    new_kv = tuple(torch.randn(new, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for _ in "kv")
+    starts, out = torch.tensor([0, new], device=DEVICE), torch.empty_like(q)
+    args = (q, b.k, b.v, b.page_starts, starts, b.seq_lens, b.page_size)
+    plan = backend.plan_prefill(b.page_starts, starts, b.seq_lens, b.page_size)
+    benchmark.group = f"prefill {new} after {context}"
+
+    def step() -> None:
+        backend.prefill_attention(*args, scale=DIM**-0.5, out=out, new_kv=new_kv, plan=plan)
+        wait()
+
+    benchmark.pedantic(step, rounds=30, warmup_rounds=3)
+    pairs = new * context + new * (new + 1) / 2  # query x key pairs under the causal mask
+    benchmark.extra_info["gflop_per_s"] = round(4 * pairs * HEADS * DIM / benchmark.stats.stats.min / 1e9, 1)
