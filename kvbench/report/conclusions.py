@@ -127,7 +127,11 @@ def _best(run: Run, load: LoadPoint) -> str:
     if top is None:
         return f"At {load.label}: no valid cell."
     s = top.throughput
+    others = len(run.at(load)) - 1
     level = f"; level with it: {words.listing(top.level_with)}" if top.level_with else ""
+    if len(top.level_with) > 3:
+        level = f"; {'all' if len(top.level_with) == others else len(top.level_with)} of the {others} others are level"
+        level += " with it"
     return (
         f"At {load.label}: {top.cell.name} with {words.tokens_per_s(s.median)} output tokens/s "
         f"({bounds(s.low, s.high, s.n, repeats=False)}){level}."

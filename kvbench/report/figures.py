@@ -11,7 +11,7 @@ from kvbench.report.figures_latency import distribution_figure, latency_figure
 from kvbench.report.findings import HIGHER, LOWER, SAME, Comparison, best, paging, reference, spread
 from kvbench.report.occupancy import occupancy
 from kvbench.report.sentence import upper_first
-from kvbench.report.style import Drawing, finish, hover, looks, ratio_text, safe
+from kvbench.report.style import Drawing, Look, finish, hover, looks, ratio_text, safe
 
 
 def drawings(run: Run) -> list[Drawing]:
@@ -43,52 +43,9 @@ def drawings(run: Run) -> list[Drawing]:
 def headline_figure(run: Run) -> Drawing:
     """Bars of output tokens/s by load and configuration, with min-max bars and each repeat as a dot."""
     figure, look, names = go.Figure(), looks(run), run.configs
-    width = 0.84 / len(names)
+    bars = len(names) * len(run.loads)
     for position, name in enumerate(names):
-        cells = [cell for cell in run.cells if cell.name == name and cell.throughput()]
-        xs = [run.loads.index(c.load) + (position - (len(names) - 1) / 2) * width for c in cells]
-        spreads = [s for c in cells if (s := spread(c.throughput()))]
-        figure.add_bar(
-            x=xs,
-            y=[s.median for s in spreads],
-            width=width * 0.9,
-            name=safe(name),
-            legendgroup=name,
-            marker={
-                "color": look[name].colour,
-                "opacity": 0.85,
-                "pattern": {"shape": ["" if c.valid else "/" for c in cells], "fillmode": "overlay", "fgcolor": "#fff"},
-            },
-            hovertext=[hover(run, c) for c in cells],
-            hoverinfo="text",
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [s.high - s.median for s in spreads],
-                "arrayminus": [s.median - s.low for s in spreads],
-                "color": "#777",
-                "thickness": 1.4,
-                "width": 4,
-            },
-        )
-        dots = [
-            (x, value, f"{safe(name)}, {c.load.short}, repeat {repeat}: {words.tokens_per_s(value)} tokens/s")
-            for x, c in zip(xs, cells, strict=True)
-            for repeat, value in c.throughput().items()
-        ]
-        figure.add_scatter(
-            x=[d[0] for d in dots],
-            y=[d[1] for d in dots],
-            hovertext=[d[2] for d in dots],
-            hoverinfo="text",
-            mode="markers",
-            legendgroup=name,
-            showlegend=False,
-            marker={"size": 5, "color": "#fff", "line": {"color": "#333", "width": 1}},
-        )
-        for x, c, s in zip(xs, cells, spreads, strict=True):
-            if (text := ratio_text(run, c)) is not None:
-                figure.add_annotation(x=x, y=s.high, text=text, showarrow=False, yshift=12, font={"size": 12})
+        _bars(figure, run, name, position, look[name], upright=bars > 15)
     figure.update_xaxes(
         tickvals=list(range(len(run.loads))),
         ticktext=[load.label for load in run.loads],
@@ -97,15 +54,60 @@ def headline_figure(run: Run) -> Drawing:
     )
     figure.update_yaxes(title_text="output tokens/s (steady window)", rangemode="tozero")
     ref = reference(run, run.loads[-1])
-    above = f" Above: ratio to {ref.name}, paired by repeat; ≈ means level." if ref and len(names) > 1 else ""
-    hatched = " Hatched: invalid." if any(not c.valid for c in run.cells) else ""
-    return Drawing(
-        "headline",
-        _headline_title(run),
-        f"Bar: median over repeats; line: lowest to highest repeat; dots: repeats.{above}{hatched}",
-        finish(figure, 440),
-        120 * len(run.loads) + 320,
+    caption = "Bar: median over repeats; line: lowest to highest repeat; dots: repeats."
+    if ref and len(names) > 1:
+        caption += f" Above: ratio to {ref.name}, paired by repeat; ≈ means level."
+    if any(not cell.valid for cell in run.cells):
+        caption += " Hatched: invalid."
+    width = min(1150, max(120 * len(run.loads) + 320, 52 * bars + 80))
+    return Drawing("headline", _headline_title(run), caption, finish(figure, 440), width)
+
+
+def _bars(figure: go.Figure, run: Run, name: str, position: int, look: Look, upright: bool) -> None:
+    """One configuration's bars; `upright`: too many bars for ratios to be written across."""
+    width = 0.84 / len(run.configs)
+    cells = [cell for cell in run.cells if cell.name == name and cell.throughput()]
+    xs = [run.loads.index(c.load) + (position - (len(run.configs) - 1) / 2) * width for c in cells]
+    spreads = [s for c in cells if (s := spread(c.throughput()))]
+    pattern = {"shape": ["" if c.valid else "/" for c in cells], "fillmode": "overlay", "fgcolor": "#fff"}
+    figure.add_bar(
+        x=xs,
+        y=[s.median for s in spreads],
+        width=width * 0.9,
+        name=safe(name),
+        legendgroup=name,
+        marker={"color": look.colour, "opacity": 0.85, "pattern": pattern},
+        hovertext=[hover(run, c) for c in cells],
+        hoverinfo="text",
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "array": [s.high - s.median for s in spreads],
+            "arrayminus": [s.median - s.low for s in spreads],
+            "color": "#777",
+            "thickness": 1.4,
+            "width": 4,
+        },
     )
+    dots = [
+        (x, value, f"{safe(name)}, {c.load.short}, repeat {repeat}: {words.tokens_per_s(value)} tokens/s")
+        for x, c in zip(xs, cells, strict=True)
+        for repeat, value in c.throughput().items()
+    ]
+    figure.add_scatter(
+        x=[dot[0] for dot in dots],
+        y=[dot[1] for dot in dots],
+        hovertext=[dot[2] for dot in dots],
+        hoverinfo="text",
+        mode="markers",
+        legendgroup=name,
+        showlegend=False,
+        marker={"size": 5, "color": "#fff", "line": {"color": "#333", "width": 1}},
+    )
+    turned = {"textangle": -90, "yshift": 24} if upright else {"yshift": 12}
+    for x, c, s in zip(xs, cells, spreads, strict=True):
+        if (text := ratio_text(run, c)) is not None:
+            figure.add_annotation(x=x, y=s.high, text=text, showarrow=False, font={"size": 12}, **turned)
 
 
 def _headline_title(run: Run) -> str:
@@ -138,6 +140,7 @@ def _best_title(run: Run) -> str:
 def cells_figure(run: Run) -> Drawing:
     """A row of panels a load: throughput on the left, p95 TTFT on the right, a line a configuration."""
     loads, look = list(reversed(run.loads)), looks(run)
+    height = 90 + len(loads) * (70 + 34 * len(run.configs))
     titles = [f"{what}, {load.label}" for load in loads for what in ("output tokens/s", "p95 TTFT, ms")]
     figure = make_subplots(
         rows=len(loads),
@@ -145,7 +148,7 @@ def cells_figure(run: Run) -> Drawing:
         subplot_titles=titles,
         shared_yaxes="rows",
         horizontal_spacing=0.06,
-        vertical_spacing=0.42 / (len(loads) + 1),
+        vertical_spacing=82 / (height - 82),
     )
     for row, load in enumerate(loads, start=1):
         for cell in reversed(run.at(load)):
@@ -160,7 +163,7 @@ def cells_figure(run: Run) -> Drawing:
         verb = {SAME: "is level with", HIGHER: "is worse than", LOWER: "is better than"}[r.verdict]
         title = f"p95 TTFT of {c.a.name} {verb} that of {c.b.name} at {c.load.short}: {words.ratio(r.median)}"
         title += "" if c.valid else " (invalid)"
-    finish(figure, 90 + len(loads) * (70 + 34 * len(run.configs)), legend=False)
+    finish(figure, height, legend=False)
     return Drawing(
         "cells",
         title,

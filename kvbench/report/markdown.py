@@ -71,6 +71,12 @@ def markdown(run: Run) -> str:
             ),
             "",
         ]
+    lines += _origin(run)
+    return "\n".join(lines)
+
+
+def _origin(run: Run) -> list[str]:
+    lines: list[str] = []
     command = reproduce(run)
     if command:
         lines += ["## Reproduce", "", "```sh", command.replace("```", ""), "```", ""]
@@ -85,7 +91,7 @@ def markdown(run: Run) -> str:
         "</details>",
         "",
     ]
-    return "\n".join(lines)
+    return lines
 
 
 def escape(text: Any) -> str:

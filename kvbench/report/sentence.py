@@ -105,6 +105,8 @@ def _versus(run: Run, top: Best) -> str:
     if base is not None and base is not top.cell and (r := compare(top.cell, base).throughput) is not None:
         against = f", {words.ratio(r.median)} the baseline {base.name} ({words.spread(r.low, r.high, r.n)})"
     level = f", level with {words.listing(top.level_with)}" if top.level_with else ""
+    if len(top.level_with) > 3:
+        level = f", level with {len(top.level_with)} others"
     return against + level
 
 

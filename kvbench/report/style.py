@@ -72,7 +72,7 @@ def finish(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
     """Margins, fonts and grid; colours of text are set by the page, so that light and dark both read."""
     figure.update_layout(
         height=height,
-        margin={"l": 64, "r": 20, "t": 44, "b": 36},
+        margin={"l": 64, "r": 44, "t": 44, "b": 36},
         template="none",
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -86,7 +86,7 @@ def finish(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
             "x": 0,
             "xanchor": "left",
         },
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#9aa3ad", "activecolor": "#5b6675"},
+        modebar={"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": "#9aa3ad", "activecolor": "#5b6675"},
         hoverlabel={"align": "left", "font": {"family": FONT, "size": 12}},
     )
     figure.update_xaxes(

@@ -18,7 +18,7 @@
   plots.forEach((plot) => {
     const figure = figures[Number(plot.dataset.figure)];
     Plotly.newPlot(plot, figure.data, figure.layout, {
-      responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
+      responsive: true, displayModeBar: "hover", displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
     });
   });
   if (plots.length) {

@@ -10,7 +10,8 @@ import pytest
 from kvbench.report import build_report
 from kvbench.report.data import Run
 from kvbench.report.reading import read_run
-from tests.support.synthetic_run import VARIANTS, Scenario, make_run
+from tests.support.synthetic_run import PAIR, VARIANTS, make_run
+from tests.support.toy_engine import Scenario
 
 
 @pytest.fixture(scope="session")
@@ -47,5 +48,6 @@ def page_of(run_folder: Callable[[str], Path]) -> Callable[[str], str]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Run]:
-    """A run of its own: `make(repeats=2, ...)` with Scenario's fields."""
-    return lambda **fields: read_run(make_run(tmp_path / "own", Scenario(**fields)))
+    """A small run of its own, paged and contiguous: `make(repeats=2, ...)` with Scenario's fields."""
+    small = {"configs": PAIR, "num_requests": 30}
+    return lambda **fields: read_run(make_run(tmp_path / "own", Scenario(**(small | fields))))

@@ -22,7 +22,8 @@ from kvbench.report.page import page
 from kvbench.report.reading import read_run
 from kvbench.report.series import ecdf, log_axis, thin
 from kvbench.report.style import looks
-from tests.support.synthetic_run import VARIANTS, Scenario, make_run
+from tests.support.synthetic_run import PAIR, VARIANTS, make_run
+from tests.support.toy_engine import Scenario
 
 EVIL = '<script>alert("x")</script><img src="https://evil.example/x.png">'
 
@@ -91,7 +92,6 @@ def test_everything_from_outside_is_escaped(make: Callable[..., Run]) -> None:
         workload_name=EVIL,
         text=EVIL,
         repeats=1,
-        num_requests=30,
         concurrencies=(3,),
         invalid={"layout-contiguous": (EVIL,)},
     )
@@ -114,7 +114,7 @@ def run_without_evil(run: Run) -> Run:
 
 
 def test_labels_of_a_foreign_engine_are_escaped_in_figures(make: Callable[..., Run], tmp_path: Path) -> None:
-    run = make(repeats=1, num_requests=30, concurrencies=(3,))
+    run = make(repeats=1, concurrencies=(3,))
     path = run.cells[0].folder / "summary.json"
     summary = json.loads(path.read_text())
     summary["settings"].pop("layout")
@@ -139,7 +139,7 @@ def test_markdown_table_has_every_cell(run_of: Callable[[str], Run]) -> None:
 
 
 def test_changed_data_change_the_sentence(make: Callable[..., Run]) -> None:
-    run = make(num_requests=30)
+    run = make()
     before = headline(run.folder)
     for cell in run.cells:
         if cell.is_paged:
@@ -154,7 +154,7 @@ def test_changed_data_change_the_sentence(make: Callable[..., Run]) -> None:
 
 
 def test_single_repeat_of_a_planned_three_is_incomplete(make: Callable[..., Run]) -> None:
-    run = make(num_requests=30)
+    run = make()
     path = run.cells[0].folder / "summary.json"
     summary = json.loads(path.read_text())
     summary["repeats"] = summary["repeats"][:2]
@@ -164,7 +164,7 @@ def test_single_repeat_of_a_planned_three_is_incomplete(make: Callable[..., Run]
 
 
 def test_unreadable_summary_is_reported_not_fatal(make: Callable[..., Run]) -> None:
-    run = make(num_requests=30, repeats=1)
+    run = make(repeats=1)
     (run.cells[0].folder / "summary.json").write_text('{"cell_id": "x", ')
     broken = read_run(run.folder)
     assert len(broken.cells) == len(run.cells) - 1
@@ -241,6 +241,6 @@ def test_log_axis_ticks_lie_on_one_two_five() -> None:
 
 
 def test_same_seed_same_report(tmp_path: Path) -> None:
-    scenario = Scenario(repeats=1, num_requests=30, concurrencies=(3,))
+    scenario = Scenario(configs=PAIR, repeats=1, num_requests=30, concurrencies=(3,))
     a, b = (read_run(make_run(tmp_path / name / "run", scenario)) for name in ("a", "b"))
     assert markdown(a) == markdown(b)
