@@ -32,10 +32,9 @@ def _in_child(background: bool) -> Callable[[], None]:
     def prepare() -> None:
         if background:
             os.nice(_BACKGROUND_NICE)
-            if hasattr(
-                os, "SCHED_BATCH"
-            ):  # its wake-ups do not interrupt whoever is running, the load client above all
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            if hasattr(os, "SCHED_BATCH"):  # its wake-ups do not interrupt whoever runs, the load client above all
+                with contextlib.suppress(OSError):
+                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         if _LIBC is not None:
             # When kvbench is killed outright (SIGKILL, OOM), the kernel tells its children.
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 from kvbench.design import Block, Cell
 
@@ -63,6 +64,13 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+class _LiveText(ProgressColumn):
+    """Asks for its text at every refresh, so that clocks go on while nothing happens."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["text"]())
+
+
 class SweepProgress:
     """The sweep's listener. ``blocks`` are those still to run; their loads are counted once each."""
 
@@ -78,19 +86,14 @@ class SweepProgress:
         self._requests = (0, 0, 0)
         self._bars: Progress | None = None
         if console.is_terminal:
-            columns = (
-                TextColumn("{task.description}", table_column=None),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[text]}"),
-            )
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), _LiveText())
             self._bars = Progress(*columns, console=console, refresh_per_second=4, transient=True)
-            self._sweep_bar = self._bars.add_task("sweep", total=self._total, text="")
-            self._load_bar = self._bars.add_task("starting", total=1, text="")
+            self._sweep_bar = self._bars.add_task("sweep", total=self._total, text=self._sweep_text)
+            self._load_bar = self._bars.add_task("starting", total=None, text=self._load_text)
 
     def __enter__(self) -> SweepProgress:
         if self._bars:
             self._bars.start()
-            self._refresh()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -110,8 +113,7 @@ class SweepProgress:
     def status(self, text: str) -> None:
         self._current = None
         if self._bars:
-            self._bars.update(self._load_bar, description=text, completed=0, total=None, text="")
-            self._refresh()
+            self._bars.update(self._load_bar, description=text, completed=0, total=None)
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self._current = (cell.cell_id, repeat)
@@ -119,14 +121,11 @@ class SweepProgress:
         self._requests = (0, total, 0)
         if self._bars:
             self._bars.update(self._load_bar, description=f"{cell.cell_id} repeat {repeat}", completed=0, total=total)
-            self._refresh()
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
         self._requests = (done, total, failed)
         if self._bars:
-            text = f"{done}/{total} requests" + (f", {failed} failed" if failed else "") + f", {clock(elapsed_s)}"
-            self._bars.update(self._load_bar, completed=done, total=total, text=text)
-            self._refresh()
+            self._bars.update(self._load_bar, completed=done, total=total)
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
         self._estimator.observe(cell, time.monotonic() - self._load_began, done.get("server_start_s"))
@@ -155,12 +154,16 @@ class SweepProgress:
             highlight=False,
             soft_wrap=True,
         )
-        self._refresh()
+        if self._bars:
+            self._bars.update(self._sweep_bar, completed=self._done)
 
-    def _refresh(self) -> None:
-        if not self._bars:
-            return
+    def _sweep_text(self) -> str:
         elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
-        at = min(self._done + 1, self._total)
-        text = f"load {at} of {self._total}, {elapsed} elapsed, about {left} left"
-        self._bars.update(self._sweep_bar, completed=self._done, text=text)
+        return f"load {min(self._done + 1, self._total)} of {self._total}, {elapsed} elapsed, about {left} left"
+
+    def _load_text(self) -> str:
+        if self._current is None:
+            return ""
+        done, total, failed = self._requests
+        words = f"{done}/{total} requests" + (f", {failed} failed" if failed else "")
+        return f"{words}, {clock(time.monotonic() - self._load_began)}"

@@ -60,3 +60,17 @@ def test_time_left_falls_to_zero():
         for cell in block.cells:
             progress.load_failed(cell, 1, "x")
     assert progress.time_left_s() == 0
+
+
+def test_on_a_terminal_the_bars_say_which_load_how_far_and_how_long():
+    out = io.StringIO()
+    blocks = plan_blocks(DESIGN, 1, 0)
+    cell = blocks[0].cells[0]
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    with SweepProgress(console, blocks, Estimator({"c1": 1.0, "c4": 1.0})) as progress:
+        progress.load_started(cell, 1, 8)
+        progress.load_progress(5, 8, 1, 61.0)
+        progress._bars.refresh()
+    shown = out.getvalue()
+    assert f"{cell.cell_id} repeat 1" in shown and "5/8 requests, 1 failed, 0:00" in shown
+    assert "load 1 of 4" in shown and "left" in shown
