@@ -25,7 +25,7 @@ INT64_POINTERS = {"pages_ptr", "slots_ptr", "query_starts_ptr", "lens_ptr"}
 
 
 def run_checks(interpret: str) -> None:
-    env = os.environ | {"TRITON_INTERPRET": interpret}
+    env = os.environ | {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=CHECKS.parents[3])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
