@@ -18,7 +18,9 @@ def drawings(run: Run) -> list[Drawing]:
     """Every figure the run has data for."""
     if not run.cells:
         return []
-    found = [headline_figure(run), cells_figure(run), latency_figure(run)]
+    found = [headline_figure(run), cells_figure(run)]
+    if len(run.cells) > 1:
+        found.append(latency_figure(run))
     distribution = distribution_figure(run)
     if distribution is not None:
         found.append(distribution)
@@ -65,7 +67,7 @@ def headline_figure(run: Run) -> Drawing:
 
 def _bars(figure: go.Figure, run: Run, name: str, position: int, look: Look, upright: bool) -> None:
     """One configuration's bars; `upright`: too many bars for ratios to be written across."""
-    width = 0.84 / len(run.configs)
+    width = min(0.84 / len(run.configs), 0.26)
     cells = [cell for cell in run.cells if cell.name == name and cell.throughput()]
     xs = [run.loads.index(c.load) + (position - (len(run.configs) - 1) / 2) * width for c in cells]
     spreads = [s for c in cells if (s := spread(c.throughput()))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,8 @@ def brief(run: Run) -> list[str]:
     model = facts.get("model") or (workload.get("model") if isinstance(workload, Mapping) else None)
     if isinstance(model, Mapping):
         model = model.get("name") or model.get("config") or model.get("path")
-    return [_text(value) for value in (facts.get("started"), model, facts.get("device")) if _text(value)]
+    started = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1 \2 UTC", _text(facts.get("started")))
+    return [_text(value) for value in (started, model, facts.get("device")) if _text(value)]
 
 
 def environment(run: Run) -> list[tuple[str, str]]:

@@ -57,6 +57,9 @@ def log_axis(values: np.ndarray) -> dict[str, Any]:
     if not len(positive):
         return {}
     low, high = float(np.quantile(positive, 0.005)), float(positive.max())
+    if high < 4 * low:  # too narrow for two ticks
+        middle = math.sqrt(low * high)
+        low, high = middle / 2, middle * 2
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(decades) <= 4 else (1,)
     ticks = [step * 10.0**decade for decade in decades for step in steps]

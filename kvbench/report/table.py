@@ -111,7 +111,13 @@ def columns(run: Run) -> list[Column]:
         Column("failed", "failed", "failed requests, all repeats", lambda _, c: _failed(c)),
     ]
     always = {"configuration", "load", "output_tokens_per_s", "failed"}
-    return [col for col in every if col.key in always or any(col.of(run, cell).sort is not None for cell in run.cells)]
+    hidden = {"ratio"} if len(run.configs) < 2 else set()
+    return [
+        col
+        for col in every
+        if col.key in always
+        or (col.key not in hidden and any(col.of(run, cell).sort is not None for cell in run.cells))
+    ]
 
 
 def rows(run: Run) -> list[Row]:
