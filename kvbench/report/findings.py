@@ -238,7 +238,8 @@ def validity(run: Run) -> Validity:
         for c in run.cells
         if c.count("failed")
     ]
-    unfinished = [f"planned but not measured: {cell}" for cell in run.missing] + list(run.short)
+    unfinished = [f"planned but not measured: {', '.join(run.missing)}"] if run.missing else []
+    unfinished += run.short
     problems = list(run.problems)
     if not run.cells:
         return Validity("empty", tuple(unfinished + problems))
