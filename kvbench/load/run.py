@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from locust.env import Environment
 
 from kvbench.load.client import Address, StreamFailure, Timeouts
 from kvbench.load.lag import LagProbe
+from kvbench.load.outcome import Measured, write_outcome
 from kvbench.load.priority import better_priority
-from kvbench.load.probe import client_report, invalid_reasons
 from kvbench.load.requests import RequestList, read_requests
-from kvbench.load.samples import write_samples
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, read_spec
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
-from kvbench.metrics import steady_window_of
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOT_DRIVEN = 0, 2, 4
 _PROGRESS_S = 0.25
@@ -40,14 +37,26 @@ def main(argv: list[str]) -> int:
         print("usage: python -m kvbench.load SPEC.json", file=sys.stderr)
         return EXIT_BAD_INPUT
     try:
-        spec = read_spec(argv[0])
-        address = Address.from_url(spec.base_url)
-        requests = _read(spec)
+        spec, requests, session = prepare(argv[0])
         Path(spec.out_dir).mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(f"kvbench load: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    return Load(spec, address, requests).run()
+    return Load(spec, requests, session).run()
+
+
+def prepare(spec_path: str) -> tuple[LoadSpec, RequestList, LoadSession]:
+    """Reads the spec and the requests it names. ValueError with a sentence for what is wrong in them."""
+    spec = read_spec(spec_path)
+    address = Address.from_url(spec.base_url)
+    requests = _read(spec)
+    timeouts = Timeouts(
+        connect=spec.connect_timeout_s,
+        first_byte=spec.first_byte_timeout_s or spec.timeout_s,
+        idle=spec.idle_timeout_s or spec.timeout_s,
+        total=spec.timeout_s,
+    )
+    return spec, requests, LoadSession(spec, address, timeouts, requests)
 
 
 def _read(spec: LoadSpec) -> RequestList:
@@ -63,19 +72,13 @@ def _read(spec: LoadSpec) -> RequestList:
 class Load:
     """One load: users, probe, progress, end."""
 
-    def __init__(self, spec: LoadSpec, address: Address, requests: RequestList) -> None:
+    def __init__(self, spec: LoadSpec, requests: RequestList, session: LoadSession) -> None:
         self.spec = spec
         self.requests = requests
-        self.out = Path(spec.out_dir)
-        timeouts = Timeouts(
-            connect=spec.connect_timeout_s,
-            first_byte=spec.first_byte_timeout_s or spec.timeout_s,
-            idle=spec.idle_timeout_s or spec.timeout_s,
-            total=spec.timeout_s,
-        )
-        self.session = LoadSession(spec, address, timeouts, requests)
+        self.session = session
         self.probe = LagProbe()
         self.signal: int | None = None
+        self.gone: str | None = None
 
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one."""
@@ -112,7 +115,7 @@ class Load:
         with gevent.Timeout(_STOP_LIMIT_S, False):
             self.session.drain()
         gc.enable()
-        return self._finish(env, started_unix, cpu, wall, priority)
+        return self._finish(env, Measured(started_unix, cpu, wall, priority, self.probe.lags))
 
     def _users(self) -> int:
         return int(self.spec.concurrency or 1) if self.spec.mode == "closed" else 1
@@ -142,12 +145,16 @@ class Load:
         moved, done = time.monotonic(), 0
         limit = self.spec.timeout_s + self.spec.connect_timeout_s + _STALL_MARGIN_S
         while not session.ended.wait(_PROGRESS_S):
-            if self.signal is not None or session.server_gone:
+            if self.signal is not None:
+                return
+            if session.server_gone:
+                self.gone = session.last_error
                 return
             if session.done != done or (session.pending and not session.in_flight):
                 moved, done = time.monotonic(), session.done
             if time.monotonic() - moved > limit:  # cannot happen while the time-outs work
-                raise StreamFailure("timeout", f"no request ended for {limit:g} s")
+                self.gone = f"no request ended for {limit:g} s"
+                return
             self._emit("progress")
 
     def _on_signal(self, number: int) -> None:
@@ -169,46 +176,13 @@ class Load:
         except BrokenPipeError:
             self._on_signal(signal.SIGTERM)  # nobody reads any more: whoever started the load is gone
 
-    def _finish(self, env: Environment, started_unix: float, cpu_s: float, wall: float, priority: str) -> int:
-        session = self.session
-        code = 128 + self.signal if self.signal is not None else EXIT_OK
-        if self.signal is None and session.server_gone:
+    def _finish(self, env: Environment, measured: Measured) -> int:
+        code = EXIT_OK if self.signal is None else 128 + self.signal
+        if self.signal is None and self.gone is not None:
             code = EXIT_NOT_DRIVEN
-            print(f"kvbench load: the server stopped answering: {session.last_error}", file=sys.stderr)
-        samples = session.samples
-        client = client_report(samples, self.probe.lags, cpu_s, wall, self.spec.mode) | {"priority": priority}
-        missing = len(self.requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
-        window = steady_window_of(
-            [s.t0 - session.zero for s in samples],
-            [s.ts - session.zero for s in samples],
-            [s.end - session.zero for s in samples],
-            self.spec.mode,
-            self.spec.concurrency,
-        )
-        load = {
-            "started_at": datetime.fromtimestamp(started_unix, UTC).isoformat(),
-            "start_unix": started_unix,
-            "duration_s": wall,
-            "zero_perf_counter": session.zero,
-            "mode": self.spec.mode,
-            "concurrency": self.spec.concurrency,
-            "request_rate": self.spec.request_rate,
-            "num_requests": len(self.requests),
-            "completed": sum(s.completion.ok for s in samples),
-            "failed": sum(not s.completion.ok for s in samples),
-            "incomplete": missing > 0 or code != EXIT_OK,
-            "target_start_s": window[0] if window else None,
-            "target_end_s": window[1] if window else None,
-            "max_in_flight": session.max_in_flight,
-            "client": client,
-            "invalid_reasons": invalid_reasons(client, missing),
-            "notes": self.requests.notes,
-            "locust": {"num_requests": env.stats.total.num_requests, "num_failures": env.stats.total.num_failures},
-        }
-        write_samples(self.out / "requests.parquet", samples, session.zero)
-        part = self.out / "load.json.part"
-        part.write_text(json.dumps(load, indent=2) + "\n", encoding="utf-8")
-        part.replace(self.out / "load.json")
+            print(f"kvbench load: the server stopped answering: {self.gone}", file=sys.stderr)
+        totals = (env.stats.total.num_requests, env.stats.total.num_failures)
+        load = write_outcome(self.spec, self.requests, self.session, measured, totals, ended_well=code == EXIT_OK)
         self._emit("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
         return code
 
