@@ -65,6 +65,7 @@ class BlockRunner:
     new_target: Callable[[], Target]
     listener: Listener
     on_server: Callable[[Block, Mapping[str, Any] | None, Target], None]
+    check_interrupt: Callable[[], None]
     failures: list[Failure] = field(default_factory=list)
 
     def run_block(self, block: Block) -> bool:
@@ -81,6 +82,7 @@ class BlockRunner:
             target.start(block.configuration.settings, log)
             start_s = time.monotonic() - started
             self.on_server(block, target.server_info(), target)
+            self.check_interrupt()
             self.listener.status(f"warming up {block.configuration.label}")
             self._warm_up(target)
         except MeasurementError as error:
@@ -149,7 +151,12 @@ class BlockRunner:
         self, target: Target, cell: Cell, repeat: int, server_log: Path, *, first: bool, start_s: float
     ) -> None:
         load, run = self.workload.load, self.run
-        target.check_alive()
+
+        def check() -> None:
+            self.check_interrupt()
+            target.check_alive()
+
+        check()
         requests = self._requests(target, cell.load, repeat, self.workload.seed)
         path, digest = loadrun.store_requests(requests, run.path / "requests", f"{cell.load.load_id}-{repeat}")
         self.listener.load_started(cell, repeat, len(requests))
@@ -167,7 +174,7 @@ class BlockRunner:
                     total=len(requests),
                     limit_s=loadrun.bound_s(load, cell.load, requests),
                     on_progress=self.listener.load_progress,
-                    check=target.check_alive,
+                    check=check,
                 )
             after, owned = _wait_release(target)
             _copy_tail(server_log, log_from, out / "server.log")

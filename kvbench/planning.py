@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench import loadrun
-from kvbench.design import Block, Design, make_design, plan_blocks, select
+from kvbench.design import Block, Configuration, Design, make_design, plan_blocks, select
 from kvbench.errors import UsageError
 from kvbench.progress import clock
 from kvbench.results import RunFolder
@@ -71,6 +71,25 @@ def preflight(workload: Workload, design: Design, options: SweepOptions) -> tupl
         arrivals = max((r.arrival_s or 0.0 for r in requests), default=0.0)
         guesses[cell.load.load_id] = max(work, arrivals) + 3.0
     return capacity, guesses
+
+
+def capacity_note(configurations: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What the same budget holds in either layout; None when a size is not known."""
+    parts = []
+    for layout in ("contiguous", "paged"):
+        chosen = next((c for c in configurations if c.settings.get("layout") == layout), None)
+        known = capacity.get(chosen.config_id, {}) if chosen else {}
+        if not known.get("num_pages") or not known.get("kv_budget_bytes"):
+            continue
+        pages, slots = known["num_pages"], known["capacity_tokens"]
+        if layout == "contiguous":
+            parts.append(
+                f"contiguous holds {pages:,} requests at once, however short (reservations of {slots // pages:,})"
+            )
+        else:
+            parts.append(f"{chosen.config_id} holds {slots:,} tokens of any number of requests ({pages:,} pages)")
+        budget = known["kv_budget_bytes"]
+    return f"capacity: {budget / 2**20:,.0f} MiB of KV: {'; '.join(parts)}" if parts else None
 
 
 def describe_plan(

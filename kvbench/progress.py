@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from kvbench.design import Block, Cell
@@ -86,7 +87,7 @@ class SweepProgress:
         self._requests = (0, 0, 0)
         self._bars: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), _LiveText())
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), _LiveText(Column(no_wrap=True)))
             self._bars = Progress(*columns, console=console, refresh_per_second=4, transient=True)
             self._sweep_bar = self._bars.add_task("sweep", total=self._total, text=self._sweep_text)
             self._load_bar = self._bars.add_task("starting", total=None, text=self._load_text)
@@ -159,7 +160,7 @@ class SweepProgress:
 
     def _sweep_text(self) -> str:
         elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
-        return f"load {min(self._done + 1, self._total)} of {self._total}, {elapsed} elapsed, about {left} left"
+        return f"{min(self._done + 1, self._total)} of {self._total}, {elapsed} elapsed, {left} left"
 
     def _load_text(self) -> str:
         if self._current is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -19,7 +18,7 @@ from kvbench.block import BlockRunner, Failure
 from kvbench.design import Block, Cell, Design, make_design
 from kvbench.errors import Interrupted, UsageError
 from kvbench.manifest import build_manifest, git_state
-from kvbench.planning import SweepOptions, plan_sweep, planned_blocks, preflight, without_done
+from kvbench.planning import SweepOptions, capacity_note, plan_sweep, planned_blocks, preflight, without_done
 from kvbench.progress import Estimator, SweepProgress
 from kvbench.results import RunFolder, create_run, utc_now, write_json
 from kvbench.targets.base import Target
@@ -68,9 +67,15 @@ class Sweep:
             self.console.print(f"{finished} loads are finished and are not run again", highlight=False)
         failures: list[Failure] = []
         try:
-            with _signals(), SweepProgress(self.console, left, estimator) as listener:
+            with Interruption() as interruption, SweepProgress(self.console, left, estimator) as listener:
                 runner = BlockRunner(
-                    self.workload, run, self.new_target, listener, _manifest_writer(run, manifest), failures
+                    self.workload,
+                    run,
+                    self.new_target,
+                    listener,
+                    _manifest_writer(run, manifest),
+                    interruption.check,
+                    failures,
                 )
                 _run_blocks(runner, left)
         except (Interrupted, KeyboardInterrupt) as interrupt:
@@ -86,6 +91,8 @@ class Sweep:
             raise
         complete = not without_done(run, planned_blocks(self.workload, manifest))
         self._close(run, manifest, failures, "complete" if complete else "incomplete")
+        if note := capacity_note(design.configurations, manifest["capacity"]):
+            self.console.print(note, highlight=False, markup=False, soft_wrap=True)
         return self._conclude(run, design, failures, complete)
 
     def resume_command(self, run: RunFolder) -> str:
@@ -242,18 +249,30 @@ def _report(run: RunFolder, console: Console) -> None:
         )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM become one Interrupted; further ones are ignored, since the way out is bounded."""
+class Interruption:
+    """SIGINT and SIGTERM become one Interrupted in the main thread; further ones are ignored, the way out is bounded.
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(signal.Signals(number).name)
+    Python drops an exception that a signal handler raises inside a fork hook or a finaliser ("Exception ignored in
+    ..."), and a sweep forks often: so ``check`` raises it again at the next place where it is called.
+    """
 
-    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def check(self) -> None:
+        if self._name is not None:
+            raise Interrupted(self._name)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._name is None:
+            self._name = signal.Signals(number).name
+            raise Interrupted(self._name)
+
+    def __enter__(self) -> Interruption:
+        self._before = {each: signal.signal(each, self._handle) for each in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for each, handler in self._before.items():
             signal.signal(each, handler)

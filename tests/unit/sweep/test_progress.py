@@ -73,4 +73,4 @@ def test_on_a_terminal_the_bars_say_which_load_how_far_and_how_long():
         progress._bars.refresh()
     shown = out.getvalue()
     assert f"{cell.cell_id} repeat 1" in shown and "5/8 requests, 1 failed, 0:00" in shown
-    assert "load 1 of 4" in shown and "left" in shown
+    assert "1 of 4, 0:00 elapsed" in shown and "left" in shown
