@@ -80,6 +80,8 @@ class NumbaBackend:
         if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
             k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
         k, v = _dense_rows(k), _dense_rows(v)
+        if slots.dtype != torch.int64:
+            slots = slots.to(torch.int64)
         scratch, size = self._scratch, k.element_size()
         k_token, k_head, _ = k.stride()
         v_token, v_head, _ = v.stride()
@@ -120,6 +122,12 @@ class NumbaBackend:
                 f"rows of k_cache {tuple(k_cache.shape)} strides {k_cache.stride()}, v_cache "
                 f"{tuple(v_cache.shape)} strides {v_cache.stride()}, out strides {out.stride()} must be "
                 f"dense for {dim} and {v_dim} values a head: allocate them as [slots, kv_heads, head_dim]"
+            )
+        if not (q.dtype == k_cache.dtype == v_cache.dtype == out.dtype == torch.float32):
+            raise ValueError(
+                f"the numba decode kernel computes in torch.float32, not with q {q.dtype}, "
+                f"k_cache {k_cache.dtype}, v_cache {v_cache.dtype} and out {out.dtype}: "
+                "use default_backend(device, dtype)"
             )
         if page_starts.dtype != torch.int64:
             page_starts = page_starts.to(torch.int64)

@@ -119,6 +119,14 @@ def test_lengths_that_leave_out_new_tokens_are_refused():
         )  # fmt: skip
 
 
+def test_mixed_dtypes_are_refused_and_not_read_as_floats():
+    q, cache = torch.randn(1, 2, 64), torch.randn(8, 2, 64).bfloat16()
+    with pytest.raises(ValueError, match=r"computes in torch\.float32, not with .*k_cache torch\.bfloat16"):
+        get_backend("numba").decode_attention(
+            q, cache, cache, torch.tensor([[0]]), torch.tensor([3]), 8, scale=0.1
+        )
+
+
 def test_caches_with_gaps_between_heads_are_refused():
     k_cache = torch.randn(8, 2, 128)[:, :, :64]
     with pytest.raises(ValueError, match="must be dense"):

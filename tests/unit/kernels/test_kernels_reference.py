@@ -60,11 +60,12 @@ def test_reference_agrees_with_sdpa():
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_write_skips_padding_and_touches_nothing_else(backend, dtype):
+def test_write_skips_padding_and_touches_nothing_else(backend, dtype, index_dtype):
     k, v = torch.randn(2, 4, 8).transpose(0, 1), torch.randn(4, 2, 6)  # k: heads first in memory
     k_cache, v_cache = torch.zeros(9, 2, 8, dtype=dtype), torch.zeros(9, 2, 6, dtype=dtype)
-    slots = torch.tensor([7, -1, 0, -5])
+    slots = torch.tensor([7, -1, 0, -5], dtype=index_dtype)
     get_backend(backend).write_kv(k, v, k_cache, v_cache, slots)
     for cache, new in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache[7], new[0].to(dtype)) and torch.equal(cache[0], new[2].to(dtype))
