@@ -97,6 +97,7 @@ class TorchBackend:
         keep = slots >= 0
         if not bool(keep.all()):
             k, v, slots = k[keep], v[keep], slots[keep]
+        slots = slots.to(torch.int64)
         k_cache.index_copy_(0, slots, k.to(k_cache.dtype))
         v_cache.index_copy_(0, slots, v.to(v_cache.dtype))
 
