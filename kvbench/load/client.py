@@ -88,6 +88,7 @@ class StreamingClient:
         self.address = address
         self.timeouts = timeouts
         self._sock: socket.socket | None = None
+        self._fd = -1
         self._watcher = None
         self._done = Event()
         self._raw = RawStream(0.0)
@@ -111,8 +112,8 @@ class StreamingClient:
         except OSError as error:
             raise StreamFailure("connection", f"cannot connect to {where}: {error}") from error
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock, self._used = sock, False
-        self._watcher = gevent.get_hub().loop.io(sock.fileno(), 1)
+        self._sock, self._fd, self._used = sock, sock.fileno(), False
+        self._watcher = gevent.get_hub().loop.io(self._fd, 1)
 
     def close(self) -> None:
         """Closes the connection; the next exchange opens a new one."""
@@ -201,7 +202,7 @@ class StreamingClient:
     def _on_readable(self) -> None:
         """Runs in the event loop: read, stamp, keep."""
         try:
-            data = os.read(self._sock.fileno(), _READ_BYTES)
+            data = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
             return
         except OSError as error:

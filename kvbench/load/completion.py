@@ -114,7 +114,7 @@ def _read_events(
 def _take(out: Completion, data: bytes, when: float) -> bool:
     """Adds one event; True when it carried a token."""
     try:
-        event = json.loads(data)
+        event = json.loads(data.decode())  # of bytes, json would first guess the encoding
     except ValueError:
         raise MalformedStream(f"{data[:60]!r} is not JSON") from None
     if not isinstance(event, dict):
