@@ -51,18 +51,17 @@ class EventFormat:
         self._stamp = stamp
         self._continuous_usage = continuous_usage
         self._no_usage = ',"usage":null' if include_usage else ""
-        self._begun: set[int] = set()
+        self._starts: dict[int, str] = {}  # of a choice's events, all but its first
 
     def event(self, piece: Piece, generation: Generation) -> bytes:
         """One piece as ``data: {...}`` with its blank line."""
         choice = piece.choice
-        parts = [self._head, '{"index":', str(choice.index), ","]
-        if choice.index in self._begun:
-            parts.append(self._before)
-        else:
-            self._begun.add(choice.index)
-            parts.append(self._before_first)
-        parts.append(quote(piece.text))
+        start = self._starts.get(choice.index)
+        if start is None:
+            opening = f'{self._head}{{"index":{choice.index},'
+            self._starts[choice.index] = opening + self._before
+            start = opening + self._before_first
+        parts = [start, quote(piece.text)]
         if piece.finish_reason is None:
             parts.append(self._going_on)
         else:
