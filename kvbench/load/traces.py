@@ -11,7 +11,7 @@ import pandas as pd
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 AZURE_SOURCE = (
     "the public one is AzureLLMInferenceTrace_conv.csv in github.com/Azure/AzurePublicDataset "
-    "(folder data, CC-BY-4.0). Give the path with --trace PATH or -o load.prompts.path=PATH."
+    "(folder data, CC-BY-4.0). Give the path with -o load.prompts.path=PATH."
 )
 
 

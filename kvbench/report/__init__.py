@@ -1,6 +1,6 @@
 """Reports from a run folder: the sentence, the console table, HTML, Markdown and CSV.
 
-paths = build_report(run_dir)       # writes report.html, report.md, report.csv into the folder
+paths = build_report(run_dir)       # writes report.html, report.md, summary.csv into the folder
 print(headline(run_dir))
 rich.print(console_table(run_dir))
 """
@@ -41,7 +41,7 @@ def build_report(run_dir: Path | str) -> ReportPaths:
     from kvbench.report.table import flat_rows
 
     run = read_run(run_dir)
-    paths = ReportPaths(run.folder / "report.html", run.folder / "report.md", run.folder / "report.csv")
+    paths = ReportPaths(run.folder / "report.html", run.folder / "report.md", run.folder / "summary.csv")
     _replace(paths.html, page(run))
     _replace(paths.markdown, markdown(run))
     _replace(paths.csv, pd.DataFrame(flat_rows(run)).to_csv(index=False))

@@ -129,7 +129,7 @@ def rows(run: Run) -> list[Row]:
 
 
 def flat_rows(run: Run) -> list[dict[str, Any]]:
-    """Plain numbers for report.csv: the table plus what the table abbreviates."""
+    """Plain numbers for summary.csv: the table plus what the table abbreviates."""
     found = []
     for row in rows(run):
         cell = row.cell

@@ -62,7 +62,7 @@ def test_every_variant_builds(variant: str, run_folder: Callable[[str], Path], p
     assert len(page_of(variant)) < 8_000_000
     assert (folder / "report.md").read_text().startswith(f"**{headline(folder)}**".replace("_", r"\_")[:40])
     run = read_run(folder)
-    assert len(pd.read_csv(folder / "report.csv")) == len(run.cells) if run.cells else True
+    assert len(pd.read_csv(folder / "summary.csv")) == len(run.cells) if run.cells else True
     assert not list(folder.glob("*.part"))
 
 
