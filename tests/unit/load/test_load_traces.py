@@ -70,7 +70,7 @@ def test_a_model_that_is_large_enough_gets_the_lengths_unscaled(quirky: Path) ->
 
 
 def test_missing_or_foreign_files_say_where_the_trace_is_had(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"AzurePublicDataset.*--trace PATH"):
+    with pytest.raises(ValueError, match=r"AzurePublicDataset.*-o load.prompts.path=PATH"):
         read_azure(tmp_path / "none.csv")
     other = tmp_path / "other.csv"
     other.write_text("a,b\n1,2\n")
