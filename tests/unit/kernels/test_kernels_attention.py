@@ -138,8 +138,8 @@ def test_caches_with_gaps_between_heads_are_refused():
 def test_prefill_of_neighbouring_pages_in_another_order():
     """First and last slot look like one run of slots, but the pages between are swapped."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(5, 4, 64), torch.randn(16, 2, 64), torch.randn(16, 2, 64)
-    args = (torch.tensor([[0, 8, 4, 12]]), torch.tensor([0, 5]), torch.tensor([16]), 4)
+    q, k, v = torch.randn(10, 4, 64), torch.randn(16, 2, 64), torch.randn(16, 2, 64)
+    args = (torch.tensor([[0, 8, 4, 12]]), torch.tensor([0, 10]), torch.tensor([16]), 4)
     expected = get_backend("torch").prefill_attention(q, k, v, *args, scale=0.1)
     result = get_backend("numba").prefill_attention(q, k, v, *args, scale=0.1)
     torch.testing.assert_close(result, expected, atol=TOLERANCE, rtol=TOLERANCE)
