@@ -13,6 +13,7 @@ from kvbench.load.sse import Body, Head, MalformedStream, body_of, events, parse
 
 _SLICE = 8  # events parsed between two pauses: about 0.1 ms
 _ERROR_CHARS = 300
+SENT_TOGETHER_S = 0.0005
 
 
 @dataclass
@@ -21,12 +22,15 @@ class Completion:
 
     ``chunk_times``/``chunk_tokens``: chunks that carried a token (text, or token ids with text still held
     back); ``chunk_tokens`` is None where the server sent no token ids. ``first``: first non-empty text, or the
-    first token if no token had text. ``coalesced``: token chunks that arrived in one read with the one before.
+    first token if no token had text. ``coalesced``: token chunks that arrived in one read with the one before
+    although the server sent them apart. ``sent_times``: the server's own send stamps [s, its monotonic clock] of
+    the same chunks, empty where it gives none.
     """
 
     http_status: int | None = None
     chunk_times: list[float] = field(default_factory=list)
     chunk_tokens: list[int] | None = field(default_factory=list)
+    sent_times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     first: float | None = None
@@ -103,7 +107,7 @@ def _read_events(
             continue
         read = bisect_right(ends, body.wire_offset(position - 1))
         if _take(out, data, times[read]):
-            out.coalesced += read == last_read
+            out.coalesced += read == last_read and not _sent_together(out)
             last_read = read
     if not body.complete:
         out.fail("truncated", "the response's last chunk is missing")
@@ -138,6 +142,7 @@ def _take(out: Completion, data: bytes, when: float) -> bool:
     if not text and not ids:
         return False
     out.chunk_times.append(when)
+    _take_stamp(out, event.get("kvbench"))
     if text:
         out.text += text
         if out.first is None:
@@ -148,6 +153,19 @@ def _take(out: Completion, data: bytes, when: float) -> bool:
         out.chunk_tokens.append(len(ids))
         out.token_ids.extend(ids)
     return True
+
+
+def _take_stamp(out: Completion, stamp: Any) -> None:
+    """The built-in server's send time of this chunk; anything else is somebody else's field and is passed over."""
+    if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float):
+        out.sent_times.append(stamp["sent"])
+
+
+def _sent_together(out: Completion) -> bool:
+    """Whether the server itself sent the newest two chunks as one: then sharing a read is no fault of the client."""
+    if len(out.sent_times) != len(out.chunk_times) or len(out.sent_times) < 2:
+        return False
+    return out.sent_times[-1] - out.sent_times[-2] < SENT_TOGETHER_S
 
 
 def _take_usage(out: Completion, usage: Any) -> None:

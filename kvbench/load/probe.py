@@ -13,12 +13,29 @@ MAX_SLIP_MS = 5.0
 MAX_CPU_FRACTION = 0.70
 MIN_LAG_LIMIT_MS = 1.0
 LAG_SHARE_OF_ITL = 0.02
+MAX_COALESCED_SHARE = 0.01
+MAX_PLAUSIBLE_ERROR_S = 60.0  # beyond it the stamps are of another clock
 MIN_LAG_SAMPLES = 100  # below a second of load, the p99 of the probe is its worst sample
 
 
 def percentile_ms(values: Sequence[float], q: float) -> float | None:
     """The q-th percentile (0..100) of seconds, in ms; None without samples."""
     return float(np.percentile(values, q) * 1000) if len(values) else None
+
+
+def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
+    """How late each chunk's timestamp was [s]: receipt minus the server's own send stamp; None without stamps.
+
+    This is the error of the very timestamps that the percentiles are made of. The loop probe is an estimate of it that
+    also counts moments at which the whole machine stood still, server included, and nothing was on its way. The two
+    clocks are one (CLOCK_MONOTONIC) when client and server share a machine; a receipt before its sending shows that
+    they do not, and then nothing is concluded.
+    """
+    pairs = [s.completion for s in samples if s.completion.sent_times]
+    if not pairs or any(len(c.sent_times) != len(c.chunk_times) for c in pairs):
+        return None
+    errors = np.concatenate([np.subtract(c.chunk_times, c.sent_times) for c in pairs])
+    return errors if errors.min() >= 0.0 and errors.max() < MAX_PLAUSIBLE_ERROR_S else None
 
 
 def client_report(
@@ -30,6 +47,8 @@ def client_report(
     slips = [s.ts - s.t0 for s in samples] if mode == "open" else []
     gaps = [np.diff(s.completion.chunk_times) for s in samples if s.completion.ok]
     itl = np.concatenate(gaps) if gaps else np.empty(0)
+    errors = stamp_errors(samples)
+    lags_used = errors if errors is not None else lags
     wrong = sum(
         s.completion.prompt_tokens is not None
         and s.request.prompt_token_ids is not None
@@ -39,9 +58,12 @@ def client_report(
     return {
         "cpu_fraction": cpu_s / wall_s if wall_s > 0 else None,
         "cpu_us_per_chunk": cpu_s / chunks * 1e6 if chunks else None,
-        "lag_p50_ms": percentile_ms(lags, 50),
-        "lag_p99_ms": percentile_ms(lags, 99),
-        "lag_samples": len(lags),
+        "lag_source": "loop probe" if errors is None else "server stamps",
+        "lag_p50_ms": percentile_ms(lags_used, 50),
+        "lag_p99_ms": percentile_ms(lags_used, 99),
+        "lag_samples": len(lags_used),
+        "loop_lag_p50_ms": percentile_ms(lags, 50),
+        "loop_lag_p99_ms": percentile_ms(lags, 99),
         "schedule_slip_p99_ms": percentile_ms(slips, 99),
         "chunks": chunks,
         "coalesced_chunks": coalesced,
@@ -54,8 +76,8 @@ def client_report(
 def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
     """Why the load may not be believed, one sentence each; empty when it may.
 
-    ``missing``: requests of the file that were never finished. Chunks that share a read are counted but do not
-    invalidate here: without the server's send stamps the server's own batching cannot be told from the client's.
+    ``missing``: requests of the file that were never finished. Chunks that share a read invalidate only with the
+    server's send stamps: without them the server's own batching cannot be told from the client's.
     """
     reasons = []
     if client["lag_samples"] >= MIN_LAG_SAMPLES:
@@ -65,6 +87,12 @@ def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
                 f"the client's timestamps lagged: p99 {client['lag_p99_ms']:.2f} ms, the limit is {limit:.2f} ms "
                 "(1 ms or 2 % of the median ITL); give the client a core of its own."
             )
+    coalesced = client["coalesced_share"]
+    if client["lag_source"] == "server stamps" and coalesced is not None and coalesced > MAX_COALESCED_SHARE:
+        reasons.append(
+            f"{coalesced:.1%} of the chunks were read together with the one before although they were sent apart, the "
+            f"limit is {MAX_COALESCED_SHARE:.0%}; give the client a core of its own."
+        )
     slip = client["schedule_slip_p99_ms"]
     if slip is not None and slip > MAX_SLIP_MS:
         reasons.append(
