@@ -244,9 +244,8 @@ class AsyncEngine:
         added: list[str] = []
         try:
             for request in requests:
-                self.engine.add_request(request)
+                self._live[request.request_id] = self.engine.add_request(request)
                 added.append(request.request_id)
-                self._live[request.request_id] = self.engine.scheduler.waiting[-1]
         except ValueError:
             self._remove(added, "abort")
             raise

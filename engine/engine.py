@@ -56,8 +56,8 @@ class Engine:
     def capacity(self) -> KVCapacity:
         return self.kv.capacity
 
-    def add_request(self, request: Request) -> None:
-        """Queue ``request``.
+    def add_request(self, request: Request) -> Sequence:
+        """Queue ``request``; the sequence it became, to read and not to write.
 
         Raises:
             ValueError: its id is in use, a token id is not the model's, or it could never fit; the text says why.
@@ -73,6 +73,7 @@ class Engine:
         seq = Sequence.of(request)
         self.scheduler.add(seq)
         self._sequences[request.request_id] = seq
+        return seq
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
         """Take a request out and its pages back; False if it is not here (it may just have finished)."""
