@@ -17,9 +17,11 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from engine.engine import Engine
+from engine.engine_thread import EngineThread
 from engine.output_stream import Delivery, OutputStream
 from engine.sequence import Request, TokenOutput
 from engine.sequence import Sequence as EngineSequence
@@ -41,9 +43,12 @@ class _Command(NamedTuple):
 
 
 class AsyncEngine:
-    """Owns ``engine`` from ``start`` to ``shutdown``. All methods are for the event loop that called ``start``."""
+    """Owns ``engine`` from ``start`` to ``shutdown``. All methods are for the event loop that called ``start``.
 
-    def __init__(self, engine: Engine):
+    ``thread``: the one that loaded the model (see ``EngineThread`` for why it should step it too).
+    """
+
+    def __init__(self, engine: Engine, thread: EngineThread | None = None):
         self.engine = engine
         self.config = engine.config
         self.model_info = engine.model_info
@@ -56,7 +61,8 @@ class AsyncEngine:
         self._commands: list[_Command] = []
         self._stopping = False
         self._dead: str | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = thread or EngineThread()
+        self._running: Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # Event loop side.
@@ -64,7 +70,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Start stepping. Call inside the event loop that will serve."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._running = self._thread.submit(self._run)
 
     @property
     def failure(self) -> str | None:
@@ -128,9 +134,10 @@ class AsyncEngine:
             self._stopping = True
             self._condition.notify()
         self._end_streams("abort", SHUTTING_DOWN)
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, timeout_s)
-        return not self._thread.is_alive()
+        if self._running is None:
+            return True
+        await asyncio.wait([asyncio.wrap_future(self._running)], timeout=timeout_s)
+        return self._running.done()
 
     async def _call(self, work: Callable[[], Any]) -> Any:
         reply = asyncio.get_running_loop().create_future()

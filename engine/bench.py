@@ -185,8 +185,8 @@ def main(argv: list[str]) -> int:
 
     case = make_case(args.requests, args.output_tokens, find_model(args.model).text_config["vocab_size"], args.seed)
     print(
-        f"{len(case.prompts)} requests, {sum(map(len, case.prompts))} prompt tokens, {case.output_tokens} output tokens "
-        f"each, model {args.model}, {torch.get_num_threads()} threads",
+        f"{len(case.prompts)} requests, {sum(map(len, case.prompts))} prompt tokens, {case.output_tokens} output "
+        f"tokens each, model {args.model}, {torch.get_num_threads()} threads",
         flush=True,
     )
     result = compare(
@@ -197,7 +197,8 @@ def main(argv: list[str]) -> int:
         lambda side, repeat, speed: print(f"  repeat {repeat + 1}  {side:14} {speed:8.1f} output tokens/s", flush=True),
     )
     for side, speeds in result["output_tokens_per_s"].items():
-        line = f"{side:14} median {statistics.median(speeds):8.1f} output tokens/s ({min(speeds):.1f} to {max(speeds):.1f})"
+        line = f"{side:14} median {statistics.median(speeds):8.1f} output tokens/s"
+        line += f" ({min(speeds):.1f} to {max(speeds):.1f})"
         if side in result["ratio"]:
             ratios = result["ratio"][side]
             line += f"   kvbench is {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -17,6 +17,7 @@ import uvicorn
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.engine_thread import EngineThread
 from engine.model_spec import find_model
 from engine.server.app import create_app
 from engine.server.arguments import ServeOptions, build_parser, options_of
@@ -24,10 +25,11 @@ from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, loa
 
 GRACE_SECONDS = 2  # that handlers get to send their last words once the requests have been aborted
 # How long an OpenMP thread of torch spins for its next work before it sleeps (GNU OpenMP's own default is for ever,
-# nearly). Event loop, load generator and OpenMP team share the cores here, and a thread that spins keeps the one it
-# waits for off its core. Measured on 2 cores, output tokens/s of llama-32m alone / with one core kept busy by another
-# process: default 552 / 109, 20000 519 / 175, 5000 499 / not measured, 2000 about 420 / 283.
-SPIN_COUNT = "5000"
+# nearly). Event loop, load generator and OpenMP team may share the cores, and a thread that spins keeps the one it
+# waits for off its core; one that sleeps is late at the next of some 100 parallel regions a step. Measured on 2 cores,
+# output tokens/s of llama-32m in process, alone / with one core kept busy by another process: default 552 / 109,
+# 20000 519 / 175, 2000 about 420 / 283; TPOT of 3 streams over HTTP: 30000 11.8 ms, 5000 13.7, 2000 14.9.
+SPIN_COUNT = "20000"
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -87,10 +89,14 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
 
 
 def make_server(
-    engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, on_ready: Callable[[], None]
+    engine: Engine,
+    tokenizer: ServerTokenizer,
+    options: ServeOptions,
+    on_ready: Callable[[], None],
+    thread: EngineThread | None = None,
 ) -> Server:
     """The server for a loaded engine, ready to ``serve(sockets=[...])``."""
-    app = create_app(engine, tokenizer, options.served_model_name)
+    app = create_app(engine, tokenizer, options.served_model_name, thread)
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -104,7 +110,9 @@ def make_server(
     return Server(config, app.state.server.engine, on_ready)
 
 
-def serve(engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, sock: socket.socket) -> int:
+def serve(
+    engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, sock: socket.socket, thread: EngineThread
+) -> int:
     """Serve until a signal comes.
 
     Raises:
@@ -112,7 +120,9 @@ def serve(engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, soc
     """
     port = sock.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
-    server = make_server(engine, tokenizer, options, lambda: print(f"ready http://{shown}:{port}", flush=True))
+    server = make_server(
+        engine, tokenizer, options, lambda: print(f"ready http://{shown}:{port}", flush=True), thread
+    )
     try:
         server.run(sockets=[sock])
     except OSError as error:
@@ -138,8 +148,9 @@ def run(args: argparse.Namespace, load: Callable[[EngineConfig], tuple[Engine, S
     try:
         config, options = options_of(args)
         with reserve_socket(options.host, options.port) as sock:
-            engine, tokenizer = load(config)
-            code = serve(engine, tokenizer, options, sock)
+            thread = EngineThread()
+            engine, tokenizer = thread.submit(load, config).result()
+            code = serve(engine, tokenizer, options, sock, thread)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

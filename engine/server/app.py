@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.async_engine import AsyncEngine, EngineUnavailable
 from engine.engine import Engine
+from engine.engine_thread import EngineThread
 from engine.server.chat import chat_completions, chat_ids
 from engine.server.completions import completions, encode
 from engine.server.errors import APIError, install_error_handlers, invalid
@@ -33,9 +34,14 @@ _PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
 Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
 
 
-def create_app(engine: Engine, tokenizer: ServerTokenizer, served_model_name: str | None = None) -> FastAPI:
-    """The application for one engine. Its lifespan runs the engine's thread: start it in the loop that serves."""
-    async_engine = AsyncEngine(engine)
+def create_app(
+    engine: Engine,
+    tokenizer: ServerTokenizer,
+    served_model_name: str | None = None,
+    thread: EngineThread | None = None,
+) -> FastAPI:
+    """The application for one engine. Its lifespan runs the engine on ``thread``: start it in the loop that serves."""
+    async_engine = AsyncEngine(engine, thread)
     name = served_model_name or engine.model_info.name
     also = frozenset() if served_model_name else frozenset({engine.config.model})
     metrics = ServerMetrics(engine.config, engine.capacity, async_engine.last_stats)
