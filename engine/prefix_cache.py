@@ -15,9 +15,10 @@ _ROOT = b""
 class PrefixCache:
     """Chained hash of full pages -> page.
 
-    A page's key is blake2b-128 over its parent's key and its own tokens, so equal keys mean equal prefixes. The
-    tokens are kept beside the page and compared on every hit all the same: a wrong key can cost a hit, never serve
-    another prompt's KV. Each page of a sequence is hashed once (``Sequence.page_hashes``).
+    A page's key is blake2b-128 over its parent's key and its own tokens: that two different prefixes get one key would
+    take a collision of a cryptographic hash. The page's tokens are kept and compared on every hit all the same, so
+    that a mistake in handling keys costs a hit and does not serve another prompt's KV. Each page of a sequence is
+    hashed once (``Sequence.page_hashes``).
     A page whose key is already taken (two sequences computed the same prefix side by side) stays out of the cache:
     two owners of one key would orphan the first.
     Invariant: ``_page_of[_key_of[p]] == p`` for every cached page, and the pool marks exactly these pages.

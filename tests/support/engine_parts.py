@@ -14,14 +14,42 @@ SHAPE = KVShape((LayerKV(2, 4, 4),) * 2, 4)  # 2 layers x 2 heads x (4 + 4) x 4 
 
 
 class CountingExecutor:
-    """The next token is a function of the tokens before it, so a wrong history shows in the output."""
+    """The next token is a function of the tokens before it, so a wrong history shows in the output.
+
+    Shadow KV: every slot remembers the whole prefix that its KV was computed from, and each step checks that every
+    slot a sequence reads holds that sequence's own prefix. ``watch`` gives it the page table to go by.
+    """
 
     def __init__(self, vocab_size: int = 97, eos: tuple[int, ...] = ()):
+        self.shadow: dict[int, tuple[int, ...]] = {}
+        self.kv = None
         self.model_info = ModelInfo("counting", vocab_size, None, eos, None)
         self.phase_seconds: dict[str, float] = {}
         self.plans: list[list[tuple[str, int]]] = []
 
+    def watch(self, kv) -> None:
+        self.kv = kv
+
+    def check_shadow(self, plan: StepPlan) -> None:
+        """Write the new tokens' prefixes to their slots, then read every slot that attention would read."""
+        page_size = self.kv.capacity.page_size
+
+        def slot(seq, position: int) -> int:
+            return int(self.kv.page_table[seq.row, position // page_size]) + position % page_size
+
+        for item in plan.scheduled:
+            seq = item.seq
+            for position in range(seq.num_computed, seq.num_computed + item.num_tokens):
+                self.shadow[slot(seq, position)] = tuple(seq.token_ids[: position + 1])
+        for item in plan.scheduled:
+            seq = item.seq
+            for position in range(seq.num_computed + item.num_tokens):
+                held = self.shadow.get(slot(seq, position))
+                assert held == tuple(seq.token_ids[: position + 1]), f"{seq.request_id} reads a foreign slot"
+
     def execute(self, plan: StepPlan) -> list[int | None]:
+        if self.kv is not None:
+            self.check_shadow(plan)
         self.plans.append([(item.seq.request_id, item.num_tokens) for item in plan.scheduled])
         return [self.next_token(item.seq.token_ids) if item.samples else None for item in plan.scheduled]
 
@@ -43,7 +71,9 @@ def capacity(config: EngineConfig, slots: int) -> KVCapacity:
 def small_engine(slots: int, executor: CountingExecutor | None = None, **settings) -> Engine:
     config = small_config(**settings)
     kv = make_kv_manager(config.layout, config.max_num_seqs, capacity(config, slots), config.enable_prefix_caching)
-    return Engine(config, executor or CountingExecutor(), kv)
+    executor = executor or CountingExecutor()
+    executor.watch(kv)
+    return Engine(config, executor, kv)
 
 
 def request(name: str, prompt, max_tokens: int = 8, **params) -> Request:

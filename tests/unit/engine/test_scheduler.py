@@ -184,3 +184,80 @@ def test_request_id_in_use_is_refused():
     engine.add_request(request("a", 3))
     with pytest.raises(ValueError, match="in use"):
         engine.add_request(request("a", 3))
+
+
+def test_a_preempted_sequence_is_first_in_line_again():
+    engine = small_engine(32, page_size=4, max_num_seqs=3)
+    for name in "abcd":
+        engine.add_request(request(name, 8, max_tokens=14))
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    waiting = [seq.request_id for seq in engine.scheduler.waiting]
+    assert waiting[-1] == "d", "d has never run and comes last"
+    assert len(waiting) > 1
+    assert waiting == sorted(waiting), "arrival order is kept"
+
+
+def test_nothing_is_admitted_in_the_step_that_preempted():
+    """The admitted one would be the next to go: its prompt would be computed for nothing."""
+    executor = CountingExecutor()
+    engine = small_engine(32, executor, page_size=4)
+    for name, prompt in (("a", 9), ("b", 12), ("c", 3)):
+        engine.add_request(request(name, prompt, max_tokens=14))
+    while engine.has_work():
+        before = engine.scheduler.num_preemptions
+        running = {seq.request_id for seq in engine.scheduler.running}
+        engine.step()
+        if engine.scheduler.num_preemptions > before:
+            assert {name for name, _ in executor.plans[-1]} <= running
+    assert engine.scheduler.num_preemptions
+
+
+def test_admission_leaves_one_page_for_each_running_sequence():
+    engine = small_engine(32, page_size=4)  # 8 pages
+    engine.add_request(request("a", 15, max_tokens=9))
+    engine.step()  # a: 4 pages, 4 left
+    engine.add_request(request("b", 16, max_tokens=1))  # 4 pages and one spare for a: too many
+    engine.step()
+    assert [seq.request_id for seq in engine.scheduler.running] == ["a"]
+    small = small_engine(32, page_size=4)
+    small.add_request(request("a", 15, max_tokens=9))
+    small.step()
+    small.add_request(request("b", 12, max_tokens=1))  # 3 pages and one spare
+    small.step()
+    assert small.stats().prefill_tokens_scheduled == 15 + 12
+
+
+def test_pages_are_freed_from_the_end_so_that_the_beginning_stays_cached_longest():
+    engine = small_engine(32, page_size=4, enable_prefix_caching=True)  # 8 pages
+    prompt = list(range(10, 26))
+    engine.add_request(request("a", prompt, max_tokens=1))
+    drain(engine)  # 4 cached pages
+    engine.add_request(request("b", list(range(50, 70)), max_tokens=1))  # 5 pages: evicts one
+    drain(engine)
+    engine.add_request(request("again", [*prompt, 1], max_tokens=1))
+    hits = engine.stats().prefix_cache_hits
+    drain(engine)
+    assert engine.stats().prefix_cache_hits - hits == 12, "the last page of the prompt was to go first"
+
+
+def test_a_page_hashed_later_continues_the_chain():
+    """A second prompt that equals the first one's second page must not be served that page."""
+    executor = CountingExecutor()
+    engine = small_engine(64, executor, page_size=4, enable_prefix_caching=True, max_num_batched_tokens=4)
+    first = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    engine.add_request(request("a", first, max_tokens=1))  # chunks of one page: pages are hashed one by one
+    drain(engine)
+    engine.add_request(request("b", [5, 6, 7, 8, 9], max_tokens=1))
+    drain(engine)
+    assert engine.stats().prefix_cache_hits == 0
+
+
+def test_invariants_are_checked_after_each_step_when_asked_for(monkeypatch):
+    monkeypatch.setenv("KVBENCH_CHECK", "1")
+    engine = small_engine(64, page_size=4)
+    engine.add_request(request("a", 6, max_tokens=4))
+    engine.step()
+    engine.kv.pool.ref_count[engine.scheduler.running[0].pages[0]] += 1
+    with pytest.raises(AssertionError, match="ref_count"):
+        engine.step()
