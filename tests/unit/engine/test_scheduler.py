@@ -261,3 +261,21 @@ def test_invariants_are_checked_after_each_step_when_asked_for(monkeypatch):
     engine.kv.pool.ref_count[engine.scheduler.running[0].pages[0]] += 1
     with pytest.raises(AssertionError, match="ref_count"):
         engine.step()
+
+
+def test_colliding_keys_cost_a_hit_and_serve_no_foreign_page(monkeypatch):
+    """Every page gets the same key here: only the comparison of tokens stands between two prompts."""
+
+    class Colliding:
+        def __init__(self, data, digest_size):
+            self.size = digest_size
+
+        def digest(self):
+            return bytes(self.size)
+
+    monkeypatch.setattr("engine.prefix_cache.blake2b", Colliding)
+    engine = small_engine(64, page_size=4, enable_prefix_caching=True)
+    for name, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 10])):
+        engine.add_request(request(name, prompt, max_tokens=1))
+        drain(engine)
+    assert engine.stats().prefix_cache_hits == 0
