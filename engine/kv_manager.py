@@ -22,6 +22,9 @@ from engine.sequence import Sequence
 from engine.stats import KVStats
 
 
+SPARE_TOKENS = 16  # that each running sequence may still grow before an admission would be regretted
+
+
 class KVManager(Protocol):
     """What the scheduler asks for. ``page_table`` is int64 ``[max_num_seqs, max_pages_per_seq]``."""
 
@@ -74,15 +77,16 @@ class PagedKVManager(_RowTable):
         self._used_slots = 0  # slots of owned pages that hold a token, shared pages counted once
 
     def admit(self, seq: Sequence, running: int) -> bool:
-        """Take a row and the cached pages, if the rest of ``seq`` fits now with one page left for each running one.
+        """Take a row and the cached pages, if the rest of ``seq`` fits now with room left for the running ones.
 
-        The spare page each keeps an admission from causing a preemption in the very next steps: a sequence that is
-        admitted only to be thrown out computes its prompt for nothing.
+        The room keeps an admission from causing a preemption in the very next steps: a sequence that is admitted only
+        to be thrown out computes its prompt for nothing. It is counted in tokens, so that page sizes compare alike.
         """
+        spare = -(-running * SPARE_TOKENS // self.capacity.page_size)
         matched = self.prefix_cache.match(seq) if self.prefix_cache else []
         matched_free = sum(self.pool.ref_count[page] == 0 for page in matched)
         needed = -(-seq.num_tokens // self.capacity.page_size) - len(matched) + matched_free
-        if needed + running > self.pool.num_available:
+        if needed + spare > self.pool.num_available:
             return False
         self._take_row(seq)
         for page in matched:

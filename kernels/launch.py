@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MIN_DOT = 16  # tl.dot takes no dimension under 16
-SHARED_BYTES = 96 * 1024  # of K and V tiles in flight; fits sm_80 and later with room for a second program
+SHARED_BYTES = 64 * 1024  # of K and V tiles in flight; the smallest block limit, 99 KiB of sm_86, 89 and 120, has room
 MIN_SPLIT_TOKENS = 256  # a shorter split costs more in the reduction than it gains
 MAX_SPLITS = 64
 
@@ -64,8 +64,10 @@ def prefill_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int) -> 
 def num_kv_splits(batch: int, kv_heads: int, max_tokens: int, num_sms: int) -> int:
     """How many pieces decode cuts each sequence into, so that about two programs per SM run.
 
-    One piece when the batch alone fills the GPU or no sequence is long enough to share.
+    One piece when the batch alone fills the GPU or no sequence is long enough to share. Powers of two: the kernel is
+    compiled once for each number, and a batch that grows must not compile in the middle of a measurement.
     """
     programs = max(1, batch * kv_heads)
     wanted = cdiv(2 * num_sms, programs) if programs < num_sms else 1
-    return max(1, min(wanted, cdiv(max_tokens, MIN_SPLIT_TOKENS), MAX_SPLITS))
+    pieces = max(1, min(wanted, cdiv(max_tokens, MIN_SPLIT_TOKENS), MAX_SPLITS))
+    return 1 << (pieces.bit_length() - 1)

@@ -14,7 +14,7 @@ from kernels.launch import decode_tiles, next_power_of_two
 from kernels.triton_common import online_softmax, scores_log2, token_slots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_stride"])
 def decode_kernel(
     q_ptr,  # [B, H, D]
     k_ptr,  # [slots, Hkv, D]

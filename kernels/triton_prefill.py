@@ -15,7 +15,7 @@ from kernels.launch import cdiv, prefill_tiles
 from kernels.triton_common import online_softmax, scores_log2, token_slots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_stride"])
 def prefill_kernel(
     q_ptr,  # [T, H, D]
     k_ptr,  # [slots, Hkv, D]

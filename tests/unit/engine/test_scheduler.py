@@ -144,9 +144,9 @@ def test_output_stops_at_max_model_len_stop_token_and_eos():
 
 
 def test_abort_gives_pages_back_in_every_state():
-    engine = small_engine(48, page_size=4)
+    engine = small_engine(40, page_size=4)
     for name in "abcdef":
-        engine.add_request(request(name, 10, max_tokens=10))
+        engine.add_request(request(name, 4, max_tokens=26))
     engine.step()
     assert engine.abort("a")  # running
     assert engine.abort("f")  # waiting
@@ -213,19 +213,18 @@ def test_nothing_is_admitted_in_the_step_that_preempted():
     assert engine.scheduler.num_preemptions
 
 
-def test_admission_leaves_one_page_for_each_running_sequence():
-    engine = small_engine(32, page_size=4)  # 8 pages
-    engine.add_request(request("a", 15, max_tokens=9))
-    engine.step()  # a: 4 pages, 4 left
-    engine.add_request(request("b", 16, max_tokens=1))  # 4 pages and one spare for a: too many
-    engine.step()
-    assert [seq.request_id for seq in engine.scheduler.running] == ["a"]
-    small = small_engine(32, page_size=4)
-    small.add_request(request("a", 15, max_tokens=9))
-    small.step()
-    small.add_request(request("b", 12, max_tokens=1))  # 3 pages and one spare
-    small.step()
-    assert small.stats().prefill_tokens_scheduled == 15 + 12
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_admission_leaves_sixteen_tokens_for_each_running_sequence_whatever_the_page_size(page_size):
+    def admitted(prompt: int) -> bool:
+        engine = small_engine(48, page_size=page_size, max_num_batched_tokens=64)
+        engine.add_request(request("a", 15, max_tokens=9))
+        engine.step()  # a holds 16 slots, 32 are left, 16 of them are spare
+        engine.add_request(request("b", prompt, max_tokens=1))
+        engine.step()
+        return engine.stats().prefill_tokens_scheduled == 15 + prompt
+
+    assert admitted(16)
+    assert not admitted(17)
 
 
 def test_pages_are_freed_from_the_end_so_that_the_beginning_stays_cached_longest():

@@ -91,12 +91,12 @@ def all_kernels(arch: int, dtype: str, head_dim: int = 128, v_head_dim: int = 12
 @pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
 @pytest.mark.parametrize(
     ("arch", "dtype", "head_dim", "v_head_dim"),
-    [(80, "fp16", 128, 128), (90, "bf16", 128, 128), (90, "bf16", 80, 256)],
+    [(80, "fp16", 128, 128), (89, "bf16", 128, 128), (90, "bf16", 128, 128), (90, "bf16", 80, 256)],
 )
 def test_kernels_compile_ahead_of_time(arch, dtype, head_dim, v_head_dim):
     for name, compiled in all_kernels(arch, dtype, head_dim, v_head_dim).items():
         assert compiled.asm["cubin"], name
-        assert compiled.metadata.shared <= 160 * 1024, name  # sm_80 has 163 KiB a block
+        assert compiled.metadata.shared <= 99 * 1024, name  # sm_89 has 99 KiB a block, sm_80 163
         if name.startswith(("decode", "prefill")):
             assert "mma" in compiled.asm["ptx"], f"{name} does not use tensor cores"
         if head_dim == 128 and name == "decode":
