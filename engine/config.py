@@ -24,15 +24,18 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from ``134217728``, ``"128MiB"``, ``"1.5 GiB"`` or ``"500MB"``."""
-    if isinstance(value, bool):
+    """Bytes from ``134217728``, ``"128MiB"``, ``"1.5 GiB"`` or ``"500MB"``; ValueError for a fraction of a byte."""
+    if isinstance(value, bool | float):
         raise ValueError(f"a size in bytes cannot be {value!r}: give an integer or a text such as '128MiB'")
     if isinstance(value, int):
         return value
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if not match or match[2].lower() not in _UNITS:
         raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    unit = _UNITS[match[2].lower()]
+    if unit == 1 and "." in match[1]:
+        raise ValueError(f"the size {value!r} is a fraction of a byte: give a unit, such as '{match[1]}GiB'")
+    return int(float(match[1]) * unit)
 
 
 def format_bytes(count: int) -> str:

@@ -7,6 +7,7 @@ A *block* is one fresh server of one configuration in one repeat, with the loads
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import itertools
 import random
@@ -251,15 +252,22 @@ def plan_blocks(design: Design, repeats: int, seed: int) -> tuple[Block, ...]:
     """Every (cell, repeat) once, grouped by server launch, in an order that depends on ``seed`` only.
 
     The order is random within each repeat, so that drift of the machine spreads over the configurations, and
-    repeats follow each other, so that an interrupted sweep has whole repeats.
+    repeats follow each other, so that an interrupted sweep has whole repeats. Within a repeat all configurations get
+    their loads in the same order: what an earlier load left behind (a cache in the state ``steady``, a warm
+    processor) is then the same for both sides of a paired comparison.
     """
     blocks = []
     for repeat in range(1, repeats + 1):
         rng = random.Random(f"kvbench-order/{seed}/{repeat}")
         configurations = list(design.configurations)
         rng.shuffle(configurations)
+        ordered = sorted(design.cells, key=functools.partial(_rank, seed, repeat))
         for configuration in configurations:
-            cells = [c for c in design.cells if c.configuration.config_id == configuration.config_id]
-            rng.shuffle(cells)
+            cells = [c for c in ordered if c.configuration.config_id == configuration.config_id]
             blocks.append(Block(repeat, configuration, tuple(cells)))
     return tuple(blocks)
+
+
+def _rank(seed: int, repeat: int, cell: Cell) -> float:
+    """A random place for the cell's load, of its own and not drawn in turn: ``--only`` keeps the order of the rest."""
+    return random.Random(f"kvbench-loads/{seed}/{repeat}/{cell.load.load_id}").random()

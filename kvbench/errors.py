@@ -1,4 +1,4 @@
-"""The three ways a command can end early, each with its exit code (design: exit codes)."""
+"""The three ways a command can end early, each with its exit code."""
 
 from __future__ import annotations
 

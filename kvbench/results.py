@@ -17,7 +17,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.house import say
 
 MANIFEST = "manifest.json"
 DONE = "done.json"
@@ -87,7 +88,8 @@ class RunFolder:
 
     def manifest(self) -> dict[str, Any]:
         manifest = read_json(self.manifest_path)
-        if not isinstance(manifest, dict) or "workload" not in manifest or "plan" not in manifest:
+        parts = (manifest.get("workload"), manifest.get("plan")) if isinstance(manifest, dict) else ()
+        if [type(part) for part in parts] != [dict, list]:
             raise UsageError(f"{self.manifest_path} is not the manifest of a sweep: give the folder of a run")
         return manifest
 
@@ -176,13 +178,21 @@ def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolde
     raise UsageError(f"{base} holds 1000 runs of this second; wait a second")
 
 
-def latest_incomplete(output_dir: Path, workload_name: str) -> RunFolder:
-    """The newest run of this workload that is not complete and that nobody works on. Raises UsageError."""
+def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str], None] = say) -> RunFolder:
+    """The newest run of this workload that is not complete and that nobody works on. Raises UsageError.
+
+    A folder whose manifest cannot be read (a full disk, a copy that broke off) is named to ``warn`` and passed over.
+    """
     base = output_dir / workload_name
     runs = sorted((p.parent for p in base.glob(f"*/{MANIFEST}")), key=lambda p: p.stat().st_mtime, reverse=True)
     for path in runs:
         run = RunFolder(path)
-        if run.manifest().get("status") != "complete" and not run.is_locked():
+        try:
+            status = run.manifest().get("status")
+        except UsageError as error:
+            warn(f"warning: {path} is passed over: {error}")
+            continue
+        if status != "complete" and not run.is_locked():
             return run
     raise UsageError(
         f"there is no incomplete run of {workload_name!r} in {base}: leave --resume out to start a new one, or name "

@@ -15,10 +15,15 @@ def test_parse_bytes(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "1e3", True, "12MiB3"])
+@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "1e3", True, "12MiB3", 1.5, 134217728.0, "1.5", "0.5 b"])
 def test_parse_bytes_refuses(text):
     with pytest.raises(ValueError, match="size"):
         parse_bytes(text)
+
+
+def test_a_budget_with_a_fraction_is_refused_not_cut_to_a_byte():
+    with pytest.raises(ValueError, match=r"size in bytes cannot be 1\.5: give an integer or a text such as '128MiB'"):
+        EngineConfig.from_mapping({"kv_budget": 1.5})
 
 
 def test_format_bytes():

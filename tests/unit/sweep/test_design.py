@@ -123,3 +123,16 @@ def test_the_order_is_random_between_repeats_and_fixed_by_the_seed():
     assert len({tuple(order[i : i + 5]) for i in range(0, 100, 5)}) > 5
     loads = {tuple(c.load.load_id for c in b.cells) for b in plan_blocks(design, 20, seed=1)}
     assert loads == {("c3", "c24"), ("c24", "c3")}
+
+
+def test_in_one_repeat_every_configuration_sees_its_loads_in_the_same_order():
+    loads = [load_point("closed", concurrency=c, rate=None, num_requests=c) for c in (1, 2, 3, 4, 5)]
+    design = make_design(BASE, SWEEP, loads, "one_at_a_time")
+    blocks = plan_blocks(design, 10, seed=1)
+    orders = [{tuple(c.load.load_id for c in b.cells) for b in blocks if b.repeat == r} for r in range(1, 11)]
+    assert [len(order) for order in orders] == [1] * 10
+    assert len(set.union(*orders)) > 5  # and another in another repeat
+    fewer = plan_blocks(select(design, ["*-c1", "*-c4", "contiguous-c2"]), 10, seed=1)
+    for few in fewer:  # leaving cells out does not change the order of the others
+        whole = next(b for b in blocks if b.block_id == few.block_id)
+        assert [c for c in whole.cells if c in few.cells] == list(few.cells)

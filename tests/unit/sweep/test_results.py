@@ -70,6 +70,18 @@ def test_the_latest_incomplete_run_is_found(tmp_path):
     assert latest_incomplete(tmp_path, "w").path == newer.path
 
 
+@pytest.mark.parametrize("text", ["{", "", "[]", '{"workload": 3, "plan": []}', "\x00"])
+def test_a_manifest_that_cannot_be_read_is_passed_over_with_a_warning(tmp_path, capsys, text):
+    good = make_run(tmp_path, "w", "incomplete")
+    broken = make_run(tmp_path, "w", "incomplete")
+    broken.manifest_path.write_text(text)  # the newest of the two
+    assert latest_incomplete(tmp_path, "w").path == good.path
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: {broken.path} is passed over: ") and warning.count("\n") == 1
+    with pytest.raises(UsageError):  # named by its user it is refused
+        open_run(broken.path)
+
+
 def test_a_run_in_progress_is_left_alone(tmp_path):
     run = make_run(tmp_path, "w", "running")
     holder = subprocess.Popen(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -11,6 +13,7 @@ from kvbench.planning import SweepOptions, capacity_note, plan_sweep, preflight
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload import differing_keys, load_workload, resolve
 
+WORKLOADS = Path(__file__).resolve().parents[3] / "workloads"
 GOOD = {
     "name": "tiny",
     "model": {"config": "llama-32m"},
@@ -175,6 +178,12 @@ def test_missing_files_and_profiles_name_what_there_is(tmp_path):
         load_workload(tmp_path)
     with pytest.raises(UsageError, match=r"no profile 'tpu'.*cpu, gpu"):
         load_workload(tmp_path / "w.yaml", profile="tpu")
+
+
+@pytest.mark.parametrize("path", sorted(WORKLOADS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_cpu_profile_measures_the_cpu_on_any_machine(path):
+    assert load_workload(path, profile="cpu").engine["device"] == "cpu"
+    assert "device" not in load_workload(path, profile="gpu").engine
 
 
 @pytest.mark.parametrize("name", ["mixed", "uniform"])
