@@ -20,7 +20,7 @@ class EngineThread:
     """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -29,9 +29,15 @@ class EngineThread:
         self._work.put((future, lambda: function(*args)))
         return future
 
+    def stop(self) -> None:
+        """End after what was given before; does not wait."""
+        self._work.put(None)
+
     def _run(self) -> None:
-        while True:
-            future, work = self._work.get()
+        while (item := self._work.get()) is not None:
+            future, work = item
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(work())
             except BaseException as error:

@@ -21,7 +21,6 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from engine.stats import KVStats
 
-
 SPARE_TOKENS = 16  # that each running sequence may still grow before an admission would be regretted
 
 
