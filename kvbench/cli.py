@@ -15,7 +15,7 @@ from kvbench.house import check_house, guarded
 _EXIT_CODES = """\b
 Exit codes:
   0    all loads were measured
-  2    usage or bad input; nothing was launched
+  2    usage or bad input, or another workload, code or machine at --resume
   4    a load is invalid or a server died; the results are kept
   130  interrupted; go on with the printed --resume command"""
 
@@ -54,8 +54,12 @@ def cli() -> None:
     Everything runs on this machine; servers listen on 127.0.0.1 only. Results go to results/<workload>/<run>/.
 
     \b
-    Exit codes: 0 pass, 1 regression, 2 usage or bad input, 3 inconclusive, 4 invalid measurement or
-    infrastructure, 5 nothing was compared, 130 interrupted.
+    Exit codes:
+      0    done
+      1    `bench-engine --require-ratio` only: the ratio was missed
+      2    usage or bad input; nothing was measured
+      4    the measurement is invalid, a server died, or something unexpected went wrong
+      130  interrupted
     """
 
 
@@ -72,6 +76,9 @@ def cli() -> None:
     "--resume", is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
     help="Go on with an interrupted run: the folder, or the latest incomplete run of WORKLOAD.",
 )  # fmt: skip
+@click.option(
+    "--force", is_flag=True, help="With --resume: go on though code, versions or machine differ from the run's start."
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print cells, order and time; launch nothing.")
 @click.option("--no-report", is_flag=True, help="Keep the raw results only; `kvbench report` can follow later.")
 @click.option(
@@ -101,6 +108,7 @@ def sweep(**options: Any) -> int:
       kvbench sweep workloads/mixed.yaml --only 'paged-p16-c*' --repeats 5
       kvbench sweep workloads/mixed.yaml -o engine.kv_budget=64MiB -o 'load.concurrency=[2, 8]'
       kvbench sweep workloads/mixed.yaml --resume
+      kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
       kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
 
     \b
@@ -128,11 +136,18 @@ def serve(arguments: tuple[str, ...]) -> int:
 @cli.command(name="bench-engine", add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_engine(arguments: tuple[str, ...]) -> int:
-    """Time the engine alone, without HTTP, beside its peers (see: kvbench bench-engine --help)."""
-    check_house()
-    from engine.bench import main as bench_main
+    """Time the engine alone, without HTTP, beside its peers (see: kvbench bench-engine --help).
 
-    return int(bench_main(list(arguments)) or 0)
+    \b
+    Example:
+      kvbench bench-engine --sides kvbench,hf-continuous --repeats 5 --require-ratio 1.0
+    \b
+    Exit codes: 0 measured, 1 --require-ratio was missed, 2 bad input, 4 the sides did not do the same work.
+    """
+    check_house()
+    from kvbench.commands import bench_engine_command
+
+    return bench_engine_command(list(arguments))
 
 
 @cli.command()
@@ -172,7 +187,7 @@ def report(run_dir: Path) -> int:
     Example:
       kvbench report results/mixed/20260101T120000Z-1a2b3c4
     \b
-    Files written in RUN_DIR: report.html (works offline), report.md.
+    Files written in RUN_DIR: report.html (works offline), report.md, summary.csv (one row a cell).
     Exit codes: 0 written, 2 not a run folder.
     """
     from kvbench.commands import report_command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
     loaded, run = _workload_and_run(workload, resume, options)
+    if options["force"] and run is None:
+        raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
     stored = run.manifest() if run else {}
     target_url = options["target"] or stored.get("target")
     serve_cmd = options["serve_cmd"] or stored.get("serve_cmd")
@@ -40,6 +43,7 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
         only=tuple(options["only"]) or tuple(stored.get("only") or ()),
         output_dir=options["output_dir"],
         report=not options["no_report"],
+        force=options["force"],
         check=check,
     )
     if dry_run:
@@ -77,9 +81,7 @@ def _workload_and_run(
             )
         run = open_run(Path(resume))
         manifest = run.manifest()
-        source = manifest.get("workload_file")
-        stored = resolve(manifest["workload"], profile=manifest["profile"], source=Path(source) if source else None)
-        return stored, run
+        return resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None), run
     loaded = load_workload(workload, **asked)
     if resume is None:
         return loaded, None
@@ -106,7 +108,7 @@ def _target_maker(
 
         told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
         return lambda: OpenAITarget(url, **told), lambda settings: {}
-    command = tuple(shlex.split(serve_cmd)) if serve_cmd else BUILTIN_COMMAND
+    command = _serve_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
     if options["port"]:
         require_free_port("127.0.0.1", options["port"])
 
@@ -114,6 +116,17 @@ def _target_maker(
         return BuiltinTarget(command=command, port=options["port"], start_timeout_s=options["start_timeout"])
 
     return make, check_configuration
+
+
+def _serve_command(text: str) -> tuple[str, ...]:
+    """The words of --serve-cmd. Raises UsageError when they cannot be launched."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend the quotes") from None
+    if not words or shutil.which(words[0]) is None:
+        raise UsageError(f"--serve-cmd {text!r}: there is no program {(words or ('',))[0]!r}; give its path")
+    return words
 
 
 def serve_command(arguments: list[str]) -> int:
@@ -125,6 +138,16 @@ def serve_command(arguments: list[str]) -> int:
 
     exit_now(run(parsed))
     raise AssertionError("exit_now does not return")
+
+
+def bench_engine_command(arguments: list[str]) -> int:
+    """``kvbench bench-engine``: the engine's own parser and benchmark. Raises UsageError."""
+    from engine.bench import main as bench_main
+
+    try:
+        return int(bench_main(arguments) or 0)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def report_command(run_dir: Path) -> int:

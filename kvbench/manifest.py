@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,15 @@ def gpus() -> list[dict[str, str]]:
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
+def environment() -> dict[str, Any]:
+    """Code, versions and machine: what two parts of one run must share."""
+    return {"git": git_state(), "versions": versions(), **machine(), "gpus": gpus()}
+
+
 def build_manifest(
     *, workload: Mapping[str, Any], workload_file: str | None, profile: str, seed: int, plan: list[Any], extra: Any
 ) -> dict[str, Any]:
-    """Everything known before the first launch; the sweep adds ``model`` and ``capacity`` from /server_info."""
-    found_gpus = gpus() if profile == "gpu" or shutil.which("nvidia-smi") else []
-    system = machine()
+    """Everything known before the first launch; the sweep adds what the servers tell (``add_server``)."""
     return {
         "format": 1,
         "status": "running",
@@ -102,11 +105,8 @@ def build_manifest(
         "workload_file": workload_file,
         "profile": profile,
         "command": ["kvbench", *sys.argv[1:]],
-        "git": git_state(),
-        "versions": versions(),
-        **system,
-        "device": found_gpus[0]["name"] if found_gpus and profile == "gpu" else system["cpu"]["model"],
-        "gpus": found_gpus,
+        **environment(),
+        "device": None,  # a server's to say, as are dtype, kernels and threads
         "seeds": {"workload": seed, "order": seed, "model": workload["model"].get("seed", 0)},
         "shared_machine": True,  # load client and engine run on the same machine
         "started": None,
@@ -116,3 +116,28 @@ def build_manifest(
         "failures": [],
         **extra,
     }
+
+
+def add_server(manifest: dict[str, Any], config_id: str, told: Mapping[str, Any]) -> None:
+    """Put down what the first server of a configuration says of itself, and what all of them ran on.
+
+    ``device``, ``dtype``, ``kernel_backend`` and ``num_threads`` are what the servers settled on (``resolved`` of
+    /server_info), not what was asked for; None when no server tells.
+    """
+    manifest.setdefault("servers", {}).setdefault(config_id, dict(told))
+    resolved = [each["resolved"] for each in manifest["servers"].values() if each.get("resolved")]
+    manifest["device"] = _listed(_device_name(manifest, each) for each in resolved)
+    for key in ("dtype", "kernel_backend", "num_threads"):
+        manifest[key] = _listed(each.get(key) for each in resolved)
+
+
+def _device_name(manifest: Mapping[str, Any], resolved: Mapping[str, Any]) -> str | None:
+    """The GPU's name, or this machine's processor for a server that runs here on the CPU."""
+    here = resolved.get("device") == "cpu" and manifest.get("shared_machine")
+    return resolved.get("device_name") or (manifest["cpu"]["model"] if here else resolved.get("device"))
+
+
+def _listed(values: Iterable[Any]) -> Any:
+    """The value that all have, the different ones as a text, None when there is none."""
+    different = list(dict.fromkeys(value for value in values if value is not None))
+    return ", ".join(map(str, different)) if len(different) > 1 else next(iter(different), None)

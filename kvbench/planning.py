@@ -28,7 +28,7 @@ class SweepOptions:
     only: tuple[str, ...] = ()
     output_dir: Path = Path("results")
     report: bool = True
-    backend: str = "kvbench"
+    force: bool = False  # resume although something differs
     check: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda settings: {}
     """Engine-side check of one configuration's settings; returns its capacity, raises ValueError."""
 

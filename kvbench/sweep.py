@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,13 +16,14 @@ from rich.console import Console
 
 from kvbench.block import BlockRunner, Failure
 from kvbench.design import Block, Cell, Design, make_design
-from kvbench.errors import Interrupted, UsageError
-from kvbench.manifest import build_manifest, git_state
+from kvbench.errors import Interrupted
+from kvbench.manifest import add_server, build_manifest, git_state
 from kvbench.planning import SweepOptions, capacity_note, plan_sweep, planned_blocks, preflight, without_done
 from kvbench.progress import Estimator, SweepProgress
 from kvbench.results import RunFolder, create_run, utc_now, write_json
+from kvbench.resume import accept_server, reopen
 from kvbench.targets.base import Target
-from kvbench.workload import Workload, differing_keys
+from kvbench.workload import Workload, portable
 
 EXIT_OK, EXIT_INVALID, EXIT_INTERRUPTED = 0, 4, 130
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
@@ -45,6 +46,8 @@ class Sweep:
         capacity, guesses = preflight(self.workload, design, self.options)
         for note in design.notes:
             self.console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+        if not self.resumed and (notice := _busy_notice()):
+            self.console.print(f"note: {notice}", soft_wrap=True, highlight=False, markup=False)
         run = self.resumed or create_run(self.options.output_dir, self.workload.name, git_state()["short_sha"])
         with run.locked():
             return self._execute_locked(run, design, blocks, capacity, guesses)
@@ -57,10 +60,10 @@ class Sweep:
         capacity: Mapping[str, Any],
         guesses: Mapping[str, float],
     ) -> int:
-        manifest = self._open_manifest(run, blocks, capacity)
+        left = without_done(run, blocks)
+        manifest = self._open_manifest(run, blocks, capacity, something_left=bool(left))
         write_json(run.manifest_path, manifest)
         estimator = Estimator(guesses)
-        left = without_done(run, blocks)
         finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
         self.console.print(f"results: {run.path}", highlight=False, markup=False, soft_wrap=True)
         if self.resumed:
@@ -73,7 +76,7 @@ class Sweep:
                     run,
                     self.new_target,
                     listener,
-                    _manifest_writer(run, manifest),
+                    _manifest_writer(run, manifest, force=self.options.force),
                     interruption.check,
                     failures,
                 )
@@ -98,13 +101,17 @@ class Sweep:
     def resume_command(self, run: RunFolder) -> str:
         return shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
 
-    def _open_manifest(self, run: RunFolder, blocks: Sequence[Block], capacity: Mapping[str, Any]) -> dict[str, Any]:
+    def _open_manifest(
+        self, run: RunFolder, blocks: Sequence[Block], capacity: Mapping[str, Any], *, something_left: bool
+    ) -> dict[str, Any]:
         if self.resumed:
-            manifest = self.resumed.manifest()
-            require_same_workload(manifest, self.workload, run)
-            manifest["resumed"] = [*manifest.get("resumed", []), {"at": utc_now(), "git": git_state()}]
-            return manifest | {"status": "running", "failures": []}
-        source = self.workload.source
+            manifest, remarks = reopen(
+                run, self.workload, self.manifest_extra, force=self.options.force, something_left=something_left
+            )
+            for remark in remarks:
+                self.console.print(f"note: {remark}", highlight=False, markup=False, soft_wrap=True)
+            return manifest
+        source = self.workload.source.resolve() if self.workload.source else None
         plan = [
             {
                 "block_id": b.block_id,
@@ -116,7 +123,7 @@ class Sweep:
         ]
         manifest = build_manifest(
             workload=self.workload.resolved,
-            workload_file=os.path.relpath(source) if source else None,
+            workload_file=_shown(source) if source else None,
             profile=self.workload.profile,
             seed=self.workload.seed,
             plan=plan,
@@ -158,15 +165,17 @@ class Sweep:
         return EXIT_INVALID if problems else EXIT_OK
 
 
-def require_same_workload(manifest: Mapping[str, Any], workload: Workload, run: RunFolder) -> None:
-    """Raises UsageError when ``workload`` is not the one the run was started with; names the keys."""
-    now = json.loads(json.dumps(workload.resolved, default=str))  # as the manifest's went
-    keys = differing_keys(manifest["workload"], now)
-    if keys:
-        raise UsageError(
-            f"{run.path} was started with another workload; it differs in {', '.join(keys)}: resume it with "
-            "`kvbench sweep --resume FOLDER` alone (the stored workload), or start a new run without --resume"
-        )
+def _busy_notice() -> str | None:
+    """One line when other programs use this machine already."""
+    from kvbench.contention import busy_notice
+
+    return busy_notice()
+
+
+def _shown(source: Path) -> str:
+    """The workload file for a reader; nothing reads it again. Elsewhere than in kvbench's folder its name will do."""
+    path = portable(source)
+    return source.name if Path(path).is_absolute() else path
 
 
 def aggregate_run(run: RunFolder, workload: Workload, manifest: Mapping[str, Any]) -> None:
@@ -214,21 +223,22 @@ def _invalid_reasons(run: RunFolder, cell: Cell) -> list[str]:
 
 
 def _manifest_writer(
-    run: RunFolder, manifest: dict[str, Any]
+    run: RunFolder, manifest: dict[str, Any], *, force: bool
 ) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
-    """Stores what the first server of each configuration says of itself."""
+    """Stores what the first server of each configuration says of itself, and refuses one that is another."""
 
     def write(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
         told = dict(info or {})
+        config_id = block.configuration.config_id
+        accept_server(manifest, config_id, told, force=force)
         manifest["model"] = manifest.get("model") or {
             **(told.get("model") or {}),
             **dataclasses.asdict(target.model),
         }
-        config_id = block.configuration.config_id
         if capacity := told.get("capacity"):  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})
             known |= capacity | {"kv_budget_bytes": capacity.get("budget_bytes", known.get("kv_budget_bytes"))}
-        manifest.setdefault("servers", {}).setdefault(config_id, told)
+        add_server(manifest, config_id, told)
         write_json(run.manifest_path, manifest)
 
     return write

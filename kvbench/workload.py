@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from kvbench.design import LoadPoint, load_point
 from kvbench.errors import UsageError
+from kvbench.house import HOUSE
 from kvbench.layers import apply_override, apply_profile, read_yaml, section_of
 from kvbench.load.schema import LoadConfig, StrictModel, explain
 
@@ -64,7 +65,11 @@ class WorkloadFile(StrictModel):
 
 @dataclass(frozen=True)
 class Workload:
-    """A resolved workload. ``resolved`` is the plain YAML data that two runs must share to be one sweep."""
+    """A resolved workload.
+
+    ``resolved`` is the plain YAML data that two runs must share to be one sweep. The manifest keeps it, and a run is
+    resumed from it in any working folder: its paths are as ``portable`` writes them.
+    """
 
     name: str
     description: str
@@ -113,13 +118,17 @@ def load_workload(
 
 
 def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Workload:
-    """A Workload from plain data whose profile is merged already (a file, or the manifest of a run)."""
+    """A Workload from plain data whose profile is merged already.
+
+    ``source``: the file, next to which relative paths are looked for; None: the data of a run's manifest, whose
+    relative paths start where kvbench lies.
+    """
     where = str(source) if source else "the stored workload"
     try:
         file = WorkloadFile.model_validate(dict(data))
     except ValidationError as error:
         raise UsageError(f"{where}: {_sentences(error, '')}") from None
-    folder = source.parent if source else Path.cwd()
+    folder = source.parent if source else HOUSE
     load_data = _with_paths(file.load, folder)
     try:
         load = LoadConfig.model_validate(load_data)
@@ -139,8 +148,8 @@ def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Wo
         load=load,
         resolved={
             **file.model_dump(mode="json", exclude={"load", "model"}),
-            "model": file.model.model_dump(mode="json", exclude_none=True),
-            "load": file.load,
+            "model": _stored_model(file.model, engine),
+            "load": _stored_load(load_data),
         },
     )
 
@@ -176,6 +185,28 @@ def find_path(text: str, folder: Path) -> Path | None:
     return None
 
 
+def portable(path: Path) -> str:
+    """How a manifest names ``path`` (absolute): from where kvbench lies if it is in there, else as it is."""
+    return path.relative_to(HOUSE).as_posix() if path.is_relative_to(HOUSE) else str(path)
+
+
+def _stored_load(load: Mapping[str, Any]) -> dict[str, Any]:
+    """The load section with paths that a resumed run finds; ``load`` as ``_with_paths`` gives it."""
+    stored = dict(load)
+    for section, key in _PATH_KEYS:
+        part = stored.get(section)
+        if isinstance(part, dict) and isinstance(part.get(key), str):
+            stored[section] = {**part, key: portable(Path(part[key]))}
+    return stored
+
+
+def _stored_model(model: ModelSection, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The model section with paths that a resumed run finds; ``settings`` holds what was found."""
+    stored = model.model_dump(mode="json", exclude_none=True)
+    found = {"path": settings["model"], "config": settings["model"], "tokenizer": settings.get("tokenizer")}
+    return stored | {key: portable(Path(path)) for key, path in found.items() if key in stored}
+
+
 def _with_paths(load: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A copy of the load section whose files are absolute where they exist."""
     resolved = dict(load)
@@ -201,7 +232,10 @@ def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, 
     else:
         named = find_path(model.config or "", folder) if (model.config or "").endswith(".json") else None
         settings |= {"model": str(named or model.config), "load_format": model.load_format or "dummy"}
-    settings |= {key: value for key in ("dtype", "tokenizer") if (value := getattr(model, key)) is not None}
+    if model.dtype is not None:
+        settings["dtype"] = model.dtype
+    if model.tokenizer is not None:
+        settings["tokenizer"] = str(find_path(model.tokenizer, folder) or model.tokenizer)
     clash = sorted({"model", "load_format", "seed", "dtype", "tokenizer"} & set(file.engine))
     if clash:
         raise UsageError(f"{where}: engine.{clash[0]} belongs under `model:`; move it there")

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import torch
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
@@ -184,11 +185,12 @@ def model_card(state: ServerState) -> dict[str, Any]:
 
 
 def describe_server(state: ServerState) -> dict[str, Any]:
-    """The JSON of /server_info."""
+    """The JSON of /server_info. ``engine`` is what was asked for, ``resolved`` what became of ``auto`` and null."""
     engine = state.engine.engine
     capacity = engine.capacity
     return {
         "engine": dataclasses.asdict(engine.config),
+        "resolved": _resolved(engine.executor),
         "model": dataclasses.asdict(engine.model_info),
         "served_model_name": state.model_name,
         "tokenizer": {"name": state.tokenizer.name, "text_refusal": state.tokenizer.text_refusal},
@@ -201,6 +203,20 @@ def describe_server(state: ServerState) -> dict[str, Any]:
         "platform": platform.platform(),
         "pid": os.getpid(),
         "started": state.started,
+    }
+
+
+def _resolved(executor: Any) -> dict[str, Any]:
+    """What the engine computes with; empty for an executor without tensors."""
+    if not isinstance(getattr(executor, "model", None), torch.nn.Module):
+        return {}
+    device = executor.device
+    return {
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "dtype": str(next(executor.model.parameters()).dtype).removeprefix("torch."),
+        "kernel_backend": executor.host.backend.name,
+        "num_threads": torch.get_num_threads(),
     }
 
 

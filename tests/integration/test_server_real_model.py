@@ -55,6 +55,19 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch.set_num_threads(threads)
 
 
+def test_server_info_tells_what_became_of_auto(server: RunningServer) -> None:
+    info = server.get("/server_info").json
+    assert info["engine"]["device"] == info["engine"]["kernel_backend"] == info["engine"]["dtype"] == "auto"
+    executor = server.engine.executor
+    assert info["resolved"] == {
+        "device": str(executor.device),
+        "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "dtype": str(executor.model.lm_head.weight.dtype).removeprefix("torch."),
+        "kernel_backend": "triton" if torch.cuda.is_available() else "numba",
+        "num_threads": torch.get_num_threads(),
+    }
+
+
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as made:

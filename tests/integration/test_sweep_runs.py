@@ -109,6 +109,9 @@ def test_the_manifest_says_what_was_measured_on_what(measured):
     assert found["workload"]["load"]["concurrency"] == [1, 3]
     assert found["versions"]["torch"] and found["cpu"]["cores"] >= 1 and found["memory_bytes"] > 2**30
     assert found["model"]["vocab_size"] == 8192
+    assert found["device"] == found["cpu"]["model"]  # the server told that it runs on the CPU
+    assert (found["dtype"], found["kernel_backend"]) == ("float32", "fake")
+    assert found["workload_file"] == "tiny.yaml"
     assert found["seeds"]["workload"] == 3
     assert found["started"] <= found["ended"]
     assert found["command"][:2] == ["kvbench", "sweep"]
@@ -172,6 +175,55 @@ def test_resume_refuses_another_workload_and_says_what_differs(bench):
     done = bench.sweep(str(path), "--resume", str(run), "--repeats", "1", "-o", "load.timeout_s=9.0", "--seed", "4")
     assert done.returncode == 2
     assert "differs in load.timeout_s, seed" in done.stderr
+
+
+def test_resume_refuses_other_versions_and_other_weights_unless_forced(bench):
+    path = bench.write(load={"repeats": 1})
+    first = bench.sweep(str(path), "--no-report", FAKE_FAULT="die:2", FAKE_FAULT_ONCE=str(bench.folder / "spent"))
+    run = bench.only_run()
+    assert first.returncode == 4 and len(finished(run)) == 1
+    begun = manifest(run)
+    (run / "manifest.json").write_text(json.dumps(begun | {"versions": begun["versions"] | {"torch": "1.0"}}))
+    resume = [sys.executable, "-m", "kvbench", "sweep", "--resume", str(run), "--no-report"]
+    done = bench.run(resume)
+    assert done.returncode == 2 and "torch (1.0 then, " in done.stderr and "--force" in done.stderr
+    assert len(bench.launches) == 2  # nothing was launched
+    (run / "manifest.json").write_text(json.dumps(begun))
+    done = bench.run(resume, FAKE_WEIGHTS="beef")
+    assert done.returncode == 2 and "weights_fingerprint (f00d then, beef now)" in done.stderr
+    assert len(finished(run)) == 1 and not any(alive(launch["pid"]) for launch in bench.launches)
+    done = bench.run([*resume, "--force"], FAKE_WEIGHTS="beef")
+    assert done.returncode in (0, 4), done.stdout + done.stderr
+    found = manifest(run)
+    assert len(finished(run)) == 2 and found["status"] == "complete"
+    assert found["resumed"][-1]["differences"] == ["weights_fingerprint (f00d then, beef now)"]
+
+
+def test_a_run_is_resumed_from_another_folder_and_says_once_that_the_machine_is_busy(bench, tmp_path):
+    (tmp_path / "lines.txt").write_text("one two three four five six\n" * 40)
+    prompts = {"kind": "text", "file": "lines.txt", "prompt_tokens": 8, "output_tokens": 4}
+    bench.write(load={"repeats": 1, "prompts": prompts})
+    environment = bench.environment(PYTHONPATH=str(ROOT), FAKE_FAULT="die:2", FAKE_FAULT_ONCE=str(tmp_path / "spent"))
+    program = (
+        "from kvbench import cli, contention; contention.busy_notice = lambda: 'this machine is busy: test'; cli.main()"
+    )
+
+    def sweep(folder, *arguments):
+        command = [sys.executable, "-c", program, "sweep", *arguments, "--no-report"]
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+
+    first = sweep(tmp_path, "tiny.yaml", "--serve-cmd", f"{sys.executable} {FAKE}")
+    assert first.returncode == 4, first.stdout + first.stderr
+    assert first.stdout.count("note: this machine is busy: test") == 1
+    run = bench.only_run()
+    assert len(finished(run)) == 1
+    (tmp_path / "other").mkdir()
+    done = sweep(tmp_path / "other", "--resume", str(run))
+    assert done.returncode in (0, 4) and len(finished(run)) == 2, done.stdout + done.stderr
+    assert manifest(run)["status"] == "complete" and "busy" not in done.stdout
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_a_running_server_can_be_measured_as_it_is(bench):

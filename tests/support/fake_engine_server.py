@@ -1,11 +1,14 @@
-"""A server with the outside of the engine's and nothing inside: starts in 0.1 s, streams "tokens" on a timer.
+"""A server with the outside of the engine's and little inside: a prefix cache without KV, "tokens" on a timer.
 
     python tests/support/fake_engine_server.py --port 0 [any of the engine's flags]
 
 Prints ``ready URL``. What it should do wrong comes from the environment, so that a sweep can launch it unchanged:
     FAKE_TOKEN_S      seconds between tokens (0.002)
+    FAKE_WEIGHTS      fingerprint of its weights (f00d)
     FAKE_LAUNCHES     a file to which each launch adds a line with its flags
-    FAKE_FAULT        never_ready | exit_at_start | refuse | leak | die:N (in the Nth measured stream)
+    FAKE_FAULT        never_ready | exit_at_start | refuse | leak | die:N (in the Nth measured stream) |
+                      no_reset (/reset_prefix_cache is not there) | keep (it says 200 and empties nothing) |
+                      drop_reset (it closes the connection) | forget (only streams' prompts get into the cache)
     FAKE_FAULT_ONCE   a file: the fault shows only while it does not exist yet; it is made when the fault shows
 """
 
@@ -39,6 +42,30 @@ class FakeEngine:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = 0
+        self.cache: set[tuple[int, ...]] = set()  # beginnings of prompts, in whole pages
+        self.hits = 0
+
+    def look_up(self, prompt: Any, *, keep: bool) -> int:
+        """Tokens of the prompt that the cache holds; then puts its full pages there, as an endless cache would."""
+        if not self.flags.enable_prefix_caching or not isinstance(prompt, list):
+            return 0
+        size, found = self.flags.page_size, 0
+        while found < (len(prompt) - 1) // size and tuple(prompt[: (found + 1) * size]) in self.cache:
+            found += 1
+        if keep:
+            self.cache |= {tuple(prompt[: (i + 1) * size]) for i in range(len(prompt) // size)}
+        self.hits += found * size
+        return found * size
+
+    def reset(self) -> int:
+        """The HTTP status."""
+        if self.fault == "no_reset":
+            return 404
+        if self.running:
+            return 409
+        if self.fault != "keep":
+            self.cache.clear()
+        return 200
 
     def metrics(self) -> str:
         gauges = {
@@ -48,7 +75,7 @@ class FakeEngine:
             "kv_pages_total": 1000,
             "kv_pages_free": 1000 - self.owned,
             "kv_pages_owned": self.owned,
-            "kv_pages_cached": 0,
+            "kv_pages_cached": 0 if self.fault == "keep" else len(self.cache),
             "kv_slots_total": 16000,
             "kv_slots_reserved": 16 * self.owned,
             "kv_slots_used": 12 * self.owned,
@@ -59,7 +86,7 @@ class FakeEngine:
             "prompt_tokens_total": self.prompt_tokens,
             "generation_tokens_total": self.generation_tokens,
             "num_preemptions_total": 0,
-            "prefix_cache_hits_total": 0,
+            "prefix_cache_hits_total": self.hits,
             "prefix_cache_queries_total": self.prompt_tokens,
             'request_success_total{finished_reason="length"}': self.finished,
         }
@@ -73,7 +100,13 @@ class FakeEngine:
     def info(self) -> dict[str, Any]:
         return {
             "engine": vars(self.flags),
-            "model": {"name": MODEL, "vocab_size": VOCAB_SIZE, "max_model_len": self.flags.max_model_len},
+            "resolved": {"device": "cpu", "device_name": None, "dtype": "float32", "kernel_backend": "fake"},
+            "model": {
+                "name": MODEL,
+                "vocab_size": VOCAB_SIZE,
+                "max_model_len": self.flags.max_model_len,
+                "weights_fingerprint": os.environ.get("FAKE_WEIGHTS", "f00d"),
+            },
             "pid": os.getpid(),
         }
 
@@ -106,11 +139,12 @@ def respond(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
 
 async def complete(engine: FakeEngine, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
     prompt, count = body["prompt"], int(body["max_tokens"])
+    cached = engine.look_up(prompt, keep=engine.fault != "forget" or bool(body.get("stream")))
     usage = {
         "prompt_tokens": len(prompt),
         "completion_tokens": count,
         "total_tokens": len(prompt) + count,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
     engine.running += 1
     engine.owned += 1
@@ -176,7 +210,11 @@ def serve_connection(engine: FakeEngine) -> Any:
                     case "/metrics":
                         respond(writer, 200, engine.metrics())
                     case "/reset_prefix_cache":
-                        respond(writer, 409 if engine.running else 200, {})
+                        if engine.fault == "drop_reset":
+                            spend()
+                            engine.fault = fault()
+                            break
+                        respond(writer, engine.reset(), {})
                     case "/v1/completions":
                         await complete(engine, writer, json.loads(body))
                     case _:
@@ -207,10 +245,12 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--max-model-len", type=int, default=1024)
-    flags, rest = parser.parse_known_args()
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False)
+    flags, _ = parser.parse_known_args()
     if path := os.environ.get("FAKE_LAUNCHES"):
         with open(path, "a") as file:
-            file.write(json.dumps({"time": time.time(), "pid": os.getpid(), "flags": rest}) + "\n")
+            file.write(json.dumps({"time": time.time(), "pid": os.getpid(), "flags": sys.argv[1:]}) + "\n")
     if fault() == "exit_at_start":
         spend()
         print("fake engine: a library is missing", file=sys.stderr)
