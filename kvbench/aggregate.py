@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.design import Cell
-from kvbench.metrics import pooled as pooled_latencies
+from kvbench.metrics import pooled as pool_samples
 from kvbench.results import DONE, RunFolder, read_json, write_json, write_text
 
 MAX_SAMPLES = 8
@@ -62,7 +62,10 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict
     _pool(run, cell, repeats, "server.parquet")
     _join_logs(run, cell, repeats)
     _write_samples(folder / "samples.jsonl", requests)
-    summary = _summary(cell, done, counters, pooled_latencies([requests]) if len(requests) else {}, facts)
+    loads = {r: _read_load(run.load(cell.cell_id, r)) for r in repeats}
+    pooled = pooled_latencies(requests, {r: d["metrics"] for r, d in done.items()})
+    summary = _summary(cell, done, counters, loads, pooled, facts)
+    summary |= _vllm_fields(summary, facts, _arrivals(run, cell), _mean_rate(requests))
     write_json(folder / "counters.json", {"cell_id": cell.cell_id, "repeats": {str(r): c for r, c in counters.items()}})
     write_json(folder / "summary.json", summary)
     return summary
@@ -86,10 +89,62 @@ def _pool(run: RunFolder, cell: Cell, repeats: Sequence[int], name: str) -> pd.D
     return pooled
 
 
+def _read_load(folder: Path) -> Mapping[str, Any]:
+    path = folder / "load.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Latencies over the raw samples of all repeats; ``steady_latency``: of requests sent in the steady windows.
+
+    Each repeat has its own window. The first requests of a closed loop are all sent at once; their time to first
+    token is mostly the wait for one another, and the steady window leaves them out.
+    """
+    if not len(requests):
+        return {}
+    inside = [
+        rows[rows["ts"].between(metrics[int(repeat)]["steady_start_s"], metrics[int(repeat)]["steady_end_s"])]
+        for repeat, rows in requests.groupby("repeat")
+        if metrics[int(repeat)].get("steady_start_s") is not None
+    ]
+    steady = pool_samples(inside)
+    steady.pop("per_class")
+    return pool_samples([requests]) | {"steady_latency": steady}
+
+
+def _notes(loads: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the maker of the requests had to say; where repeats differ, a list of what they say, in their order."""
+    every = [load.get("notes") or {} for load in loads.values()]
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for notes in every for name in notes):
+        values = [notes[name] for notes in every if name in notes]
+        found[name] = values[0] if all(v == values[0] for v in values) else values
+    return found
+
+
+def _arrivals(run: RunFolder, cell: Cell) -> str | None:
+    """poisson, constant or trace as the workload says; None in closed loop and where no manifest tells."""
+    if cell.load.mode != "open":
+        return None
+    manifest = read_json(run.manifest_path) if run.manifest_path.is_file() else {}
+    return ((manifest.get("workload") or {}).get("load") or {}).get("arrivals")
+
+
+def _mean_rate(requests: pd.DataFrame) -> float | None:
+    """Requests/s between the first and the last intended start, median over repeats; None where no time passed."""
+    rates = []
+    for _, rows in requests.groupby("repeat") if len(requests) else ():
+        span = float(rows["t0"].max() - rows["t0"].min())
+        if span > 0:
+            rates.append((len(rows) - 1) / span)
+    return statistics.median(rates) if rates else None
+
+
 def _summary(
     cell: Cell,
     done: Mapping[int, Mapping[str, Any]],
     counters: Mapping[int, Mapping[str, Any]],
+    loads: Mapping[int, Mapping[str, Any]],
     pooled: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -98,7 +153,7 @@ def _summary(
     names = sorted({name for values in flat for name in values})
     aggregate = {name: spread([v[name] for v in flat if name in v]) for name in names}
     reasons = [f"repeat {r}: {reason}" for r, d in done.items() for reason in d["invalid_reasons"]]
-    summary = {
+    return {
         "cell_id": cell.cell_id,
         "config_id": configuration.config_id,
         "label": configuration.label,
@@ -112,6 +167,7 @@ def _summary(
             "request_rate": load.request_rate,
             "num_requests": load.num_requests,
         },
+        "notes": _notes(loads),
         "capacity": facts.get("capacity", {}).get(configuration.config_id, {}),
         "repeats": [
             {
@@ -120,6 +176,7 @@ def _summary(
                 "requests_sha256": d.get("requests_sha256"),
                 "metrics": d["metrics"],
                 "server": counters[r],
+                **({"machine": d["machine"]} if d.get("machine") else {}),
             }
             for r, d in done.items()
         ],
@@ -128,15 +185,20 @@ def _summary(
         "valid": not reasons,
         "invalid_reasons": reasons,
     }
-    return summary | _vllm_fields(summary, facts)
 
 
-def _vllm_fields(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _vllm_fields(
+    summary: Mapping[str, Any], facts: Mapping[str, Any], arrivals: str | None, mean_rate: float | None
+) -> dict[str, Any]:
     """The field names of a ``vllm bench serve`` result, so that scripts that read those read this.
 
     Counts and duration are sums over the repeats, rates their median, times come from the pooled samples.
+    ``request_rate``: "inf" in closed loop (vLLM's word for: as fast as ``max_concurrency`` lets), the rate asked
+    for in open loop, a trace's own mean. ``burstiness``, the shape of the gamma distribution of the gaps: 1 for
+    poisson, "inf" for constant gaps, null for a trace and in closed loop, which draw none.
     """
     aggregate, pooled, load = summary["aggregate"], summary["pooled"], summary["load"]
+    rate = load["request_rate"] if load["request_rate"] is not None else mean_rate
 
     def total(name: str) -> float | int | None:
         values = aggregate.get(name, {}).get("values")
@@ -150,8 +212,8 @@ def _vllm_fields(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[s
         "model_id": facts.get("model"),
         "tokenizer_id": facts.get("model"),
         "num_prompts": (total("completed") or 0) + (total("failed") or 0),
-        "request_rate": load["request_rate"] if load["request_rate"] is not None else "inf",
-        "burstiness": 1.0,
+        "request_rate": rate if load["mode"] == "open" else "inf",
+        "burstiness": {"poisson": 1.0, "constant": "inf"}.get(arrivals or ""),
         "max_concurrency": load["concurrency"],
         "duration": total("duration_s"),
         "completed": total("completed"),

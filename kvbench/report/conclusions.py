@@ -10,7 +10,9 @@ from kvbench.report.data import Cell, LoadPoint, Run
 from kvbench.report.findings import (
     HIGHER,
     LOWER,
+    NOT_TOLD,
     SAME,
+    UNCLEAR,
     Comparison,
     Effect,
     Ratio,
@@ -19,8 +21,12 @@ from kvbench.report.findings import (
     paging,
     spread,
 )
-from kvbench.report.sentence import bounds, effect, running, upper_first
+from kvbench.report.sentence import WORDS, bounds, effect, rivals, running, upper_first
 
+CODE_PATHS = (
+    "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "
+    "place, where paged KV is gathered first; and paged admission keeps some pages spare for the sequences that run."
+)
 SETTING_WORDS = {"page_size": "page size", "enable_prefix_caching": "prefix caching", "layout": "layout"}
 
 
@@ -51,6 +57,19 @@ def conclusions(run: Run) -> list[Conclusion]:
     return found
 
 
+def reservation(c: Comparison) -> str:
+    """What contiguous sets aside for a request, next to what requests had; empty where it is not known."""
+    slots = c.b.settings.get("max_model_len") or c.b.capacity.get("max_model_len") or c.b.capacity.get("page_size")
+    requests = c.b.requests()
+    if not c.b.is_contiguous or not isinstance(slots, int) or requests.empty:
+        return ""
+    tokens = requests["prompt_tokens"] + requests["output_tokens"]
+    return (
+        f"{upper_first(c.b.name)} reserves {words.count(slots)} slots per request; the longest request here had "
+        f"{words.plural(int(tokens.max()), 'token')}, the mean {words.count(float(tokens.mean()))}."
+    )
+
+
 def bought(c: Comparison) -> str:
     """Throughput, concurrency reached and p95 TTFT at one load."""
     text = f"At {c.load.label}: {_ratio('output tokens/s', c.throughput)}"
@@ -77,7 +96,7 @@ def cost(pairs: list[Comparison]) -> list[str]:
     if low is not high:
         points.append(kernel_cost(low))
     memory = _memory(high)
-    return [*points, memory] if memory else points
+    return [*points, *([memory] if memory else []), CODE_PATHS]
 
 
 def kernel_cost(c: Comparison) -> str:
@@ -99,9 +118,8 @@ def kernel_cost(c: Comparison) -> str:
         SAME: "walking page tables cost nothing that shows",
         HIGHER: "walking page tables cost time",
         LOWER: "paged was not slower per token",
+        UNCLEAR: "too few or too scattered repeats to tell what walking page tables costs",
     }[c.tpot.verdict]
-    if c.tpot.verdict != SAME and not c.tpot.settled:
-        meaning = "too few or too scattered repeats to tell what walking page tables costs"
     return (
         f"With the same number running ({words.decimal(mine)} and {words.decimal(theirs)} "
         f"at {c.load.label}): {_ratio('median TPOT', c.tpot)}: {meaning}.{_invalid(c)}"
@@ -127,14 +145,10 @@ def _best(run: Run, load: LoadPoint) -> str:
     if top is None:
         return f"At {load.label}: no valid cell."
     s = top.throughput
-    others = len(run.at(load)) - 1
-    level = f"; level with it: {words.listing(top.level_with)}" if top.level_with else ""
-    if len(top.level_with) > 3:
-        level = f"; {'all' if len(top.level_with) == others else len(top.level_with)} of the {others} others are level"
-        level += " with it"
+    name = f"{top.cell.name} has the highest median," if top.unclear_with else f"{top.cell.name} with"
     return (
-        f"At {load.label}: {top.cell.name} with {words.tokens_per_s(s.median)} output tokens/s "
-        f"({bounds(s.low, s.high, s.n, repeats=False)}){level}."
+        f"At {load.label}: {name} {words.tokens_per_s(s.median)} output tokens/s "
+        f"({bounds(s.low, s.high, s.n, repeats=False)}){''.join(f'; {text}' for text in rivals(top))}."
     )
 
 
@@ -170,7 +184,8 @@ def value_word(value: object) -> str:
 def _ratio(noun: str, r: Ratio | None) -> str:
     if r is None:
         return f"{noun} not comparable"
-    return f"{noun} {'level, ' if r.verdict == SAME else ''}{effect(r, repeats=False)}"
+    verdict = f"{WORDS[r.verdict]}, " if r.verdict in (SAME, UNCLEAR) else ""
+    return f"{noun} {verdict}{effect(r, repeats=False)}"
 
 
 def _values(c: Comparison, metric: str, which: str) -> str:
@@ -185,7 +200,7 @@ def _more_running(c: Comparison) -> str:
     mine, theirs = running(c.a), running(c.b)
     slower = c.tpot is not None and c.tpot.verdict == HIGHER
     if slower and mine is not None and theirs is not None and mine > 1.1 * theirs:
-        return " More sequences share each step, so each one's tokens come more slowly."
+        return f" Meanwhile {words.decimal(mine)} sequences shared each step instead of {words.decimal(theirs)}."
     return ""
 
 
@@ -238,7 +253,8 @@ def _paging_tiles(c: Comparison) -> list[Tile]:
         Tile(
             f"throughput at {c.load.short}",
             words.ratio(r.median),
-            f"{c.a.name} / {c.b.name}; {words.spread(r.low, r.high, r.n)}",
+            f"{c.a.name} / {c.b.name}; {words.spread(r.low, r.high, r.n)}"
+            + (f"; {NOT_TOLD}" if r.verdict == UNCLEAR else ""),
         )
     ]
     mine, theirs = running(c.a), running(c.b)

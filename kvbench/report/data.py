@@ -72,6 +72,7 @@ class Repeat:
     metrics: Mapping[str, Any]
     server: Mapping[str, Any]
     observed: Mapping[str, float] = field(default_factory=dict)  # from server.parquet, steady window only
+    machine: Mapping[str, Any] = field(default_factory=dict)  # how busy the machine was; empty where not recorded
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Cell:
     valid: bool
     invalid_reasons: tuple[str, ...]
     folder: Path
+    notes: Mapping[str, Any] = field(default_factory=dict)  # what the load's maker did: trace, scales, source
 
     def per_repeat(self, metric: str) -> dict[int, float]:
         """Finite values of a client metric by repeat; `metric` is "name" or "name.percentile"."""
@@ -118,13 +120,21 @@ class Cell:
         return sum(known) if known else None
 
     def percentile(self, metric: str, which: str) -> tuple[float | None, bool]:
-        """A latency percentile over the pooled raw samples, and whether too few samples make it uncertain."""
-        summary = self.pooled.get(metric) or {}
+        """A latency percentile over the pooled raw samples, and whether too few samples make it uncertain.
+
+        `metric` may be "steady_latency.ttft_ms": the same of the requests sent in the steady window.
+        """
+        summary = _dig(self.pooled, metric) or {}
         value = number(summary.get(which))
         if value is not None:
             return value, which in (summary.get("uncertain") or ())
         values = list(self.per_repeat(f"{metric}.{which}").values())
         return (float(np.median(values)), True) if values else (None, False)
+
+    def client(self, name: str) -> list[Any]:
+        """What the load client recorded about itself under `name`, for each repeat that has it."""
+        values = [_dig(r.metrics, f"client.{name}") for r in self.repeats]
+        return [v for v in values if v is not None]
 
     def count(self, name: str) -> int:
         """`completed` or `failed` requests over all repeats."""

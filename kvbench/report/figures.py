@@ -8,10 +8,10 @@ from plotly.subplots import make_subplots
 from kvbench.report import words
 from kvbench.report.data import Cell, Run
 from kvbench.report.figures_latency import distribution_figure, latency_figure
-from kvbench.report.findings import HIGHER, LOWER, SAME, Comparison, best, paging, reference, spread
+from kvbench.report.findings import HIGHER, LOWER, NOT_TOLD, SAME, UNCLEAR, Comparison, best, paging, reference, spread
 from kvbench.report.occupancy import occupancy
 from kvbench.report.sentence import upper_first
-from kvbench.report.style import Drawing, Look, finish, hover, looks, ratio_text, safe
+from kvbench.report.style import RATIO_MARKS, Drawing, Look, finish, hover, looks, ratio_text, safe, throughput_axis
 
 
 def drawings(run: Run) -> list[Drawing]:
@@ -54,11 +54,11 @@ def headline_figure(run: Run) -> Drawing:
         showgrid=False,
         range=[-0.5, len(run.loads) - 0.5],
     )
-    figure.update_yaxes(title_text="output tokens/s (steady window)", rangemode="tozero")
+    figure.update_yaxes(title_text=throughput_axis(run), rangemode="tozero")
     ref = reference(run, run.loads[-1])
     caption = "Bar: median over repeats; line: lowest to highest repeat; dots: repeats."
     if ref and len(names) > 1:
-        caption += f" Above: ratio to {ref.name}, paired by repeat; ≈ means level."
+        caption += f" Above: ratio to {ref.name}, paired by repeat; {RATIO_MARKS}."
     if any(not cell.valid for cell in run.cells):
         caption += " Hatched: invalid."
     width = min(1150, max(120 * len(run.loads) + 320, 52 * bars + 80))
@@ -125,6 +125,9 @@ def _verdict_phrase(pair: Comparison, of: str = "") -> str:
     r = pair.throughput
     assert r is not None
     invalid = "" if pair.valid else " (invalid)"
+    if r.verdict == UNCLEAR:
+        whom = of.replace(" the output tokens/s of", " in output tokens/s from")
+        return f"{NOT_TOLD}{whom}, {words.ratio(r.median)}{invalid}"
     if r.verdict == SAME:
         return f"level{of.replace(' the output tokens/s of', ' in output tokens/s with')}{invalid}"
     return f"{'only ' if r.verdict == LOWER else ''}{words.ratio(r.median)}{of}{invalid}"
@@ -134,8 +137,9 @@ def _best_title(run: Run) -> str:
     top = best(run, run.loads[-1])
     if top is None:
         return f"No valid cell at {run.loads[-1].label}"
+    doubt = ", the highest median but no verdict" if top.unclear_with else ""
     return upper_first(
-        f"{top.cell.name}: {words.tokens_per_s(top.throughput.median)} output tokens/s at {top.load.label}"
+        f"{top.cell.name}: {words.tokens_per_s(top.throughput.median)} output tokens/s at {top.load.label}{doubt}"
     )
 
 
@@ -143,7 +147,7 @@ def cells_figure(run: Run) -> Drawing:
     """A row of panels a load: throughput on the left, p95 TTFT on the right, a line a configuration."""
     loads, look = list(reversed(run.loads)), looks(run)
     height = 90 + len(loads) * (70 + 34 * len(run.configs))
-    titles = [f"{what}, {load.label}" for load in loads for what in ("output tokens/s", "p95 TTFT, ms")]
+    titles = [f"{what}, {load.label}" for load in loads for what in (throughput_axis(run), "p95 TTFT, ms")]
     figure = make_subplots(
         rows=len(loads),
         cols=2,
@@ -162,7 +166,12 @@ def cells_figure(run: Run) -> Drawing:
     title = "Throughput and p95 TTFT by cell"
     if pairs and pairs[-1].ttft is not None:
         c, r = pairs[-1], pairs[-1].ttft
-        verb = {SAME: "is level with", HIGHER: "is worse than", LOWER: "is better than"}[r.verdict]
+        verb = {
+            SAME: "is level with",
+            HIGHER: "is worse than",
+            LOWER: "is better than",
+            UNCLEAR: f"is {NOT_TOLD} from",
+        }[r.verdict]
         title = f"p95 TTFT of {c.a.name} {verb} that of {c.b.name} at {c.load.short}: {words.ratio(r.median)}"
         title += "" if c.valid else " (invalid)"
     finish(figure, height, legend=False)

@@ -10,7 +10,7 @@ from kvbench.report import words
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import best, paging, spread
 from kvbench.report.series import ecdf, itl_ms, log_axis, ttft_ms
-from kvbench.report.style import Drawing, Look, finish, hover, looks, safe
+from kvbench.report.style import Drawing, Look, finish, hover, looks, safe, throughput_axis
 
 
 def latency_figure(run: Run) -> Drawing:
@@ -45,7 +45,7 @@ def latency_figure(run: Run) -> Drawing:
     ttfts = [cell.percentile("ttft_ms", "p95")[0] or 0.0 for cell in run.cells]
     figure.update_yaxes(**log_axis(np.array(ttfts)), row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
-    figure.update_xaxes(title_text="output tokens/s (steady window)", rangemode="tozero")
+    figure.update_xaxes(title_text=throughput_axis(run), rangemode="tozero")
     sizes = f"Larger markers: higher load ({words.listing([load.tick for load in run.loads])}). "
     return Drawing(
         "latency",

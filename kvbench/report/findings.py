@@ -2,6 +2,15 @@
 
 The unit of every comparison is the repeat: one fresh server of each configuration under identical requests. Requests
 of one server are not independent of one another, so they are never pooled for a comparison.
+
+The verdict on a ratio, the one rule that the sentence, the tables and the figures follow:
+
+- level: from 3 repeats on, when every repeat's ratio lies within 5 % of 1;
+- higher or lower (ahead, behind): from 3 repeats on, when it is not level and the 95 % t interval of the mean log
+  ratio excludes 1;
+- unclear ("not told apart"): everything else. It says what was not found out and is no kind of level.
+
+Three repeats on one side of 1 happen by chance one time in four, so the spread alone makes no verdict.
 """
 
 from __future__ import annotations
@@ -16,9 +25,12 @@ from scipy import stats
 
 from kvbench.report.data import Cell, LoadPoint, Run
 
-LEVEL = 0.03  # effects under 3 % are called level whatever their spread
+LEVEL = 0.05  # how far from 1 a repeat's ratio may lie where all are called level
+FEWEST = 3  # repeats for a verdict
+SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 CONFIDENCE = 0.95
-HIGHER, LOWER, SAME, UNKNOWN = "higher", "lower", "level", "unknown"
+HIGHER, LOWER, SAME, UNCLEAR = "higher", "lower", "level", "unclear"
+NOT_TOLD = "not told apart"
 
 
 @dataclass(frozen=True)
@@ -40,15 +52,14 @@ class Ratio(Spread):
 
     @property
     def verdict(self) -> str:
-        """higher or lower; level when the spread includes 1 or the effect is under LEVEL."""
-        if self.low <= 1.0 <= self.high or abs(self.median - 1.0) < LEVEL:
+        """HIGHER, LOWER, SAME or UNCLEAR, by the rule in this module's docstring."""
+        if self.n < FEWEST or self.ci is None:
+            return UNCLEAR
+        if self.low >= 1 - LEVEL and self.high <= 1 + LEVEL:
             return SAME
+        if self.ci[0] <= 1.0 <= self.ci[1]:
+            return UNCLEAR
         return HIGHER if self.median > 1.0 else LOWER
-
-    @property
-    def settled(self) -> bool:
-        """Whether the t interval excludes 1. Three repeats on one side of 1 happen by chance one time in four."""
-        return self.ci is not None and not self.ci[0] <= 1.0 <= self.ci[1]
 
 
 def spread(values: Mapping[int, float]) -> Spread | None:
@@ -66,8 +77,8 @@ def paired_ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Ratio | None
 
 
 def log_t_interval(values: tuple[float, ...], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Student's t interval of the mean of log(values), back-transformed; None under 3 values."""
-    if len(values) < 3:
+    """Student's t interval of the mean of log(values), back-transformed; None under FEWEST values."""
+    if len(values) < FEWEST:
         return None
     logs = np.log(values)
     half = stats.t.ppf((1 + confidence) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
@@ -165,12 +176,16 @@ def reference(run: Run, load: LoadPoint) -> Cell | None:
 
 @dataclass(frozen=True)
 class Best:
-    """The configuration with the most output tokens/s at a load, and those that are level with it."""
+    """The configuration with the highest median of output tokens/s at a load.
+
+    `level_with`: those level with it; `unclear_with`: those that it is not told apart from.
+    """
 
     load: LoadPoint
     cell: Cell
     throughput: Spread
     level_with: tuple[str, ...] = ()
+    unclear_with: tuple[str, ...] = ()
 
 
 def best(run: Run, load: LoadPoint) -> Best | None:
@@ -179,12 +194,19 @@ def best(run: Run, load: LoadPoint) -> Best | None:
     if not known:
         return None
     top, top_spread = max(known, key=lambda pair: pair[1].median)
-    level = [
-        cell.name
-        for cell, _ in known
-        if cell is not top and (r := compare(cell, top).throughput) is not None and r.verdict == SAME
-    ]
-    return Best(load, top, top_spread, tuple(level))
+    ratios = {cell.name: compare(cell, top).throughput for cell, _ in known if cell is not top}
+    verdicts = {name: UNCLEAR if r is None else r.verdict for name, r in ratios.items()}
+
+    def having(verdict: str) -> tuple[str, ...]:
+        return tuple(name for name, mine in verdicts.items() if mine == verdict)
+
+    return Best(load, top, top_spread, having(SAME), having(UNCLEAR))
+
+
+def scatters(cell: Cell) -> Spread | None:
+    """The spread of a cell's throughput where its repeats scatter by more than SCATTER; None where they do not."""
+    s = spread(cell.throughput())
+    return s if s is not None and s.low > 0 and s.high / s.low > SCATTER else None
 
 
 @dataclass(frozen=True)

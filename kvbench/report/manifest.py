@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.report import words
-from kvbench.report.data import Run
+from kvbench.report.data import Cell, Run
+from kvbench.report.findings import SCATTER, scatters
 
 SHOWN = (
     "started",
@@ -62,7 +63,45 @@ def environment(run: Run) -> list[tuple[str, str]]:
     }
     if capacities:
         found.append(("KV capacity", "; ".join(capacities)))
+    notes = {_text(cell.notes): None for cell in run.cells if cell.notes}
+    if notes:
+        found.append(("requests", "; ".join(notes)))
     return found
+
+
+def made_from(run: Run) -> str:
+    """How the requests came about, where the workload scaled lengths or played a trace; empty elsewhere."""
+    said: dict[str, list[str]] = {}
+    for cell in run.cells:
+        if text := _made_from(cell, _prompts(run)):
+            said.setdefault(text, []).append(cell.load.short)
+    if len(said) < 2:
+        return "".join(said)
+    return "; ".join(f"at {words.listing(list(dict.fromkeys(where)))}: {text}" for text, where in said.items())
+
+
+def _made_from(cell: Cell, prompts: Mapping[str, Any]) -> str:
+    notes, parts = cell.notes, []
+    if "length_scale" in notes:
+        scales = notes["length_scale"] if isinstance(notes["length_scale"], list) else [notes["length_scale"]]
+        parts.append("lengths x " + words.listing([f"{scale:.3g}" for scale in scales]))
+    if "trace" in notes:
+        seconds = prompts.get("duration_s")
+        piece = f"{seconds:g} s of the trace" if seconds else "the trace"
+        speed = notes.get("rate_scale", 1.0)
+        parts.append(piece + (" at its own speed" if speed == 1 else f" at {speed:g} of its speed"))
+        if notes.get("trace_requests"):
+            parts.append(words.plural(notes["trace_requests"], "request"))
+    if "text" in notes:
+        parts.append(f"text of {notes['text']}")
+    return ", ".join(parts)
+
+
+def _prompts(run: Run) -> Mapping[str, Any]:
+    workload = run.manifest.get("workload")
+    load = workload.get("load") if isinstance(workload, Mapping) else None
+    prompts = load.get("prompts") if isinstance(load, Mapping) else None
+    return prompts if isinstance(prompts, Mapping) else {}
 
 
 def warnings(run: Run) -> list[str]:
@@ -76,6 +115,17 @@ def warnings(run: Run) -> list[str]:
             f"Some cells have {words.plural(min(repeats), 'repeat')} only: under 3 there is no interval, and "
             "with one there is no spread at all."
         )
+    scattered = [
+        f"{c.name} at {c.load.short} ({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)})"
+        for c in run.cells
+        if (s := scatters(c))
+    ]
+    if scattered:
+        found.append(
+            f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
+            f"{words.listing(scattered)}. Other work on the machine is a common cause."
+        )
+    found += _resumed(run)
     git = run.manifest.get("git")
     if isinstance(git, Mapping) and git.get("dirty"):
         found.append("The working tree had uncommitted changes: the commit alone does not reproduce this run.")
@@ -88,6 +138,26 @@ def warnings(run: Run) -> list[str]:
     if (model.get("model") or {}).get("load_format") == "dummy":
         found.append("The model has random weights: speeds and memory are real, the text is not.")
     return found
+
+
+def _resumed(run: Run) -> list[str]:
+    """One warning when a resumed run went on in another environment than it started in."""
+    resumed = run.manifest.get("resumed")
+    entries = [e for e in resumed if isinstance(e, Mapping)] if isinstance(resumed, (list, tuple)) else []
+    differing: dict[str, None] = {}
+    for entry in entries:
+        if "differences" in entry:
+            differing |= dict.fromkeys(_text(one) for one in entry["differences"] or ())
+            continue
+        before, after = (((facts.get("git") or {}).get("sha")) for facts in (run.manifest, entry))
+        if before and after and before != after:
+            differing[f"commit ({before} then, {after} later)"] = None
+    if not differing:
+        return []
+    return [
+        f"The run was resumed in another environment; different: {words.listing(list(differing))}. What was measured "
+        "before and after is not comparable as it stands."
+    ]
 
 
 def _text(value: Any) -> str:

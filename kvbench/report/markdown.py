@@ -7,12 +7,14 @@ import re
 from typing import Any
 
 from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
-from kvbench.report.conclusions import SETTING_WORDS, conclusions, value_word
+from kvbench.report.conclusions import SETTING_WORDS, conclusions, reservation, value_word
 from kvbench.report.data import Run
-from kvbench.report.findings import validity
-from kvbench.report.manifest import environment, reproduce, warnings
-from kvbench.report.sentence import headline
-from kvbench.report.table import UNCERTAIN, UNCERTAIN_NOTE, Value, columns, rows
+from kvbench.report.findings import paging, validity
+from kvbench.report.manifest import environment, made_from, reproduce, warnings
+from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows
+from kvbench.report.sentence import headline, upper_first
+from kvbench.report.style import RATIO_MARKS
+from kvbench.report.table import UNCERTAIN_NOTE, Value, columns, rows
 
 STATUS_WORDS = {
     "valid": "The measurement is valid.",
@@ -25,7 +27,11 @@ STATUS_WORDS = {
 def markdown(run: Run) -> str:
     """The whole report as text and tables."""
     state = validity(run)
-    lines = [f"**{escape(headline(run))}**", "", STATUS_WORDS[state.status], ""]
+    context = [text for text in (made_from(run), *(reservation(p) for p in paging(run)[-1:])) if text]
+    lines = [f"**{escape(headline(run))}**", ""]
+    for text in context:
+        lines += [f"{escape(upper_first(text))}", ""]
+    lines += [STATUS_WORDS[state.status], ""]
     lines += [f"- {escape(reason)}" for reason in state.reasons]
     lines += [f"- Note: {escape(text)}" for text in warnings(run)]
     lines += ["", "## All cells", "", *_cells(run), ""]
@@ -71,6 +77,10 @@ def markdown(run: Run) -> str:
             ),
             "",
         ]
+    if run.cells:
+        quality = [[_entry(value) for value in row.values] for row in quality_rows(run)]
+        lines += ["## How good was the measurement", ""]
+        lines += [*_table([c.title for c in quality_columns(run)], quality), "", escape(QUALITY_NOTE), ""]
     lines += _origin(run)
     return "\n".join(lines)
 
@@ -106,7 +116,14 @@ def _cells(run: Run) -> list[str]:
     body = [[_entry(value) for value in row.values] for row in rows(run)]
     body += [[f"{cell} (not measured)", *("–" for _ in shown[1:])] for cell in run.missing]
     lines = _table([column.title.replace("-", "") for column in shown], body)
-    if any(v.text.endswith(UNCERTAIN) for row in rows(run) for v in row.values):
+    lines += [
+        "",
+        escape(
+            f'Ratios are paired by repeat: {RATIO_MARKS}. TTFT is of the whole run; "steady" of the requests sent '
+            "in the steady window only."
+        ),
+    ]
+    if any(v.uncertain for row in rows(run) for v in row.values):
         lines += ["", escape(UNCERTAIN_NOTE)]
     return lines
 

@@ -11,14 +11,15 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
-from kvbench.report.conclusions import SETTING_WORDS, conclusions, tiles, value_word
+from kvbench.report.conclusions import CODE_PATHS, SETTING_WORDS, conclusions, reservation, tiles, value_word
 from kvbench.report.data import Cell, Run
 from kvbench.report.figures import drawings
-from kvbench.report.findings import validity
-from kvbench.report.manifest import brief, environment, reproduce, warnings
-from kvbench.report.sentence import headline
-from kvbench.report.style import Drawing, looks
-from kvbench.report.table import UNCERTAIN, UNCERTAIN_NOTE, columns, rows
+from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging, validity
+from kvbench.report.manifest import brief, environment, made_from, reproduce, warnings
+from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows
+from kvbench.report.sentence import headline, upper_first
+from kvbench.report.style import RATIO_MARKS, Drawing, looks
+from kvbench.report.table import UNCERTAIN_NOTE, columns, rows
 
 BANNERS = {
     "valid": "Valid measurement, complete run",
@@ -52,6 +53,15 @@ def page(run: Run) -> str:
         verdict=headline(run),
         description=workload.get("description") if isinstance(workload, dict) else None,
         brief=brief(run),
+        context=[text for text in (made_from(run), *(reservation(p) for p in paging(run)[-1:])) if text],
+        level_percent=f"{LEVEL:.0%}".replace("%", " %"),
+        scatter=f"{SCATTER:g}",
+        not_told=NOT_TOLD,
+        ratio_marks=RATIO_MARKS,
+        code_paths=CODE_PATHS,
+        quality_columns=quality_columns(run),
+        quality_rows=quality_rows(run),
+        quality_note=QUALITY_NOTE,
         state=validity(run),
         banner=BANNERS[validity(run).status],
         warnings=warnings(run),
@@ -63,7 +73,7 @@ def page(run: Run) -> str:
         rows=body,
         looks=looks(run),
         group_starts={i for i in range(1, len(loads)) if loads[i] != loads[i - 1]},
-        uncertain=UNCERTAIN_NOTE if any(v.text.endswith(UNCERTAIN) for r in body for v in r.values) else "",
+        uncertain=UNCERTAIN_NOTE if any(v.uncertain for r in body for v in r.values) else "",
         effect_rows=effect_rows(run),
         effect_heads=EFFECT_HEADS,
         value_word=value_word,
@@ -129,6 +139,7 @@ def _shorten(text: str) -> str:
 def _environment() -> Environment:
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters["shy"] = soft_hyphens
+    made.filters["capitalize_first"] = upper_first
     return made
 
 

@@ -94,7 +94,8 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str]) -> 
     for entry in summary["repeats"]:
         metrics = entry.get("metrics") or {}
         mine = gauges[gauges["repeat"] == entry["repeat"]] if len(gauges) else gauges
-        repeats.append(Repeat(int(entry["repeat"]), metrics, entry.get("server") or {}, _observe(mine, metrics)))
+        server, machine = entry.get("server") or {}, entry.get("machine") or {}
+        repeats.append(Repeat(int(entry["repeat"]), metrics, server, _observe(mine, metrics), machine))
     config_id = str(summary.get("config_id", where.name))
     return Cell(
         cell_id=str(summary.get("cell_id", where.name)),
@@ -110,6 +111,7 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str]) -> 
         valid=bool(summary.get("valid", True)),
         invalid_reasons=tuple(str(r) for r in summary.get("invalid_reasons") or ()),
         folder=where,
+        notes=summary.get("notes") or {},
     )
 
 

@@ -7,9 +7,12 @@ import re
 from kvbench.report import words
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import (
+    FEWEST,
     HIGHER,
     LOWER,
+    NOT_TOLD,
     SAME,
+    UNCLEAR,
     Best,
     Comparison,
     Ratio,
@@ -18,9 +21,12 @@ from kvbench.report.findings import (
     compare,
     differing,
     paging,
+    scatters,
     spread,
     validity,
 )
+
+WORDS = {SAME: "level", HIGHER: "ahead", LOWER: "behind", UNCLEAR: NOT_TOLD}
 
 
 def headline(run: Run) -> str:
@@ -49,13 +55,13 @@ def paging_sentence(pairs: list[Comparison]) -> str:
         clauses.append(f"its p95 TTFT was {_instead(high, 'ttft_ms', 'p95')}")
     if len(pairs) > 1:
         clauses.append(_low_clause(pairs[0]))
-    clauses += _price_clauses(high) + _failure_clauses(high)
+    clauses += _price_clauses(high) + _scatter_clauses(high) + _failure_clauses(high)
     sentence = "; ".join(clauses) + "."
     if high.valid:
-        return sentence
+        return f"No verdict: {lower_first(sentence)}" if high.throughput.verdict == UNCLEAR else sentence
     return (
         f"No verdict, the measurement at {high.load.label} is invalid ({_why_invalid(high)}). "
-        f"Seen, not to be relied on: {sentence[:1].lower()}{sentence[1:]}"
+        f"Seen, not to be relied on: {lower_first(sentence)}"
     )
 
 
@@ -94,29 +100,42 @@ def best_sentence(run: Run) -> str:
     latency = f"p95 TTFT {words.ms(ttft)}, median TPOT {words.ms(tpot)}"
     failed = top.cell.count("failed")
     tail = f"; {failed} of its {failed + top.cell.count('completed')} requests failed" if failed else ""
+    scatter = "; its repeats scatter" if scatters(top.cell) else ""
     if len(run.at(load)) == 1:
-        return f"{upper_first(top.cell.name)} delivered {amount} at {load.label}, {latency}{tail}."
-    return f"At {load.label} {top.cell.name} delivered the most: {amount}{_versus(run, top)}, {latency}{tail}."
+        return f"{upper_first(top.cell.name)} delivered {amount} at {load.label}, {latency}{scatter}{tail}."
+    if top.unclear_with:
+        return (
+            f"No verdict on which is best at {load.label}: {top.cell.name} has the highest median, "
+            f"{amount}{_versus(run, top)}, {latency}{scatter}{tail}."
+        )
+    return f"At {load.label} {top.cell.name} delivered the most: {amount}{_versus(run, top)}, {latency}{scatter}{tail}."
 
 
 def _versus(run: Run, top: Best) -> str:
     base = baseline(run, top.load)
     against = ""
     if base is not None and base is not top.cell and (r := compare(top.cell, base).throughput) is not None:
-        against = f", {words.ratio(r.median)} the baseline {base.name} ({words.spread(r.low, r.high, r.n)})"
-    level = f", level with {words.listing(top.level_with)}" if top.level_with else ""
-    if len(top.level_with) > 3:
-        level = f", level with {len(top.level_with)} others"
-    return against + level
+        against = f", {effect(r)} the baseline {base.name}"
+    return against + "".join(f", {text}" for text in rivals(top))
+
+
+def rivals(top: Best) -> list[str]:
+    """ "level with a and b", "not told apart from c"; many of a kind are counted."""
+
+    def those(names: tuple[str, ...]) -> str:
+        return words.listing(names) if len(names) <= 3 else f"{len(names)} others"
+
+    kinds = (("level with", top.level_with), (f"{NOT_TOLD} from", top.unclear_with))
+    return [f"{what} {those(names)}" for what, names in kinds if names]
 
 
 def effect(r: Ratio, repeats: bool = True) -> str:
-    """1.90x (1.85–1.96 over 3 repeats), and what keeps it from being settled, if anything."""
+    """1.90x (1.85–1.96 over 3 repeats), and what keeps it from a verdict, if anything."""
     text = f"{words.ratio(r.median)} ({words.spread(r.low, r.high, r.n, repeats)}"
-    if r.n == 2 and r.verdict != SAME:
-        text += ", too few to settle it"
-    elif r.n >= 3 and r.verdict != SAME and not r.settled and r.ci is not None:
-        text += f", not settled: its 95 % t interval {r.ci[0]:.2f}–{r.ci[1]:.2f} includes 1"
+    if 1 < r.n < FEWEST:
+        text += ", too few for a verdict"
+    elif r.verdict == UNCLEAR and r.ci is not None:
+        text += f"; 95 % t interval {words.ratio(r.ci[0])[:-1]}–{words.ratio(r.ci[1])[:-1]} includes 1"
     return text + ")"
 
 
@@ -132,12 +151,19 @@ def upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def lower_first(text: str) -> str:
+    """The other way round, to go on after a colon."""
+    return text[:1].lower() + text[1:]
+
+
 def _throughput_clause(c: Comparison) -> str:
     assert c.throughput is not None
     where = f"At {c.load.label}{_budget(c)}, {c.a.name}"
     also = sorted(differing(c.a, c.b) - {"layout"})
     caveat = f" (they differ in {words.listing(also)} too)" if also else ""
     amount = effect(c.throughput)
+    if c.throughput.verdict == UNCLEAR:
+        return f"{where} is {NOT_TOLD} from {c.b.name}{caveat} in output tokens/s: {amount}"
     if c.throughput.verdict == SAME:
         return f"{where} was level with {c.b.name}{caveat} in output tokens/s: {amount}"
     if c.throughput.verdict == LOWER:
@@ -166,7 +192,7 @@ def _why(c: Comparison) -> str:
         return ""
     numbers = f"{words.decimal(mine)} sequences at once"
     if c.throughput is not None and c.throughput.verdict == HIGHER and mine > 1.1 * theirs:
-        return f", because it ran {numbers} instead of {words.decimal(theirs)}"
+        return f", while it ran {numbers} instead of {words.decimal(theirs)}"
     return f", running {numbers} against {words.decimal(theirs)}"
 
 
@@ -176,8 +202,8 @@ def _low_clause(c: Comparison) -> str:
         return f"{at} nothing could be compared"
     if not c.valid:
         return f"{at} there is no verdict (invalid measurement)"
-    verdict = {SAME: "level", HIGHER: "ahead", LOWER: "behind"}[c.throughput.verdict]
-    return f"{at} it was {verdict}, {effect(c.throughput)}"
+    verb = "they are" if c.throughput.verdict == UNCLEAR else "it was"
+    return f"{at} {verb} {WORDS[c.throughput.verdict]}, {effect(c.throughput)}"
 
 
 def _instead(c: Comparison, metric: str, which: str) -> str:
@@ -187,7 +213,10 @@ def _instead(c: Comparison, metric: str, which: str) -> str:
 
 
 def _price_clauses(c: Comparison) -> list[str]:
-    price, preemptions = [], c.a.counter("num_preemptions_total")
+    """What paged paid at this load. "No price" needs a TPOT that is level by the rule, and counted preemptions."""
+    preemptions = c.a.counter("num_preemptions_total")
+    ahead = c.throughput is not None and c.throughput.verdict == HIGHER
+    price = []
     if c.tpot is not None and c.tpot.verdict == HIGHER:
         price.append(f"median TPOT {_instead(c, 'tpot_ms', 'p50')}")
     if preemptions:
@@ -195,12 +224,26 @@ def _price_clauses(c: Comparison) -> list[str]:
         tokens = f" ({words.count(recomputed)} tokens recomputed)" if recomputed else ""
         repeats = f" in {len(c.a.repeats)} repeats" if len(c.a.repeats) > 1 else ""
         price.append(f"{words.plural(preemptions, 'preemption')}{repeats}{tokens}")
-    if price:
-        lead = "the price" if c.throughput is not None and c.throughput.verdict == HIGHER else "on top of that"
-        return [f"{lead}: {' and '.join(price)}"]
-    if c.tpot is not None and preemptions == 0 and c.throughput is not None and c.throughput.verdict == HIGHER:
-        return ["median TPOT and preemptions show no price"]
-    return []
+    clauses = [f"{'the price' if ahead else 'on top of that'}: {' and '.join(price)}"] if price else []
+    if c.tpot is None or c.tpot.verdict == HIGHER:
+        return clauses
+    if c.tpot.verdict == SAME and preemptions == 0 and ahead:
+        return [f"no price shows: median TPOT level, {effect(c.tpot, repeats=False)}, and no preemptions"]
+    if c.tpot.verdict == SAME:
+        return [*clauses, f"median TPOT level, {effect(c.tpot, repeats=False)}"]
+    numbers = f"median TPOT {_instead(c, 'tpot_ms', 'p50')}"
+    if c.tpot.verdict == UNCLEAR:
+        numbers += f", {NOT_TOLD}: {effect(c.tpot, repeats=False)}"
+    return [*clauses, numbers]
+
+
+def _scatter_clauses(c: Comparison) -> list[str]:
+    parts = [
+        f"{cell.name} {words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)} output tokens/s"
+        for cell in (c.a, c.b)
+        if (s := scatters(cell))
+    ]
+    return [f"the repeats scatter ({', '.join(parts)})"] if parts else []
 
 
 def _failure_clauses(c: Comparison) -> list[str]:

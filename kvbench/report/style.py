@@ -9,13 +9,14 @@ import plotly.graph_objects as go
 
 from kvbench.report import words
 from kvbench.report.data import Cell, Run
-from kvbench.report.findings import SAME, compare, reference, spread
+from kvbench.report.findings import NOT_TOLD, SAME, UNCLEAR, Ratio, compare, reference, spread
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.
 CONTIGUOUS, PAGED = "#D55E00", "#0072B2"
 OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#A6761D")
 DASHES = ("dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
 GRID = "rgba(128,128,128,0.22)"
+RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
 
@@ -104,7 +105,7 @@ def hover(run: Run, cell: Cell) -> str:
     s = spread(cell.throughput())
     if s:
         lines.append(
-            f"output tokens/s: {words.tokens_per_s(s.median)} "
+            f"output tokens/s{'' if cell.has_steady else ' (whole run)'}: {words.tokens_per_s(s.median)} "
             f"({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}, {words.plural(s.n, 'repeat')})"
         )
     if (text := ratio_text(run, cell)) is not None:
@@ -125,9 +126,22 @@ def hover(run: Run, cell: Cell) -> str:
 
 
 def ratio_text(run: Run, cell: Cell) -> str | None:
-    """1.65x, or ≈1.02x when level, against the run's reference; None for the reference itself."""
+    """`marked_ratio` against the run's reference; None for the reference itself."""
     ref = reference(run, cell.load)
     if ref is None or ref is cell:
         return None
     r = compare(cell, ref).throughput
-    return None if r is None else f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}"
+    return None if r is None else marked_ratio(r)
+
+
+def marked_ratio(r: Ratio) -> str:
+    """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
+    return f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}{'?' if r.verdict == UNCLEAR else ''}"
+
+
+def throughput_axis(run: Run) -> str:
+    """The axis title of `Cell.throughput`: which of the two throughputs the run's cells have to show."""
+    steady = {cell.has_steady for cell in run.cells}
+    if steady == {False}:
+        return "output tokens/s (whole run)"
+    return "output tokens/s (steady window" + ("; whole run where there is none)" if False in steady else ")")

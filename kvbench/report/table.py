@@ -8,7 +8,8 @@ from typing import Any
 
 from kvbench.report import words
 from kvbench.report.data import Cell, Run
-from kvbench.report.findings import SAME, Ratio, compare, reference, spread
+from kvbench.report.findings import HIGHER, LOWER, Ratio, compare, reference, spread
+from kvbench.report.style import RATIO_MARKS, marked_ratio
 
 UNCERTAIN = "*"
 UNCERTAIN_NOTE = (
@@ -24,6 +25,11 @@ class Value:
     sort: float | str | None = None
     note: str = ""
     mark: str = ""  # "better" | "worse" | ""
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether it refers to UNCERTAIN_NOTE."""
+        return self.text.endswith(UNCERTAIN) or self.note.endswith(UNCERTAIN)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,21 @@ class Row:
 
 def columns(run: Run) -> list[Column]:
     """The columns this run has something to say in; configuration, load, throughput always."""
-    every = [
+    always = {"configuration", "load", "output_tokens_per_s", "failed"}
+    hidden = {"ratio"} if len(run.configs) < 2 else set()
+    return [
+        col
+        for col in (*_client_columns(run), *_server_columns(), FAILED)
+        if col.key in always
+        or (col.key not in hidden and any(col.of(run, cell).sort is not None for cell in run.cells))
+    ]
+
+
+def _client_columns(run: Run) -> list[Column]:
+    """What the client saw."""
+    whole = "whole run, raw samples of all repeats"
+    hints = {"ttft_ms": f"{whole}; small: of the requests sent in the steady window"}
+    return [
         Column("configuration", "configuration", "engine settings", lambda _, c: _configuration(c)),
         Column(
             "load",
@@ -60,12 +80,12 @@ def columns(run: Run) -> list[Column]:
             "steady window: median, lowest–highest repeat",
             lambda _, c: _throughput(c),
         ),
-        Column("ratio", f"ratio to {_reference_name(run)}", "paired by repeat; ≈ is level", _ratio),
+        Column("ratio", f"ratio to {_reference_name(run)}", f"paired by repeat; {RATIO_MARKS}", _ratio),
         *(
             Column(
                 f"{metric}_{which}",
-                f"{metric[:-3].upper()} {which} ms",
-                "raw samples of all repeats",
+                f"{metric[:-3].upper()} {which} ms{' (steady)' if metric in hints else ''}",
+                hints.get(metric, whole),
                 _percentile(metric, which),
             )
             for metric in ("ttft_ms", "tpot_ms", "itl_ms")
@@ -77,6 +97,12 @@ def columns(run: Run) -> list[Column]:
             "requests/s that met every SLO",
             lambda _, c: _spread_value(c.per_repeat("goodput"), words.significant),
         ),
+    ]
+
+
+def _server_columns() -> list[Column]:
+    """What the server's /metrics said; none of it exists for a server without one."""
+    return [
         Column(
             "running_mean",
             "running",
@@ -108,16 +134,10 @@ def columns(run: Run) -> list[Column]:
             "share of prompt tokens found in the prefix cache",
             lambda _, c: Value(words.percent(c.hit_rate), c.hit_rate),
         ),
-        Column("failed", "failed", "failed requests, all repeats", lambda _, c: _failed(c)),
     ]
-    always = {"configuration", "load", "output_tokens_per_s", "failed"}
-    hidden = {"ratio"} if len(run.configs) < 2 else set()
-    return [
-        col
-        for col in every
-        if col.key in always
-        or (col.key not in hidden and any(col.of(run, cell).sort is not None for cell in run.cells))
-    ]
+
+
+FAILED = Column("failed", "failed", "failed requests, all repeats", lambda _, c: _failed(c))
 
 
 def rows(run: Run) -> list[Row]:
@@ -147,6 +167,7 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
         for column, value in zip(columns(run), row.values, strict=True):
             if column.key not in flat:
                 flat[column.key] = value.sort
+        flat |= {f"steady_ttft_ms_{w}": cell.percentile("steady_latency.ttft_ms", w)[0] for w in ("p50", "p95")}
         s, ref = spread(cell.throughput()), reference(run, cell.load)
         flat |= {"output_tokens_per_s_min": s.low, "output_tokens_per_s_max": s.high} if s else {}
         if ref is not None and (r := compare(cell, ref).throughput) is not None:
@@ -154,6 +175,7 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
                 "ratio_to": ref.name,
                 "ratio_min": r.low,
                 "ratio_max": r.high,
+                "ratio_verdict": r.verdict,
                 "ratio_ci95_low": r.ci[0] if r.ci else None,
                 "ratio_ci95_high": r.ci[1] if r.ci else None,
             }
@@ -162,13 +184,12 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
-    """A ratio with its spread, marked better or worse where it is not level and its t interval excludes 1."""
+    """A ratio with its spread, marked better or worse where the verdict is one of the two."""
     if r is None:
         return Value("–")
-    level = r.verdict == SAME
     note = f"{words.ratio(r.low)[:-1]}–{words.ratio(r.high)[:-1]}" if r.n > 1 else "one repeat"
-    mark = "" if level or not r.settled else "better" if (r.median > 1) == higher_is_better else "worse"
-    return Value(("≈" if level else "") + words.ratio(r.median), r.median, note, mark)
+    mark = ("better" if (r.verdict == HIGHER) == higher_is_better else "worse") if r.verdict in (HIGHER, LOWER) else ""
+    return Value(marked_ratio(r), r.median, note, mark)
 
 
 def _configuration(cell: Cell) -> Value:
@@ -199,9 +220,14 @@ def _ratio(run: Run, cell: Cell) -> Value:
 
 
 def _percentile(metric: str, which: str) -> Callable[[Run, Cell], Value]:
+    def text(value: float | None, uncertain: bool) -> str:
+        return words.milliseconds(value) + (UNCERTAIN if uncertain else "")
+
     def of(_: Run, cell: Cell) -> Value:
         value, uncertain = cell.percentile(metric, which)
-        return Value(words.milliseconds(value) + (UNCERTAIN if uncertain else ""), value)
+        steady = cell.percentile(f"steady_latency.{metric}", which) if metric == "ttft_ms" else (None, False)
+        note = "" if steady[0] is None else text(*steady)
+        return Value(text(value, uncertain), value, note)
 
     return of
 

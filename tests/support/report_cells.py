@@ -24,6 +24,9 @@ def cell(
     budget: int | None = 128 * MIB,
     reasons: tuple[str, ...] = (),
     baseline: bool | None = None,
+    client: dict[str, Any] | None = None,
+    machine: dict[str, Any] | None = None,
+    notes: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Cell:
     """One cell; `throughput`, `tpot` (p50, ms) and `ttft` (p95, ms) have one value a repeat."""
@@ -39,9 +42,11 @@ def cell(
                 "itl_ms": {"p95": tpot[i]},
                 "completed": 48 - failed,
                 "failed": failed,
+                "client": client or {},
             },
             {"num_preemptions_total": preemptions, "recomputed_tokens_total": preemptions * 100},
             {} if running is None else {"running_mean": running},
+            machine or {},
         )
         for i in range(len(throughput))
     )
@@ -66,9 +71,10 @@ def cell(
         valid=not reasons,
         invalid_reasons=reasons,
         folder=Path("/nonexistent"),
+        notes=notes or {},
     )
 
 
-def run(*cells: Cell, status: str = "complete", missing: tuple[str, ...] = ()) -> Run:
-    """A run of these cells."""
-    return Run(Path("/nonexistent/mixed/now"), {"status": status}, cells, missing, (), ())
+def run(*cells: Cell, status: str = "complete", missing: tuple[str, ...] = (), **manifest: Any) -> Run:
+    """A run of these cells; `manifest`: further entries of its manifest."""
+    return Run(Path("/nonexistent/mixed/now"), {"status": status, **manifest}, cells, missing, (), ())

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.metrics import pooled, summarise
+from kvbench.aggregate import pooled_latencies
+from kvbench.metrics import summarise
 from tests.support.toy_engine import BYTES_PER_TOKEN, CONFIGS, MAX_MODEL_LEN, Config, Scenario, simulate
 
 
@@ -114,7 +115,7 @@ def _write_cell(folder: Path, cell_id: str, config: Config, mode: str, value: fl
         },
         "repeats": repeats,
         "aggregate": aggregate([r["metrics"] for r in repeats]),
-        "pooled": pooled(frames),
+        "pooled": pooled_latencies(pooled_requests, {r["repeat"]: r["metrics"] for r in repeats}),
         "valid": not reasons,
         "invalid_reasons": reasons,
     }

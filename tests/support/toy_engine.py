@@ -111,7 +111,7 @@ def simulate(
 
     if arrivals is None:
         for user in range(min(int(value), len(pending))):
-            send(pending.pop(0), user, 0.0)
+            send(pending.pop(0), user, user * 1e-4)  # one after the other, as a client's users start
     while len(done) < sc.num_requests:
         while arrivals is not None and pending and arrivals[pending[0]] <= clock:
             send(pending[0], 0, float(arrivals[pending.pop(0)]))

@@ -15,6 +15,7 @@ from kvbench.report.findings import (
     log_t_interval,
     paging,
     paired_ratio,
+    scatters,
     spread,
     validity,
 )
@@ -46,21 +47,50 @@ def test_t_interval_matches_scipy_on_logs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "verdict", "settled"),
+    ("values", "verdict"),
     [
-        ((1.9, 1.85, 1.96), "higher", True),
-        ((0.6, 0.61, 0.62), "lower", True),
-        ((0.97, 1.10, 1.20), "level", False),  # spread includes 1
-        ((1.02, 1.021, 1.022), "level", True),  # under 3 %, however sure
-        ((1.04, 1.30, 1.35), "higher", False),  # all above 1, but three repeats do not settle it
-        ((1.5,), "higher", False),
-        ((1.01,), "level", False),
+        ((1.9, 1.85, 1.96), "higher"),
+        ((0.6, 0.61, 0.62), "lower"),
+        ((0.66, 0.73, 4.09), "unclear"),  # includes 1 because nothing is known, not because it is level
+        ((0.97, 1.10, 1.20), "unclear"),
+        ((1.02, 1.021, 1.022), "level"),  # within 5 %, however sure
+        ((0.96, 1.0, 1.04), "level"),
+        ((0.94, 1.0, 1.04), "unclear"),
+        ((0.99, 1.0, 1.06), "unclear"),
+        ((1.05, 1.06, 1.07), "higher"),  # small, but not all within 5 %, and the interval excludes 1
+        ((1.04, 1.30, 1.35), "unclear"),  # all above 1, but the interval of three repeats includes it
+        ((2.16, 8.97, 11.0), "unclear"),
+        ((1.5,), "unclear"),
+        ((1.01,), "unclear"),
+        ((1.5, 1.6), "unclear"),
+        ((1.0, 1.0), "unclear"),
     ],
 )
-def test_verdicts(values: tuple[float, ...], verdict: str, settled: bool) -> None:
+def test_verdicts(values: tuple[float, ...], verdict: str) -> None:
     r = paired_ratio(dict(enumerate(values)), dict.fromkeys(range(len(values)), 1.0))
     assert r is not None
-    assert (r.verdict, r.settled) == (verdict, settled)
+    assert r.verdict == verdict
+
+
+def test_best_tells_level_from_not_told_apart() -> None:
+    top = best(
+        run(
+            cell(throughput=(100.0, 101.0, 102.0)),
+            cell(page_size=8, throughput=(98.0, 100.0, 100.0), baseline=False),
+            cell(page_size=32, throughput=(60.0, 99.0, 101.0), baseline=False),
+            cell(page_size=64, throughput=(50.0, 50.0, 50.0), baseline=False),
+        ),
+        LoadPoint("closed", 24),
+    )
+    assert top is not None
+    assert top.level_with == ("paged (page 8)",)
+    assert top.unclear_with == ("paged (page 32)",)
+
+
+def test_repeats_scatter_from_half_as_much_again() -> None:
+    assert scatters(cell(throughput=(100.0, 120.0, 151.0))) is not None
+    assert scatters(cell(throughput=(100.0, 120.0, 150.0))) is None
+    assert scatters(cell(throughput=())) is None
 
 
 def test_spread_of_nothing_is_none() -> None:

@@ -17,7 +17,7 @@ def test_paged_ahead_says_ratio_spread_reason_low_load_and_price() -> None:
     ]
     assert headline(run(*cells)) == (
         "At 24 concurrent requests and the same 128 MiB of KV, paged (page 16) delivered 1.90x (1.85–1.96 over 3 "
-        "repeats) the output tokens/s of contiguous, because it ran 18.2 sequences at once instead of 4.0; at 3 it "
+        "repeats) the output tokens/s of contiguous, while it ran 18.2 sequences at once instead of 4.0; at 3 it "
         "was level, 0.99x (0.98–1.00 over 3 repeats); the price: median TPOT 61.0 ms instead of 24.0 ms and 12 "
         "preemptions in 3 repeats (1,200 tokens recomputed)."
     )
@@ -40,16 +40,51 @@ def test_level_is_called_level() -> None:
     assert "because" not in text
 
 
-def test_one_repeat_has_no_spread() -> None:
-    text = headline(run(cell(throughput=(190.0,)), cell("contiguous", throughput=(100.0,))))
-    assert "1.90x (one repeat, so no spread)" in text
-
-
-def test_two_and_unsettled_repeats_say_so() -> None:
+def test_fewer_than_three_repeats_make_no_verdict() -> None:
+    one = headline(run(cell(throughput=(190.0,)), cell("contiguous", throughput=(100.0,))))
+    assert one.startswith("No verdict: at 24 concurrent requests")
+    assert "1.90x (one repeat, so no spread)" in one
     two = headline(run(cell(throughput=(150.0, 160.0)), cell("contiguous", throughput=(100.0, 100.0))))
-    assert "over 2 repeats, too few to settle it" in two
-    wide = headline(run(cell(throughput=(104.0, 130.0, 135.0)), cell("contiguous")))
-    assert "not settled: its 95 % t interval" in wide
+    assert two.startswith("No verdict: ")
+    assert "over 2 repeats, too few for a verdict" in two
+
+
+def test_interval_that_includes_one_makes_no_verdict_and_claims_no_price() -> None:
+    cells = [
+        cell(throughput=(97.8, 423.0, 462.0), tpot=(216.0, 30.0, 43.0), running=21.0),
+        cell("contiguous", throughput=(45.0, 47.0, 42.0), tpot=(58.0, 59.0, 60.0), running=3.0),
+        cell(load=3, throughput=(36.0, 123.0, 216.0)),
+        cell("contiguous", load=3, throughput=(50.0, 170.0, 52.0)),
+    ]
+    text = headline(run(*cells))
+    assert text.startswith("No verdict: at 24 concurrent requests")
+    assert "is not told apart from contiguous in output tokens/s: 9.00x (2.17–11.0 over 3 repeats; 95 %" in text
+    assert "at 3 they are not told apart, 0.72x (0.72–4.15" in text
+    assert "median TPOT 43.0 ms instead of 59.0 ms, not told apart: 0.72x (0.51–3.72" in text
+    assert "the repeats scatter (paged (page 16) 97.8–462 output tokens/s)" in text
+    for claim in ("delivered", "level", "no price", "because", "while it ran"):
+        assert claim not in text
+
+
+def test_unclear_tpot_beside_a_clear_gain_is_given_as_numbers() -> None:
+    text = headline(run(cell(throughput=(200.0,) * 3, tpot=(10.0, 20.0, 45.0)), cell("contiguous")))
+    assert "delivered 2.00x" in text
+    assert "no price" not in text
+    assert "median TPOT 20.0 ms instead of 20.0 ms, not told apart: 1.00x (0.50–2.25" in text
+
+
+def test_preemptions_are_a_price_though_tpot_is_level() -> None:
+    text = headline(run(cell(throughput=(200.0,) * 3, preemptions=2), cell("contiguous")))
+    assert "the price: 6 preemptions in 3 repeats" in text
+    assert "no price" not in text
+
+
+def test_most_is_said_only_when_the_rivals_are_told_apart() -> None:
+    top, rival = cell(throughput=(200.0,) * 3), cell(page_size=8, throughput=(90.0, 190.0, 300.0), baseline=False)
+    text = headline(run(top, rival))
+    assert "No verdict on which is best at 24 concurrent requests: paged (page 16) has the highest median" in text
+    assert "not told apart from paged (page 8)" in text
+    assert "delivered the most" not in text
 
 
 def test_without_server_metrics_no_reason_is_given() -> None:
@@ -66,7 +101,7 @@ def test_more_throughput_without_more_running_is_not_explained_by_it() -> None:
 
 def test_no_price_is_said_only_when_it_was_measured() -> None:
     text = headline(run(cell(throughput=(200.0,) * 3), cell("contiguous")))
-    assert "median TPOT and preemptions show no price" in text
+    assert "no price shows: median TPOT level, 1.00x (1.00–1.00), and no preemptions" in text
 
 
 def test_unequal_budgets_and_other_differences_are_named() -> None:

@@ -1,0 +1,119 @@
+"""Repeats into summary.json: what is pooled, what is carried over, and the fields of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from kvbench.aggregate import aggregate_cell
+from kvbench.design import Cell, Configuration, LoadPoint
+from kvbench.metrics import distribution, summarise
+from kvbench.results import RunFolder, write_json
+
+CONFIGURATION = Configuration("paged", "paged", {"layout": "paged"}, {}, True)
+BURST, LATER = 0.9, 0.1  # s to the first token: of users that start together, of those that follow
+
+
+def rows(starts: list[tuple[float, float]]) -> pd.DataFrame:
+    """Requests of two tokens: (t0, time to first token), each 0.1 s longer than its first token."""
+    every = []
+    for i, (t0, ttft) in enumerate(starts):
+        first = t0 + ttft
+        every.append(
+            {
+                "index": i, "class": "a", "prompt_tokens": 10, "output_tokens": 2, "t0": t0, "ts": t0,
+                "first": first, "last": first + 0.1, "end": first + 0.1, "chunk_times": [first, first + 0.1],
+                "ok": True, "error_kind": None,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(every)
+
+
+def aggregated(
+    folder: Path,
+    load: LoadPoint,
+    repeats: list[pd.DataFrame],
+    *,
+    arrivals: str | None = None,
+    notes: list[dict[str, Any]] | None = None,
+    done: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """summary.json of one cell whose repeats are `repeats`, as read back from the file."""
+    run = RunFolder(folder)
+    cell = Cell(f"paged-{load.load_id}", CONFIGURATION, load)
+    if arrivals:
+        write_json(run.manifest_path, {"workload": {"load": {"arrivals": arrivals}}, "plan": []})
+    for repeat, frame in enumerate(repeats, start=1):
+        where = run.load(cell.cell_id, repeat)
+        where.mkdir(parents=True)
+        frame.to_parquet(where / "requests.parquet")
+        metrics = summarise(frame, {"mode": load.mode, "concurrency": load.concurrency})
+        write_json(where / "counters.json", {})
+        write_json(where / "load.json", {"notes": notes[repeat - 1]} if notes else {})
+        facts = {"started_at": "2026-01-01T10:00:00+00:00", "invalid_reasons": [], "metrics": metrics}
+        write_json(where / "done.json", facts | (done or {}))
+    aggregate_cell(run, cell, {})
+    return json.loads((run.cell(cell.cell_id) / "summary.json").read_text())
+
+
+CLOSED = LoadPoint("c2", "closed", 2, None, 4)
+
+
+def test_steady_latency_is_pooled_over_each_repeats_own_window(tmp_path: Path) -> None:
+    # Two users start within a millisecond; the window starts with the second, so the first is outside it.
+    first = rows([(0.0, BURST), (0.001, BURST), (1.2, LATER), (1.3, LATER)])
+    late = rows([(5.0, BURST), (5.001, BURST), (6.2, LATER), (6.3, 3 * LATER)])
+    summary = aggregated(tmp_path, CLOSED, [first, late])
+    steady = summary["pooled"]["steady_latency"]["ttft_ms"]
+    expected = distribution([900.0, 100.0, 100.0, 900.0, 100.0, 300.0])
+    assert steady["n"] == 6
+    assert steady["p50"] == pytest.approx(expected["p50"])
+    assert summary["pooled"]["ttft_ms"]["n"] == 8
+
+
+def test_a_load_that_never_reached_its_target_has_no_steady_latency(tmp_path: Path) -> None:
+    summary = aggregated(tmp_path, LoadPoint("c9", "closed", 9, None, 2), [rows([(0.0, LATER), (1.0, LATER)])])
+    assert summary["pooled"]["steady_latency"]["ttft_ms"]["n"] == 0
+    assert summary["pooled"]["ttft_ms"]["n"] == 2
+
+
+def test_notes_are_carried_over_and_listed_where_repeats_differ(tmp_path: Path) -> None:
+    frame = rows([(0.0, LATER), (0.001, LATER)])
+    notes = [{"length_scale": 0.112, "prefix": n} for n in (5, 7)]
+    assert aggregated(tmp_path, CLOSED, [frame, frame], notes=notes)["notes"] == {
+        "length_scale": 0.112,
+        "prefix": [5, 7],
+    }
+
+
+def test_machine_is_carried_over_where_recorded(tmp_path: Path) -> None:
+    frame = rows([(0.0, LATER), (0.001, LATER)])
+    with_it = aggregated(tmp_path / "a", CLOSED, [frame], done={"machine": {"foreign_cpu_cores": 0.4}})
+    assert with_it["repeats"][0]["machine"] == {"foreign_cpu_cores": 0.4}
+    assert "machine" not in aggregated(tmp_path / "b", CLOSED, [frame])["repeats"][0]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "asked", "rate", "burstiness"),
+    [
+        ("poisson", 4.0, 4.0, 1.0),
+        ("constant", 4.0, 4.0, "inf"),
+        ("trace", None, 0.5, None),  # 3 gaps in 6 s
+    ],
+)
+def test_rate_and_burstiness_of_open_loads(
+    tmp_path: Path, arrivals: str, asked: float | None, rate: float, burstiness: float | str | None
+) -> None:
+    frame = rows([(0.0, LATER), (1.0, LATER), (4.5, LATER), (6.0, LATER)])
+    summary = aggregated(tmp_path, LoadPoint("open", "open", None, asked, 4), [frame], arrivals=arrivals)
+    assert summary["request_rate"] == pytest.approx(rate)
+    assert summary["burstiness"] == burstiness
+
+
+def test_closed_loop_has_no_burstiness(tmp_path: Path) -> None:
+    summary = aggregated(tmp_path, CLOSED, [rows([(0.0, LATER), (0.001, LATER)])], arrivals="poisson")
+    assert (summary["request_rate"], summary["burstiness"], summary["max_concurrency"]) == ("inf", None, 2)

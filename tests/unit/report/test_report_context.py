@@ -1,0 +1,173 @@
+"""What stands beside the numbers: the reservation, how requests were made, the measurement's quality, warnings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from kvbench.report.conclusions import CODE_PATHS, conclusions, reservation
+from kvbench.report.data import Run
+from kvbench.report.figures import drawings
+from kvbench.report.findings import compare
+from kvbench.report.manifest import environment, made_from, warnings
+from kvbench.report.markdown import markdown
+from kvbench.report.page import page
+from kvbench.report.quality import quality_columns, quality_rows
+from kvbench.report.reading import read_run
+from kvbench.report.table import columns, flat_rows, rows
+from tests.support.report_cells import cell, run
+
+TRACE = {
+    "trace": "conv.csv", "trace_requests": 52, "trace_start_s": 0, "rate_scale": 0.4, "length_scale": 0.11234,
+}  # fmt: skip
+
+
+def test_reservation_is_told_beside_the_requests_own_lengths(tmp_path: Path) -> None:
+    lengths = pd.DataFrame({"prompt_tokens": [700, 20], "output_tokens": [132, 30], "ok": [True, True]})
+    lengths.to_parquet(tmp_path / "requests.parquet")
+    contiguous = replace(cell("contiguous", max_model_len=2048), folder=tmp_path, name="contiguous")
+    assert reservation(compare(cell(max_model_len=2048), contiguous)) == (
+        "Contiguous reserves 2,048 slots per request; the longest request here had 832 tokens, the mean 441."
+    )
+    assert reservation(compare(cell(), cell("contiguous"))) == ""  # no lengths known, nothing said
+
+
+def test_reservation_and_code_paths_are_in_page_and_markdown(
+    run_of: Callable[[str], Run], page_of: Callable[[str], str]
+) -> None:
+    run = run_of("normal")
+    sentence = "Contiguous reserves 1,024 slots per request; the longest request here had"
+    assert sentence in page_of("normal")
+    assert sentence in markdown(run)
+    cost = next(c for c in conclusions(run) if c.title == "What paging cost")
+    assert cost.points[-1] == CODE_PATHS
+    assert page_of("normal").count("paged KV is gathered first") == 2  # there and in how-to-read
+
+
+def test_scales_of_a_trace_are_told() -> None:
+    traced = cell(mode="open", load=0, notes=TRACE)
+    workload = {"name": "azure", "load": {"prompts": {"kind": "trace", "duration_s": 10.0}}}
+    assert made_from(run(traced, workload=workload)) == (
+        "lengths x 0.112, 10 s of the trace at 0.4 of its speed, 52 requests"
+    )
+    assert made_from(run(traced)).startswith("lengths x 0.112, the trace at 0.4 of its speed")
+    assert made_from(run(replace(traced, notes={**TRACE, "rate_scale": 1.0}))).count("at its own speed") == 1
+    assert "length_scale 0.11234" in dict(environment(run(traced)))["requests"]
+    assert made_from(run(cell())) == ""
+
+
+def test_scale_stands_in_page_and_markdown(make: Callable[..., Run]) -> None:
+    made = make(repeats=1, concurrencies=(3,))
+    for one in made.cells:
+        path = one.folder / "summary.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"notes": {"length_scale": 0.25}}))
+    again = read_run(made.folder)
+    assert "Lengths x 0.25" in page(again)
+    assert "Lengths x 0.25" in markdown(again)
+
+
+def test_steady_ttft_stands_beside_that_of_the_whole_run(run_of: Callable[[str], Run]) -> None:
+    shown = run_of("normal")
+    at = [c.key for c in columns(shown)].index("ttft_ms_p95")
+    assert columns(shown)[at].title == "TTFT p95 ms (steady)"
+    for row, flat in zip(rows(shown), flat_rows(shown), strict=True):
+        steady = row.cell.pooled["steady_latency"]["ttft_ms"]
+        assert steady["n"] < row.cell.pooled["ttft_ms"]["n"]
+        assert row.values[at].sort == row.cell.pooled["ttft_ms"]["p95"]
+        assert (
+            row.values[at].note.rstrip("*").replace(",", "") == f"{steady['p95']:.{0 if steady['p95'] >= 100 else 1}f}"
+        )
+        assert flat["steady_ttft_ms_p95"] == steady["p95"]
+
+
+def test_axis_says_whole_run_where_no_window_was_steady(make: Callable[..., Run]) -> None:
+    steady = make(repeats=1, concurrencies=(3, 6))
+    assert "output tokens/s (steady window)" in _axes(steady)
+    for one in steady.cells:
+        path = one.folder / "summary.json"
+        summary = json.loads(path.read_text())
+        for repeat in summary["repeats"]:
+            repeat["metrics"]["steady_output_throughput"] = None
+        path.write_text(json.dumps(summary))
+    whole = _axes(read_run(steady.folder))
+    assert "output tokens/s (whole run)" in whole
+    assert "steady window" not in whole
+
+
+def _axes(shown: Run) -> str:
+    """All texts of axes and panels."""
+    return " ".join(
+        json.dumps(json.loads(d.figure.to_json())["layout"]) for d in drawings(shown) if d.key != "occupancy"
+    )
+
+
+def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
+    machine = {"foreign_cpu_cores": 0.42, "steal_share": 0.031, "load_average": [3.2, 2, 1], "cores": 2}
+    shown = run(
+        cell(client={"lag_p99_ms": 0.17, "lag_source": "server stamps", "cpu_fraction": 0.021}, machine=machine),
+        cell("contiguous", reasons=("repeat 1: lag", "repeat 2: lag")),
+    )
+    text = {
+        row.cell.name: dict(zip((c.key for c in quality_columns(shown)), row.values, strict=True))
+        for row in quality_rows(shown)
+    }
+    paged = text["paged (page 16)"]
+    assert [paged[k].text for k in ("client_lag_p99_ms", "lag_source", "client_cpu", "valid")] == [
+        "0.17", "server stamps", "2.1 %", "yes",
+    ]  # fmt: skip
+    assert [paged[f"machine_{k}"].text for k in ("foreign_cpu_cores", "steal_share", "load_average", "cores")] == [
+        "0.42", "3.1 %", "3.20", "2",
+    ]  # fmt: skip
+    assert (text["contiguous"]["valid"].text, text["contiguous"]["valid"].note) == ("no", "2 reasons")
+    assert text["contiguous"]["machine_steal_share"].text == "–"
+
+
+def test_quality_takes_the_highest_of_the_repeats() -> None:
+    one = cell()
+    for repeat, lag in zip(one.repeats, (0.1, 0.9, 0.2), strict=True):
+        repeat.metrics["client"]["lag_p99_ms"] = lag  # type: ignore[index]
+    shown = run(one)
+    keys = [c.key for c in quality_columns(shown)]
+    assert quality_rows(shown)[0].values[keys.index("client_lag_p99_ms")].sort == 0.9
+    assert "machine_steal_share" not in keys  # nobody recorded it: no column of dashes
+
+
+def test_quality_table_is_in_page_and_markdown(run_of: Callable[[str], Run], page_of: Callable[[str], str]) -> None:
+    assert "How good was the measurement" in page_of("normal")
+    assert "## How good was the measurement" in markdown(run_of("normal"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"git": {"sha": "b"}}, "commit (a then, b later)"),
+        ({"git": {"sha": "b"}, "differences": ["torch (2.12 then, 2.13 now)"]}, "torch (2.12 then, 2.13 now)"),
+    ],
+)
+def test_resuming_elsewhere_is_warned_of(entry: dict, expected: str) -> None:
+    (text,) = [t for t in warnings(run(cell(), git={"sha": "a"}, resumed=[entry])) if "resumed" in t]
+    assert expected in text
+
+
+@pytest.mark.parametrize("resumed", [None, [], [{"git": {"sha": "a"}}], [{"git": {"sha": "a"}, "differences": []}]])
+def test_resuming_in_the_same_place_is_no_warning(resumed: list | None) -> None:
+    assert not any("resumed" in t for t in warnings(run(cell(), git={"sha": "a"}, resumed=resumed)))
+
+
+def test_scattered_cells_are_warned_of_by_name() -> None:
+    found = " ".join(warnings(run(cell(throughput=(98.0, 423.0, 462.0)), cell("contiguous"))))
+    assert "The repeats scatter" in found
+    assert "paged (page 16) at 24 at once (98.0–462)" in found
+    assert "contiguous" not in found
+    assert "scatter" not in " ".join(warnings(run(cell(), cell("contiguous"))))
+
+
+def test_the_rule_of_the_verdicts_is_in_how_to_read(page_of: Callable[[str], str]) -> None:
+    text = page_of("normal")
+    assert "within 5 % of 1" in text
+    assert "not told apart" in text
