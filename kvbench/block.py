@@ -6,6 +6,7 @@ measure, check that no page stayed owned.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,20 +16,20 @@ from typing import Any, Protocol
 
 import pandas as pd
 
-from kvbench import loadrun
+from kvbench import loadrun, server_state
+from kvbench.contention import MachineWatch, contention_reasons
 from kvbench.design import Block, Cell, LoadPoint
-from kvbench.errors import MeasurementError
-from kvbench.load.requests import distinct_prefixes
+from kvbench.errors import MeasurementError, UsageError
 from kvbench.metrics import summarise
 from kvbench.results import DONE, RunFolder, read_json, utc_now, write_json
 from kvbench.server_metrics import MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.targets.base import Target
+from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload import Workload
 
-_IDLE_BOUND_S = 30.0  # aborted requests of an earlier load leave at the next steps
-_RELEASE_BOUND_S = 5.0  # pages must be back that soon after the last request ended
 _WARM_UP_REQUESTS = 4
 _WARM_UP_TOKENS = 16
+_WARM_UP_MARGIN_S = 30.0
 _WARM_UP_SEED = 0x5EED  # other token contents than any measured request
 _MAX_FAILED_SHARE = 0.01
 
@@ -67,6 +68,7 @@ class BlockRunner:
     on_server: Callable[[Block, Mapping[str, Any] | None, Target], None]
     check_interrupt: Callable[[], None]
     failures: list[Failure] = field(default_factory=list)
+    served: list[str] = field(default_factory=list)  # blocks whose server was up
 
     def run_block(self, block: Block) -> bool:
         """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
@@ -79,9 +81,10 @@ class BlockRunner:
         self.listener.status(f"starting the server of {block.configuration.label} (repeat {block.repeat})")
         started = time.monotonic()
         try:
-            target.start(block.configuration.settings, log)
+            self._start(target, block, log)
             start_s = time.monotonic() - started
-            self.on_server(block, target.server_info(), target)
+            info = target.server_info()
+            self.on_server(block, info, target)
             self.check_interrupt()
             self.listener.status(f"warming up {block.configuration.label}")
             self._warm_up(target)
@@ -96,18 +99,31 @@ class BlockRunner:
         try:
             for position, cell in enumerate(todo):
                 try:
-                    self._run_load(target, cell, block.repeat, log, first=position == 0, start_s=start_s)
+                    load = Load(self, target, cell, block.repeat, log, info, start_s)
+                    load.run(first=position == 0)
                 except MeasurementError as error:
                     self._fail(cell, block.repeat, str(error))
         finally:
             target.stop()
         return True
 
+    def _start(self, target: Target, block: Block, log: Path) -> None:
+        """A server that cannot be reached or bound is bad input at first; later it costs its block, not the sweep."""
+        try:
+            target.start(block.configuration.settings, log)
+        except ServerRefusedError:
+            raise
+        except UsageError as error:
+            if not self.served:
+                raise
+            raise MeasurementError(str(error)) from None
+        self.served.append(block.block_id)
+
     def _fail(self, cell: Cell, repeat: int, reason: str) -> None:
         self.failures.append(Failure(cell.cell_id, repeat, reason))
         self.listener.load_failed(cell, repeat, reason)
 
-    def _requests(self, target: Target, point: LoadPoint, repeat: int, seed: int) -> list[Any]:
+    def requests(self, target: Target, point: LoadPoint, repeat: int, seed: int) -> list[Any]:
         try:
             return loadrun.make_requests(
                 self.workload.load,
@@ -124,7 +140,8 @@ class BlockRunner:
         """A few requests of the workload's shape but other contents: kernels compile, buffers are touched."""
         point = self.workload.load_points[0]
         requests = sorted(
-            self._requests(target, point, 0, self.workload.seed ^ _WARM_UP_SEED), key=lambda r: len(_prompt(r))
+            self.requests(target, point, 0, self.workload.seed ^ _WARM_UP_SEED),
+            key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
         )
         step = max(1, (len(requests) - 1) // (_WARM_UP_REQUESTS - 1))
         chosen = requests[::step][:_WARM_UP_REQUESTS]
@@ -134,75 +151,96 @@ class BlockRunner:
                 pool.submit(target.complete, _prompt(r), min(_WARM_UP_TOKENS, r.max_tokens), timeout) for r in chosen
             ]
             for future in sent:
-                future.result(timeout=timeout + 30)
+                try:
+                    future.result(timeout=timeout + _WARM_UP_MARGIN_S)
+                except TimeoutError:
+                    raise MeasurementError(
+                        f"a warm-up request was not answered within {timeout + _WARM_UP_MARGIN_S:g} s"
+                    ) from None
 
-    def _prepare_cache(self, target: Target, requests: list[Any], *, first: bool) -> None:
-        """Idle, then the declared cache state. Raises MeasurementError when it cannot be had."""
-        state = self.workload.load.cache_state
-        _wait_idle(target)
-        if state != "steady" or first:
-            _reset(target)
-        if state == "primed" or (state == "steady" and first):
-            for prefix in distinct_prefixes(requests):
-                target.complete(list(prefix), 1, self.workload.load.timeout_s)
-            _wait_idle(target)
 
-    def _run_load(
-        self, target: Target, cell: Cell, repeat: int, server_log: Path, *, first: bool, start_s: float
-    ) -> None:
-        load, run = self.workload.load, self.run
+@dataclass(frozen=True)
+class Load:
+    """One load on a server that is up. ``info``: its /server_info; ``start_s``: how long it took to start."""
 
-        def check() -> None:
-            self.check_interrupt()
-            target.check_alive()
+    runner: BlockRunner
+    target: Target
+    cell: Cell
+    repeat: int
+    server_log: Path
+    info: Mapping[str, Any] | None
+    start_s: float
 
-        check()
-        requests = self._requests(target, cell.load, repeat, self.workload.seed)
-        path, digest = loadrun.store_requests(requests, run.path / "requests", f"{cell.load.load_id}-{repeat}")
-        self.listener.load_started(cell, repeat, len(requests))
-        self._prepare_cache(target, requests, first=first)
-        log_from = server_log.stat().st_size if server_log.is_file() else 0
-        with run.scratch_load(cell.cell_id, repeat) as out:
+    def run(self, *, first: bool) -> None:
+        """From the idle server to done.json. Raises MeasurementError when it could not be driven to its end."""
+        runner, target, cell, load = self.runner, self.target, self.cell, self.runner.workload.load
+        self._check()
+        requests = runner.requests(target, cell.load, self.repeat, runner.workload.seed)
+        folder = runner.run.path / "requests"
+        path, digest = loadrun.store_requests(requests, folder, f"{cell.load.load_id}-{self.repeat}")
+        runner.listener.load_started(cell, self.repeat, len(requests))
+        reasons = server_state.prepare_cache(target, load, requests, first=first)
+        log_from = self.server_log.stat().st_size if self.server_log.is_file() else 0
+        with runner.run.scratch_load(cell.cell_id, self.repeat) as out:
             spec = loadrun.load_spec(
                 load, cell.load, base_url=target.base_url, model=target.model.name, requests_file=path, out_dir=out
             )
             started_at, began = utc_now(), time.monotonic()
-            before = _read(target)
+            machine = MachineWatch(target.server())
+            before = server_state.read_metrics(target)
             with MetricsPoller(lambda: target.metrics()) as poller:
                 loadrun.drive(
                     spec,
                     total=len(requests),
                     limit_s=loadrun.bound_s(load, cell.load, requests),
-                    on_progress=self.listener.load_progress,
-                    check=check,
+                    on_progress=runner.listener.load_progress,
+                    check=self._check,
+                    on_phase=machine.on_phase,
                 )
-            after, owned = _wait_release(target)
-            _copy_tail(server_log, log_from, out / "server.log")
-            done = {"cell_id": cell.cell_id} | self._finish(out, poller, before, after, owned)
-            done |= {
-                "repeat": repeat,
+            after, owned = server_state.wait_release(target)
+            _copy_tail(self.server_log, log_from, out / "server.log")
+            told = read_json(out / "load.json")
+            metrics = self._metrics(out, told, poller, before, after, owned)
+            report = machine.report()
+            reasons += list(told.get("invalid_reasons") or []) + _validity(metrics, told, owned)
+            reasons += contention_reasons(report)
+            bounds = server_state.hit_bounds(load, requests, self.info, before, after)
+            complete = int(metrics.get("completed") or 0) == len(requests)
+            reasons += server_state.cache_reasons(load, bounds, before, after, complete=complete)
+            done = {
+                "cell_id": cell.cell_id,
+                "valid": not reasons,
+                "invalid_reasons": reasons,
+                "metrics": metrics,
+                "machine": report,
+                "prefix_cache_bounds": dataclasses.asdict(bounds) if bounds else None,
+                "repeat": self.repeat,
                 "started_at": started_at,
                 "ended_at": utc_now(),
                 "wall_s": time.monotonic() - began,
-                "server_start_s": start_s,
-                "requests_file": str(path.relative_to(run.path)),
+                "server_start_s": self.start_s,
+                "requests_file": str(path.relative_to(runner.run.path)),
                 "requests_sha256": digest,
             }
             write_json(out / DONE, done)
-        self.listener.load_finished(cell, repeat, done)
+        runner.listener.load_finished(cell, self.repeat, done)
 
-    def _finish(
+    def _check(self) -> None:
+        self.runner.check_interrupt()
+        self.target.check_alive()
+
+    def _metrics(
         self,
         out: Path,
+        load: Mapping[str, Any],
         poller: MetricsPoller,
         before: MetricsSample | None,
         after: MetricsSample | None,
         owned: float | None,
     ) -> dict[str, Any]:
-        """Metrics, counters and validity of a load that ended; writes counters.json and server.parquet."""
-        load = read_json(out / "load.json")
+        """Metrics of a load that ended; writes counters.json and server.parquet."""
         requests = pd.read_parquet(out / "requests.parquet")
-        slo = self.workload.load.slo
+        slo = self.runner.workload.load.slo
         metrics = summarise(requests, load, slo.model_dump() if slo else None)
         start = float(load.get("start_unix") or 0.0)
         duration = float(metrics.get("duration_s") or load.get("duration_s") or 0.0)
@@ -220,14 +258,14 @@ class BlockRunner:
             "polls_failed": poller.failures,
         }
         write_json(out / "counters.json", counters)
-        reasons = list(load.get("invalid_reasons") or []) + _validity(metrics, load, owned)
-        return {"valid": not reasons, "invalid_reasons": reasons, "metrics": metrics}
+        return metrics
 
 
 def _validity(metrics: Mapping[str, Any], load: Mapping[str, Any], owned: float | None) -> list[str]:
     reasons = []
     if owned:
-        reasons.append(f"{owned:g} KV pages were still owned {_RELEASE_BOUND_S:g} s after the last request ended")
+        bound = server_state.RELEASE_BOUND_S
+        reasons.append(f"{owned:g} KV pages were still owned {bound:g} s after the last request ended")
     if load.get("incomplete"):
         reasons.append("the load client was stopped before its last request")
     failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
@@ -235,56 +273,6 @@ def _validity(metrics: Mapping[str, Any], load: Mapping[str, Any], owned: float 
         kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
         reasons.append(f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})")
     return reasons
-
-
-def _read(target: Target) -> MetricsSample | None:
-    """A reading that matters: a failure is a MeasurementError, not a counted miss."""
-    try:
-        return target.metrics()
-    except MeasurementError:
-        raise
-    except Exception as error:
-        target.check_alive()
-        raise MeasurementError(f"the server's /metrics cannot be read: {error!r}") from None
-
-
-def _wait_idle(target: Target) -> None:
-    deadline = time.monotonic() + _IDLE_BOUND_S
-    while True:
-        sample = _read(target)
-        if sample is None or (sample.active_requests == 0 and not sample.owned_pages):
-            return
-        if time.monotonic() > deadline:
-            raise MeasurementError(
-                f"the server is not idle after {_IDLE_BOUND_S:g} s: {sample.active_requests:g} requests, "
-                f"{sample.owned_pages or 0:g} pages owned"
-            )
-        target.check_alive()
-        time.sleep(0.1)
-
-
-def _reset(target: Target) -> None:
-    deadline = time.monotonic() + _RELEASE_BOUND_S
-    while target.reset_prefix_cache() is False:
-        if time.monotonic() > deadline:
-            raise MeasurementError(f"the server refused to reset its prefix cache for {_RELEASE_BOUND_S:g} s")
-        time.sleep(0.1)
-    sample = _read(target)
-    cached = sample.gauges.get("kv_pages_cached", 0.0) if sample else 0.0
-    if cached:
-        raise MeasurementError(f"{cached:g} pages are still cached after the prefix cache was reset")
-
-
-def _wait_release(target: Target) -> tuple[MetricsSample | None, float | None]:
-    """The first reading with no owned page, or the last one within the bound; and its owned pages."""
-    deadline = time.monotonic() + _RELEASE_BOUND_S
-    while True:
-        sample = _read(target)
-        if sample is None or sample.owned_pages is None:
-            return sample, None
-        if sample.owned_pages == 0 or time.monotonic() > deadline:
-            return sample, sample.owned_pages
-        time.sleep(0.05)
 
 
 def _copy_tail(source: Path, start: int, to: Path) -> None:
@@ -295,4 +283,4 @@ def _copy_tail(source: Path, start: int, to: Path) -> None:
 
 
 def _prompt(request: Any) -> Any:
-    return list(request.prompt_token_ids) if request.prompt_token_ids is not None else request.prompt
+    return list(request.prompt_token_ids) if request.prompt is None else request.prompt

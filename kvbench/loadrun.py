@@ -23,8 +23,10 @@ from kvbench.results import write_json
 
 _MARGIN_S = 60.0  # start of the client, its last writes, a slow machine
 _WATCH_S = 0.5
+_LAST_BREATH_S = 10.0
 
 Progress = Callable[[int, int, int, float], None]  # done, total, failed, elapsed seconds
+Phase = Callable[[str, int], None]  # "begin" or "measured", the client's pid
 
 
 def make_requests(
@@ -63,6 +65,7 @@ def load_spec(
         "model": model,
         "mode": point.mode,
         "concurrency": point.concurrency,
+        "request_rate": point.request_rate,
         "requests_file": str(requests_file),
         "out_dir": str(out_dir),
         "timeout_s": load.timeout_s,
@@ -78,8 +81,11 @@ def drive(
     limit_s: float,
     on_progress: Progress,
     check: Callable[[], None] = lambda: None,
+    on_phase: Phase = lambda phase, pid: None,
 ) -> None:
     """Run the client to its end. ``check`` is called twice a second and may raise (the server is gone).
+
+    ``on_phase`` is called as the first request is due and as the last one has ended, while the client still runs.
 
     Raises:
         MeasurementError: the client could not drive the load or did not end within ``limit_s``.
@@ -93,7 +99,9 @@ def drive(
             [sys.executable, "-m", "kvbench.load", str(out / "spec.json")], stdout=subprocess.PIPE, stderr=errors
         )
         try:
-            code = _watch(process, total, limit_s, on_progress, check)
+            code = _watch(
+                process, limit_s, check, lambda line: _report(line, total, on_progress, on_phase, process.pid)
+            )
         finally:
             processes.stop(process, grace_s=5.0)
     if code != 0:
@@ -103,7 +111,7 @@ def drive(
 
 
 def _watch(
-    process: subprocess.Popen[bytes], total: int, limit_s: float, on_progress: Progress, check: Callable[[], None]
+    process: subprocess.Popen[bytes], limit_s: float, check: Callable[[], None], report: Callable[[bytes], None]
 ) -> int:
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     assert process.stdout is not None
@@ -116,9 +124,14 @@ def _watch(
         except queue.Empty:
             line = b""
         if line is None:
-            return process.wait(timeout=10)
+            try:
+                return process.wait(timeout=_LAST_BREATH_S)
+            except subprocess.TimeoutExpired:
+                raise MeasurementError(
+                    f"the load client closed its output but did not end within {_LAST_BREATH_S:g} s and was stopped"
+                ) from None
         if line.strip():
-            _report(line, total, on_progress)
+            report(line)
         now = time.monotonic()
         if now - checked >= _WATCH_S:
             check()
@@ -134,12 +147,16 @@ def _pump(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
     lines.put(None)
 
 
-def _report(line: bytes, total: int, on_progress: Progress) -> None:
+def _report(line: bytes, total: int, on_progress: Progress, on_phase: Phase, pid: int) -> None:
     try:
         event = json.loads(line)
     except ValueError:
         return  # a stray print of a library must not end a measurement
-    if isinstance(event, dict) and event.get("event") == "progress":
+    if not isinstance(event, dict):
+        return
+    if event.get("event") in ("begin", "measured"):
+        on_phase(event["event"], pid)
+    elif event.get("event") == "progress":
         on_progress(
             int(event.get("done", 0)),
             int(event.get("total", total)),

@@ -31,7 +31,7 @@ def _in_child(background: bool) -> Callable[[], None]:
 
     def prepare() -> None:
         if background:
-            os.nice(_BACKGROUND_NICE)
+            os.nice(_BACKGROUND_NICE)  # the kernel caps the sum at 19
             if hasattr(os, "SCHED_BATCH"):  # its wake-ups do not interrupt whoever runs, the load client above all
                 with contextlib.suppress(OSError):
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -70,13 +70,19 @@ def launch(
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float = 6.0) -> int:
-    """TERM to the whole group, then KILL; returns the exit code. At most ``grace_s`` + 5 s."""
+    """TERM to the whole group, then KILL; returns the exit code. At most ``grace_s`` + 5 s.
+
+    -SIGKILL when not even that has ended it in time: a process stuck in the kernel goes as soon as it gets out.
+    """
     _signal_group(process, signal.SIGTERM)
     try:
         code = process.wait(timeout=grace_s)
     except subprocess.TimeoutExpired:
         _signal_group(process, signal.SIGKILL)
-        code = process.wait(timeout=5)
+        try:
+            code = process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGKILL
     _signal_group(process, signal.SIGKILL)  # grandchildren that the leader left behind
     return code
 

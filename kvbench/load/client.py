@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import gevent
 from gevent.event import Event
 
+from kvbench.load.requests import no_tls
 from kvbench.load.sse import Head, MalformedStream, dechunk, parse_head
 
 _READ_BYTES = 65536
@@ -37,7 +38,7 @@ class Address:
         """ValueError for anything but http://host[:port][/prefix]."""
         parts = urlsplit(url)
         if parts.scheme != "http":
-            raise ValueError(f"the URL {url!r} is not http://...; TLS is not spoken here, put a proxy in front.")
+            raise ValueError(no_tls(url))
         if not parts.hostname:
             raise ValueError(f"the URL {url!r} names no host; write http://127.0.0.1:8000.")
         try:

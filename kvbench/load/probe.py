@@ -51,6 +51,7 @@ def client_report(
     lags_used = errors if errors is not None else lags
     wrong = sum(
         s.completion.prompt_tokens is not None
+        and s.request.prompt is None  # what tokens a text makes is the server's own business
         and s.request.prompt_token_ids is not None
         and s.completion.prompt_tokens != len(s.request.prompt_token_ids)
         for s in samples

@@ -31,6 +31,7 @@ __all__ = [
 
 _LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
 _QUANTILE_OF = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+SHIPPED_TOKENIZER = "engine/tokenizer/bpe8k"
 _REPO_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -160,7 +161,7 @@ def _text(
         text = tokenizer.decode(list(ids), skip_special_tokens=False) if prompts.send_text else None
         requests.append(
             RequestSpec(
-                i, Path(prompts.file).stem, None if text else ids, text, int(outputs[i]), prefix_tokens=len(own)
+                i, Path(prompts.file).stem, ids, text, int(outputs[i]), prefix_tokens=len(own)
             )
         )
     return requests, {"text": Path(prompts.file).name, "shared_prefix_tokens": len(prefix)}
@@ -184,15 +185,22 @@ def _read_lines(file: str) -> list[str]:
     return lines
 
 
-def _load_tokenizer(folder: str, vocab_size: int) -> Tokenizer:
-    path = _find(folder)
+def _load_tokenizer(folder: str | None, vocab_size: int) -> Tokenizer:
+    """The workload's tokenizer, else the shipped one, which must be the model's own: as large as its vocabulary."""
+    path = _find(folder or SHIPPED_TOKENIZER)
     file = path / "tokenizer.json" if path is not None and path.is_dir() else path
     if file is None or not file.is_file():
         raise ValueError(f"no tokenizer.json in {folder}; give the tokenizer's folder in load.prompts.tokenizer.")
     tokenizer = Tokenizer.from_file(str(file))
-    if tokenizer.get_vocab_size() > vocab_size:
+    size = tokenizer.get_vocab_size()
+    if folder is None and size != vocab_size:
         raise ValueError(
-            f"the tokenizer {folder} has {tokenizer.get_vocab_size()} ids but the model only {vocab_size}; "
+            f"the tokenizer that ships with kvbench has {size} ids but the model {vocab_size}, so it is not "
+            "the model's own; give the folder of the model's tokenizer in load.prompts.tokenizer."
+        )
+    if size > vocab_size:
+        raise ValueError(
+            f"the tokenizer {folder} has {size} ids but the model only {vocab_size}; "
             "use the model's own tokenizer or a model with a larger vocabulary."
         )
     return tokenizer

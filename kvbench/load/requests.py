@@ -11,8 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """One request. Exactly one of ``prompt_token_ids`` and ``prompt`` is set.
+    """One request. ``prompt``: the text to send; None: ``prompt_token_ids`` are sent.
 
+    Beside a text the ids are those it was made of: for its length and its shared prefix, not sent.
     ``arrival_s``: intended start [s after the load's start] in open loop, None in closed loop.
     ``prefix_tokens``: how many leading tokens are shared with other requests of the load.
     """
@@ -30,7 +31,7 @@ class RequestSpec:
         return {
             "index": self.index,
             "class": self.cls,
-            **({"prompt": self.prompt} if self.prompt_token_ids is None else {}),
+            **({} if self.prompt is None else {"prompt": self.prompt}),
             **({} if self.prompt_token_ids is None else {"prompt_token_ids": list(self.prompt_token_ids)}),
             "max_tokens": self.max_tokens,
             "arrival_s": self.arrival_s,
@@ -41,8 +42,8 @@ class RequestSpec:
     def from_row(cls, row: dict[str, Any]) -> RequestSpec:
         """The reverse of ``to_row``; KeyError or TypeError for a malformed row."""
         ids, text = row.get("prompt_token_ids"), row.get("prompt")
-        if (ids is None) == (text is None):
-            raise KeyError("exactly one of prompt_token_ids and prompt")
+        if ids is None and text is None:
+            raise KeyError("prompt_token_ids or prompt")
         return cls(
             index=int(row["index"]),
             cls=str(row.get("class", "default")),
@@ -93,6 +94,11 @@ def read_requests(path: str | Path) -> RequestList:
         raise ValueError(f"{path} holds no request; at least 1 is needed.")
     notes = notes_path(path)
     return RequestList(requests, json.loads(notes.read_text("utf-8")) if notes.is_file() else None)
+
+
+def no_tls(url: str) -> str:
+    """The sentence for a URL that the load client does not speak; the targets refuse it with the same one."""
+    return f"the URL {url!r} is not http://...; TLS is not spoken here, put a proxy in front."
 
 
 def distinct_prefixes(requests: Iterable[RequestSpec]) -> list[tuple[int, ...]]:

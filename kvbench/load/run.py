@@ -98,12 +98,14 @@ class Load:
             gc.disable()  # a collection would stop all streams' stamps for milliseconds
             gevent.setswitchinterval(_SWITCH_S)  # else the parser's pauses let 5 ms pass before bytes are read
             with better_priority(self.spec.better_priority) as priority:
+                self._emit("begin")
                 started_unix = time.time()
                 cpu = time.process_time()
                 self.probe.start()
                 self.session.begin()
                 self._watch()
                 cpu, wall = time.process_time() - cpu, self.session.elapsed()
+                self._emit("measured")
         except StreamFailure as failure:
             print(f"kvbench load: {failure}; is the server running at {self.spec.base_url}?", file=sys.stderr)
             self._emit("end", exit_code=EXIT_NOT_DRIVEN, error=str(failure))
@@ -136,8 +138,6 @@ class Load:
                 if self.signal is not None:
                     return
                 gevent.sleep(0.005)
-            while self.spec.t_start is not None and (wait := self.spec.t_start - time.time()) > 0:
-                gevent.sleep(min(wait, 0.5))
 
     def _watch(self) -> None:
         """Progress lines until the load has ended, was stopped, or the server is gone."""

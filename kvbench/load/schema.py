@@ -10,13 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator, model_serializer, model_validator
 
 from kvbench.load.strict import StrictModel, explain
 
@@ -139,11 +133,11 @@ class SyntheticPrompts(StrictModel):
 
 
 class TextPrompts(StrictModel):
-    """Lines of a text file through a tokenizer, cut to exact token counts."""
+    """Lines of a text file through a tokenizer (None: the shipped one), cut to exact token counts."""
 
     kind: Literal["text"]
     file: str
-    tokenizer: str = "engine/tokenizer/bpe8k"
+    tokenizer: str | None = None
     prompt_tokens: Length
     output_tokens: Length
     shared_prefix_lines: int = Field(default=0, ge=0)
@@ -247,19 +241,15 @@ class LoadConfig(StrictModel):
         if not self.concurrency:
             raise ValueError("mode closed needs concurrency, e.g. `concurrency: [3, 24]`.")
         if self.request_rate is not None:
-            raise ValueError(
-                f"request_rate {list(self.request_rate)} has no meaning in mode closed; "
-                "remove it or set mode: open."
-            )
+            given = list(self.request_rate)
+            raise ValueError(f"request_rate {given} has no meaning in mode closed; remove it or set mode: open.")
         if self.arrivals == "trace":
             raise ValueError("arrivals: trace has no meaning in mode closed; set mode: open.")
 
     def _check_open(self) -> None:
         if self.concurrency is not None:
-            raise ValueError(
-                f"concurrency {list(self.concurrency)} has no meaning in mode open; "
-                "remove it or set mode: closed."
-            )
+            given = list(self.concurrency)
+            raise ValueError(f"concurrency {given} has no meaning in mode open; remove it or set mode: closed.")
         if self.arrivals == "trace":
             if not isinstance(self.prompts, TracePrompts):
                 raise ValueError(
@@ -267,10 +257,8 @@ class LoadConfig(StrictModel):
                     "use poisson or constant."
                 )
             if self.request_rate is not None:
-                raise ValueError(
-                    f"request_rate {list(self.request_rate)} contradicts arrivals: trace; "
-                    "use prompts.rate_scale."
-                )
+                given = list(self.request_rate)
+                raise ValueError(f"request_rate {given} contradicts arrivals: trace; use prompts.rate_scale.")
         elif not self.request_rate:
             raise ValueError(f"arrivals: {self.arrivals} needs request_rate, e.g. `request_rate: [4]`.")
 

@@ -22,6 +22,7 @@ from kvbench.load.spec import LoadSpec
 # An engine's step ends many streams' waits at once: the chunks that arrive with a stream's last one must be stamped
 # before that stream is parsed. Bursts of 64 chunks take under 2 ms.
 _PARSE_DELAY_S = 0.004
+_ENDPOINT = "/v1/completions"
 _GONE_KINDS = ("refused", "connect_timeout", "connection", "timeout")
 
 
@@ -151,7 +152,7 @@ class LoadSession:
             exception=None if outcome.ok else RuntimeError(f"{outcome.error_kind}: {outcome.error}"),
             context={"sample": sample},
             start_time=sample.t0,
-            url=self.spec.endpoint,
+            url=_ENDPOINT,
         )
 
 
@@ -159,7 +160,7 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
     """The whole HTTP request, made before the load starts so that sending costs one system call."""
     body: dict[str, Any] = {
         "model": spec.model,
-        "prompt": request.prompt if request.prompt_token_ids is None else list(request.prompt_token_ids),
+        "prompt": list(request.prompt_token_ids or ()) if request.prompt is None else request.prompt,
         "max_tokens": request.max_tokens,
         "temperature": spec.temperature,
         "ignore_eos": spec.ignore_eos,
@@ -170,12 +171,11 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
         body["return_token_ids"] = True
     payload = json.dumps(body, separators=(",", ":")).encode()
     head = [
-        f"POST {address.prefix}{spec.endpoint} HTTP/1.1",
+        f"POST {address.prefix}{_ENDPOINT} HTTP/1.1",
         f"Host: {address.host}:{address.port}",
         "Content-Type: application/json",
         "Accept: text/event-stream",
         "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
         f"Content-Length: {len(payload)}",
-        *([f"Authorization: Bearer {spec.api_key}"] if spec.api_key else []),
     ]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + payload

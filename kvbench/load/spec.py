@@ -27,10 +27,7 @@ class LoadSpec(StrictModel):
     idle_timeout_s: float | None = Field(default=None, gt=0)
     ignore_eos: bool = True
     temperature: float = Field(default=0.0, ge=0)
-    endpoint: str = "/v1/completions"
     return_token_ids: bool = True
-    api_key: str | None = None
-    t_start: float | None = None
     better_priority: bool = True
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from kvbench.contention import Server, server_at
 from kvbench.errors import MeasurementError
 from kvbench.server_metrics import MetricsSample, parse_metrics
 
@@ -40,6 +41,9 @@ class Target(Protocol):
 
     def reset_prefix_cache(self) -> bool | None:
         """True: the cache is empty. False: refused, requests are running. None: the target cannot."""
+
+    def server(self) -> Server:
+        """The server's process, whose CPU time is not foreign."""
 
     def check_alive(self) -> None:
         """Raises MeasurementError with the server's last words when it is gone."""
@@ -87,17 +91,31 @@ class HttpTarget:
     def metrics(self) -> MetricsSample | None:
         if self._has_metrics is False:
             return None
-        response = self._http.get("/metrics")
+        """As ``Target``. Raises MeasurementError when no answer comes or it is not Prometheus text."""
+        try:
+            response = self._http.get("/metrics")
+        except httpx.HTTPError as error:
+            raise MeasurementError(f"{self.base_url}/metrics did not answer: {error!r}") from None
         if response.status_code != 200:
             if self._has_metrics is None:
                 self._has_metrics = False
                 return None
             raise MeasurementError(f"{self.base_url}/metrics answered {response.status_code}")
         self._has_metrics = True
-        return parse_metrics(response.text, time.time())
+        try:
+            return parse_metrics(response.text, time.time())
+        except ValueError as error:
+            raise MeasurementError(f"{self.base_url}/metrics cannot be read: {error}") from None
+
+    def server(self) -> Server:
+        return server_at(self.base_url)
 
     def reset_prefix_cache(self) -> bool | None:
-        response = self._http.post("/reset_prefix_cache")
+        """As ``Target``. Raises MeasurementError when no answer comes."""
+        try:
+            response = self._http.post("/reset_prefix_cache")
+        except httpx.HTTPError as error:
+            raise MeasurementError(f"{self.base_url}/reset_prefix_cache did not answer: {error!r}") from None
         return {200: True, 409: False}.get(response.status_code)
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench import processes
+from kvbench.contention import Server
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.targets.base import HttpTarget, ModelFacts
 from kvbench.workload import default_profile
@@ -94,6 +95,9 @@ class BuiltinTarget(HttpTarget):
     def _learn_model(self) -> None:
         info = self.server_info() or {}
         self.model = model_facts(info, self.models()[0])
+
+    def server(self) -> Server:
+        return Server(None if self._process is None else self._process.pid)
 
     def check_alive(self) -> None:
         if self._process is None:

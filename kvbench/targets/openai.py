@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from kvbench.errors import MeasurementError, UsageError
+from kvbench.load.requests import no_tls
 from kvbench.targets.base import HttpTarget, ModelFacts
 
 
@@ -23,6 +22,8 @@ class OpenAITarget(HttpTarget):
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--target {url!r} is not a URL: write for example http://127.0.0.1:8000")
+        if url.startswith("https://"):
+            raise UsageError(f"--target: {no_tls(url)}")
         super().__init__(url.rstrip("/").removesuffix("/v1"))
         self._asked = (model, vocab_size, max_model_len)
 
@@ -44,12 +45,6 @@ class OpenAITarget(HttpTarget):
             if not value:
                 raise UsageError(f"{self.base_url} does not tell its {flag[2:].replace('-', ' ')}: give {flag} N")
         self.model = ModelFacts(str(row["id"]), int(vocab), int(length))
-
-    def reset_prefix_cache(self) -> bool | None:
-        try:
-            return super().reset_prefix_cache()
-        except httpx.HTTPError:
-            return None
 
     def check_alive(self) -> None:
         """Nothing to watch: a server that is gone shows as failed requests, and before a load in ``metrics``."""

@@ -34,7 +34,6 @@ def perform(url: str, job: dict) -> list[dict]:
         requests_file="",
         out_dir="",
         timeout_s=60,
-        api_key=job.get("api_key"),
         return_token_ids=job.get("return_token_ids", True),
     )
     address = Address.from_url(url)

@@ -151,9 +151,27 @@ def test_text_prompts_are_the_text() -> None:
         assert 50 <= len(request.prompt_token_ids) - request.prefix_tokens <= 80
 
 
+def test_prompts_sent_as_text_keep_their_ids_for_the_checks(tmp_path: Path) -> None:
+    load = sonnets(send_text=True)
+    requests, plain = build(load), build(sonnets())
+    tokenizer = Tokenizer.from_file(str(ROOT / "engine/tokenizer/bpe8k/tokenizer.json"))
+    assert [r.prompt_token_ids for r in requests] == [r.prompt_token_ids for r in plain]
+    assert all(r.prompt == tokenizer.decode(list(r.prompt_token_ids)) for r in requests)
+    assert distinct_prefixes(requests) == distinct_prefixes(plain) != []
+    write_requests(tmp_path / "r.jsonl", requests)
+    assert read_requests(tmp_path / "r.jsonl") == requests
+    with pytest.raises(ValueError, match="more than max_model_len 90"):
+        build(load, max_model_len=90)
+
+
 def test_text_needs_a_vocabulary_that_holds_it() -> None:
+    for size in (1000, 128256):  # the shipped tokenizer is the model's own only where it is as large
+        with pytest.raises(ValueError, match=rf"8192 ids but the model {size}.*load\.prompts\.tokenizer"):
+            build(sonnets(), vocab_size=size)
+    chosen = sonnets(tokenizer="engine/tokenizer/bpe8k")
     with pytest.raises(ValueError, match="8192 ids but the model only 1000"):
-        build(sonnets(), vocab_size=1000)
+        build(chosen, vocab_size=1000)
+    assert build(chosen, vocab_size=128256) == build(sonnets())
     with pytest.raises(ValueError, match=r"nowhere\.txt does not exist"):
         build(sonnets(file="nowhere.txt"))
 

@@ -1,0 +1,239 @@
+"""Whether the machine was ours while a load ran: CPU time that other processes used, and what the host took away.
+
+All CPU time of the machine (/proc/stat, Linux only) minus that of the server with its children, of the load client
+and of kvbench itself is foreign. A load that others disturbed measures them as well, so it is no measurement of the
+configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+MAX_FOREIGN_CORES = 0.10
+MAX_STEAL_SHARE = 0.05
+_RESOLUTION_S = 0.10  # the kernel counts in ticks of 10 ms, on every core and for every process
+_LONG_ENOUGH_S = 2.0  # from here on the ticks are well below the limit
+_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guest time is within user
+_STEAL = 7
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where the server runs. ``pid`` None with ``local``: it is on this machine, but which process is not known."""
+
+    pid: int | None
+    local: bool = True
+
+
+@dataclass(frozen=True)
+class CpuReading:
+    """CPU seconds since some beginning; ``wall`` [s] is time.monotonic(). None: cannot be known."""
+
+    wall: float
+    busy_s: float
+    steal_s: float
+    cores: int
+    own_s: float
+    client_s: float | None
+    server_s: float | None
+
+
+def read_cpu(server: Server, client_pid: int | None, stat: Path = Path("/proc/stat")) -> CpuReading | None:
+    """One reading, about 2 ms; None where there is no /proc/stat (not Linux).
+
+    Only the cores that kvbench and the server may use are counted: what runs on others is no competition for them.
+    """
+    try:
+        text = stat.read_text()
+    except OSError:
+        return None
+    wall = time.monotonic()
+    busy, steal, cores = parse_stat(text, _cores_of(server))
+    return CpuReading(
+        wall=wall,
+        busy_s=busy,
+        steal_s=steal,
+        cores=cores,
+        own_s=time.process_time(),
+        client_s=None if client_pid is None else tree_cpu_s(client_pid),
+        server_s=None if server.pid is None else tree_cpu_s(server.pid),
+    )
+
+
+def parse_stat(text: str, cores: set[int] | None) -> tuple[float, float, int]:
+    """(busy seconds, stolen seconds, number of cores) of the text of /proc/stat; ``cores`` None: all of them."""
+    tick = 1.0 / os.sysconf("SC_CLK_TCK")
+    busy = steal = 0.0
+    count = 0
+    for line in text.splitlines():
+        name, *values = line.split()
+        if not (name.startswith("cpu") and name[3:].isdigit()) or (cores is not None and int(name[3:]) not in cores):
+            continue
+        times = [int(v) for v in values]
+        busy += sum(times[i] for i in _BUSY) * tick
+        steal += times[_STEAL] * tick if len(times) > _STEAL else 0.0
+        count += 1
+    return busy, steal, count
+
+
+def _cores_of(server: Server) -> set[int] | None:
+    try:
+        if server.pid is None:
+            return None if server.local else set(psutil.Process().cpu_affinity())
+        return {*psutil.Process().cpu_affinity(), *psutil.Process(server.pid).cpu_affinity()}
+    except (psutil.Error, AttributeError):
+        return None
+
+
+def tree_cpu_s(pid: int) -> float | None:
+    """CPU seconds of a process and its descendants, ended ones included; None when it is gone.
+
+    Threads that ended are in their process's time, children that ended and were waited for in their parent's.
+    """
+    try:
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+        total = sum(root.cpu_times()[:4])
+    except psutil.Error:
+        return None
+    for process in processes[1:]:
+        try:
+            total += sum(process.cpu_times()[:4])
+        except psutil.Error:
+            continue  # it ended just now: from here on it is in its parent's time
+    return total
+
+
+def machine_report(start: CpuReading | None, end: CpuReading | None, server: Server) -> dict[str, Any]:
+    """``machine`` of a load: all in cores on average, ``steal_share`` of all cores' time. Unknown values are None."""
+    report: dict[str, Any] = {
+        "foreign_cpu_cores": None,
+        "steal_share": None,
+        "load_average": load_average(),
+        "cores": os.cpu_count(),
+        "server_cpu_cores": None,
+        "client_cpu_cores": None,
+        "seconds": None,
+    }
+    if start is None or end is None or end.wall <= start.wall or not end.cores:
+        return report
+    wall = end.wall - start.wall
+    client, served = _rate(start.client_s, end.client_s, wall), _rate(start.server_s, end.server_s, wall)
+    report |= {
+        "steal_share": (end.steal_s - start.steal_s) / (wall * end.cores),
+        "cores": end.cores,
+        "server_cpu_cores": served,
+        "client_cpu_cores": client,
+        "seconds": wall,
+    }
+    if client is not None and (served is not None or not server.local):
+        ours = client + (served or 0.0) + (end.own_s - start.own_s) / wall
+        report["foreign_cpu_cores"] = max(0.0, (end.busy_s - start.busy_s) / wall - ours)
+    return report
+
+
+def _rate(start: float | None, end: float | None, wall: float) -> float | None:
+    return None if start is None or end is None else max(0.0, end - start) / wall
+
+
+class MachineWatch:
+    """Reads the CPU times when a load's first request is due and when its last one has ended."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._start: CpuReading | None = None
+        self._end: CpuReading | None = None
+
+    def on_phase(self, phase: str, client_pid: int) -> None:
+        """``begin`` or ``measured``, as the load client says them."""
+        if phase == "begin":
+            self._start = read_cpu(self.server, client_pid)
+        elif phase == "measured":
+            self._end = read_cpu(self.server, client_pid)
+
+    def report(self) -> dict[str, Any]:
+        """As ``machine_report``."""
+        return machine_report(self._start, self._end, self.server)
+
+
+def contention_reasons(machine: Mapping[str, Any]) -> list[str]:
+    """Why the machine makes a load invalid, one sentence each; what is not known invalidates nothing."""
+    reasons = []
+    foreign, wall, steal = machine["foreign_cpu_cores"], machine["seconds"], machine["steal_share"]
+    if foreign is not None:
+        limit = MAX_FOREIGN_CORES + (_RESOLUTION_S / wall if wall < _LONG_ENOUGH_S else 0.0)
+        if foreign > limit:
+            reasons.append(
+                f"other processes used {foreign:.2f} of a core while this load ran, the limit is {limit:.2f}; "
+                "stop them and measure again"
+            )
+    if steal is not None and steal > MAX_STEAL_SHARE:
+        reasons.append(
+            f"the host took {steal:.1%} of the CPU time away (steal) while this load ran, the limit is "
+            f"{MAX_STEAL_SHARE:.0%}; use a machine whose cores are not shared and measure again"
+        )
+    return reasons
+
+
+def load_average() -> float | None:
+    """The load average of the last minute; None where the system has none."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def busy_notice() -> str | None:
+    """One line for the start of a sweep when the machine seems to be busy already, else None."""
+    average, cores = load_average(), os.cpu_count() or 1
+    if average is None or average <= cores / 2:
+        return None
+    return (
+        f"the machine is busy: its load average over the last minute is {average:.1f} on {cores} cores. Loads during "
+        f"which other processes use more than {MAX_FOREIGN_CORES:.2f} of a core are marked invalid"
+    )
+
+
+def server_at(base_url: str) -> Server:
+    """The server that listens at a URL, for one that kvbench did not launch."""
+    parts = urlsplit(base_url)
+    host, port = parts.hostname or "", parts.port or 80
+    if host not in _LOOPBACK and not _is_own_address(host):
+        return Server(None, local=False)
+    try:
+        sockets = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except (psutil.Error, OSError):
+        return Server(None)
+    return Server(_topmost({c.pid for c in sockets if c.laddr.port == port and c.pid is not None}))
+
+
+def _topmost(pids: set[int]) -> int | None:
+    """The one of several listeners (workers share a socket) that is no child of another; None when that is not one."""
+    top = []
+    for pid in pids:
+        try:
+            parents = {p.pid for p in psutil.Process(pid).parents()}
+        except psutil.Error:
+            return None
+        if not parents & pids:
+            top.append(pid)
+    return top[0] if len(top) == 1 else None
+
+
+def _is_own_address(host: str) -> bool:
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    own = {address.address for each in psutil.net_if_addrs().values() for address in each}
+    return bool(found & own)

@@ -1,0 +1,141 @@
+"""The server around a load: idle before it, its cache in the declared state, its pages given back after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvbench.errors import MeasurementError
+from kvbench.load.hits import HitBounds, outside, predict_hits
+from kvbench.load.requests import RequestSpec, distinct_prefixes
+from kvbench.load.schema import LoadConfig
+from kvbench.server_metrics import MetricsSample
+from kvbench.targets.base import Target
+
+IDLE_BOUND_S = 30.0  # aborted requests of an earlier load leave at the next steps
+RELEASE_BOUND_S = 5.0  # pages must be back that soon after the last request ended
+
+
+def read_metrics(target: Target) -> MetricsSample | None:
+    """A reading that matters: a failure is a MeasurementError, not a counted miss."""
+    try:
+        return target.metrics()
+    except MeasurementError:
+        target.check_alive()  # a server that is gone has last words, which say more
+        raise
+    except Exception as error:
+        target.check_alive()
+        raise MeasurementError(f"the server's /metrics cannot be read: {error!r}") from None
+
+
+def wait_idle(target: Target) -> None:
+    """Until no request runs or waits and no page is owned. Raises MeasurementError after ``IDLE_BOUND_S``."""
+    deadline = time.monotonic() + IDLE_BOUND_S
+    while True:
+        sample = read_metrics(target)
+        if sample is None or (sample.active_requests == 0 and not sample.owned_pages):
+            return
+        if time.monotonic() > deadline:
+            raise MeasurementError(
+                f"the server is not idle after {IDLE_BOUND_S:g} s: {sample.active_requests:g} requests, "
+                f"{sample.owned_pages or 0:g} pages owned"
+            )
+        target.check_alive()
+        time.sleep(0.1)
+
+
+def wait_release(target: Target) -> tuple[MetricsSample | None, float | None]:
+    """The first reading with no owned page, or the last one within the bound; and its owned pages."""
+    deadline = time.monotonic() + RELEASE_BOUND_S
+    while True:
+        sample = read_metrics(target)
+        if sample is None or sample.owned_pages is None:
+            return sample, None
+        if sample.owned_pages == 0 or time.monotonic() > deadline:
+            return sample, sample.owned_pages
+        time.sleep(0.05)
+
+
+def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> list[str]:
+    """Idle, then the declared cache state; ``first``: nothing was measured on this server before.
+
+    Returns why the state is not known (the load is then no measurement of it); empty when it is had. Raises
+    MeasurementError when the server refuses or does not answer.
+    """
+    reasons = []
+    wait_idle(target)
+    if (load.cache_state != "steady" or first) and not _reset(target) and load.cache_state != "steady":
+        reasons.append(
+            f"the state of the prefix cache is not known: the server has no /reset_prefix_cache, so it cannot be "
+            f"made {load.cache_state}; declare load.cache_state: steady (the cache is measured as it is found)"
+        )
+    if load.cache_state == "primed" or (load.cache_state == "steady" and first):
+        for prefix in distinct_prefixes(requests):
+            target.complete(list(prefix), 1, load.timeout_s)
+        wait_idle(target)
+    return reasons
+
+
+def _reset(target: Target) -> bool:
+    """True when the cache is empty now, False when the server has no way to empty it."""
+    deadline = time.monotonic() + RELEASE_BOUND_S
+    while (answer := target.reset_prefix_cache()) is False:
+        if time.monotonic() > deadline:
+            raise MeasurementError(f"the server refused to reset its prefix cache for {RELEASE_BOUND_S:g} s")
+        time.sleep(0.1)
+    if answer is None:
+        return False
+    sample = read_metrics(target)
+    cached = sample.gauges.get("kv_pages_cached", 0.0) if sample else 0.0
+    if cached:
+        raise MeasurementError(f"{cached:g} pages are still cached after the prefix cache was reset")
+    return True
+
+
+def hit_bounds(
+    load: LoadConfig,
+    requests: Sequence[RequestSpec],
+    info: Mapping[str, Any] | None,
+    before: MetricsSample | None,
+    after: MetricsSample | None,
+) -> HitBounds | None:
+    """What the prefix cache may have served; None when that cannot be said of this server.
+
+    Another engine does not tell its page size in our words: then pages of one token bound it from above, unless it
+    preempted (its own pages may count as hits when a sequence comes back).
+    """
+    engine = (info or {}).get("engine") or {}
+    page_size = engine.get("page_size")
+    caching = engine.get("enable_prefix_caching")
+    if page_size is None and caching is not False and _change(before, after, "num_preemptions_total"):
+        return None
+    return predict_hits(
+        requests,
+        cache_state=load.cache_state,
+        page_size=int(page_size or 1),
+        caching=caching is not False,
+        total_pages=before.gauges.get("kv_pages_total") if before and page_size else None,
+    )
+
+
+def cache_reasons(
+    load: LoadConfig,
+    bounds: HitBounds | None,
+    before: MetricsSample | None,
+    after: MetricsSample | None,
+    *,
+    complete: bool,
+) -> list[str]:
+    """Why the cache cannot have been in the declared state; ``complete``: every request succeeded."""
+    hits = _change(before, after, "prefix_cache_hits_total")
+    if bounds is None or hits is None:
+        return []
+    reason = outside(hits, bounds, load.cache_state, complete=complete)
+    return [reason] if reason else []
+
+
+def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:
+    if before is None or after is None or counter not in after.counters:
+        return None
+    return after.counters[counter] - before.counters.get(counter, 0.0)

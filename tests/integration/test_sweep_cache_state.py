@@ -1,0 +1,164 @@
+"""The cache state that a load declares is checked against what the server says it served, and must be known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from kvbench import block, server_state
+from kvbench.block import BlockRunner
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.planning import plan_sweep
+from kvbench.results import create_run
+from kvbench.targets.openai import OpenAITarget
+from kvbench.workload import load_workload
+from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, Bench, complaints, finished, manifest
+
+CACHING = ("--enable-prefix-caching", "--page-size", "4")
+
+
+class Silent:
+    """A listener that says nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+@contextmanager
+def fake_server(fault="", *flags):
+    process = subprocess.Popen(
+        [sys.executable, str(FAKE), *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "FAKE_FAULT": fault},
+    )  # fmt: skip
+    try:
+        yield process.stdout.readline().split()[1]
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()
+
+
+@pytest.fixture
+def measure(tmp_path):
+    """Runs the tiny workload once on a server that runs already; what is wrong, but for a busy machine."""
+
+    def run(url, repeat=1, **load):
+        path = Bench(tmp_path).write(sweep={}, load={"repeats": 1, **load})
+        workload = load_workload(path, profile="cpu")
+        folder = create_run(tmp_path / f"results{time.monotonic_ns()}", "tiny", "none")
+        _, (planned,) = plan_sweep(workload, ())
+        planned = dataclasses.replace(planned, repeat=repeat)
+        runner = BlockRunner(
+            workload, folder, lambda: OpenAITarget(url), Silent(), lambda *args: None, lambda: None
+        )  # fmt: skip
+        assert runner.run_block(planned)
+        assert runner.failures == []
+        (done,) = [json.loads(p.read_text()) for p in folder.path.glob("cells/*/loads/*/done.json")]
+        reasons = [r for r in done["invalid_reasons"] if not any(words in r for words in BUSY_MACHINE)]
+        assert done["valid"] == (not done["invalid_reasons"])
+        return reasons, done
+
+    return run
+
+
+def test_states_that_were_made_are_valid(measure):
+    with fake_server("", *CACHING) as url:
+        for _ in range(2):  # the second meets the first one's prompts, and empties the cache
+            for state in ("cold", "primed", "steady"):
+                reasons, done = measure(url, cache_state=state)
+                assert reasons == []
+                assert done["prefix_cache_bounds"]["high"] > 0
+                assert (done["prefix_cache_bounds"]["low"] > 0) == (state == "primed")
+
+
+def test_a_reset_that_is_left_out_is_caught(measure, monkeypatch):
+    with fake_server("", *CACHING) as url:
+        assert measure(url)[0] == []
+        monkeypatch.setattr(server_state, "_reset", lambda target: True)
+        reasons, done = measure(url)
+        assert len(reasons) == 1 and "it held prompts from before this load" in reasons[0]
+        assert f"at most {done['prefix_cache_bounds']['high']} are possible" in reasons[0]
+
+
+def test_a_warm_up_with_measured_prompts_is_caught(measure, monkeypatch):
+    with fake_server("keep", *CACHING) as url:  # its reset empties nothing
+        assert measure(url, repeat=0)[0] == []  # the warm-up's prompts are others
+    monkeypatch.setattr(block, "_WARM_UP_SEED", 0)
+    with fake_server("keep", *CACHING) as url:
+        (reason,) = measure(url, repeat=0)[0]
+        assert "it held prompts from before this load" in reason
+
+
+def test_a_priming_that_had_no_effect_is_caught(measure):
+    with fake_server("forget", *CACHING) as url:
+        assert measure(url, cache_state="cold")[0] == []
+        (reason,) = measure(url, cache_state="primed")[0]
+        assert "the shared prefixes were not in it" in reason
+
+
+def test_hits_without_caching_are_impossible(measure):
+    with fake_server() as url:
+        reasons, done = measure(url)
+        assert reasons == [] and done["prefix_cache_bounds"] == {"low": 0, "high": 0}
+
+
+def test_a_server_that_cannot_empty_its_cache_is_measured_only_as_it_is(measure):
+    with fake_server("no_reset", *CACHING) as url:
+        for state in ("cold", "primed"):
+            reason = measure(url, cache_state=state)[0][0]
+            assert "the state of the prefix cache is not known" in reason and "cache_state: steady" in reason
+        assert measure(url, cache_state="steady")[0] == []
+
+
+def test_the_machine_of_a_load_is_recorded(measure):
+    with fake_server() as url:
+        machine = measure(url)[1]["machine"]
+    if sys.platform == "linux":
+        assert machine["foreign_cpu_cores"] >= 0 and machine["server_cpu_cores"] >= 0
+        assert machine["client_cpu_cores"] > 0 and machine["cores"] >= 1 and machine["seconds"] > 0
+
+
+def test_a_reset_that_gets_no_answer_costs_one_load_and_not_the_sweep(tmp_path):
+    bench = Bench(tmp_path)
+    path = bench.write(sweep={})
+    spent = tmp_path / "spent"
+    done = bench.sweep(str(path), "--no-report", FAKE_FAULT="drop_reset", FAKE_FAULT_ONCE=str(spent))
+    assert done.returncode == 4 and spent.exists()
+    (failure,) = manifest(bench.only_run())["failures"]
+    assert "/reset_prefix_cache did not answer" in failure["reason"]
+    assert len(finished(bench.only_run())) == 1 and complaints(bench.only_run()) == []
+
+
+def test_a_target_that_is_gone_after_the_first_block_costs_the_others_and_not_the_sweep(tmp_path):
+    path = Bench(tmp_path).write(sweep={})
+    workload = load_workload(path, profile="cpu")
+    _, blocks = plan_sweep(workload, ())
+    folder = create_run(tmp_path / "results", "tiny", "none")
+    with fake_server() as url:
+        runner = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *a: None, lambda: None)
+        assert runner.run_block(blocks[0])
+    assert not runner.run_block(blocks[1])
+    assert "does not serve" in runner.failures[0].reason
+    fresh = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *a: None, lambda: None)
+    with pytest.raises(UsageError, match="does not serve"):
+        fresh.run_block(blocks[0])  # at the very start it is the user's mistake
+
+
+def test_a_warm_up_that_hangs_is_a_measurement_error(tmp_path, monkeypatch):
+    workload = load_workload(Bench(tmp_path).write(load={"timeout_s": 0.1}), profile="cpu")
+    monkeypatch.setattr(block, "_WARM_UP_MARGIN_S", 0.0)
+    with fake_server() as url:
+        target = OpenAITarget(url)
+        target.start({}, tmp_path / "log")
+        target.complete = lambda *args: time.sleep(0.5)
+        runner = BlockRunner(workload, None, lambda: target, Silent(), lambda *a: None, lambda: None)
+        with pytest.raises(MeasurementError, match="warm-up request was not answered within"):
+            runner._warm_up(target)
+        target.stop()

@@ -1,0 +1,103 @@
+"""What a prefix cache can have served, from the prompts: hand-worked cases, and an endless cache as the judge."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvbench.load.hits import HitBounds, outside, predict_hits
+from kvbench.load.requests import RequestSpec
+
+COLD = {"cache_state": "cold", "page_size": 4}
+
+
+def request(tokens: list[int], prefix: int = 0, max_tokens: int = 4) -> RequestSpec:
+    return RequestSpec(0, "a", tuple(tokens), None, max_tokens, prefix_tokens=prefix)
+
+
+def served(requests: list[RequestSpec], page: int, cache: set[tuple[int, ...]]) -> int:
+    """Hits [tokens] of a cache that forgets nothing, one request after another."""
+    hits = 0
+    for one in requests:
+        ids = one.prompt_token_ids
+        found = 0
+        while found < (len(ids) - 1) // page and ids[: (found + 1) * page] in cache:
+            found += 1
+        cache |= {ids[: (i + 1) * page] for i in range(len(ids) // page)}
+        hits += found * page
+    return hits
+
+
+def test_a_shared_beginning_is_found_by_all_but_the_first() -> None:
+    shared = list(range(10))  # two full pages and a half
+    requests = [request([*shared, 100 + i, 200 + i]) for i in range(5)]
+    assert predict_hits(requests, **COLD) == HitBounds(0, 4 * 8)
+    assert predict_hits(requests, cache_state="cold", page_size=16) == HitBounds(0, 0)
+    assert predict_hits(requests, cache_state="steady", page_size=4) == HitBounds(0, 5 * 8)
+    assert predict_hits(requests, caching=False, **COLD) == HitBounds(0, 0)
+
+
+def test_the_last_token_is_always_computed_but_its_page_is_there_for_others() -> None:
+    short, long = request(list(range(8))), request([*range(8), 9])
+    assert predict_hits([short, short], **COLD) == HitBounds(0, 4)
+    assert predict_hits([short, long], **COLD) == HitBounds(0, 8)  # the short one first: both its pages are found
+    assert served([short, long], 4, set()) == 8
+
+
+def test_a_primed_cache_owes_every_prefix_as_long_as_nothing_is_evicted() -> None:
+    shared = list(range(8))
+    requests = [request([*shared, 100 + i], prefix=8) for i in range(3)] + [request([50 + i for i in range(9)])]
+    primed = {"cache_state": "primed", "page_size": 4}
+    assert predict_hits(requests, total_pages=100, **primed) == HitBounds(24, 24)
+    assert predict_hits(requests, total_pages=5, **primed) == HitBounds(0, 24)  # too small: it may be evicted
+    assert predict_hits(requests, **primed) == HitBounds(0, 24)
+
+
+def test_text_is_not_predicted() -> None:
+    text = RequestSpec(0, "a", (1, 2, 3), "one two three", 4)
+    assert predict_hits([text, request([1, 2, 3])], **COLD) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_order_and_no_page_size_serves_more_than_the_upper_end(seed: int) -> None:
+    draw = random.Random(seed)
+    page = draw.choice([1, 2, 4, 7])
+    requests = [request([draw.randrange(2) for _ in range(draw.randrange(1, 30))]) for _ in range(12)]
+    bounds = predict_hits(requests, cache_state="cold", page_size=page)
+    anyhow = predict_hits(requests, cache_state="cold", page_size=1)
+    most = 0
+    for _ in range(60):
+        draw.shuffle(requests)
+        most = max(most, served(requests, page, set()))
+    requests.sort(key=lambda r: len(r.prompt_token_ids))  # the order that serves most
+    most = max(most, served(requests, page, set()))
+    assert most <= bounds.high <= anyhow.high
+    warm: set[tuple[int, ...]] = set()
+    served(requests, page, warm)
+    if any(len(r.prompt_token_ids) > page for r in requests):
+        assert outside(served(requests, page, warm), bounds, "cold", complete=True)  # the second run is seen
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_lower_end_holds_in_every_order(seed: int) -> None:
+    draw = random.Random(seed)
+    families = [tuple(draw.randrange(3) for _ in range(draw.randrange(4, 20))) for _ in range(2)]
+    requests = [
+        request([*family, *(draw.randrange(3) for _ in range(draw.randrange(0, 9)))], prefix=len(family))
+        for family in draw.choices(families, k=10)
+    ]
+    bounds = predict_hits(requests, cache_state="primed", page_size=4, total_pages=1e6)
+    assert bounds.low > 0
+    for _ in range(30):
+        draw.shuffle(requests)
+        primed = {family[: (i + 1) * 4] for family in families for i in range(len(family) // 4)}
+        assert bounds.low <= served(requests, 4, primed) <= bounds.high
+
+
+def test_the_sentences_carry_both_numbers() -> None:
+    bounds = HitBounds(16, 32)
+    assert outside(32, bounds, "primed", complete=True) is outside(16, bounds, "primed", complete=True) is None
+    assert "served 48 tokens, at most 32" in outside(48, bounds, "cold", complete=False)
+    assert "served 8 tokens, at least 16" in outside(8, bounds, "primed", complete=True)
+    assert outside(8, bounds, "primed", complete=False) is None  # failed requests need not have looked

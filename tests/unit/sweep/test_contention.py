@@ -1,0 +1,151 @@
+"""CPU that others used while a load ran: measured, told apart from our own, and made a reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvbench import contention
+from kvbench.contention import CpuReading, Server, contention_reasons, machine_report, parse_stat, read_cpu, tree_cpu_s
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
+TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+STAT = (
+    "cpu  300 30 60 5000 7 2 1 50 9 0\n"
+    "cpu0 100 10 20 2500 3 1 0 20 9 0\n"
+    "cpu1 200 20 40 2500 4 1 1 30 0 0\n"
+    "intr 1 2 3\n"
+)
+START = CpuReading(wall=100.0, busy_s=50.0, steal_s=1.0, cores=2, own_s=3.0, client_s=1.0, server_s=10.0)
+BURN = "import time\nprint(1, flush=True)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+
+
+@contextmanager
+def burner(code=BURN):
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def after(seconds, **used):
+    """A reading ``seconds`` later; ``used``: CPU seconds in between."""
+    return replace(
+        START, wall=START.wall + seconds, **{name: getattr(START, name) + value for name, value in used.items()}
+    )
+
+
+def test_busy_is_all_but_idle_waiting_and_stolen_time():
+    assert parse_stat(STAT, None) == pytest.approx(((300 + 30 + 60 + 2 + 1) * TICK, 50 * TICK, 2))  # guest is in user
+    assert parse_stat(STAT, {1}) == pytest.approx(((200 + 20 + 40 + 1 + 1) * TICK, 30 * TICK, 1))
+
+
+def test_what_the_server_the_client_and_kvbench_use_is_not_foreign():
+    end = after(10.0, busy_s=17.0, own_s=0.5, client_s=1.0, server_s=15.0, steal_s=0.4)
+    report = machine_report(START, end, Server(1))
+    assert report["foreign_cpu_cores"] == pytest.approx(0.05)
+    assert report["server_cpu_cores"] == pytest.approx(1.5) and report["client_cpu_cores"] == pytest.approx(0.1)
+    assert report["steal_share"] == pytest.approx(0.02) and report["cores"] == 2
+    assert contention_reasons(report) == []
+
+
+def test_another_process_makes_the_load_invalid():
+    report = machine_report(START, after(10.0, busy_s=20.3, client_s=1.0, server_s=14.0), Server(1))
+    (reason,) = contention_reasons(report)
+    assert reason.startswith("other processes used 0.53 of a core while this load ran, the limit is 0.10")
+
+
+@pytest.mark.parametrize(("seconds", "foreign", "valid"), [(0.5, 0.14, True), (0.5, 0.2, False), (4.0, 0.44, False)])
+def test_a_short_load_is_given_the_ticks_resolution(seconds, foreign, valid):
+    report = machine_report(START, after(seconds, busy_s=foreign), Server(1))
+    assert (contention_reasons(report) == []) == valid
+
+
+def test_stolen_time_makes_the_load_invalid():
+    report = machine_report(START, after(10.0, busy_s=1.0, server_s=1.0, steal_s=1.2), Server(1))
+    (reason,) = contention_reasons(report)
+    assert "took 6.0% of the CPU time away (steal)" in reason
+
+
+def test_what_is_not_known_is_none_and_no_reason():
+    unknown = machine_report(None, None, Server(1))
+    assert unknown["foreign_cpu_cores"] is None and contention_reasons(unknown) == []
+    nameless = replace(START, server_s=None)  # on this machine, but which process is not known
+    end = replace(after(10.0, busy_s=9.0), server_s=None)
+    assert machine_report(nameless, end, Server(None))["foreign_cpu_cores"] is None
+    elsewhere = machine_report(nameless, end, Server(None, local=False))
+    assert elsewhere["foreign_cpu_cores"] == pytest.approx(0.9)  # a server elsewhere uses nothing here
+
+
+@linux
+def test_a_burner_is_foreign_unless_it_is_the_server():
+    with burner() as other, burner() as server:
+        start = [read_cpu(Server(pid), os.getpid()) for pid in (server.pid, other.pid)]
+        time.sleep(1.0)
+        end = [read_cpu(Server(pid), os.getpid()) for pid in (server.pid, other.pid)]
+        wall = end[0].wall - start[0].wall
+        used = (end[1].server_s - start[1].server_s) / wall  # of the one that is foreign to the first pair
+        report = machine_report(start[0], end[0], Server(server.pid))
+        assert used > 0.1
+        assert report["foreign_cpu_cores"] >= used - 0.15
+        assert report["server_cpu_cores"] > 0.1
+        assert contention_reasons(report)
+
+
+@linux
+def test_children_count_also_when_they_have_ended():
+    work = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    code = (
+        f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {work!r}])\n"
+        f"subprocess.Popen([sys.executable, '-c', {work + chr(10) + 'time.sleep(60)'!r}])\n"
+        "time.sleep(2)\nprint(1, flush=True)\ntime.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        parent.stdout.readline()
+        deadline = time.monotonic() + 20
+        while tree_cpu_s(parent.pid) < 0.6 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert tree_cpu_s(parent.pid) >= 0.6
+    finally:
+        os.killpg(parent.pid, 9)
+        parent.wait()
+        parent.stdout.close()
+    assert tree_cpu_s(parent.pid) is None
+
+
+@linux
+def test_the_server_at_a_url_is_found_by_its_port():
+    code = (
+        "import socket, time\ns = socket.socket()\ns.bind(('127.0.0.1', 0))\ns.listen()\n"
+        "print(s.getsockname()[1], flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        port = int(process.stdout.readline())
+        assert contention.server_at(f"http://127.0.0.1:{port}/v1") == Server(process.pid)
+        assert contention.server_at(f"http://localhost:{port}") == Server(process.pid)
+        assert contention.server_at(f"http://192.0.2.1:{port}") == Server(None, local=False)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert contention.server_at(f"http://127.0.0.1:{port}") == Server(None)
+
+
+def test_the_notice_of_a_busy_machine(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.9, 9.0, 9.0))
+    assert contention.busy_notice() is None
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.6, 0.0, 0.0))
+    assert "load average over the last minute is 2.6 on 4 cores" in contention.busy_notice()

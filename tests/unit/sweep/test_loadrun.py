@@ -1,0 +1,107 @@
+"""The load client's process, watched: what it is told, and what becomes of one that misbehaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from kvbench import loadrun, processes
+from kvbench.design import load_point
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.load.client import Address
+from kvbench.load.schema import LoadConfig
+from kvbench.load.spec import LoadSpec
+from kvbench.targets.base import HttpTarget
+from kvbench.targets.openai import OpenAITarget
+
+PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
+
+
+@pytest.mark.parametrize(("concurrency", "rate"), [(3, None), (None, 2.5)])
+def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
+    mode = "closed" if concurrency else "open"
+    load = LoadConfig.model_validate(
+        {"mode": mode, "concurrency": concurrency, "request_rate": rate, "num_requests": 5, "prompts": PROMPTS}
+    )
+    point = load_point(mode, concurrency=concurrency, rate=rate, num_requests=5)
+    spec = loadrun.load_spec(
+        load, point, base_url="http://127.0.0.1:1", model="m", requests_file=tmp_path / "r", out_dir=tmp_path
+    )
+    read = LoadSpec.model_validate(spec)
+    assert (read.mode, read.concurrency, read.request_rate) == (mode, concurrency, rate)
+
+
+def client(monkeypatch, code):
+    """``code`` in place of the load client."""
+    real = processes.launch
+    started = []
+
+    def launch(command, **options):
+        started.append(real([sys.executable, "-c", code], **options))
+        return started[-1]
+
+    monkeypatch.setattr(loadrun.processes, "launch", launch)
+    return started
+
+
+def drive(tmp_path, **options):
+    loadrun.drive({"out_dir": str(tmp_path)}, total=1, limit_s=20, on_progress=lambda *a: None, **options)
+
+
+def test_a_client_that_does_not_end_is_stopped_with_a_sentence(tmp_path, monkeypatch):
+    started = client(monkeypatch, "import os, time; os.close(1); time.sleep(60)")
+    monkeypatch.setattr(loadrun, "_LAST_BREATH_S", 0.2)
+    with pytest.raises(MeasurementError, match=r"closed its output but did not end within 0\.2 s"):
+        drive(tmp_path)
+    assert started[0].returncode is not None
+
+
+def test_the_phases_are_told_in_order_while_the_client_lives(tmp_path, monkeypatch):
+    lines = "".join(f"print('{{\"event\": \"{e}\"}}', flush=True)\n" for e in ("begin", "progress", "measured", "end"))
+    started = client(monkeypatch, lines + "import time; time.sleep(0.3)")
+    seen = []
+    drive(tmp_path, on_phase=lambda phase, pid: seen.append((phase, pid == started[0].pid, started[0].poll())))
+    assert seen == [("begin", True, None), ("measured", True, None)]
+
+
+def test_a_process_that_outlives_kill_is_given_up(monkeypatch):
+    class Stuck:
+        pid = 2**22 + 5  # no such process
+
+        def wait(self, timeout):
+            raise subprocess.TimeoutExpired("x", timeout)
+
+    assert processes.stop(Stuck(), grace_s=0.1) == -9
+
+
+@pytest.mark.parametrize(
+    ("answer", "call"),
+    [
+        (httpx.ReadTimeout("slow"), "reset_prefix_cache"),
+        (httpx.RemoteProtocolError("gone"), "reset_prefix_cache"),
+        (httpx.ReadTimeout("slow"), "metrics"),
+        (httpx.Response(200, text="kvbench:a not_a_number\n"), "metrics"),
+    ],
+)
+def test_what_http_does_becomes_a_measurement_error(answer, call):
+    def handle(request):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    target = HttpTarget("http://127.0.0.1:1")
+    target._http = httpx.Client(base_url="http://127.0.0.1:1", transport=httpx.MockTransport(handle))
+    with pytest.raises(MeasurementError, match="127.0.0.1:1/"):
+        getattr(target, call)()
+    target.close()
+
+
+def test_tls_is_refused_at_once_in_the_load_clients_words():
+    with pytest.raises(ValueError, match="TLS is not spoken here") as client_says:
+        Address.from_url("https://example.org")
+    with pytest.raises(UsageError) as target_says:
+        OpenAITarget("https://example.org")
+    assert str(client_says.value) in str(target_says.value)
