@@ -94,7 +94,7 @@ def test_what_http_does_becomes_a_measurement_error(answer, call):
 
     target = HttpTarget("http://127.0.0.1:1")
     target._http = httpx.Client(base_url="http://127.0.0.1:1", transport=httpx.MockTransport(handle))
-    with pytest.raises(MeasurementError, match="127.0.0.1:1/"):
+    with pytest.raises(MeasurementError, match=r"127\.0\.0\.1:1/"):
         getattr(target, call)()
     target.close()
 
