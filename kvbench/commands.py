@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -106,6 +107,7 @@ def _target_maker(
     if url:
         from kvbench.targets.openai import OpenAITarget
 
+        require_url("--target", url)
         told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
         return lambda: OpenAITarget(url, **told), lambda settings: {}
     command = _serve_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
@@ -116,6 +118,17 @@ def _target_maker(
         return BuiltinTarget(command=command, port=options["port"], start_timeout_s=options["start_timeout"])
 
     return make, check_configuration
+
+
+def require_url(flag: str, url: str) -> None:
+    """Raises UsageError when ``url`` names no server that could be asked."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket that stays open, a port that is no number or beyond 65535
+        good = False
+    if not good:
+        raise UsageError(f"{flag} {url!r} is not a URL of a server: write for example http://127.0.0.1:8000")
 
 
 def _serve_command(text: str) -> tuple[str, ...]:
@@ -226,6 +239,7 @@ def load_command(*, workload: str, url: str, at: str | None, output_dir: Path | 
     point = loaded.load_points[0] if at is None else points.get(at)
     if point is None:
         raise UsageError(f"--at {at!r} is no load of this workload: its loads are {', '.join(points)}")
+    require_url("--url", url)
     target = OpenAITarget(url, **options)
     target.start({}, Path())
     model = target.model

@@ -103,6 +103,9 @@ def test_help_imports_nothing_heavy():
         (["W", "--serve-cmd", " "], ["--serve-cmd", "no program"]),
         (["W", "--serve-cmd", "/nowhere/server --x"], ["--serve-cmd", "no program '/nowhere/server'"]),
         (["W", "--target", "localhost:8000"], ["'localhost:8000'", "http://"]),
+        (["W", "--target", "http://[::1"], ["'http://[::1'", "http://127.0.0.1:8000"]),
+        (["W", "--target", "http://127.0.0.1:99999"], ["'http://127.0.0.1:99999'"]),
+        (["W", "--target", "http://"], ["'http://'"]),
         (["W", "--target", "http://127.0.0.1:1", "--serve-cmd", "x"], ["--target and --serve-cmd"]),
     ],
 )
@@ -172,6 +175,12 @@ def test_report_of_no_run(capsys, tmp_path):
 def test_load_names_the_loads_there_are(capsys, workload):
     code, _, err = run(capsys, "load", workload, "--url", "http://127.0.0.1:1", "--at", "c9")
     assert code == 2 and "'c9'" in err and "c1" in err
+
+
+@pytest.mark.parametrize("url", ["nope", "http://[::1", "http://h:x", "ftp://h"])
+def test_load_refuses_what_is_no_url(capsys, workload, url):
+    code, _, err = run(capsys, "load", workload, "--url", url)
+    assert code == 2 and err.startswith(f"error: --url {url!r} is not a URL") and err.count("\n") == 1
 
 
 def test_serve_help_comes_from_the_server(capsys):
