@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.report import words
-from kvbench.report.data import Cell, Run
+from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import SCATTER, scatters
 
 SHOWN = (
@@ -82,16 +82,17 @@ def made_from(run: Run) -> str:
 
 def _made_from(cell: Cell, prompts: Mapping[str, Any]) -> str:
     notes, parts = cell.notes, []
-    if "length_scale" in notes:
-        scales = notes["length_scale"] if isinstance(notes["length_scale"], list) else [notes["length_scale"]]
-        parts.append("lengths x " + words.listing([f"{scale:.3g}" for scale in scales]))
+    given = notes.get("length_scale")
+    scales = [number(scale) for scale in (given if isinstance(given, list) else [given])]
+    if known := [f"{scale:.3g}" for scale in scales if scale is not None]:
+        parts.append("lengths x " + words.listing(known))
     if "trace" in notes:
-        seconds = prompts.get("duration_s")
+        seconds, speed = number(prompts.get("duration_s")), number(notes.get("rate_scale"))
         piece = f"{seconds:g} s of the trace" if seconds else "the trace"
-        speed = notes.get("rate_scale", 1.0)
-        parts.append(piece + (" at its own speed" if speed == 1 else f" at {speed:g} of its speed"))
-        if notes.get("trace_requests"):
-            parts.append(words.plural(notes["trace_requests"], "request"))
+        pace = "" if speed is None else " at its own speed" if speed == 1 else f" at {speed:g} of its speed"
+        parts.append(piece + pace)
+        if count := number(notes.get("trace_requests")):
+            parts.append(words.plural(count, "request"))
     if "text" in notes:
         parts.append(f"text of {notes['text']}")
     return ", ".join(parts)

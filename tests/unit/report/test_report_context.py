@@ -10,7 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench.report.conclusions import CODE_PATHS, conclusions, reservation
+from kvbench.report import headline
+from kvbench.report.conclusions import CODE_PATHS, conclusions, reservation, tiles
 from kvbench.report.data import Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import compare
@@ -59,6 +60,8 @@ def test_scales_of_a_trace_are_told() -> None:
     assert made_from(run(replace(traced, notes={**TRACE, "rate_scale": 1.0}))).count("at its own speed") == 1
     assert "length_scale 0.11234" in dict(environment(run(traced)))["requests"]
     assert made_from(run(cell())) == ""
+    each = run(cell(load=3, notes={"length_scale": 0.5}), cell(notes={"length_scale": [0.25, 0.5]}))
+    assert made_from(each) == "at 3 at once: lengths x 0.5; at 24 at once: lengths x 0.25 and 0.5"
 
 
 def test_scale_stands_in_page_and_markdown(make: Callable[..., Run]) -> None:
@@ -83,6 +86,25 @@ def test_steady_ttft_stands_beside_that_of_the_whole_run(run_of: Callable[[str],
             row.values[at].note.rstrip("*").replace(",", "") == f"{steady['p95']:.{0 if steady['p95'] >= 100 else 1}f}"
         )
         assert flat["steady_ttft_ms_p95"] == steady["p95"]
+
+
+def test_figures_tiles_and_tables_do_not_claim_what_the_sentence_does_not(make: Callable[..., Run]) -> None:
+    made = make(concurrencies=(24,))
+    for one in made.cells:
+        path = one.folder / "summary.json"
+        summary = json.loads(path.read_text())
+        for repeat, value in zip(summary["repeats"], (40.0, 170.0, 60.0) if one.is_paged else (60.0,) * 3, strict=True):
+            repeat["metrics"]["steady_output_throughput"] = value
+        path.write_text(json.dumps(summary))
+    unclear = read_run(made.folder)
+    assert headline(made.folder).startswith("No verdict: ")
+    titles = {d.key: d.title for d in drawings(unclear)}
+    assert "not told apart in output tokens/s from contiguous, 1.00x" in titles["headline"]
+    assert tiles(unclear)[0].note.endswith("not told apart")
+    at = [c.key for c in columns(unclear)].index("ratio")
+    entry = next(row.values[at] for row in rows(unclear) if row.cell.is_paged)
+    assert (entry.text, entry.mark) == ("1.00x?", "")
+    assert next(f for f in flat_rows(unclear) if "paged" in f["configuration"])["ratio_verdict"] == "unclear"
 
 
 def test_axis_says_whole_run_where_no_window_was_steady(make: Callable[..., Run]) -> None:
