@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvbench import block, server_state
+from kvbench import block, contention, server_state
 from kvbench.block import BlockRunner
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.planning import plan_sweep
@@ -122,7 +122,16 @@ def test_the_machine_of_a_load_is_recorded(measure):
         machine = measure(url)[1]["machine"]
     if sys.platform == "linux":
         assert machine["foreign_cpu_cores"] >= 0 and machine["server_cpu_cores"] >= 0
-        assert machine["client_cpu_cores"] > 0 and machine["cores"] >= 1 and machine["seconds"] > 0
+        assert machine["client_cpu_cores"] >= 0 and machine["cores"] >= 1 and machine["seconds"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
+def test_a_contended_machine_makes_the_load_invalid(measure, monkeypatch):
+    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)  # however idle this machine is
+    with fake_server() as url:
+        _, done = measure(url)
+    assert not done["valid"]
+    assert any(reason.startswith("other processes used") for reason in done["invalid_reasons"])
 
 
 def test_a_reset_that_gets_no_answer_costs_one_load_and_not_the_sweep(tmp_path):

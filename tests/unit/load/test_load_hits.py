@@ -8,6 +8,9 @@ import pytest
 
 from kvbench.load.hits import HitBounds, outside, predict_hits
 from kvbench.load.requests import RequestSpec
+from kvbench.load.schema import LoadConfig
+from kvbench.server_metrics import MetricsSample
+from kvbench.server_state import hit_bounds
 
 COLD = {"cache_state": "cold", "page_size": 4}
 
@@ -101,3 +104,19 @@ def test_the_sentences_carry_both_numbers() -> None:
     assert "served 48 tokens, at most 32" in outside(48, bounds, "cold", complete=False)
     assert "served 8 tokens, at least 16" in outside(8, bounds, "primed", complete=True)
     assert outside(8, bounds, "primed", complete=False) is None  # failed requests need not have looked
+
+
+def test_an_engine_that_does_not_tell_its_page_size_is_bounded_by_tokens_unless_it_preempted() -> None:
+    prompts = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
+    load = LoadConfig.model_validate({"concurrency": 1, "num_requests": 2, "prompts": prompts})
+    requests = [request([*range(6), 100 + i, 200]) for i in range(2)]
+
+    def sample(preemptions: float) -> MetricsSample:
+        return MetricsSample(0.0, {"kv_pages_total": 100.0}, {"num_preemptions_total": preemptions})
+
+    told = {"engine": {"page_size": 4, "enable_prefix_caching": True}}
+    assert hit_bounds(load, requests, told, sample(0), sample(3)) == HitBounds(0, 4)
+    assert hit_bounds(load, requests, None, sample(0), sample(0)) == HitBounds(0, 6)
+    assert hit_bounds(load, requests, None, sample(0), sample(3)) is None
+    off = {"engine": {"page_size": 4, "enable_prefix_caching": False}}
+    assert hit_bounds(load, requests, off, sample(0), sample(0)) == HitBounds(0, 0)

@@ -25,6 +25,8 @@ STAT = (
 START = CpuReading(wall=100.0, busy_s=50.0, steal_s=1.0, cores=2, own_s=3.0, client_s=1.0, server_s=10.0)
 BURN = "import time\nprint(1, flush=True)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 
+IDLE = "import time\nprint(1, flush=True)\ntime.sleep(60)"
+
 
 @contextmanager
 def burner(code=BURN):
@@ -89,10 +91,10 @@ def test_what_is_not_known_is_none_and_no_reason():
 
 @linux
 def test_a_burner_is_foreign_unless_it_is_the_server():
-    with burner() as other, burner() as server:
-        start = [read_cpu(Server(pid), os.getpid()) for pid in (server.pid, other.pid)]
+    with burner() as other, burner() as server, burner(IDLE) as client:
+        start = [read_cpu(Server(pid), client.pid) for pid in (server.pid, other.pid)]
         time.sleep(1.0)
-        end = [read_cpu(Server(pid), os.getpid()) for pid in (server.pid, other.pid)]
+        end = [read_cpu(Server(pid), client.pid) for pid in (server.pid, other.pid)]
         wall = end[0].wall - start[0].wall
         used = (end[1].server_s - start[1].server_s) / wall  # of the one that is foreign to the first pair
         report = machine_report(start[0], end[0], Server(server.pid))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -12,7 +13,9 @@ from kvbench import loadrun, processes
 from kvbench.design import load_point
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.load.client import Address
+from kvbench.load.requests import RequestSpec
 from kvbench.load.schema import LoadConfig
+from kvbench.load.session import http_request
 from kvbench.load.spec import LoadSpec
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.openai import OpenAITarget
@@ -32,6 +35,15 @@ def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
     )
     read = LoadSpec.model_validate(spec)
     assert (read.mode, read.concurrency, read.request_rate) == (mode, concurrency, rate)
+
+
+def test_text_is_sent_as_text_though_its_ids_are_known(tmp_path):
+    told = {"base_url": "http://127.0.0.1:1", "model": "m", "mode": "closed", "concurrency": 1}
+    spec = LoadSpec(**told, requests_file="", out_dir="", timeout_s=1)
+    for text, sent in (("two words", "two words"), (None, [5, 6])):
+        request = RequestSpec(0, "a", (5, 6), text, 3)
+        body = http_request(spec, Address("127.0.0.1", 1, ""), request).partition(b"\r\n\r\n")[2]
+        assert json.loads(body)["prompt"] == sent
 
 
 def client(monkeypatch, code):
