@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, format_bytes
 from engine.engine import Engine
 from engine.executor import TorchExecutor, available_cpus
 from engine.kv_budget import capacity_of
@@ -34,6 +35,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
     config = config.check_against_model(loaded.info.max_model_len)
     if config.kv_budget is None:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
+    _check_memory(config.kv_budget, loaded.device)
     capacity = capacity_of(config, loaded.kv_shape, config.kv_budget)
     kv = make_kv_manager(config.layout, config.max_num_seqs, capacity, config.enable_prefix_caching)
     executor = TorchExecutor(config, loaded, capacity, kv.page_table)
@@ -42,6 +44,19 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
     kv = make_kv_manager(config.layout, config.max_num_seqs, capacity, config.enable_prefix_caching)
     executor.use_page_table(kv.page_table)
     return Engine(config, executor, kv)
+
+
+def _check_memory(budget: int, device: torch.device) -> None:
+    """An allocation beyond the memory would end the process without a word, not fail."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if budget > free:
+        raise ValueError(
+            f"kv_budget {budget} ({format_bytes(budget)}) is more than the {format_bytes(free)} that this "
+            f"{'GPU has free' if device.type == 'cuda' else 'machine has'}: lower kv_budget"
+        )
 
 
 def default_budget(device: torch.device) -> int:

@@ -49,6 +49,12 @@ async def chat_completions(state: ServerState, request: Request, raw: bytes) -> 
     return JSONResponse({**head, "choices": choices, "usage": generation.usage()})
 
 
+# of apply_chat_template and of our own call: not the client's to set
+RESERVED_OPTIONS = (
+    "messages", "conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors", "chat_template"
+)  # fmt: skip
+
+
 async def chat_ids(
     tokenizer: ServerTokenizer,
     messages: list[ChatMessage],
@@ -62,7 +68,7 @@ async def chat_ids(
     """
     plain = [message.plain() for message in messages]
     options = template_options or {}
-    for name in ("tokenize", "add_generation_prompt", "conversation", "return_dict", "return_tensors", "chat_template"):
+    for name in RESERVED_OPTIONS:
         if name in options:
             raise invalid(f"chat_template_kwargs cannot set {name}: leave it out", "chat_template_kwargs")
     if sum(len(message["content"]) for message in plain) < LONG_TEXT:

@@ -21,17 +21,27 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 @dataclass(frozen=True)
 class ServerTokenizer:
     """``text_refusal`` says why texts cannot be prompts; None when they can. ``chat`` is the Hugging Face
-    tokenizer, whose chat template is used; ``backend`` does the work."""
+    tokenizer, whose chat template is used; ``backend`` does the work. A text of more than ``max_characters`` has more
+    tokens than the model takes, however it is cut; None: that cannot be said without tokenising it."""
 
     name: str
     backend: Tokenizer | None = None
     chat: Any = None
     text_refusal: str | None = None
     vocabulary: ByteVocabulary | None = None
+    max_characters: int | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.text_refusal is not None or self.backend is None:
             raise unprocessable(self.text_refusal or "there is no tokenizer", "prompt", "no_tokenizer")
+        if self.max_characters is not None and len(text) > self.max_characters:
+            # tokenising megabytes takes seconds and holds up everybody else's streams
+            raise invalid(
+                f"the prompt has {len(text)} characters, and no text of more than {self.max_characters} fits the "
+                "model's context: shorten it",
+                "prompt",
+                "context_length_exceeded",
+            )
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -82,14 +92,21 @@ def load_tokenizer(config: EngineConfig, model: ModelInfo) -> ServerTokenizer:
     """
     if config.tokenizer is not None:
         check_tokenizer_folder(config)
-        return _load(Path(config.tokenizer).expanduser(), model)
+        return _load(Path(config.tokenizer).expanduser(), model, config.max_model_len)
     folder = Path(config.model).expanduser()
     if any((folder / name).is_file() for name in _FILES):
-        return _load(folder, model)
-    return _load(SHIPPED, model)
+        return _load(folder, model, config.max_model_len)
+    return _load(SHIPPED, model, config.max_model_len)
 
 
-def _load(folder: Path, model: ModelInfo) -> ServerTokenizer:
+def _max_characters(backend: Tokenizer, max_model_len: int | None) -> int | None:
+    """``max_model_len`` tokens of the longest kind; None unless every character goes into a token (byte level)."""
+    if max_model_len is None or backend.normalizer is not None or not is_byte_level(backend):
+        return None
+    return max_model_len * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _load(folder: Path, model: ModelInfo, max_model_len: int | None) -> ServerTokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -111,4 +128,5 @@ def _load(folder: Path, model: ModelInfo) -> ServerTokenizer:
             f"{model.vocab_size}, so it is not the model's; send token ids, or start the server with --tokenizer FOLDER"
         )
     vocabulary = ByteVocabulary(backend) if is_byte_level(backend) else None
-    return ServerTokenizer(folder.name, backend, chat, refusal, vocabulary)
+    longest = _max_characters(backend, max_model_len)
+    return ServerTokenizer(folder.name, backend, chat, refusal, vocabulary, longest)

@@ -132,3 +132,10 @@ def test_config_imports_no_torch():
 
     code = "import engine.config, engine.kv_budget, engine.model_spec, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_budget_beyond_the_memory_is_refused_before_anything_is_allocated():
+    from engine.build import build_engine
+
+    with pytest.raises(ValueError, match=r"kv_budget .* is more than the .* that this machine has: lower kv_budget"):
+        build_engine(EngineConfig(device="cpu", kv_budget=10**15, max_model_len=64))
