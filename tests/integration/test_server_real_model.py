@@ -126,6 +126,8 @@ def test_many_at_once_in_a_small_pool_get_what_each_gets_alone(server: RunningSe
             alone = [await tokens_of(client, prompt) for prompt in prompts]
             together = await asyncio.gather(*[tokens_of(client, prompt) for prompt in prompts])
             assert together == alone
+            # which cached pages the ten left each other depends on their order of arrival; of one twice it does not
+            assert [await tokens_of(client, prompts[-1]) for _ in range(2)] == [alone[-1]] * 2
             assert all(len(tokens) == 60 for tokens in alone)
 
     asyncio.run(main())
