@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from engine.config import EngineConfig, format_bytes
+from engine.config import DEFAULT_CPU_BUDGET, EngineConfig, format_bytes
 from engine.engine import Engine
 from engine.executor import TorchExecutor, available_cpus
 from engine.kv_budget import capacity_of
@@ -15,7 +15,6 @@ from engine.kv_manager import make_kv_manager
 from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 
-CPU_BUDGET = 256 * 2**20
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there; the rest is for activations
 
 
@@ -64,7 +63,7 @@ def default_budget(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
-    return CPU_BUDGET
+    return DEFAULT_CPU_BUDGET
 
 
 def warm_up(engine: Engine) -> None:

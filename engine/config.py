@@ -20,6 +20,7 @@ LOAD_FORMATS = ("auto", "dummy")
 PREEMPTION_MODES = ("recompute",)
 KERNEL_BACKENDS = ("auto", "torch", "numba", "triton")
 
+DEFAULT_CPU_BUDGET = 256 * 2**20  # bytes of KV on a CPU when ``kv_budget`` is None
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 

@@ -129,3 +129,8 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: in
                 f"{label} {dim} is outside 1..{max_head_dim}, what this kernel backend serves: "
                 "use the torch backend for this model"
             )
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its last dimension is contiguous (other strides may be anything), else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.api import KVPair, check_heads
+from kernels.api import KVPair, check_heads, dense_rows
 from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
 from kernels.numba_threads import thread_team
 from kernels.numba_write import NUM_WRITE_ARGS, run_write
@@ -40,8 +40,8 @@ class _Scratch(threading.local):
         return (self.work.data_ptr() + 63) // 64 * 64
 
 
-class NumbaBackend:
-    """float32 on CPU. See kernels.api.AttentionBackend for the contract."""
+class NumbaBackend(TorchBackend):
+    """float32 on CPU; what is not overridden is torch's. See kernels.api.AttentionBackend for the contract."""
 
     name = "numba"
 
@@ -50,7 +50,6 @@ class NumbaBackend:
         self._run_decode = run_decode.ctypes  # ctypes releases the GIL during the call
         self._run_write = run_write.ctypes
         self._team = thread_team()
-        self._torch = TorchBackend()
 
     def check_support(
         self,
@@ -79,7 +78,7 @@ class NumbaBackend:
     ) -> None:
         if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
             k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
-        k, v = _dense_rows(k), _dense_rows(v)
+        k, v = dense_rows(k), dense_rows(v)
         if slots.dtype != torch.int64:
             slots = slots.to(torch.int64)
         scratch, size = self._scratch, k.element_size()
@@ -116,7 +115,7 @@ class NumbaBackend:
             out = q.new_empty((batch, heads, v_dim))
         if batch == 0:
             return out
-        q = _dense_rows(q)
+        q = dense_rows(q)
         if k_cache.stride(1) != dim or v_cache.stride(1) != v_dim or out.stride(1) != v_dim:
             raise ValueError(
                 f"rows of k_cache {tuple(k_cache.shape)} strides {k_cache.stride()}, v_cache "
@@ -178,27 +177,8 @@ class NumbaBackend:
             scale=scale, window=sliding_window, softcap=softcap, sinks=sinks, out=out, new_kv=new_kv,
         )  # fmt: skip
 
-    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
-        """Nothing to prepare: the kernel splits its work in about a microsecond."""
-        return
-
     def plan_prefill(
         self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
     ) -> PrefillPlan:
         """Slots and masks of every sequence, made once and used by all layers."""
         return PrefillPlan(page_starts, query_starts, seq_lens, page_size)
-
-    def copy_pages(
-        self,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        src_starts: torch.Tensor,
-        dst_starts: torch.Tensor,
-        page_size: int,
-    ) -> None:
-        self._torch.copy_pages(k_cache, v_cache, src_starts, dst_starts, page_size)
-
-
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself if its last dimension is contiguous (other strides may be anything), else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()

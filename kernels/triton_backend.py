@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from triton import knobs
 
-from kernels.api import KVPair, check_heads
+from kernels.api import KVPair, check_heads, dense_rows
 from kernels.launch import num_kv_splits
 from kernels.reference import TorchBackend
 from kernels.triton_decode import launch_decode
@@ -42,13 +42,10 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-class TritonBackend:
-    """float16, bfloat16 or float32 on CUDA. See kernels.api.AttentionBackend for the contract."""
+class TritonBackend(TorchBackend):
+    """float16, bfloat16 or float32 on CUDA; what is not overridden is torch's. See kernels.api.AttentionBackend."""
 
     name = "triton"
-
-    def __init__(self) -> None:
-        self._torch = TorchBackend()
 
     def check_support(
         self,
@@ -86,7 +83,7 @@ class TritonBackend:
         slots: torch.Tensor,
     ) -> None:
         if k.shape[0]:
-            launch_write_kv(_dense_rows(k), _dense_rows(v), k_cache, v_cache, slots)
+            launch_write_kv(dense_rows(k), dense_rows(v), k_cache, v_cache, slots)
 
     def decode_attention(
         self,
@@ -120,7 +117,7 @@ class TritonBackend:
             parts = torch.empty((batch, heads, splits, v_dim), dtype=torch.float32, device=q.device)
             lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
         launch_decode(
-            _dense_rows(q), k_cache, v_cache, page_starts, seq_lens, page_size, out, parts, lse, splits,
+            dense_rows(q), k_cache, v_cache, page_starts, seq_lens, page_size, out, parts, lse, splits,
             scale=scale, window=sliding_window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         return out
@@ -150,7 +147,7 @@ class TritonBackend:
         # Without a plan, all new tokens could be of one sequence: surplus programs end at once.
         max_queries = q.shape[0] if plan is None else plan.max_queries
         launch_prefill(
-            _dense_rows(q), k_cache, v_cache, page_starts, query_starts, seq_lens, page_size,
+            dense_rows(q), k_cache, v_cache, page_starts, query_starts, seq_lens, page_size,
             out, max_queries, scale=scale, window=sliding_window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         return out
@@ -164,18 +161,3 @@ class TritonBackend:
     ) -> PrefillPlan:
         """Longest chunk of the step; waits for the GPU if ``query_starts`` lies there."""
         return PrefillPlan(int(query_starts.diff().max()) if seq_lens.numel() else 0)
-
-    def copy_pages(
-        self,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        src_starts: torch.Tensor,
-        dst_starts: torch.Tensor,
-        page_size: int,
-    ) -> None:
-        self._torch.copy_pages(k_cache, v_cache, src_starts, dst_starts, page_size)
-
-
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself if its last dimension is contiguous (other strides may be anything), else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()

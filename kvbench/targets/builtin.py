@@ -25,7 +25,6 @@ from kvbench.workload import default_profile
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
-_CPU_DEFAULT_BUDGET = 256 * 2**20  # EngineConfig.kv_budget's default on a CPU
 
 
 class ServerRefusedError(UsageError):
@@ -153,7 +152,7 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     max_concurrency_at_max_len and vocab_size; sizes are left out where only the machine can tell them (a GPU's free
     memory). Raises ValueError with the engine's sentence.
     """
-    from engine.config import EngineConfig
+    from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
     from engine.kv_budget import capacity_of
     from engine.model_spec import find_model
 
@@ -166,7 +165,7 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     config = config.check_against_model(spec.max_positions)
     known: dict[str, Any] = {"max_model_len": config.max_model_len, "vocab_size": spec.text_config.get("vocab_size")}
     on_cpu = config.device == "cpu" or (config.device == "auto" and default_profile() == "cpu")
-    budget = config.kv_budget or (_CPU_DEFAULT_BUDGET if on_cpu else None)
+    budget = config.kv_budget or (DEFAULT_CPU_BUDGET if on_cpu else None)
     if budget is None:
         return known
     dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else spec.default_dtype
