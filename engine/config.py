@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 LAYOUTS = ("paged", "contiguous")
-RESERVATIONS = ("max",)
-KV_CACHE_DTYPES = ("auto",)
+RESERVATIONS = ("max", "pow2", "oracle")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "int4_per_token_head")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
-PREEMPTION_MODES = ("recompute",)
+PREEMPTION_MODES = ("recompute", "swap")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 KERNEL_BACKENDS = ("auto", "torch", "numba", "triton")
 
 DEFAULT_CPU_BUDGET = 256 * 2**20  # bytes of KV on a CPU when ``kv_budget`` is None
@@ -54,7 +55,8 @@ class EngineConfig:
     """All settings of one engine.
 
     ``kv_budget`` is in bytes and is the same quantity for both layouts: K and V of all layers plus the page
-    table. ``kv_budget=None`` takes 256 MiB on a CPU and 80 % of the free memory of a GPU.
+    table. ``kv_budget=None`` takes 256 MiB on a CPU and 80 % of the free memory of a GPU. ``swap_space`` is host memory
+    on top of it, used with ``preemption_mode='swap'`` only; None takes as much as ``kv_budget``.
     """
 
     model: str = "llama-32m"  # a local folder, a config JSON, or the name of a config that ships with the engine
@@ -65,17 +67,21 @@ class EngineConfig:
     tokenizer: str | None = None  # a folder; None: the model's own, else the byte-level BPE that ships
 
     layout: str = "paged"
-    reservation: str = "max"  # contiguous: slots reserved per sequence; max = max_model_len
+    reservation: str = "max"  # contiguous: slots reserved per sequence, see engine/contiguous_kv.py
     page_size: int = 16  # tokens
     kv_budget: int | None = None  # bytes
-    kv_cache_dtype: str = "auto"  # auto: the model's dtype
+    kv_cache_dtype: str = "auto"  # auto: the model's dtype; else one of kernels.kv_formats
     enable_prefix_caching: bool = False
 
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's limit
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # tokens computed in one step
     enable_chunked_prefill: bool = True
+    max_num_partial_prefills: int = 1  # prompts computed side by side; from 2 on, one share is kept for short ones
+    max_num_waiting: int | None = None  # requests in the queue; one more is refused. None: no limit
+    scheduling_policy: str = "fcfs"
     preemption_mode: str = "recompute"
+    swap_space: int | None = None  # bytes of host memory
 
     kernel_backend: str = "auto"
     num_threads: int | None = None  # CPU threads; None: all cores this process may use
@@ -102,7 +108,20 @@ class EngineConfig:
                 f"{self.max_num_seqs}, so a full batch could not decode in one step: raise the first or lower "
                 "the second"
             )
+        self._check_partial_prefills()
         self._check_unchunked(self.max_model_len)
+
+    def _check_partial_prefills(self) -> None:
+        if self.max_num_partial_prefills > 1 and not self.enable_chunked_prefill:
+            raise ValueError(
+                f"max_num_partial_prefills {self.max_num_partial_prefills} needs chunked prefill, without which no "
+                "prompt is computed in part: turn enable_chunked_prefill on or set max_num_partial_prefills to 1"
+            )
+        if self.max_num_partial_prefills > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_partial_prefills {self.max_num_partial_prefills} is more than max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}, so a share would be less than a token: lower the first"
+            )
 
     def _check_unchunked(self, max_model_len: int | None) -> None:
         if not self.enable_chunked_prefill and max_model_len and self.max_num_batched_tokens < max_model_len:
@@ -127,14 +146,15 @@ class EngineConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """From YAML or command-line values; ``kv_budget`` may be a text such as ``128MiB``."""
+        """From YAML or command-line values; ``kv_budget`` and ``swap_space`` may be texts such as ``128MiB``."""
         known = {f.name for f in fields(cls)}
         for name in values:
             if name not in known:
                 raise ValueError(f"{name!r} is not an engine setting: the settings are {', '.join(sorted(known))}")
         settled = dict(values)
-        if settled.get("kv_budget") is not None:
-            settled["kv_budget"] = parse_bytes(settled["kv_budget"])
+        for name in BYTE_SETTINGS:
+            if settled.get(name) is not None:
+                settled[name] = parse_bytes(settled[name])
         return cls(**settled)
 
 
@@ -145,11 +165,15 @@ _CHOICES = {
     "dtype": DTYPES,
     "device": DEVICES,
     "load_format": LOAD_FORMATS,
+    "scheduling_policy": SCHEDULING_POLICIES,
     "preemption_mode": PREEMPTION_MODES,
     "kernel_backend": KERNEL_BACKENDS,
 }
-_POSITIVE = ("page_size", "kv_budget", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads")
-_OPTIONAL = ("kv_budget", "max_model_len", "num_threads")
+BYTE_SETTINGS = ("kv_budget", "swap_space")
+_OPTIONAL = ("kv_budget", "swap_space", "max_model_len", "max_num_waiting", "num_threads")
+_POSITIVE = (
+    *_OPTIONAL, "page_size", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"
+)  # fmt: skip
 
 
 def _require_positive_int(name: str, value: Any, *, optional: bool) -> None:

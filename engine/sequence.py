@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Text stops are the server's business: the engine knows only ids."""
+    """How to choose tokens and when to stop. Text stops are the server's business: the engine knows only ids.
+
+    ``n`` sequences are returned. They are forks of one prompt: ``best_of`` of them run (None: n) and the n with the
+    best mean log probability a token come back. ``beam_width`` searches beams instead, as transformers does
+    (``length_penalty`` and ``early_stopping`` are its), and returns the n best.
+    """
 
     max_tokens: int = 16
     temperature: float = 1.0  # 0: greedy
@@ -17,6 +23,11 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False  # True | False | "never"
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -27,31 +38,74 @@ class SamplingParams:
             raise ValueError(f"top_k cannot be {self.top_k}: it is 0 (off) or a positive number of tokens")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p cannot be {self.top_p}: it lies in (0, 1]")
+        self._check_width()
+
+    def _check_width(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n cannot be {self.n}: it is at least 1")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f"early_stopping cannot be {self.early_stopping!r}: it is true, false or 'never'")
+        if self.beam_width is not None and self.best_of is not None:
+            raise ValueError("best_of cannot go with beam search: a beam search keeps the best by itself; leave it out")
+        for name, width in (("best_of", self.best_of), ("beam_width", self.beam_width)):
+            if width is not None and width < self.n:
+                raise ValueError(f"{name} {width} is less than n {self.n}: raise {name} or lower n")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def width(self) -> int:
+        """Sequences that run side by side for one request."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def chooses(self) -> bool:
+        """The result is a choice among more than is returned, so nothing can be shown before the end."""
+        return self.beam_width is not None or self.width > self.n
+
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to complete. ``arrival_time`` in seconds of the engine's clock."""
+    """One prompt to complete. ``arrival_time`` in seconds of the engine's clock.
+
+    ``priority``: lower goes first, under the priority policy. ``cache_salt``: prefix-cache pages are shared only
+    between requests of the same salt, so that one client cannot learn from its TTFT what another has sent.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.priority < 0:
+            raise ValueError(f"priority cannot be {self.priority}: it is 0 (first) or more")
+
+
+class Drawn(NamedTuple):
+    """What the executor gives for one scheduled sequence: one token, or one for each of its forks.
+
+    For a beam: its best continuations, best first. ``logprobs``: natural logarithms, where the request needs them.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What one step gave to one request. ``finish_reason`` is None while it goes on."""
+    """What one step gave to one of a request's ``n`` sequences. ``finish_reason`` is None while it goes on."""
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None  # stop | length | abort | error
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
     error: str | None = None
+    index: int = 0  # 0 .. n-1
 
 
 class Status(enum.Enum):
@@ -61,22 +115,32 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
-    """A request on its way through the engine.
+    """One sequence of a request on its way through the engine.
 
     ``token_ids`` is prompt then output. ``num_computed`` tokens have their KV in the cache; prefill and decode are
     the same thing, a sequence catching up with its tokens. ``num_cached`` of them came from the prefix cache.
+    A request starts as one sequence; its siblings are forked when the prompt has been computed.
     """
 
     request: Request
     token_ids: list[int]
+    num_prompt: int
     status: Status = Status.WAITING
+    index: int = 0  # among the sequences of its request
+    arrival: int = -1  # the scheduler's running number
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     num_ever_computed: int = 0  # high-water mark of num_computed: what lies below it is computed again
+    pending_forks: int = 0  # siblings to fork once the prompt is computed
+    num_candidates: int = 0  # beam: continuations to bring from each step
+    blocked: bool = False  # beam: brought its candidates, waits for its siblings'
+    logprob: float = 0.0  # sum over the output, where the request needs it
     pages: list[int] = field(default_factory=list)  # physical page ids; contiguous: the reservation's base slot
+    host_pages: list[int] = field(default_factory=list)  # swapped out: the same on the host
+    host_tokens: int = 0  # tokens whose KV is on the host
     page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache key of each full page, made once
     row: int = -1  # row of the executor's page table while admitted
     first_scheduled: float | None = None
@@ -84,15 +148,34 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
-        return cls(request, list(request.prompt_token_ids))
+        params = request.params
+        return cls(
+            request,
+            list(request.prompt_token_ids),
+            len(request.prompt_token_ids),
+            pending_forks=0 if params.beam_width else params.width - 1,
+        )
+
+    def fork(self, index: int) -> Sequence:
+        """A sibling with the same history. Its KV is the KV manager's business."""
+        return Sequence(
+            self.request,
+            list(self.token_ids),
+            self.num_prompt,
+            index=index,
+            arrival=self.arrival,
+            num_cached=self.num_cached,
+            num_ever_computed=self.num_ever_computed,
+            num_candidates=self.num_candidates,
+            logprob=self.logprob,
+            page_hashes=list(self.page_hashes),
+            first_scheduled=self.first_scheduled,
+            first_token=self.first_token,
+        )
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_output(self) -> int:
@@ -108,9 +191,9 @@ class Sequence:
 
     def finish_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> str | None:
         """Whether the newest token ends the sequence. The token itself stays part of the output, as in vLLM."""
-        params, newest = self.request.params, self.token_ids[-1]
-        if newest in params.stop_token_ids or (not params.ignore_eos and newest in eos_token_ids):
+        params, newest, length = self.request.params, self.token_ids[-1], len(self.token_ids)
+        if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):
             return "stop"
-        if self.num_output >= params.max_tokens or self.num_tokens >= max_model_len:
+        if length - self.num_prompt >= params.max_tokens or length >= max_model_len:
             return "length"
         return None
