@@ -16,7 +16,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.kv_budget import KVShape, LayerKV
-from kernels.api import AttentionBackend
+from kernels.api import AttentionBackend, KVCache
+from kernels.kv_formats import find_format
+from kernels.quantized import QuantizedKV, raw_tensors
 
 NAME = "kvbench"
 _HOST = "_kvbench_host"
@@ -42,30 +44,52 @@ class StepTensors:
 class AttentionHost:
     """Holds the KV cache of all layers and computes attention for whoever calls from inside the model.
 
-    ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``.
+    ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
+    tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
+    engine.kv_scales): given for fp8, and only for fp8; without
+    them fp8 raises ValueError.
     """
 
-    def __init__(self, backend: AttentionBackend, shape: KVShape, num_slots: int, page_size: int, like: torch.Tensor):
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        shape: KVShape,
+        num_slots: int,
+        page_size: int,
+        like: torch.Tensor,
+        kv_cache_dtype: str = "auto",
+        kv_scales: list[tuple[float, float]] | None = None,
+    ):
         self.backend = backend
         self.page_size = page_size
+        kv_format = find_format(kv_cache_dtype)
 
-        def new_cache(heads: int, dim: int) -> torch.Tensor:
+        def new_cache(heads: int, dim: int, scale: float | None) -> KVCache:
             # zeros, not empty: on a CPU this also touches the pages, so that no request pays for page faults
-            return torch.zeros(num_slots, heads, dim, dtype=like.dtype, device=like.device)
+            if kv_format is None:
+                return torch.zeros(num_slots, heads, dim, dtype=like.dtype, device=like.device)
+            return QuantizedKV.zeros(kv_format, num_slots, heads, dim, like.device, scale)
 
-        self.k_caches = [new_cache(layer.kv_heads, layer.head_dim) for layer in shape.layers]
-        self.v_caches = [new_cache(layer.kv_heads, layer.value_dim) for layer in shape.layers]
+        scales = kv_scales or [(None, None)] * len(shape.layers)
+        sides = [
+            (new_cache(layer.kv_heads, layer.head_dim, k), new_cache(layer.kv_heads, layer.value_dim, v))
+            for layer, (k, v) in zip(shape.layers, scales, strict=True)
+        ]
+        self.k_caches = [k for k, _ in sides]
+        self.v_caches = [v for _, v in sides]
         self._step: StepTensors | None = None
         self._decode_plan: Any = None
         self._prefill_plan: Any = None
+
+    def raw_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor of the cache, slots first: what a page is made of, for copies and swaps. Codes and scales."""
+        return tuple(t for cache in (*self.k_caches, *self.v_caches) for t in raw_tensors(cache))
 
     def begin(self, step: StepTensors) -> None:
         """Everything that all layers share is prepared once."""
         self._step = step
         if step.num_decodes:
-            self._decode_plan = self.backend.plan_decode(
-                step.decode_page_starts, step.decode_seq_lens, self.page_size
-            )
+            self._decode_plan = self.backend.plan_decode(step.decode_page_starts, step.decode_seq_lens, self.page_size)
         if step.prefill_seq_lens.numel():
             self._prefill_plan = self.backend.plan_prefill(
                 step.prefill_page_starts, step.query_starts, step.prefill_seq_lens, self.page_size

@@ -4,6 +4,7 @@ KV storage of one layer is slot-major: ``k_cache [num_slots, kv_heads, D]`` and
 ``v_cache [num_slots, kv_heads, Dv]``. Token ``t`` of sequence ``b`` lives in slot
 ``page_starts[b, t // page_size] + t % page_size``: ``page_starts`` holds the first SLOT of each
 logical page, so a contiguous reservation is one page of ``max_model_len`` tokens at any base.
+A quantised cache (``kernels.quantized.QuantizedKV``) has the same logical shape.
 
 Importing this package imports neither torch, Numba nor Triton; asking for a backend does.
 """
@@ -35,14 +36,14 @@ def get_backend(name: str) -> AttentionBackend:
     return getattr(import_module(module), cls)()
 
 
-def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
-    """Name of the backend for KV of ``dtype`` on ``device``: triton on cuda, numba for float32 on
-    cpu, torch otherwise."""
+def default_backend(device: torch.device | str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
+    """Name of the backend for a model of ``dtype`` on ``device``: triton on cuda, numba for float32 on
+    cpu, torch otherwise. A quantised KV cache on cuda is served by torch."""
     import torch
 
     device = torch.device(device)
     if device.type == "cuda":
-        return "triton"
+        return "triton" if kv_cache_dtype == "auto" else "torch"
     if device.type == "cpu" and dtype == torch.float32:
         return "numba"
     return "torch"

@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
+from kernels.quantized import QuantizedKV
+
+KVCache = torch.Tensor | QuantizedKV  # one side of one layer
 KVPair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -16,6 +19,10 @@ class AttentionBackend(Protocol):
     A sequence of length 0 gets zeros. ``sliding_window`` w: token i attends to i-w < j <= i.
     ``softcap`` c: c * tanh(s / c) after the scale. ``sinks [H]``: one more logit per query head
     that joins the softmax denominator and has no value.
+
+    Both caches of a layer are plain tensors, or both ``QuantizedKV`` of one format. **Attention always
+    sees K and V through the cache's format**, the new tokens of a prefill chunk too: what a token attends
+    to must not depend on how its prompt was chunked, cached or preempted.
     """
 
     name: str
@@ -29,16 +36,21 @@ class AttentionBackend(Protocol):
         v_head_dim: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        """Raise ValueError (one sentence with value, limit, next step) for shapes it cannot serve."""
+        """Raise ValueError (one sentence with value, limit, next step) for what it cannot serve.
+
+        ``dtype``: what the model computes in; ``kv_cache_dtype``: "auto" (a cache in ``dtype``) or a name of
+        ``kernels.kv_formats.KV_FORMATS``.
+        """
         ...
 
     def write_kv(
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         slots: torch.Tensor,
     ) -> None:
         """Store ``k [T, Hkv, D]``, ``v [T, Hkv, Dv]`` at ``slots [T] int64``; slot < 0 is skipped."""
@@ -47,8 +59,8 @@ class AttentionBackend(Protocol):
     def decode_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         page_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
@@ -70,8 +82,8 @@ class AttentionBackend(Protocol):
     def prefill_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         page_starts: torch.Tensor,
         query_starts: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -89,7 +101,8 @@ class AttentionBackend(Protocol):
 
         Sequence b's queries are its LAST ``query_starts[b+1] - query_starts[b]`` tokens; ``seq_lens``
         counts cached and new tokens, whose KV is already written. ``new_kv``: the packed new K and V
-        of the same T tokens, so that a sequence without earlier context needs no gather.
+        of the same T tokens, so that a sequence without earlier context needs no gather (not used with a
+        quantised cache).
         ``plan`` comes from this backend's ``plan_prefill``.
         """
         ...
@@ -102,17 +115,6 @@ class AttentionBackend(Protocol):
         self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
     ) -> Any:
         """What prefill can know before the first layer, once per step (pass it as ``plan=``)."""
-        ...
-
-    def copy_pages(
-        self,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        src_starts: torch.Tensor,
-        dst_starts: torch.Tensor,
-        page_size: int,
-    ) -> None:
-        """Copy whole pages, from the slots at ``src_starts [N]`` to those at ``dst_starts [N]``."""
         ...
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from kernels.api import KVPair, check_heads, dense_rows
+from kernels.api import KVCache, KVPair, check_heads, dense_rows
+from kernels.kv_formats import find_format
 from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
 from kernels.numba_threads import thread_team
 from kernels.numba_write import NUM_WRITE_ARGS, run_write
 from kernels.prefill_cpu import CpuPrefill, PrefillPlan
+from kernels.quantized import QuantizedKV
 from kernels.reference import TorchBackend
 
 MAX_HEAD_DIM = 512
@@ -60,11 +62,13 @@ class NumbaBackend(TorchBackend):
         v_head_dim: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_cache_dtype: str = "auto",
     ) -> None:
+        find_format(kv_cache_dtype)
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM)
         if dtype != torch.float32 or torch.device(device).type != "cpu":
             raise ValueError(
-                f"the numba kernel backend serves float32 KV on cpu, not {dtype} on {device}: "
+                f"the numba kernel backend serves float32 models on cpu, not {dtype} on {device}: "
                 "use default_backend(device, dtype)"
             )
 
@@ -72,10 +76,12 @@ class NumbaBackend(TorchBackend):
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         slots: torch.Tensor,
     ) -> None:
+        if isinstance(k_cache, QuantizedKV):
+            return super().write_kv(k, v, k_cache, v_cache, slots)
         if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
             k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
         k, v = dense_rows(k), dense_rows(v)
@@ -96,8 +102,8 @@ class NumbaBackend(TorchBackend):
     def decode_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         page_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
@@ -109,6 +115,20 @@ class NumbaBackend(TorchBackend):
         out: torch.Tensor | None = None,
         plan: Any | None = None,
     ) -> torch.Tensor:
+        if isinstance(k_cache, QuantizedKV):
+            return super().decode_attention(
+                q,
+                k_cache,
+                v_cache,
+                page_starts,
+                seq_lens,
+                page_size,
+                scale=scale,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                sinks=sinks,
+                out=out,
+            )
         batch, heads, dim = q.shape
         kv_heads, v_dim = k_cache.shape[1], v_cache.shape[2]
         if out is None:
@@ -155,8 +175,8 @@ class NumbaBackend(TorchBackend):
     def prefill_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         page_starts: torch.Tensor,
         query_starts: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -170,6 +190,21 @@ class NumbaBackend(TorchBackend):
         new_kv: KVPair | None = None,
         plan: PrefillPlan | None = None,
     ) -> torch.Tensor:
+        if isinstance(k_cache, QuantizedKV):
+            return super().prefill_attention(
+                q,
+                k_cache,
+                v_cache,
+                page_starts,
+                query_starts,
+                seq_lens,
+                page_size,
+                scale=scale,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                sinks=sinks,
+                out=out,
+            )
         if plan is None:
             plan = PrefillPlan(page_starts, query_starts, seq_lens, page_size)
         return self._scratch.prefill.attend(

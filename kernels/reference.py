@@ -11,13 +11,20 @@ from typing import Any
 
 import torch
 
-from kernels.api import KVPair, check_heads
+from kernels.api import KVCache, KVPair, check_heads
+from kernels.kv_formats import find_format
+from kernels.quantized import QuantizedKV
 
 
 def token_slots(page_starts: torch.Tensor, start: int, stop: int, page_size: int) -> torch.Tensor:
     """``[stop - start] int64``: slots of tokens start..stop-1 of a sequence with ``page_starts [pages]``."""
     tokens = torch.arange(start, stop, device=page_starts.device)
     return page_starts[tokens // page_size].to(torch.int64) + tokens % page_size
+
+
+def load_rows(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
+    """``[n, Hkv, dim]``: the rows at ``slots [n] int64``, dequantised to float32 if the cache is quantised."""
+    return cache.load(slots) if isinstance(cache, QuantizedKV) else cache[slots]
 
 
 def visible_mask(
@@ -78,34 +85,38 @@ class TorchBackend:
         v_head_dim: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_cache_dtype: str = "auto",
     ) -> None:
+        find_format(kv_cache_dtype)
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, max_head_dim=1 << 16)
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(
-                f"the torch kernel backend cannot compute with a {dtype} KV cache: "
-                "use float64, float32, bfloat16 or float16"
+                f"the torch kernel backend cannot compute in {dtype}: use float64, float32, bfloat16 or float16"
             )
 
     def write_kv(
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         slots: torch.Tensor,
     ) -> None:
         keep = slots >= 0
         if not bool(keep.all()):
             k, v, slots = k[keep], v[keep], slots[keep]
         slots = slots.to(torch.int64)
-        k_cache.index_copy_(0, slots, k.to(k_cache.dtype))
-        v_cache.index_copy_(0, slots, v.to(v_cache.dtype))
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            if isinstance(cache, QuantizedKV):
+                cache.store(slots, new)
+            else:
+                cache.index_copy_(0, slots, new.to(cache.dtype))
 
     def decode_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         page_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
@@ -126,8 +137,8 @@ class TorchBackend:
     def prefill_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         page_starts: torch.Tensor,
         query_starts: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -156,8 +167,9 @@ class TorchBackend:
             slots = token_slots(page_starts[b], first, seq_len, page_size)
             mask = visible_mask(hi - lo, seq_len - first, seq_len, sliding_window, q.device)
             out[lo:hi] = attend_explicit(
-                q[lo:hi], k_cache[slots], v_cache[slots], mask, scale=scale, softcap=softcap, sinks=sinks
-            )
+                q[lo:hi], load_rows(k_cache, slots), load_rows(v_cache, slots), mask,
+                scale=scale, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
         return out
 
     def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
@@ -169,17 +181,3 @@ class TorchBackend:
     ) -> None:
         """Nothing to prepare."""
         return
-
-    def copy_pages(
-        self,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        src_starts: torch.Tensor,
-        dst_starts: torch.Tensor,
-        page_size: int,
-    ) -> None:
-        offsets = torch.arange(page_size, device=src_starts.device)
-        src = (src_starts[:, None] + offsets).reshape(-1)
-        dst = (dst_starts[:, None] + offsets).reshape(-1)
-        for cache in (k_cache, v_cache):
-            cache[dst] = cache[src]

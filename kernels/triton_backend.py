@@ -13,6 +13,7 @@ import torch
 from triton import knobs
 
 from kernels.api import KVPair, check_heads, dense_rows
+from kernels.kv_formats import find_format
 from kernels.launch import num_kv_splits
 from kernels.reference import TorchBackend
 from kernels.triton_decode import launch_decode
@@ -56,12 +57,18 @@ class TritonBackend(TorchBackend):
         v_head_dim: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM)
         if num_heads // num_kv_heads > 64:
             raise ValueError(
                 f"{num_heads} query heads on {num_kv_heads} KV heads are more than the 64 per KV head that "
                 "the triton kernel backend serves: use the torch backend for this model"
+            )
+        if find_format(kv_cache_dtype) is not None:
+            raise ValueError(
+                f"the triton kernel backend serves no quantised KV cache, and kv_cache_dtype is {kv_cache_dtype}: "
+                "use the torch backend (kernel_backend torch, or auto)"
             )
         if dtype not in _DTYPES:
             raise ValueError(

@@ -72,17 +72,6 @@ def test_write_skips_padding_and_touches_nothing_else(backend, dtype, index_dtyp
         assert not cache[[1, 2, 3, 4, 5, 6, 8]].any()
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_copy_pages(backend):
-    k_cache, v_cache = torch.randn(20, 2, 4), torch.randn(20, 2, 6)
-    k_before, v_before = k_cache.clone(), v_cache.clone()
-    get_backend(backend).copy_pages(k_cache, v_cache, torch.tensor([0, 9]), torch.tensor([13, 4]), 3)
-    for cache, before in ((k_cache, k_before), (v_cache, v_before)):
-        assert torch.equal(cache[13:16], before[0:3]) and torch.equal(cache[4:7], before[9:12])
-        untouched = [0, 1, 2, 3, 7, 8, 9, 10, 11, 12, 16, 17, 18, 19]
-        assert torch.equal(cache[untouched], before[untouched])
-
-
 def test_backends_by_device_and_dtype():
     assert default_backend("cpu", torch.float32) == "numba"
     assert default_backend("cpu", torch.bfloat16) == "torch"
@@ -95,7 +84,7 @@ def test_backends_by_device_and_dtype():
 @pytest.mark.parametrize(
     ("backend", "change", "message"),
     [
-        ("numba", {"dtype": torch.bfloat16}, "float32 KV on cpu, not torch.bfloat16"),
+        ("numba", {"dtype": torch.bfloat16}, "float32 models on cpu, not torch.bfloat16"),
         ("numba", {"head_dim": 513}, r"head dim 513 is outside 1\.\.512"),
         ("numba", {"num_heads": 7}, "7 query heads cannot share 2 KV heads"),
         ("torch", {"dtype": torch.int8}, "torch.int8"),

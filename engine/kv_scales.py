@@ -1,0 +1,78 @@
+"""Scales of an fp8 KV cache, measured on the model when it is loaded.
+
+fp8 holds 448 (e4m3) or 57344 (e5m2) at most, so K and V are divided by a scale first, one per layer and side. Engines
+that read scales from the checkpoint and find none go on with 1.0, silently: K or V beyond the range are cut off, small
+ones vanish (sglang#18882). Here a scale is always measured, or the load fails.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention import AttentionHost, StepTensors, install
+from engine.kv_budget import KVShape
+from kernels import get_backend
+from kernels.kv_formats import KVFormat
+from kernels.quantized import FP8_MAX
+
+MARGIN = 2.0  # how far real prompts may go beyond the calibration's largest value before they are cut off
+_TOKENS = 256
+_SEED = 0
+
+
+@torch.inference_mode()
+def calibrate_kv_scales(
+    model: PreTrainedModel, kv_shape: KVShape, vocab_size: int, format: KVFormat
+) -> list[tuple[float, float]]:
+    """(K scale, V scale) of each layer: MARGIN x largest absolute value / largest finite code.
+
+    The model prefills one prompt of random tokens with our own attention over a cache in its own dtype, and the
+    largest values are those of the rows that reach the cache, K after RoPE. Random tokens need no data set and no
+    download, are the same in every run, and show the outlier channels, which come from the weights; what text alone
+    provokes is left to the margin, and beyond it values saturate. The margin costs little: fp8 is floating point, so
+    doubling the scale takes one binade from the smallest values and no precision from the others.
+
+    Afterwards the model's attention belongs to the calibration: install your own host.
+
+    Raises:
+        ValueError: a layer's K or V is all zero, or not finite.
+    """
+    device = next(model.parameters()).device
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _TOKENS
+    count = min(_TOKENS, longest)
+    generator = torch.Generator().manual_seed(_SEED)
+    ids = torch.randint(vocab_size, (1, count), generator=generator).to(device)
+    positions = torch.arange(count, device=device)
+    host = AttentionHost(get_backend("torch"), kv_shape, count, count, next(model.parameters()))
+    install(model, host)
+    nobody = torch.zeros(0, dtype=torch.int64, device=device)
+    host.begin(
+        StepTensors(
+            num_decodes=0,
+            slots=positions,
+            decode_page_starts=nobody[:, None],
+            decode_seq_lens=nobody,
+            prefill_page_starts=torch.zeros(1, 1, dtype=torch.int64, device=device),
+            prefill_seq_lens=torch.tensor([count], device=device),
+            query_starts=torch.tensor([0, count], device=device),
+        )
+    )
+    last = torch.tensor([count - 1], device=device)
+    model(input_ids=ids, position_ids=positions[None], use_cache=False, logits_to_keep=last)
+    return [
+        (_scale(k, f"K of layer {layer}", format), _scale(v, f"V of layer {layer}", format))
+        for layer, (k, v) in enumerate(zip(host.k_caches, host.v_caches, strict=True))
+    ]
+
+
+def _scale(written: torch.Tensor, what: str, format: KVFormat) -> float:
+    largest = float(written.abs().max())
+    if not 0 < largest < math.inf:
+        raise ValueError(
+            f"no {format.name} scale can be measured: the largest absolute value of {what} over {len(written)} random "
+            f"tokens is {largest}; check the weights, or use kv_cache_dtype auto or int8_per_token_head"
+        )
+    return MARGIN * largest / FP8_MAX[format]
