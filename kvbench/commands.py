@@ -48,7 +48,7 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
         check=check,
     )
     if dry_run:
-        design, blocks = plan_sweep(loaded, sweep_options.only)
+        design, blocks = plan_sweep(loaded, sweep_options.only, check)
         _, guesses = preflight(loaded, design, sweep_options)
         describe_plan(loaded, design, blocks, Estimator(guesses).total_s(blocks), console)
         return 0

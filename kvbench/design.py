@@ -12,18 +12,13 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.settings import DEFAULTS, ONLY_WITH, applies, effective, phrase
 
-# Settings that mean something in one layout only: the other layout drops them, so that no cell is run twice.
-LAYOUT_ONLY = {
-    "page_size": "paged",
-    "enable_prefix_caching": "paged",
-    "reservation": "contiguous",
-}
 # Short words for cell ids; anything else is spelled out.
 _SHORT = {
     "max_num_seqs": "seqs",
@@ -31,7 +26,11 @@ _SHORT = {
     "max_model_len": "len",
     "kv_budget": "kv",
     "kv_cache_dtype": "",
-    "preemption_mode": "preempt",
+    "preemption_mode": "",
+    "swap_space": "host",
+    "scheduling_policy": "",
+    "max_num_partial_prefills": "partial",
+    "max_num_waiting": "waiting",
     "kernel_backend": "",
     "reservation": "",
     "dtype": "",
@@ -40,6 +39,7 @@ _FLAG = {
     "enable_prefix_caching": ("prefix", "noprefix"),
     "enable_chunked_prefill": ("chunked", "unchunked"),
 }
+_IN_LAYOUT = ("layout", "page_size", "reservation")  # named with the layout where they are given
 _MAX_ID = 80  # file systems allow 255 bytes for a name; a terminal table does not
 
 
@@ -97,16 +97,20 @@ class Design:
 
 
 def normalise(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` without those that its layout does not have, and without None, which is the default."""
-    layout = settings.get("layout", "paged")
-    return {k: v for k, v in settings.items() if v is not None and LAYOUT_ONLY.get(k, layout) == layout}
+    """``settings`` without those that mean nothing beside the others, and without None, which is the default."""
+    return {k: v for k, v in settings.items() if v is not None and applies(k, settings)}
+
+
+def _settled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine makes of normalised ``settings``: equal for two that name one default and leave it out."""
+    return normalise({**DEFAULTS, **settings})
 
 
 def _changed(settings: Mapping[str, Any], baseline: Mapping[str, Any], swept: Sequence[str]) -> dict[str, Any]:
-    """The swept settings that this layout has and that differ from the baseline; None: back to the default."""
-    layout = settings.get("layout", "paged")
-    had = {k: baseline.get(k) for k in swept}
-    return {k: settings.get(k) for k in swept if LAYOUT_ONLY.get(k, layout) == layout and settings.get(k) != had[k]}
+    """The swept settings that mean something here and differ from the baseline; None: back to the default."""
+    return {
+        k: settings.get(k) for k in swept if applies(k, settings) and effective(settings, k) != effective(baseline, k)
+    }
 
 
 def make_design(
@@ -115,7 +119,8 @@ def make_design(
     """Baseline plus one variable at a time, or the full product, each under every load point.
 
     The baseline's own value need not be listed under ``sweep``. Configurations that differ only in settings which
-    their layout does not have are the same configuration; the notes say how many were dropped.
+    mean nothing beside their others, or in naming a default, are the same configuration; the notes say how many were
+    dropped and why.
     """
     if design not in ("one_at_a_time", "full"):
         raise UsageError(f"design cannot be {design!r}: choose one_at_a_time or full")
@@ -132,16 +137,17 @@ def make_design(
         candidates += [
             {**baseline, **dict(zip(keys, combo, strict=True))} for combo in itertools.product(*values.values())
         ]
-    unique: list[dict[str, Any]] = []
-    dropped = 0
-    for candidate in map(normalise, candidates):
-        if candidate not in unique:
-            unique.append(candidate)
-        elif candidate != normalise(baseline):
-            dropped += 1
-    notes = [_dropped_note(dropped)] if dropped else []
-    notes += _useless_settings(normalise(baseline), values, unique)
-    configurations = _name(unique, tuple(sweep))
+    base = normalise(baseline)
+    unique: dict[str, dict[str, Any]] = {}
+    twice: list[dict[str, Any]] = []
+    for candidate in candidates:
+        settings = normalise(candidate)
+        kept = unique.setdefault(_key(_settled(settings)), settings)
+        if kept is not settings and kept is not unique[_key(_settled(base))]:
+            twice.append(candidate)
+    notes = [_twice_note(twice, values)] if twice else []
+    notes += _useless_values(base, values, list(unique.values()))
+    configurations = _name(list(unique.values()), tuple(sweep))
     cells = tuple(
         Cell(f"{configuration.config_id}-{load.load_id}", configuration, load)
         for configuration in configurations
@@ -150,23 +156,43 @@ def make_design(
     return Design(configurations, cells, tuple(notes))
 
 
-def _dropped_note(dropped: int) -> str:
-    return (
-        f"{dropped} of the configurations asked for differ only in settings that their layout does not have "
-        "(contiguous has no page_size and no prefix caching) and are run once"
-    )
+def _key(settings: Mapping[str, Any]) -> str:
+    """A text that is equal for equal settings, also where a value cannot be hashed; True and 1 differ."""
+    return repr(sorted(settings.items()))
 
 
-def _useless_settings(
+def _twice_note(twice: Sequence[Mapping[str, Any]], swept: Mapping[str, Sequence[Any]]) -> str:
+    """Why configurations that were asked for are not run; ``twice``: before they were normalised."""
+    reasons = [
+        f"{key} (only with {ONLY_WITH[key][0]} {_yaml(ONLY_WITH[key][1])})"
+        for key in swept
+        if any(not applies(key, settings) for settings in twice)
+    ]
+    what = f"settings that mean nothing there: {', '.join(reasons)}" if reasons else "naming a default"
+    return f"{len(twice)} of the configurations asked for differ from others only in {what}; each is run once"
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _useless_values(
     baseline: Mapping[str, Any], values: Mapping[str, Sequence[Any]], unique: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """A sweep over a setting that no configuration has ends up with nothing; say so rather than stay silent."""
-    return [
-        f"sweeping {key} changes nothing: only layout {LAYOUT_ONLY[key]!r} has it and the baseline's layout is "
-        f"{baseline.get('layout', 'paged')!r}"
-        for key in values
-        if key in LAYOUT_ONLY and not any(key in settings for settings in unique)
-    ]
+    """A swept value that no configuration ends up with; say so rather than stay silent."""
+    notes = []
+    for key in values:
+        if key not in ONLY_WITH:
+            continue
+        had = [effective(settings, key) for settings in unique if applies(key, settings)]
+        lost = [_yaml(v) for v in values[key] if v is not None and v not in had]
+        if lost:
+            other, needed = ONLY_WITH[key]
+            notes.append(
+                f"sweeping {key} changes nothing ({', '.join(lost)}): it needs {other} {_yaml(needed)} and the "
+                f"baseline has {_yaml(effective(baseline, other))}"
+            )
+    return notes
 
 
 def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Configuration, ...]:
@@ -191,8 +217,10 @@ def _config_id(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
     parts = [_slug(layout)]
     if layout == "paged" and "page_size" in settings:
         parts.append(f"p{_slug(settings['page_size'])}")
+    if layout == "contiguous" and "reservation" in settings:
+        parts.append(_slug(settings["reservation"]))
     for key, value in varied.items():
-        if key in ("layout", "page_size"):
+        if key in _IN_LAYOUT:
             continue
         if key in _FLAG and isinstance(value, bool):
             parts.append(_FLAG[key][0 if value else 1])
@@ -217,12 +245,9 @@ def _label(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
     words = [str(layout)]
     if layout == "paged" and "page_size" in settings:
         words.append(f"page {settings['page_size']}")
-    for key, value in varied.items():
-        if key == "enable_prefix_caching":
-            words.append("prefix caching" if value else "no prefix caching")
-        elif key not in ("layout", "page_size"):
-            words.append(f"{key} {value}")
-    return ", ".join(words)
+    if layout == "contiguous" and "reservation" in settings:
+        words.append(phrase("reservation", settings["reservation"]))
+    return ", ".join([*words, *(phrase(key, value) for key, value in varied.items() if key not in _IN_LAYOUT)])
 
 
 def load_point(mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None) -> LoadPoint:
@@ -246,6 +271,15 @@ def select(design: Design, patterns: Sequence[str]) -> Design:
     cells = tuple(c for c in design.cells if any(fnmatch.fnmatchcase(c.cell_id, p) for p in patterns))
     kept = {cell.configuration.config_id for cell in cells}
     return Design(tuple(c for c in design.configurations if c.config_id in kept), cells, design.notes)
+
+
+def without(design: Design, config_ids: Container[str], notes: Sequence[str]) -> Design:
+    """``design`` less some configurations, with the notes that say why."""
+    return Design(
+        tuple(c for c in design.configurations if c.config_id not in config_ids),
+        tuple(c for c in design.cells if c.configuration.config_id not in config_ids),
+        (*design.notes, *notes),
+    )
 
 
 def plan_blocks(design: Design, repeats: int, seed: int) -> tuple[Block, ...]:

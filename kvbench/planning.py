@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench import loadrun
-from kvbench.design import Block, Configuration, Design, make_design, plan_blocks, select
+from kvbench.design import Block, Configuration, Design, make_design, plan_blocks, select, without
 from kvbench.errors import UsageError
 from kvbench.progress import clock
 from kvbench.results import RunFolder
@@ -19,6 +19,8 @@ from kvbench.workload import Workload
 
 _GUESS_TOKENS_PER_S = {"cpu": 200.0, "gpu": 4000.0}  # until the first load is measured
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
+
+Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,43 @@ class SweepOptions:
     output_dir: Path = Path("results")
     report: bool = True
     force: bool = False  # resume although something differs
-    check: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda settings: {}
+    check: Check = lambda settings: {}
     """Engine-side check of one configuration's settings; returns its capacity, raises ValueError."""
 
 
-def plan_sweep(workload: Workload, only: Sequence[str] = ()) -> tuple[Design, tuple[Block, ...]]:
-    """Cells and blocks in the order in which they run."""
-    design = select(make_design(workload.engine, workload.sweep, workload.load_points, workload.design), only)
+def plan_sweep(
+    workload: Workload, only: Sequence[str] = (), check: Check | None = None
+) -> tuple[Design, tuple[Block, ...]]:
+    """Cells and blocks in the order in which they run; ``check``: of ``SweepOptions``."""
+    design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
+    if check is not None and workload.design == "full":
+        design = without_impossible(design, check)
+    design = select(design, only)
     return design, plan_blocks(design, workload.load.repeats, workload.seed)
+
+
+def without_impossible(design: Design, check: Check) -> Design:
+    """A full design without the combinations that the engine refuses, each named with the engine's reason.
+
+    A refusal is skipped only where all swept values of the combination are accepted in others: it is the combination
+    that cannot be. A value that is refused everywhere is a mistake of the file, and stays, for ``preflight`` to raise.
+    """
+    refused: dict[str, str] = {}
+    accepted: set[tuple[str, str]] = set()
+    for configuration in design.configurations:
+        try:
+            check(configuration.settings)
+        except ValueError as error:
+            refused[configuration.config_id] = str(error)
+        else:
+            accepted |= {(key, repr(value)) for key, value in configuration.settings.items()}
+    reasons: dict[str, list[str]] = {}
+    for configuration in design.configurations:
+        values = {(key, repr(value)) for key, value in configuration.settings.items()}
+        if configuration.config_id in refused and values <= accepted and not configuration.is_baseline:
+            reasons.setdefault(refused[configuration.config_id], []).append(configuration.config_id)
+    notes = [f"skipped {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
+    return without(design, {one for ids in reasons.values() for one in ids}, notes)
 
 
 def preflight(workload: Workload, design: Design, options: SweepOptions) -> tuple[dict[str, Any], dict[str, float]]:

@@ -42,7 +42,7 @@ class Sweep:
 
     def execute(self) -> int:
         """Run what is not done; the exit code. Raises UsageError before anything is launched."""
-        design, blocks = plan_sweep(self.workload, self.options.only)
+        design, blocks = plan_sweep(self.workload, self.options.only, self.options.check)
         capacity, guesses = preflight(self.workload, design, self.options)
         for note in design.notes:
             self.console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
