@@ -36,11 +36,11 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
     _check_memory(config.kv_budget, loaded.device)
     capacity = capacity_of(config, loaded.kv_shape, config.kv_budget)
-    kv = make_kv_manager(config.layout, config.max_num_seqs, capacity, config.enable_prefix_caching)
+    kv = make_kv_manager(config, capacity)
     executor = TorchExecutor(config, loaded, capacity, kv.page_table)
     warm_up(Engine(config, executor, kv))
     executor.phase_seconds = dict.fromkeys(executor.phase_seconds, 0.0)
-    kv = make_kv_manager(config.layout, config.max_num_seqs, capacity, config.enable_prefix_caching)
+    kv = make_kv_manager(config, capacity)
     executor.use_page_table(kv.page_table)
     return Engine(config, executor, kv)
 
@@ -73,7 +73,7 @@ def warm_up(engine: Engine) -> None:
     length = max(1, min(limit - 4, engine.capacity.num_slots // 2 - 4, engine.config.max_num_batched_tokens + 8))
     params = SamplingParams(max_tokens=min(4, limit - length), temperature=0.0, ignore_eos=True)
     for index, size in enumerate((length, min(3, length))):
-        if engine.scheduler.kv.fits(size + params.max_tokens) and size < limit:
+        if engine.kv.fits(size, params.max_tokens) and size < limit:
             prompt = tuple((index + 1 + i * 31) % vocab for i in range(size))
             engine.add_request(Request(f"warm-up-{index}", prompt, params))
     while engine.has_work():

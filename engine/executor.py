@@ -11,9 +11,13 @@ import torch
 from engine.attention import AttentionHost, StepTensors, install
 from engine.config import EngineConfig
 from engine.kv_budget import KVCapacity
+from engine.kv_mover import KVMover
+from engine.kv_scales import calibrate_kv_scales
 from engine.model_loader import LoadedModel
 from engine.sampler import sample
 from engine.scheduler import Scheduled, StepPlan
+from engine.sequence import Drawn
+from kernels.kv_formats import find_format
 
 
 def available_cpus() -> int:
@@ -34,12 +38,21 @@ class TorchExecutor:
         self.model = loaded.model
         self.model_info = loaded.info
         self.device = loaded.device
-        self.phase_seconds = {"prepare": 0.0, "execute": 0.0, "sample": 0.0}
+        self.phase_seconds = {"move": 0.0, "prepare": 0.0, "execute": 0.0, "sample": 0.0}
         self._page_size = capacity.page_size
         self._page_table = page_table
-        like = next(loaded.model.parameters())
-        self.host = AttentionHost(loaded.backend, loaded.kv_shape, capacity.num_slots, capacity.page_size, like)
+        self.host = self._make_host(config, loaded, capacity)
+        self.mover = KVMover(self.host.raw_tensors(), capacity)
         install(self.model, self.host)
+
+    @staticmethod
+    def _make_host(config: EngineConfig, loaded: LoadedModel, capacity: KVCapacity) -> AttentionHost:
+        kv_format, scales = find_format(config.kv_cache_dtype), None
+        if kv_format is not None and not kv_format.scale_bytes:
+            scales = calibrate_kv_scales(loaded.model, loaded.kv_shape, loaded.info.vocab_size, kv_format)
+        like = next(loaded.model.parameters())
+        shape, slots, page_size = loaded.kv_shape, capacity.num_slots, capacity.page_size
+        return AttentionHost(loaded.backend, shape, slots, page_size, like, config.kv_cache_dtype, scales)
 
     def use_page_table(self, page_table: np.ndarray) -> None:
         """Serve another KV manager of the same capacity (after the warm-up, whose counters nobody wants)."""
@@ -47,9 +60,14 @@ class TorchExecutor:
         self._page_table = page_table
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[int | None]:
-        """New tokens in the plan's order; None for a sequence whose prompt is not finished yet."""
+    def execute(self, plan: StepPlan) -> list[Drawn | None]:
+        """What was drawn, in the plan's order; None for a sequence whose prompt is not finished yet."""
         times = [time.perf_counter()]
+        if plan.moves:
+            self.mover.move(plan.moves)
+            self.phase_seconds["move"] += time.perf_counter() - times[0]
+            if not plan.scheduled:
+                return []
         # single tokens first: the decode kernel takes them as one block, whoever they belong to
         order = sorted(range(len(plan.scheduled)), key=lambda i: plan.scheduled[i].num_tokens > 1)
         items = [plan.scheduled[i] for i in order]
@@ -63,11 +81,11 @@ class TorchExecutor:
             input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=last_tokens
         ).logits[0]
         times.append(time.perf_counter())
-        tokens = sample(logits, [items[i].seq for i in sampling], self.config.seed) if sampling else []
+        drawn = sample(logits, [items[i].seq for i in sampling], self.config.seed) if sampling else []
         times.append(time.perf_counter())
-        result: list[int | None] = [None] * len(items)
-        for i, token in zip(sampling, tokens, strict=True):
-            result[order[i]] = token
+        result: list[Drawn | None] = [None] * len(items)
+        for i, brought in zip(sampling, drawn, strict=True):
+            result[order[i]] = brought
         for phase, start, end in zip(("prepare", "execute", "sample"), times, times[1:], strict=False):
             self.phase_seconds[phase] += end - start
         return result

@@ -1,7 +1,9 @@
 """From bytes to capacity: the only place where that happens, the same for both layouts. Imports no torch.
 
-The budget pays for K and V of every layer and for the page table. Bytes a token of Llama-3.1-70B (80 layers, 8 KV
-heads, head dim 128, fp16): 80 x 8 x (128 + 128) x 2 = 327,680.
+The budget pays for K and V of every layer, for the scales of a quantised KV, and for the page table. Bytes a token of
+Llama-3.1-70B (80 layers, 8 KV heads, head dim 128, fp16): 80 x 8 x (128 + 128) x 2 = 327,680; as int8 with one
+float32 scale per token and head: 80 x 8 x (128 + 128 + 2 x 4) = 168,960. (fp8's scales, two floats a layer whatever
+the capacity, are not counted.)
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import EngineConfig, format_bytes
+from kernels.kv_formats import find_format
 
 PAGE_TABLE_ENTRY_BYTES = 8  # one int64 slot number
 
@@ -24,49 +27,67 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's KV is made of."""
+    """What one token's KV is made of. ``dtype_bytes`` of the model's own dtype."""
 
     layers: tuple[LayerKV, ...]
     dtype_bytes: int
 
     @property
     def bytes_per_slot(self) -> int:
+        """Bytes of one token's K and V in all layers, in the model's own dtype."""
         return sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in self.layers) * self.dtype_bytes
+
+    def slot_bytes(self, kv_cache_dtype: str) -> int:
+        """The same as ``kv_cache_dtype`` stores it, scales with it."""
+        kv_format = find_format(kv_cache_dtype)
+        if kv_format is None:
+            return self.bytes_per_slot
+        row = kv_format.row_bytes
+        return sum(layer.kv_heads * (row(layer.head_dim) + row(layer.value_dim)) for layer in self.layers)
+
+    def slot_scale_bytes(self, kv_cache_dtype: str) -> int:
+        """Of these, the scales: one for K and one for V per KV head."""
+        kv_format = find_format(kv_cache_dtype)
+        return sum(2 * layer.kv_heads for layer in self.layers) * kv_format.scale_bytes if kv_format else 0
 
 
 @dataclass(frozen=True)
 class KVCapacity:
-    """What a budget buys. For the contiguous layout a "page" is one reservation of ``max_model_len`` slots."""
+    """What a budget buys. For the contiguous layout a "page" is a reservation of ``max_model_len`` slots in a slab."""
 
     budget_bytes: int
     bytes_per_slot: int
+    scale_bytes_per_slot: int
     page_size: int  # slots a page; contiguous: max_model_len
     num_pages: int
+    num_slots: int  # contiguous: of the whole slab, which smaller reservations fill further than num_pages
     max_pages_per_seq: int
     page_table_bytes: int
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
+    host_slots: int = 0  # slots of the swap space; paged: whole pages
+    swap_space_bytes: int = 0
 
     def max_concurrency(self, tokens: int) -> int:
-        """Sequences of ``tokens`` tokens that fit at once."""
+        """Sequences of ``tokens`` tokens that fit at once (contiguous: reserved at max_model_len)."""
         return self.num_pages // -(-tokens // self.page_size)
 
 
 def capacity_of(config: EngineConfig, shape: KVShape, budget_bytes: int) -> KVCapacity:
-    """Pages that ``budget_bytes`` buy. ``config.max_model_len`` must be settled.
+    """Pages that ``budget_bytes`` buy, and what the swap space holds. ``config.max_model_len`` must be settled.
 
     Raises:
-        ValueError: the budget does not hold one sequence of ``max_model_len`` tokens, with the numbers.
+        ValueError: the budget does not hold one sequence of ``max_model_len`` tokens, or the swap space not one page,
+            with the numbers.
     """
     length = config.max_model_len
     assert length is not None, "settle max_model_len first (EngineConfig.check_against_model)"
-    page_size = length if config.layout == "contiguous" else config.page_size
+    contiguous = config.layout == "contiguous"
+    page_size = length if contiguous else config.page_size
     per_seq = -(-length // page_size)
     table_bytes = config.max_num_seqs * per_seq * PAGE_TABLE_ENTRY_BYTES
-    page_bytes = page_size * shape.bytes_per_slot
-    num_pages = max(0, budget_bytes - table_bytes) // page_bytes
+    slot_bytes = shape.slot_bytes(config.kv_cache_dtype)
+    page_bytes = page_size * slot_bytes
+    left = max(0, budget_bytes - table_bytes)
+    num_pages = left // page_bytes
     if num_pages < per_seq:
         needed = per_seq * page_bytes + table_bytes
         raise ValueError(
@@ -74,4 +95,30 @@ def capacity_of(config: EngineConfig, shape: KVShape, budget_bytes: int) -> KVCa
             f"{length} tokens, which takes {needed} ({format_bytes(needed)}) with layout {config.layout!r}: raise "
             "kv_budget or lower max_model_len"
         )
-    return KVCapacity(budget_bytes, shape.bytes_per_slot, page_size, num_pages, per_seq, table_bytes)
+    swap_bytes, host_slots = _swap_capacity(config, budget_bytes, 1 if contiguous else page_size, slot_bytes)
+    return KVCapacity(
+        budget_bytes=budget_bytes,
+        bytes_per_slot=slot_bytes,
+        scale_bytes_per_slot=shape.slot_scale_bytes(config.kv_cache_dtype),
+        page_size=page_size,
+        num_pages=num_pages,
+        num_slots=left // slot_bytes if contiguous else num_pages * page_size,
+        max_pages_per_seq=per_seq,
+        page_table_bytes=table_bytes,
+        host_slots=host_slots,
+        swap_space_bytes=swap_bytes,
+    )
+
+
+def _swap_capacity(config: EngineConfig, budget_bytes: int, unit: int, slot_bytes: int) -> tuple[int, int]:
+    """Bytes and slots of the swap space, moved in units of ``unit`` slots; (0, 0) when preemption recomputes."""
+    if config.preemption_mode != "swap":
+        return 0, 0
+    swap_bytes = budget_bytes if config.swap_space is None else config.swap_space
+    host_slots = swap_bytes // (unit * slot_bytes) * unit
+    if not host_slots:
+        raise ValueError(
+            f"swap_space {swap_bytes} ({format_bytes(swap_bytes)}) does not hold one page of {unit * slot_bytes} bytes "
+            f"({unit} tokens): raise swap_space or use preemption_mode recompute"
+        )
+    return swap_bytes, host_slots

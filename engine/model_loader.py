@@ -42,8 +42,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = _make_model(config, spec, device, dtype)
     check_family(model)
     kv_shape, query_heads = measure_kv(model, DTYPE_BYTES[str(dtype).removeprefix("torch.")])
-    backend_name = default_backend(device, dtype) if config.kernel_backend == "auto" else config.kernel_backend
-    backend = get_backend(backend_name)
+    chosen = config.kernel_backend
+    backend = get_backend(default_backend(device, dtype, config.kv_cache_dtype) if chosen == "auto" else chosen)
     for layer, heads in zip(kv_shape.layers, query_heads, strict=True):
         backend.check_support(
             num_heads=heads,
@@ -52,6 +52,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             v_head_dim=layer.value_dim,
             dtype=dtype,
             device=device,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
     check_logits(model, backend, kv_shape)
     return LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype)

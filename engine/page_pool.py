@@ -62,8 +62,9 @@ class FreeQueue:
 class PagePool:
     """Reference-counted pages. ``ref_count[p]`` is the number of page-table entries that name ``p``.
 
-    A page with ``ref_count == 0`` is in the free queue; if it is also cached, its content is kept until it is given
-    away, and ``on_evict(page)`` is called at that moment so that no cache entry outlives the content.
+    A page with ``ref_count == 0`` and no pin is in the free queue; if it is also cached, its content is kept until it
+    is given away, and ``on_evict(page)`` is called at that moment so that no cache entry outlives the content.
+    A pin keeps a page that a planned move still reads from being given away, whoever names it.
     """
 
     def __init__(self, num_pages: int, on_evict: Callable[[int], None] | None = None):
@@ -72,7 +73,9 @@ class PagePool:
         self.num_pages = num_pages
         self.ref_count = [0] * num_pages
         self._cached = bytearray(num_pages)  # 1: the prefix cache names this page
+        self._pins: dict[int, int] = {}
         self._num_cached_free = 0
+        self._num_pinned_unowned = 0
         self._free = FreeQueue(num_pages)
         self._on_evict = on_evict
 
@@ -83,7 +86,12 @@ class PagePool:
 
     @property
     def num_owned(self) -> int:
-        return self.num_pages - len(self._free)
+        return self.num_pages - len(self._free) - self._num_pinned_unowned
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages owned by nobody that wait for a move to have read them."""
+        return self._num_pinned_unowned
 
     @property
     def num_cached(self) -> int:
@@ -105,8 +113,11 @@ class PagePool:
         """One more page-table entry names ``page``; a cached page comes back out of the free queue."""
         if self.ref_count[page] == 0:
             assert self._cached[page], f"page {page} is free and holds nothing to share"
-            self._free.remove(page)
-            self._num_cached_free -= 1
+            if page in self._pins:
+                self._num_pinned_unowned -= 1
+            else:
+                self._free.remove(page)
+                self._num_cached_free -= 1
         self.ref_count[page] += 1
 
     def release(self, page: int) -> None:
@@ -114,22 +125,41 @@ class PagePool:
         assert self.ref_count[page] > 0, f"page {page} released more often than it was taken"
         self.ref_count[page] -= 1
         if self.ref_count[page] == 0:
-            if self._cached[page]:
-                self._free.push_tail(page)
-                self._num_cached_free += 1
+            if page in self._pins:
+                self._num_pinned_unowned += 1
             else:
-                self._free.push_head(page)
+                self._queue(page)
+
+    def pin(self, page: int) -> None:
+        """Keep an owned page from being given away until ``unpin``, even when its owners let go."""
+        assert self.ref_count[page] > 0, f"page {page} is pinned too late: nobody owns it"
+        self._pins[page] = self._pins.get(page, 0) + 1
+
+    def unpin(self, page: int) -> None:
+        self._pins[page] -= 1
+        if self._pins[page] == 0:
+            del self._pins[page]
+            if self.ref_count[page] == 0:
+                self._num_pinned_unowned -= 1
+                self._queue(page)
+
+    def _queue(self, page: int) -> None:
+        if self._cached[page]:
+            self._free.push_tail(page)
+            self._num_cached_free += 1
+        else:
+            self._free.push_head(page)
 
     def mark_cached(self, page: int) -> None:
-        """The prefix cache names an owned page from now on."""
+        """Somebody who can find the page again (prefix cache, host twin) names an owned page from now on."""
         assert self.ref_count[page] > 0 and not self._cached[page]
         self._cached[page] = 1
 
     def drop_cached(self, page: int) -> None:
-        """The prefix cache forgets ``page``; if nobody owns it, it is the first to be given away."""
+        """``page`` cannot be found again; if nobody owns it, it is the first to be given away."""
         assert self._cached[page], f"page {page} is not cached"
         self._cached[page] = 0
-        if self.ref_count[page] == 0:
+        if self.ref_count[page] == 0 and page not in self._pins:
             self._num_cached_free -= 1
             self._free.remove(page)
             self._free.push_head(page)
@@ -148,5 +178,8 @@ class PagePool:
         queued = list(self._free)
         assert len(queued) == len(set(queued)) == len(self._free)
         for page in range(self.num_pages):
-            assert (page in self._free) == (self.ref_count[page] == 0), f"page {page} is free and owned, or neither"
+            idle = self.ref_count[page] == 0 and page not in self._pins
+            assert (page in self._free) == idle, f"page {page} is free and in use, or neither"
+        assert all(count > 0 for count in self._pins.values())
+        assert sum(self.ref_count[page] == 0 for page in self._pins) == self._num_pinned_unowned
         assert sum(bool(self._cached[p]) for p in queued) == self._num_cached_free

@@ -9,29 +9,47 @@ from hashlib import blake2b
 from engine.page_pool import PagePool
 from engine.sequence import Sequence
 
-_ROOT = b""
+_KEY_BYTES = 16
+
+
+class _Node:
+    """One prefix whose last page is, or was, in the cache. ``page`` -1: evicted, kept because a child's is not."""
+
+    __slots__ = ("children", "key", "page", "parent", "tokens")
+
+    def __init__(self, key: bytes, tokens: bytes, parent: _Node | None):
+        self.key, self.tokens, self.parent = key, tokens, parent
+        self.page = -1
+        self.children = 0
 
 
 class PrefixCache:
     """Chained hash of full pages -> page.
 
-    A page's key is blake2b-128 over its parent's key and its own tokens: that two different prefixes get one key would
-    take a collision of a cryptographic hash. The page's tokens are kept and compared on every hit all the same, so
-    that a mistake in handling keys costs a hit and does not serve another prompt's KV. Each page of a sequence is
-    hashed once (``Sequence.page_hashes``).
+    A page's key is blake2b-128 over its parent's key and its own tokens; the first page's has the request's
+    salt instead. Each page of a sequence is hashed once (``Sequence.page_hashes``).
+
+    A key only finds; what is served is verified. A hit compares the page's tokens and that its parent is the very node
+    that was verified just before, so by induction the whole prefix is the same, and a collision of keys costs a hit
+    and never serves another prompt's KV. For this a node outlives its page as long as a child's page is cached.
+
     A page whose key is already taken (two sequences computed the same prefix side by side) stays out of the cache:
     two owners of one key would orphan the first.
-    Invariant: ``_page_of[_key_of[p]] == p`` for every cached page, and the pool marks exactly these pages.
+    Invariant: ``_node_of[p].page == p`` for every cached page, the pool marks exactly these pages, and each node has
+    a page or children.
     """
 
     def __init__(self, page_size: int):
         self.page_size = page_size
-        self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
-        self._tokens_of: dict[int, bytes] = {}
+        self._nodes: dict[bytes, _Node] = {}
+        self._node_of: dict[int, _Node] = {}
         self.hits = 0  # tokens
         self.queries = 0  # tokens
+        self.evictions = 0  # pages
         self.hash_seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._node_of)
 
     def match(self, seq: Sequence) -> list[int]:
         """Pages that hold the longest cached prefix of ``seq``, at most ``num_tokens - 1`` tokens of it.
@@ -39,54 +57,108 @@ class PrefixCache:
         One token at least is always computed: its logits are what the step is for. Counts nothing and takes nothing.
         """
         matched: list[int] = []
-        limit = (seq.num_tokens - 1) // self.page_size
-        self._hash_pages(seq, limit)
-        for index in range(limit):
-            page = self._page_of.get(seq.page_hashes[index])
-            if page is None or self._tokens_of[page] != self._page_tokens(seq, index):
-                break
-            matched.append(page)
+        parent = None
+        limit = (len(seq.token_ids) - 1) // self.page_size
+        if self._node_of:
+            self._hash_pages(seq, limit)
+            nodes = self._nodes
+            for index, key in enumerate(seq.page_hashes[:limit]):
+                node = nodes.get(key)
+                if node is None or node.page < 0 or not self._verified(node, parent, seq, index):
+                    break
+                matched.append(node.page)
+                parent = node
+        seq.prefix_node, seq.prefix_depth = parent, len(matched)
         return matched
 
-    def insert(self, seq: Sequence, first_page: int, num_full: int, pool: PagePool) -> None:
-        """Offer pages ``first_page .. num_full`` of ``seq``, all fully computed."""
+    def insert(self, seq: Sequence, num_full: int, pool: PagePool) -> None:
+        """Offer the first ``num_full`` pages of ``seq``, all fully computed, from where it was left the last time."""
         self._hash_pages(seq, num_full)
-        for index in range(first_page, num_full):
+        parent, depth = seq.prefix_node, seq.prefix_depth
+        if parent is not None and self._nodes.get(parent.key) is not parent:
+            parent, depth = None, 0  # forgotten meanwhile (another sequence's page carried it): once more from the root
+        for index in range(depth, num_full):
             page, key = seq.pages[index], seq.page_hashes[index]
-            if key in self._page_of or page in self._key_of:
-                continue
-            self._page_of[key] = page
-            self._key_of[page] = key
-            self._tokens_of[page] = self._page_tokens(seq, index)
-            pool.mark_cached(page)
+            node = self._nodes.get(key)
+            if node is None:
+                node = self._nodes[key] = _Node(key, self._packed(seq, index), parent)
+                if parent is not None:
+                    parent.children += 1
+            elif not self._verified(node, parent, seq, index):
+                return  # a collision: whoever came first keeps the key
+            if node.page < 0:
+                assert page not in self._node_of, f"page {page} is cached under another prefix"
+                node.page = page
+                self._node_of[page] = node
+                pool.mark_cached(page)
+            parent = node
+            seq.prefix_node, seq.prefix_depth = node, index + 1
+
+    def _verified(self, node: _Node, parent: _Node | None, seq: Sequence, index: int) -> bool:
+        return node.parent is parent and node.tokens == self._packed(seq, index)
 
     def evict(self, page: int) -> None:
         """Forget a page that the pool gives away."""
-        key = self._key_of.pop(page)
-        del self._page_of[key], self._tokens_of[page]
+        self.evictions += 1
+        self._forget(page)
 
     def clear(self, pool: PagePool) -> None:
-        for page in list(self._key_of):
-            self.evict(page)
+        """Forget everything."""
+        for page in list(self._node_of):
+            self._forget(page)
             pool.drop_cached(page)
 
-    def _page_tokens(self, seq: Sequence, index: int) -> bytes:
+    def _forget(self, page: int) -> None:
+        node = self._node_of.pop(page)
+        node.page = -1
+        self._prune(node)
+
+    def _prune(self, node: _Node | None) -> None:
+        while node is not None and node.page < 0 and not node.children:
+            del self._nodes[node.key]
+            node = node.parent
+            if node is not None:
+                node.children -= 1
+
+    def _packed(self, seq: Sequence, index: int) -> bytes:
+        """What makes page ``index`` this one, given its parent: its tokens; the first also has the salt."""
         start = index * self.page_size
-        return array("q", seq.token_ids[start : start + self.page_size]).tobytes()
+        tokens = array("q", seq.token_ids[start : start + self.page_size]).tobytes()
+        return tokens if index else _salt(seq) + tokens
 
     def _hash_pages(self, seq: Sequence, count: int) -> None:
-        hashes = seq.page_hashes
-        if len(hashes) >= count:
+        """Keys of the first ``count`` pages, those that are not there yet."""
+        keys, size = seq.page_hashes, self.page_size
+        first = len(keys)
+        if first >= count:
             return
         started = time.perf_counter()
-        parent = hashes[-1] if hashes else _ROOT
-        for index in range(len(hashes), count):
-            parent = blake2b(parent + self._page_tokens(seq, index), digest_size=16).digest()
-            hashes.append(parent)
+        parent = keys[-1] if keys else _salt(seq)
+        packed = memoryview(array("q", seq.token_ids[first * size : count * size]).tobytes())  # once, not page by page
+        stride = 8 * size
+        for at in range(0, len(packed), stride):
+            digest = blake2b(parent, digest_size=_KEY_BYTES)
+            digest.update(packed[at : at + stride])
+            parent = digest.digest()
+            keys.append(parent)
         self.hash_seconds += time.perf_counter() - started
 
     def check_integrity(self, pool: PagePool) -> None:
-        assert {p: k for k, p in self._page_of.items()} == self._key_of, "hash map and page hashes disagree"
-        assert self._tokens_of.keys() == self._key_of.keys()
+        """Assert that nodes, pages and the pool's marks agree both ways. O(pages)."""
+        with_page = {node.page: node for node in self._nodes.values() if node.page >= 0}
+        assert with_page == self._node_of, "hash map and page hashes disagree"
+        assert all(self._nodes[key].key == key for key in self._nodes)
+        children: dict[int, int] = {}
+        for node in self._nodes.values():
+            assert node.page >= 0 or node.children, "a node has neither a page nor children"
+            if node.parent is not None:
+                assert self._nodes.get(node.parent.key) is node.parent, "a node's parent is gone"
+                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
+        assert all(node.children == children.get(id(node), 0) for node in self._nodes.values())
         marked = {p for p in range(pool.num_pages) if pool.is_cached(p)}
-        assert marked == set(self._key_of), "the pool and the prefix cache disagree about what is cached"
+        assert marked == set(self._node_of), "the pool and the prefix cache disagree about what is cached"
+
+
+def _salt(seq: Sequence) -> bytes:
+    salt = seq.request.cache_salt
+    return b"" if salt is None else salt.encode()

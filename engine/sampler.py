@@ -7,29 +7,54 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from engine.sequence import SamplingParams, Sequence
+from engine.sequence import Drawn, SamplingParams, Sequence
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int) -> list[int]:
-    """One token for each row of ``logits [N, vocab]``, row i for ``sequences[i]``.
+def sample(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int) -> list[Drawn]:
+    """What each sequence needs from its row of ``logits [N, vocab]``: a token, one for each of its forks, or, for a
+    beam, its best continuations.
 
-    A row's randomness comes from its request's seed and the position alone (Philox, counter-based), so a request
-    draws the same tokens whatever else is in the batch, preempted or not.
+    The randomness of a row comes from its request's seed, the sequence's index in the request and the position alone
+    (Philox, counter-based), so a request draws the same tokens whatever else is in the batch, preempted or not, and a
+    fork the same as if it had been a request of its own.
     """
-    tokens = torch.argmax(logits, dim=-1).tolist()
-    for row, seq in enumerate(sequences):
-        if not seq.request.params.greedy:
-            tokens[row] = _draw(logits[row].float(), seq, engine_seed)
-    return tokens
+    best = torch.argmax(logits, dim=-1).tolist()
+    return [_sample_row(logits[row], best[row], seq, engine_seed) for row, seq in enumerate(sequences)]
 
 
-def _draw(logits: torch.Tensor, seq: Sequence, engine_seed: int) -> int:
-    """Gumbel-max over the allowed tokens of one row ``[vocab]``."""
+def _sample_row(logits: torch.Tensor, best: int, seq: Sequence, engine_seed: int) -> Drawn:
     params = seq.request.params
-    allowed = restrict(logits / params.temperature, params)
-    key = (_seed_of(seq, engine_seed), seq.num_tokens)
+    if not seq.pending_forks and not seq.silent:
+        return Drawn((best if params.greedy else _draw(_allowed(logits, params), seq, seq.index, engine_seed),))
+    if seq.num_candidates:
+        return _candidates(logits, seq.num_candidates)
+    count = seq.pending_forks + 1
+    if params.greedy:
+        tokens = (best,) * count
+    else:
+        allowed = _allowed(logits, params)
+        tokens = tuple(_draw(allowed, seq, seq.index + i, engine_seed) for i in range(count))
+    if not seq.silent:
+        return Drawn(tokens)
+    logprobs = torch.log_softmax(logits.float(), dim=-1)  # of the model, before temperature, top-k and top-p
+    return Drawn(tokens, tuple(logprobs[list(tokens)].tolist()))
+
+
+def _candidates(logits: torch.Tensor, count: int) -> Drawn:
+    logprobs = torch.log_softmax(logits.float(), dim=-1)  # float32, as transformers ranks beams
+    top = torch.topk(logprobs, min(count, logprobs.shape[0]))
+    return Drawn(tuple(top.indices.tolist()), tuple(top.values.tolist()))
+
+
+def _allowed(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return restrict(logits.float() / params.temperature, params)
+
+
+def _draw(allowed: torch.Tensor, seq: Sequence, index: int, engine_seed: int) -> int:
+    """Gumbel-max over the allowed tokens of one row ``[vocab]``, for sibling ``index`` of ``seq``'s request."""
+    key = (_seed_of(seq, index, engine_seed), seq.num_tokens)
     uniform = np.random.Generator(np.random.Philox(key=np.array(key, dtype=np.uint64))).random(
-        logits.shape[0], dtype=np.float32
+        allowed.shape[0], dtype=np.float32
     )
     noise = -torch.log(-torch.log(torch.from_numpy(uniform).clamp_(1e-20, 1 - 1e-7)))
     return int(torch.argmax(allowed + noise.to(allowed.device)))
@@ -55,9 +80,9 @@ def restrict(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return logits
 
 
-def _seed_of(seq: Sequence, engine_seed: int) -> int:
-    """The request's own seed, else one drawn from the engine's seed and the request's id; 64 bits."""
+def _seed_of(seq: Sequence, index: int, engine_seed: int) -> int:
+    """The request's own seed plus the sibling's index, else one of the engine's seed and both names; 64 bits."""
     if seq.request.params.seed is not None:
-        return seq.request.params.seed & (2**64 - 1)
-    digest = blake2b(f"{engine_seed}:{seq.request_id}".encode(), digest_size=8).digest()
+        return (seq.request.params.seed + index) & (2**64 - 1)
+    digest = blake2b(f"{engine_seed}:{seq.request_id}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

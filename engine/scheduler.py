@@ -1,37 +1,45 @@
 """Which tokens are computed in the next step. Policy only: no tensor, no clock of its own.
 
 Prefill and decode are the same thing: a sequence catches up with its tokens. A step spends at most
-``max_num_batched_tokens``, first on the running sequences in order of arrival, then on admitting waiting ones.
+``max_num_batched_tokens``, first on the running sequences in order of rank, then on admitting waiting ones.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.kv_manager import KVManager
+from engine.kv_moves import Move
 from engine.sequence import Sequence, Status
+from engine.waiting_queue import Rank, WaitingQueue
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """``num_tokens`` of ``seq`` to compute, from ``seq.num_computed`` on. ``samples``: it then needs a new token."""
+class QueueFull(ValueError):
+    """The waiting queue is at ``max_num_waiting``: the request was refused and may be sent again later."""
+
+
+class Scheduled(NamedTuple):
+    """``num_tokens`` of ``seq`` to compute, from ``seq.num_computed`` on."""
 
     seq: Sequence
     num_tokens: int
 
     @property
     def samples(self) -> bool:
-        return self.seq.num_computed + self.num_tokens == self.seq.num_tokens
+        """Whether the sequence then needs a new token."""
+        return self.seq.num_computed + self.num_tokens == len(self.seq.token_ids)
 
 
-@dataclass
+@dataclass(slots=True)
 class StepPlan:
-    """One step's work. A sequence stands in it at most once."""
+    """One step's work: ``moves`` in order, then the tokens. A sequence is scheduled at most once."""
 
     scheduled: list[Scheduled] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -39,22 +47,50 @@ class StepPlan:
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill mixed into decodes and preemption of the newest."""
+    """First come first served, or by priority; chunked prefill mixed into decodes; preemption of the last in rank.
+
+    Rank is (priority, arrival, index among siblings); without the priority policy, priority counts as 0. ``running``
+    is in order of rank, so the victim is always its last one, and whoever ranks first always makes progress: no
+    livelock. A beam that waits for its siblings (``blocked``) stays resident and computes nothing; once preempted it
+    is in no queue until its group goes on.
+    """
 
     def __init__(self, config: EngineConfig, kv: KVManager):
         self.config = config
         self.kv = kv
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission: the last one is the newest
+        self._by_priority = config.scheduling_policy == "priority"
+        self.waiting = WaitingQueue(self.rank)
+        self.passed_over = WaitingQueue(self.rank)  # long prompts that wait for a share, see _next_waiting
+        self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._arrivals = 0
+        self._promised_rows = 0  # forks to come of running sequences
+        self._share = config.max_num_batched_tokens // config.max_num_partial_prefills
+
+    def rank(self, seq: Sequence) -> Rank:
+        return (seq.request.priority if self._by_priority else 0, seq.arrival, seq.index)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.passed_over)
+
+    @property
+    def num_swapped(self) -> int:
+        """Waiting sequences with KV on the host."""
+        return sum(bool(seq.host_pages) for queue in (self.waiting, self.passed_over) for seq in queue.unordered())
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self.num_waiting > 0
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request.
+        """Queue a new request.
 
         Raises:
             ValueError: it could never run, even alone, so that admitting it would stall everybody behind it.
+            QueueFull: too many wait already.
         """
-        limit = self.config.max_model_len
+        limit, params = self.config.max_model_len, seq.request.params
         if not seq.num_prompt:
             raise ValueError("the prompt is empty: send at least one token")
         if seq.num_prompt >= limit:
@@ -62,76 +98,197 @@ class Scheduler:
                 f"the prompt has {seq.num_prompt} tokens and max_model_len is {limit}, which leaves no room for an "
                 "output token: shorten the prompt or raise max_model_len"
             )
-        longest = min(limit, seq.num_prompt + seq.request.params.max_tokens)
-        if not self.kv.fits(longest):
+        longest = min(limit, seq.num_prompt + params.max_tokens)
+        if not self.kv.fits(seq.num_prompt, longest - seq.num_prompt):
             raise ValueError(
                 f"prompt and max_tokens come to {longest} tokens and the KV budget holds "
                 f"{self.kv.capacity.num_slots}: lower max_tokens, shorten the prompt or raise kv_budget"
             )
-        self.waiting.append(seq)
+        if params.width > self.config.max_num_seqs:
+            raise ValueError(
+                f"{params.width} sequences side by side (n, best_of or the beam width) are more than max_num_seqs "
+                f"{self.config.max_num_seqs}: ask for fewer or raise max_num_seqs"
+            )
+        if self.config.max_num_waiting is not None and self.num_waiting >= self.config.max_num_waiting:
+            raise QueueFull(
+                f"{self.num_waiting} requests are waiting and max_num_waiting is {self.config.max_num_waiting}: send "
+                "the request again later"
+            )
+        self._arrivals += 1
+        seq.arrival = self._arrivals
+        self.waiting.push(seq)
 
     def schedule(self) -> StepPlan:
+        """Plan one step. The caller computes it, commits each item, and settles the moves."""
         plan = StepPlan()
-        budget = self._schedule_running(plan, self.config.max_num_batched_tokens)
-        if not plan.preempted:  # memory just ran out: whoever is admitted now would be the next to go
-            self._admit_waiting(plan, budget)
+        if self._by_priority:
+            self._yield_to_urgent(plan)
+        budget, roomy = self._schedule_running(plan, self.config.max_num_batched_tokens)
+        if roomy:  # else memory just ran out: whoever is admitted now would be the next to go
+            budget = self._admit_waiting(plan, budget)
+        while not plan.scheduled and self.running and self.num_waiting:
+            self._preempt(self.running.pop(), plan)  # beams that wait for a sibling hold what it needs
+            budget = self._admit_waiting(plan, budget)
+        if budget and self.config.max_num_partial_prefills > 1:
+            self._spend_rest(plan, budget)
+        plan.moves = self.kv.take_moves()
         return plan
 
-    def _schedule_running(self, plan: StepPlan, budget: int) -> int:
+    def _yield_to_urgent(self, plan: StepPlan) -> None:
+        """A waiting request of a better class takes the place of running ones of a worse class."""
+        head = self.waiting.peek()
+        while (
+            head is not None
+            and self.running
+            and self.running[-1].request.priority > head.request.priority
+            and not (self._has_row_for(head) and self.kv.can_admit(head, len(self.running)))
+        ):
+            self._preempt(self.running.pop(), plan)
+
+    def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
+        """Returns what is left of ``budget``, and whether nobody had to go for lack of memory."""
+        running, kv = self.running, self.kv
+        preempted = len(plan.preempted)
+        decodes = sum(len(seq.token_ids) - seq.num_computed == 1 for seq in running)  # each is sure of its token
         index = 0
-        while index < len(self.running) and budget > 0:
-            seq = self.running[index]
-            num_tokens = min(seq.num_uncomputed, budget)
-            if not self._make_room(seq, num_tokens, plan):
-                break  # seq was the newest and had to go itself
-            plan.scheduled.append(Scheduled(seq, num_tokens))
-            budget -= num_tokens
+        while index < len(running):
+            seq = running[index]
+            num_tokens = len(seq.token_ids) - seq.num_computed
+            if num_tokens == 1:
+                decodes -= 1
+            elif num_tokens:
+                num_tokens = self._chunk(num_tokens, budget - decodes)
+            if num_tokens > 0:
+                if not kv.grow(seq, num_tokens) and not self._make_room(seq, num_tokens, plan):
+                    break  # seq was the last and had to go itself
+                plan.scheduled.append(Scheduled(seq, num_tokens))
+                budget -= num_tokens
             index += 1
-        return budget
+        return budget, len(plan.preempted) == preempted
+
+    def _chunk(self, num_tokens: int, budget: int) -> int:
+        """Tokens of a prompt to compute now: no more than a share, so that another one fits beside it."""
+        return min(num_tokens, budget, self._share)
 
     def _make_room(self, seq: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         while not self.kv.grow(seq, num_tokens):
             victim = self.running.pop()  # never one that is in this plan: those come before seq
-            self._preempt(victim)
-            plan.preempted.append(victim)
+            self._preempt(victim, plan)
             if victim is seq:
                 return False
         return True
 
-    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            seq = self.waiting[0]
-            if not self._prompt_may_start(seq, budget) or not self.kv.admit(seq, len(self.running)):
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> int:
+        longs = sum(self._is_long(seq) for seq in self.running) if self.config.max_num_partial_prefills > 1 else 0
+        while budget > 0 and (seq := self._next_waiting(longs)) is not None:
+            if not self._prompt_may_start(seq, budget) or not self._has_row_for(seq):
                 break
-            num_tokens = min(seq.num_uncomputed, budget)
+            if not self.kv.admit(seq, len(self.running)):
+                break
+            longs += self._is_long(seq)
+            num_tokens = self._chunk(seq.num_uncomputed, budget)
             grown = self.kv.grow(seq, num_tokens)
             assert grown, "admit() promised room for the whole sequence"
-            self.waiting.popleft()
-            self.running.append(seq)
-            seq.status = Status.RUNNING
+            (self.waiting if seq in self.waiting else self.passed_over).remove(seq)
+            self._enter(seq)
             plan.scheduled.append(Scheduled(seq, num_tokens))
             budget -= num_tokens
+        return budget
+
+    def _next_waiting(self, longs: int) -> Sequence | None:
+        """First in rank. Long prompts are passed over while all shares but one are taken by such: the last share is
+        for short ones. They keep their rank and are not overtaken for want of anything else than a share."""
+        shares = self.config.max_num_partial_prefills
+        long_may_start = shares == 1 or longs < shares - 1
+        first = self.waiting.peek()
+        while not long_may_start and first is not None and self._is_long(first):
+            self.waiting.remove(first)
+            self.passed_over.push(first)
+            first = self.waiting.peek()
+        passed = self.passed_over.peek() if long_may_start else None
+        if first is None or passed is None:
+            return first or passed
+        return min(first, passed, key=self.rank)
+
+    def _is_long(self, seq: Sequence) -> bool:
+        return seq.num_uncomputed > self._share
 
     def _prompt_may_start(self, seq: Sequence, budget: int) -> bool:
         return self.config.enable_chunked_prefill or seq.num_tokens <= budget
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Recompute: all KV is given up, the tokens stay, and the sequence is first in line again."""
-        self.kv.free(seq)
+    def _has_row_for(self, seq: Sequence) -> bool:
+        """Room in the batch for ``seq`` and the forks it will have, beside those promised to others."""
+        return len(self.running) + self._promised_rows + 1 + seq.pending_forks <= self.config.max_num_seqs
+
+    def _spend_rest(self, plan: StepPlan, budget: int) -> None:
+        """What no other prompt wanted goes to those that are cut short by their share, in order of rank."""
+        for place, (seq, num_tokens) in enumerate(plan.scheduled):
+            more = min(budget, seq.num_uncomputed - num_tokens)
+            if more > 0 and self.kv.grow(seq, num_tokens + more):
+                plan.scheduled[place] = Scheduled(seq, num_tokens + more)
+                budget -= more
+
+    def _enter(self, seq: Sequence) -> None:
+        insort(self.running, seq, key=self.rank)
+        seq.status = Status.RUNNING
+        self._promised_rows += seq.pending_forks
+
+    def _preempt(self, seq: Sequence, plan: StepPlan) -> None:
+        """``seq`` has just left ``running``. Its tokens stay; its KV goes to the host, or is computed again."""
+        self._promised_rows -= seq.pending_forks
+        if self.config.preemption_mode == "swap":
+            self.kv.swap_out(seq)
+        else:
+            self.kv.free(seq)
         seq.status = Status.PREEMPTED
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        plan.preempted.append(seq)
+        if not seq.blocked:
+            self.waiting.push(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """``child`` has the parent's history. It runs beside it, or waits for room, or as long as the parent waits."""
+        if self.kv.fork(parent, child):
+            self._enter(child)
+        else:
+            child.status = Status.WAITING
+            self.waiting.push(child)
+
+    def claim_forks(self, parent: Sequence) -> int:
+        """How many siblings ``parent`` is to have; the rows that were kept for them are theirs to take now."""
+        count, parent.pending_forks = parent.pending_forks, 0
+        if parent.status is Status.RUNNING:
+            self._promised_rows -= count
+        return count
+
+    def unblock(self, seq: Sequence) -> None:
+        """A beam has been given its next token."""
+        seq.blocked = False
+        if seq.status is not Status.RUNNING:
+            self.waiting.push(seq)
 
     def finish(self, seq: Sequence) -> None:
-        """Take a waiting or running sequence out and give its pages back."""
+        """Take a sequence out, wherever it is, and give everything back."""
         if seq.status is Status.RUNNING:
+            self._promised_rows -= seq.pending_forks
             self.running.remove(seq)
-            self.kv.free(seq)
-        elif seq.status is not Status.FINISHED:
+        elif seq in self.waiting:
             self.waiting.remove(seq)
+        elif seq in self.passed_over:
+            self.passed_over.remove(seq)
+        self.kv.free(seq)
         seq.status = Status.FINISHED
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+    def check_integrity(self, live: list[Sequence]) -> None:
+        """Assert that each of the ``live`` sequences is in one place, and what must hold there."""
+        waiting = [*self.waiting.unordered(), *self.passed_over.unordered()]
+        parked = [seq for seq in live if seq.status is Status.PREEMPTED and seq.blocked]
+        places = [id(seq) for seq in (*self.running, *waiting, *parked)]
+        assert sorted(places) == sorted(map(id, live)), "a sequence is in two places, or in none"
+        assert self.running == sorted(self.running, key=self.rank), "running is out of order"
+        assert all(seq.status is Status.RUNNING and seq.row >= 0 for seq in self.running)
+        assert all(seq.row < 0 and not seq.pages for seq in (*waiting, *parked)), "a waiting sequence owns pages"
+        assert not any(seq.blocked for seq in waiting)
+        assert self._promised_rows == sum(seq.pending_forks for seq in self.running)
+        assert len(self.running) + self._promised_rows <= self.config.max_num_seqs

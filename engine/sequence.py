@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class TokenOutput:
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
     error: str | None = None
     index: int = 0  # 0 .. n-1
+    num_discarded: int = 0  # best_of: tokens of the candidates that are not returned, told once, with index 0
 
 
 class Status(enum.Enum):
@@ -134,27 +135,26 @@ class Sequence:
     num_cached: int = 0
     num_preemptions: int = 0
     num_ever_computed: int = 0  # high-water mark of num_computed: what lies below it is computed again
-    pending_forks: int = 0  # siblings to fork once the prompt is computed
-    num_candidates: int = 0  # beam: continuations to bring from each step
+    pending_forks: int = 0  # siblings to come once the prompt is computed
+    num_candidates: int = 0  # beam: continuations to bring from each step; 0: no beam
+    silent: bool = False  # its request returns nothing before the end
     blocked: bool = False  # beam: brought its candidates, waits for its siblings'
     logprob: float = 0.0  # sum over the output, where the request needs it
     pages: list[int] = field(default_factory=list)  # physical page ids; contiguous: the reservation's base slot
     host_pages: list[int] = field(default_factory=list)  # swapped out: the same on the host
     host_tokens: int = 0  # tokens whose KV is on the host
     page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache key of each full page, made once
+    prefix_node: Any = None  # the prefix cache's: the deepest of its nodes known to be this sequence's prefix
+    prefix_depth: int = 0  # pages up to and with it
     row: int = -1  # row of the executor's page table while admitted
     first_scheduled: float | None = None
     first_token: float | None = None
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
+        prompt = list(request.prompt_token_ids)
         params = request.params
-        return cls(
-            request,
-            list(request.prompt_token_ids),
-            len(request.prompt_token_ids),
-            pending_forks=0 if params.beam_width else params.width - 1,
-        )
+        return cls(request, prompt, len(prompt), pending_forks=params.width - 1, silent=params.chooses)
 
     def fork(self, index: int) -> Sequence:
         """A sibling with the same history. Its KV is the KV manager's business."""
@@ -167,8 +167,11 @@ class Sequence:
             num_cached=self.num_cached,
             num_ever_computed=self.num_ever_computed,
             num_candidates=self.num_candidates,
+            silent=self.silent,
             logprob=self.logprob,
             page_hashes=list(self.page_hashes),
+            prefix_node=self.prefix_node,
+            prefix_depth=self.prefix_depth,
             first_scheduled=self.first_scheduled,
             first_token=self.first_token,
         )

@@ -1,0 +1,182 @@
+"""The baseline everybody had before: one reservation per sequence, from its first token to its end. No torch.
+
+How much is reserved (Kwon et al. 2023, section 6.1, after Orca), ``max_model_len`` at most:
+    max      max_model_len: nothing is known of the output.
+    pow2     prompt + the next power of two of the output: the output is over-reserved by at most 2x.
+    oracle   prompt + output, exactly: the infeasible best case.
+The output's true length is what only an oracle knows: here it is ``max_tokens``, which is exact for requests that
+ignore EOS, as the load generator's do.
+"""
+
+from __future__ import annotations
+
+from engine.kv_budget import KVCapacity
+from engine.kv_moves import Move, MoveKind
+from engine.row_table import RowTable
+from engine.sequence import Sequence
+from engine.slab import Slab
+from engine.stats import KVStats
+
+
+class ContiguousKVManager(RowTable):
+    """See ``engine.kv_manager.KVManager`` for what each method promises.
+
+    First fit in one slab, so that short and long reservations leave holes behind: free slots in holes that are too
+    small for anybody are the external fragmentation, and it is reported. Eviction is all or nothing: a sequence's
+    KV is on the device, wholly on the host, or gone.
+    """
+
+    def __init__(self, max_num_seqs: int, capacity: KVCapacity, reservation: str):
+        super().__init__(max_num_seqs, capacity)
+        self.reservation = reservation
+        self.slab = Slab(capacity.num_slots)
+        self.host = Slab(capacity.host_slots) if capacity.host_slots else None
+        self._sizes: dict[int, int] = {}  # base -> slots reserved there
+        self._swapped: dict[int, Sequence] = {}  # id(seq) -> seq, longest ago first
+
+    def reserve(self, num_prompt: int, num_output: int) -> int:
+        """Slots to reserve for a sequence of these lengths."""
+        limit = self.capacity.page_size
+        if self.reservation == "max":
+            return limit
+        if self.reservation == "pow2":
+            num_output = 1 << (num_output - 1).bit_length()
+        return min(limit, num_prompt + num_output)
+
+    def fits(self, num_prompt: int, num_output: int) -> bool:
+        return self.reserve(num_prompt, num_output) <= self.slab.size
+
+    def can_admit(self, seq: Sequence, running: int) -> bool:
+        return bool(self._free_rows) and self.slab.find(self._reservation_of(seq)) is not None
+
+    def _reservation_of(self, seq: Sequence) -> int:
+        return self.reserve(seq.num_prompt, seq.request.params.max_tokens)
+
+    def admit(self, seq: Sequence, running: int) -> bool:
+        if not self._free_rows:
+            return False
+        if not self._reserve(seq):
+            self.counters.refused_fragmented += self.slab.free >= self._reservation_of(seq)
+            return False
+        if seq.host_pages:
+            base, tokens = seq.host_pages[0], seq.host_tokens
+            self._moves.append(Move(MoveKind.SWAP_IN, base, seq.pages[0], tokens))
+            self.counters.swapped_in_slots += tokens
+            self._hold(seq, tokens)
+            self._drop_host(seq)
+        else:
+            self.counters.swap_lost_slots += seq.host_tokens
+        seq.host_tokens = 0
+        return True
+
+    def _reserve(self, seq: Sequence) -> bool:
+        size = self._reservation_of(seq)
+        base = self.slab.take(size)
+        if base is None:
+            return False
+        self._take_row(seq)
+        self._sizes[base] = size
+        self.page_table[seq.row, 0] = base
+        seq.pages.append(base)
+        self.counters.allocated_pages += 1
+        return True
+
+    def _hold(self, seq: Sequence, tokens: int) -> None:
+        seq.num_computed += tokens
+        self._used_slots += tokens
+        self._resident_tokens += tokens
+
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        assert seq.num_computed + num_tokens <= self._sizes[seq.pages[0]], "a sequence outgrew its reservation"
+        return True
+
+    def commit(self, seq: Sequence, num_tokens: int) -> None:
+        self._hold(seq, num_tokens)
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Nothing can be shared: a reservation of its own, and a copy of everything."""
+        if parent.row < 0 or not self._free_rows or not self._reserve(child):
+            return False
+        self._moves.append(Move(MoveKind.COPY, parent.pages[0], child.pages[0], parent.num_computed))
+        self._hold(child, parent.num_computed)
+        self.counters.copied_pages += 1
+        self.counters.copied_slots += parent.num_computed
+        return True
+
+    def swap_out(self, seq: Sequence) -> None:
+        assert self.host is not None, "there is no swap space"
+        tokens = seq.host_tokens = seq.num_computed
+        base = self._take_host(tokens) if tokens else None
+        if base is not None:
+            self._moves.append(Move(MoveKind.SWAP_OUT, seq.pages[0], base, tokens))
+            self.counters.swapped_out_slots += tokens
+            seq.host_pages = [base]
+            self._swapped[id(seq)] = seq
+        self._leave(seq)
+
+    def _take_host(self, size: int) -> int | None:
+        """Host slots; those that were swapped out longest ago lose theirs, wholly, until there is room."""
+        if size > self.host.size:
+            return None
+        while (base := self.host.take(size)) is None:
+            self._drop_host(next(iter(self._swapped.values())))
+        return base
+
+    def _drop_host(self, seq: Sequence) -> None:
+        if self._swapped.pop(id(seq), None) is not None:
+            self.host.give(seq.host_pages.pop(), seq.host_tokens)
+
+    def free(self, seq: Sequence) -> None:
+        self._drop_host(seq)
+        if seq.row >= 0:
+            self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self._used_slots -= seq.num_computed
+        base = seq.pages.pop()
+        self.slab.give(base, self._sizes.pop(base))
+        self.counters.freed_pages += 1
+        self._return_row(seq)
+
+    def settle(self) -> None:
+        """Nothing is pinned: moves are done in order, and a slot's next owner writes after them."""
+
+    def distrust_copies(self) -> None:
+        """Nothing is shared, so what a failed move left behind is its own sequence's alone."""
+
+    def reset_prefix_cache(self) -> bool:
+        """There is no cache to reset; False while a sequence owns a reservation, as in the paged layout."""
+        return not self._sizes
+
+    def stats(self) -> KVStats:
+        slab, owned = self.slab, len(self._sizes)
+        reserved = slab.size - slab.free
+        return KVStats(
+            pages_total=self.capacity.num_pages,
+            pages_free=slab.free // self.capacity.page_size,
+            pages_owned=owned,
+            pages_cached=0,
+            pages_pinned=0,
+            slots_total=slab.size,
+            slots_reserved=reserved,
+            slots_used=self._used_slots,
+            slots_shared=0,
+            slots_cached=0,
+            slots_pinned=0,
+            slots_fragmented=slab.free - slab.largest_hole,
+            page_table_bytes=self.capacity.page_table_bytes,
+            host_slots_total=self.capacity.host_slots,
+            host_slots_used=self.host.size - self.host.free if self.host is not None else 0,
+        )
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        self._check_rows(sequences)
+        resident = [seq for seq in sequences if seq.row >= 0]
+        self.slab.check_integrity(list(self._sizes.items()))
+        assert sorted(base for seq in resident for base in seq.pages) == sorted(self._sizes)
+        assert all(self.page_table[seq.row, 0] == seq.pages[0] for seq in resident)
+        assert sum(seq.num_computed for seq in resident) == self._used_slots
+        if self.host is not None:
+            swapped = self._swapped.values()
+            self.host.check_integrity([(seq.host_pages[0], seq.host_tokens) for seq in swapped])
+            assert {id(seq) for seq in sequences if seq.host_pages} == set(self._swapped)

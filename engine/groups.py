@@ -1,0 +1,119 @@
+"""The sequences of one request: how forks come to be, who is still open, what is returned in the end."""
+
+from __future__ import annotations
+
+from engine.beam import BeamSearch
+from engine.scheduler import Scheduler
+from engine.sequence import Drawn, Request, Sequence, TokenOutput
+
+
+class Group:
+    """One request. ``live`` are its sequences in the engine, by index; ``remaining`` of its ``n`` are not returned yet.
+
+    A request that chooses among more than it returns (best_of, beams) keeps its outputs until all have ended.
+    """
+
+    def __init__(self, request: Request, first: Sequence):
+        self.request = request
+        self.live = {first.index: first}
+        self.remaining = request.params.n
+        self._ended: list[tuple[float, TokenOutput]] = []  # best_of: mean log probability a token, output
+
+    @property
+    def shown(self) -> bool:
+        """Whether its sequences are all there, and the client sees each as it grows."""
+        return not any(seq.silent or seq.pending_forks for seq in self.live.values())
+
+    def fork(self, parent: Sequence, scheduler: Scheduler) -> list[Sequence]:
+        """``parent`` and the siblings it was to have, all with its history."""
+        siblings = [parent.fork(index + 1) for index in range(scheduler.claim_forks(parent))]
+        for child in siblings:
+            scheduler.fork(parent, child)
+            self.live[child.index] = child
+        return [parent, *siblings]
+
+    def ended(self, seq: Sequence, output: TokenOutput) -> list[TokenOutput]:
+        """``seq`` has left the engine with ``output``; what is to be returned now."""
+        del self.live[seq.index]
+        if not seq.silent:
+            self.remaining -= 1
+            return [output]
+        tokens = tuple(seq.token_ids[seq.num_prompt :])
+        whole = TokenOutput(seq.request_id, tokens, output.finish_reason, seq.num_cached)
+        self._ended.append((seq.logprob / len(tokens), whole))
+        if self.live:
+            return []
+        best = sorted(self._ended, key=lambda pair: -pair[0])[: self.remaining]  # stable: of a tie, the first to end
+        self.remaining = 0
+        return [
+            TokenOutput(out.request_id, out.token_ids, out.finish_reason, out.num_cached_tokens, index=index)
+            for index, (_, out) in enumerate(best)
+        ]
+
+
+class BeamGroup(Group):
+    """A request that searches beams. All beams have the same length; each waits until all have their candidates.
+
+    A beam that is preempted while it waits keeps its candidates and needs no KV before the group goes on, so a pool
+    that holds a single beam is enough: they take turns.
+    """
+
+    def __init__(self, request: Request, first: Sequence, max_new_tokens: int, eos_token_ids: frozenset[int]):
+        super().__init__(request, first)
+        params = request.params
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.search = BeamSearch(params.beam_width, max_new_tokens, ends, params.length_penalty, params.early_stopping)
+        first.num_candidates = self.search.num_candidates
+        self._beams = [first]  # the search's live beams, in its order
+        self._candidates: dict[int, Drawn] = {}  # index -> what it brought
+        self._next_index = 1
+
+    @property
+    def num_forks(self) -> int:
+        return self._next_index - 1
+
+    def take(self, seq: Sequence, drawn: Drawn, scheduler: Scheduler) -> list[TokenOutput]:
+        """``seq`` brings its candidates; the last one to do so makes all of them go on, or ends the search."""
+        self._candidates[seq.index] = drawn
+        seq.blocked = True
+        if len(self._candidates) < len(self._beams):
+            return []
+        chosen = self.search.advance([self._candidates[beam.index] for beam in self._beams])
+        self._candidates.clear()
+        self._go_on(chosen, scheduler)
+        return [] if chosen else self._results(seq)
+
+    def _go_on(self, chosen: list[tuple[int, int]], scheduler: Scheduler) -> None:
+        """Drop the beams without a continuation, fork those with several, then give each its token."""
+        before, parents = self._beams, {parent for parent, _ in chosen}
+        scheduler.claim_forks(before[0])  # the first beam's, after its first step; none later
+        for position, beam in enumerate(before):
+            if position not in parents:
+                scheduler.finish(beam)  # first of all: its row may be needed by a fork
+                del self.live[beam.index]
+        taken: set[int] = set()
+        self._beams = []
+        for parent, _ in chosen:
+            beam = before[parent]
+            if parent in taken:
+                beam = self._fork(beam, scheduler)
+            taken.add(parent)
+            self._beams.append(beam)
+        for beam, (_, token) in zip(self._beams, chosen, strict=True):
+            beam.token_ids.append(token)
+            if beam.blocked:
+                scheduler.unblock(beam)
+
+    def _fork(self, parent: Sequence, scheduler: Scheduler) -> Sequence:
+        child = parent.fork(self._next_index)
+        self._next_index += 1
+        scheduler.fork(parent, child)
+        self.live[child.index] = child
+        return child
+
+    def _results(self, seq: Sequence) -> list[TokenOutput]:
+        self.remaining = 0
+        return [
+            TokenOutput(seq.request_id, found.token_ids, found.finish_reason, seq.num_cached, index=index)
+            for index, found in enumerate(self.search.results(self.request.params.n))
+        ]

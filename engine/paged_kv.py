@@ -1,0 +1,291 @@
+"""Pages on demand: shared through the prefix cache and by forks, copied when written, swapped page by page."""
+
+from __future__ import annotations
+
+from engine.kv_budget import KVCapacity
+from engine.kv_moves import Move, MoveKind
+from engine.page_pool import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.row_table import RowTable
+from engine.sequence import Sequence
+from engine.stats import KVCounters, KVStats
+from engine.swap_space import SwapSpace
+
+SPARE_TOKENS = 16  # that each running sequence may still grow before an admission would be regretted
+
+
+class PagedKVManager(RowTable):
+    """See ``engine.kv_manager.KVManager`` for what each method promises.
+
+    Only a page that one sequence names, and that is not full, is ever written: full pages are shared freely (cache,
+    forks, host twins), and a partly filled one that siblings share is copied for whoever writes first.
+    """
+
+    def __init__(self, max_num_seqs: int, capacity: KVCapacity, enable_prefix_caching: bool):
+        super().__init__(max_num_seqs, capacity)
+        self.page_size = capacity.page_size
+        self.prefix_cache = PrefixCache(self.page_size) if enable_prefix_caching else None
+        host_pages = capacity.host_slots // self.page_size
+        self.swap = SwapSpace(host_pages) if host_pages else None
+        self.pool = PagePool(capacity.num_pages, self.prefix_cache.evict if self.prefix_cache else None)
+        self._pinned: list[int] = []  # sources of copies that were planned and not yet done
+        self._pinned_host: list[int] = []
+
+    def fits(self, num_prompt: int, num_output: int) -> bool:
+        return self.capacity.max_concurrency(num_prompt + num_output) >= 1
+
+    # Residence.
+
+    def can_admit(self, seq: Sequence, running: int) -> bool:
+        return self._may_admit(seq, running, self._prefix_pages(seq))
+
+    def admit(self, seq: Sequence, running: int) -> bool:
+        """Take a row, share what is on the device, bring back what is on the host; the rest is computed."""
+        found = self._prefix_pages(seq)
+        if not self._may_admit(seq, running, found):
+            return False
+        self._take_row(seq)
+        table, size = self.page_table[seq.row], self.page_size
+        for page in found:  # all of them before any allocation, which might evict one
+            if page is not None:
+                if self.pool.ref_count[page] == 0:
+                    self._used_slots += size
+                self.pool.share(page)
+        kept = min(seq.host_tokens, len(seq.host_pages) * size)
+        resident = max(kept, sum(page is not None for page in found) * size)  # those that are None are on the host
+        for index, page in enumerate(found):
+            if page is None:
+                page = self._bring_in(seq.host_pages[index], min(size, kept - index * size))
+            table[index] = page * size
+            seq.pages.append(page)
+        self.counters.swap_lost_slots += max(0, seq.host_tokens - resident)
+        if self.swap is not None:
+            self.swap.remove(seq)
+        seq.host_tokens = 0
+        seq.num_computed = resident
+        self._resident_tokens += resident
+        self._count_hit(seq)
+        return True
+
+    def _may_admit(self, seq: Sequence, running: int, found: list[int | None]) -> bool:
+        """Whether all of ``seq`` fits now with room left for the running ones.
+
+        The room keeps an admission from causing a preemption in the very next steps: a sequence that is admitted only
+        to be thrown out computes its prompt for nothing. It is counted in tokens, so that page sizes compare alike.
+        """
+        if not self._free_rows:
+            return False
+        spare = -(-running * SPARE_TOKENS // self.page_size)
+        ref_count = self.pool.ref_count
+        shared = sum(page is not None and ref_count[page] > 0 for page in found)  # cost nothing; free ones cost a page
+        needed = -(-seq.num_tokens // self.page_size) - shared
+        return needed + spare <= self.pool.num_available
+
+    def _prefix_pages(self, seq: Sequence) -> list[int | None]:
+        """The longest prefix of ``seq`` that exists: a device page to share, or None where a host page will be."""
+        found: list[int | None] = list(self.prefix_cache.match(seq)) if self.prefix_cache else []
+        pool, swap = self.pool, self.swap
+        for host_page in seq.host_pages[len(found) :]:
+            page = swap.twin_on_device(host_page)
+            alive = page is not None and (pool.ref_count[page] > 0 or pool.is_cached(page))
+            found.append(page if alive else None)
+        return found
+
+    def _bring_in(self, host_page: int, filled: int) -> int:
+        page = self._allocate()
+        self._moves.append(Move(MoveKind.SWAP_IN, host_page * self.page_size, page * self.page_size, filled))
+        self.swap.pool.pin(host_page)
+        self._pinned_host.append(host_page)
+        if filled == self.page_size:
+            self.swap.make_twins(page, host_page)
+        self._used_slots += filled
+        self.counters.swapped_in_slots += filled
+        return page
+
+    def _count_hit(self, seq: Sequence) -> None:
+        if self.prefix_cache and seq.num_preemptions == 0 and seq.index == 0:  # a preempted one meets its own pages
+            seq.num_cached = seq.num_computed
+            self.counters.prefix_queries += seq.num_tokens
+            self.counters.prefix_hits += seq.num_cached
+
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Pages for ``num_tokens`` more, and a page of its own for the first of them: all of it, or nothing."""
+        size, pages = self.page_size, seq.pages
+        computed = seq.num_computed
+        needed = -(-(computed + num_tokens) // size) - len(pages)
+        copies = computed % size and self.pool.ref_count[pages[computed // size]] > 1
+        if needed <= 0 and not copies:
+            return True
+        if needed + bool(copies) > self.pool.num_available:
+            return False
+        if copies:
+            self._copy_on_write(seq, computed // size, computed % size)
+        table = self.page_table[seq.row]
+        for _ in range(needed):
+            page = self._allocate()
+            table[len(pages)] = page * size
+            pages.append(page)
+        return True
+
+    def _copy_on_write(self, seq: Sequence, index: int, filled: int) -> None:
+        shared, own = seq.pages[index], self._allocate()
+        self._moves.append(Move(MoveKind.COPY, shared * self.page_size, own * self.page_size, filled))
+        self.pool.pin(shared)  # until copied, even if its other owners let go in this very step
+        self._pinned.append(shared)
+        self._release(shared)
+        seq.pages[index] = own
+        self.page_table[seq.row, index] = own * self.page_size
+        self._used_slots += filled
+        self.counters.copied_pages += 1
+        self.counters.copied_slots += filled
+
+    def commit(self, seq: Sequence, num_tokens: int) -> None:
+        """Full pages are offered to the prefix cache."""
+        before = seq.num_computed
+        seq.num_computed = now = before + num_tokens
+        self._used_slots += num_tokens
+        self._resident_tokens += num_tokens
+        if self.prefix_cache is not None and now // self.page_size > before // self.page_size:
+            self.prefix_cache.insert(seq, now // self.page_size, self.pool)
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Name the parent's pages once more; of a swapped-out parent, its host pages."""
+        if parent.row < 0:
+            self._fork_on_host(parent, child)
+            return False
+        if not self._free_rows:
+            return False
+        self._take_row(child)
+        for page in parent.pages:
+            self.pool.share(page)
+        child.pages = list(parent.pages)
+        self.page_table[child.row, : len(child.pages)] = self.page_table[parent.row, : len(child.pages)]
+        child.num_computed = parent.num_computed
+        self._resident_tokens += child.num_computed
+        return True
+
+    def _fork_on_host(self, parent: Sequence, child: Sequence) -> None:
+        if not parent.host_pages:
+            return
+        for page in parent.host_pages:
+            self.swap.pool.share(page)
+        child.host_pages, child.host_tokens = list(parent.host_pages), parent.host_tokens
+        self.swap.enter(child)
+
+    def swap_out(self, seq: Sequence) -> None:
+        """Page by page, the first one first: where room ends, what is on the host is a prefix and of use."""
+        assert self.swap is not None, "there is no swap space"
+        seq.host_tokens = seq.num_computed
+        for index, page in enumerate(seq.pages):
+            filled = min(self.page_size, seq.num_computed - index * self.page_size)
+            if filled <= 0 or (host_page := self._take_out(page, filled)) is None:
+                break
+            seq.host_pages.append(host_page)
+        self.swap.enter(seq)
+        self._leave(seq)
+
+    def _take_out(self, page: int, filled: int) -> int | None:
+        twin = self.swap.twin_on_host(page)
+        if twin is not None:
+            self.swap.pool.share(twin)
+            return twin
+        host_page = self.swap.allocate()
+        if host_page is not None:
+            self._moves.append(Move(MoveKind.SWAP_OUT, page * self.page_size, host_page * self.page_size, filled))
+            if filled == self.page_size:
+                self.swap.make_twins(page, host_page)
+            self.counters.swapped_out_slots += filled
+        return host_page
+
+    def free(self, seq: Sequence) -> None:
+        if self.swap is not None:
+            self.swap.remove(seq)
+        if seq.row >= 0:
+            self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Let go of the pages, last one first: the end of a prompt is shared less often than its beginning."""
+        for index in range(len(seq.pages) - 1, -1, -1):
+            page = seq.pages[index]
+            self._release(page)
+            if self.pool.ref_count[page] == 0:
+                self._used_slots -= min(self.page_size, max(0, seq.num_computed - index * self.page_size))
+        seq.pages.clear()
+        self._return_row(seq)
+
+    def _allocate(self) -> int:
+        page = self.pool.allocate()
+        self.counters.allocated_pages += 1
+        if self.swap is not None:
+            self.swap.forget_device_page(page)
+        return page
+
+    def _release(self, page: int) -> None:
+        self.pool.release(page)
+        self.counters.freed_pages += self.pool.ref_count[page] == 0
+
+    def settle(self) -> None:
+        for page in self._pinned:
+            self.pool.unpin(page)
+        for page in self._pinned_host:
+            self.swap.pool.unpin(page)
+        self._pinned.clear()
+        self._pinned_host.clear()
+
+    def distrust_copies(self) -> None:
+        if self.swap is not None:
+            self.swap.distrust()
+
+    def reset_prefix_cache(self) -> bool:
+        if self.pool.num_owned:
+            return False
+        if self.prefix_cache:
+            self.prefix_cache.clear(self.pool)
+        return True
+
+    # Accounts.
+
+    def read_counters(self) -> KVCounters:
+        if self.prefix_cache is not None:
+            self.counters.prefix_evictions = self.prefix_cache.evictions
+            self.counters.hash_seconds = self.prefix_cache.hash_seconds
+        return super().read_counters()
+
+    def stats(self) -> KVStats:
+        pool, size = self.pool, self.page_size
+        host = self.swap.pool if self.swap is not None else None
+        return KVStats(
+            pages_total=pool.num_pages,
+            pages_free=pool.num_available - pool.num_cached,
+            pages_owned=pool.num_owned,
+            pages_cached=pool.num_cached,
+            pages_pinned=pool.num_pinned,
+            slots_total=self.capacity.num_slots,
+            slots_reserved=pool.num_owned * size,
+            slots_used=self._used_slots,
+            slots_shared=self._resident_tokens - self._used_slots,
+            slots_cached=pool.num_cached * size,
+            slots_pinned=pool.num_pinned * size,
+            slots_fragmented=0,
+            page_table_bytes=self.capacity.page_table_bytes,
+            host_slots_total=self.capacity.host_slots,
+            host_slots_used=host.num_owned * size if host is not None else 0,
+        )
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        self._check_rows(sequences)
+        resident = [seq for seq in sequences if seq.row >= 0]
+        self.pool.check_integrity([seq.pages for seq in resident])
+        if self.prefix_cache:
+            self.prefix_cache.check_integrity(self.pool)
+        if self.swap is not None:
+            self.swap.check_integrity()
+        used: dict[int, int] = {}
+        size = self.page_size
+        for seq in resident:
+            for index, page in enumerate(seq.pages):
+                assert self.page_table[seq.row, index] == page * size
+                used[page] = max(used.get(page, 0), min(size, max(0, seq.num_computed - index * size)))
+            own = seq.num_computed // size
+            assert not any(self.pool.is_cached(page) for page in seq.pages[own:]), "a page that is not full is cached"
+        assert sum(used.values()) == self._used_slots, "used slots do not add up"

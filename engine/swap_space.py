@@ -1,0 +1,94 @@
+"""Pages of swapped-out sequences in host memory."""
+
+from __future__ import annotations
+
+from engine.page_pool import PagePool
+from engine.sequence import Sequence
+
+
+class SwapSpace:
+    """Host pages: who has them, which device page each is a copy of, and who loses some when there is no more room.
+
+    Sequences that share a page share its host copy too: a full page never changes while somebody names it, so it and
+    its copy are *twins* until one of the two is given away. A copy whose sequences are back on the device stays, as a
+    free page that knows its twin, until its place is needed: swapping out again then costs nothing.
+
+    Order: when there is no room, the sequence that was swapped out longest ago loses its last page, then the one
+    before, and computes them again. Sequences are preempted newest first and come back oldest first, so the least
+    recently swapped one is also the one that is needed last; and what remains of it is still a prefix.
+    Invariant: ``_host_of[d] == h`` if and only if ``_device_of[h] == d``; the pool marks exactly the twins.
+    """
+
+    def __init__(self, num_pages: int):
+        self.pool = PagePool(num_pages, self._part)
+        self._host_of: dict[int, int] = {}
+        self._device_of: dict[int, int] = {}
+        self._order: dict[int, Sequence] = {}  # id(seq) -> seq, longest ago first
+
+    @property
+    def num_swapped(self) -> int:
+        return len(self._order)
+
+    def twin_on_host(self, device_page: int) -> int | None:
+        return self._host_of.get(device_page)
+
+    def twin_on_device(self, host_page: int) -> int | None:
+        return self._device_of.get(host_page)
+
+    def make_twins(self, device_page: int, host_page: int) -> None:
+        """Both hold the same full page. A page has one twin: an older one is let go."""
+        if (old := self._host_of.get(device_page)) is not None:
+            self._unlink(old)
+        if host_page in self._device_of:
+            self._unlink(host_page)
+        self._host_of[device_page], self._device_of[host_page] = host_page, device_page
+        self.pool.mark_cached(host_page)
+
+    def forget_device_page(self, device_page: int) -> None:
+        """The device page is about to hold something else."""
+        host_page = self._host_of.get(device_page)
+        if host_page is not None:
+            self._unlink(host_page)
+
+    def distrust(self) -> None:
+        """A copy may not have happened: no page is believed to be another's twin any more."""
+        for host_page in list(self._device_of):
+            self._unlink(host_page)
+
+    def allocate(self) -> int | None:
+        """A host page; None when there is none, not even to be taken from somebody else."""
+        while not self.pool.num_available:
+            if not self._order:
+                return None
+            key, victim = next(iter(self._order.items()))
+            self.pool.release(victim.host_pages.pop())
+            if not victim.host_pages:
+                del self._order[key]
+        return self.pool.allocate()
+
+    def enter(self, seq: Sequence) -> None:
+        """``seq`` is swapped out from now on, the most recent one."""
+        if seq.host_pages:
+            self._order[id(seq)] = seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Take ``seq`` and its pages out."""
+        self._order.pop(id(seq), None)
+        for page in reversed(seq.host_pages):
+            self.pool.release(page)
+        seq.host_pages.clear()
+
+    def _unlink(self, host_page: int) -> None:
+        self._part(host_page)
+        self.pool.drop_cached(host_page)
+
+    def _part(self, host_page: int) -> None:
+        del self._host_of[self._device_of.pop(host_page)]
+
+    def check_integrity(self) -> None:
+        """Assert the twins, and the pool against the host pages of the swapped sequences."""
+        self.pool.check_integrity([seq.host_pages for seq in self._order.values()])
+        assert {h: d for d, h in self._host_of.items()} == self._device_of, "the twins disagree"
+        marked = {h for h in range(self.pool.num_pages) if self.pool.is_cached(h)}
+        assert marked == set(self._device_of), "the pool and the twins disagree"
+        assert all(seq.host_pages for seq in self._order.values())
