@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import struct
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kernels.api import KVCache, KVPair, check_heads, dense_rows
 from kernels.kv_formats import find_format
+from kernels.numba_codes import KIND_FLOAT, KIND_OF, UNIT
 from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
+from kernels.numba_quantised import store_rows
 from kernels.numba_threads import thread_team
 from kernels.numba_write import NUM_WRITE_ARGS, run_write
 from kernels.prefill_cpu import CpuPrefill, PrefillPlan
@@ -20,7 +22,7 @@ from kernels.reference import TorchBackend
 MAX_HEAD_DIM = 512
 _DECODE_ARGS = struct.Struct(f"{NUM_ARGS}q")
 _WRITE_ARGS = struct.Struct(f"{NUM_WRITE_ARGS}q")
-_FLOATS = struct.Struct("2f")
+_FLOATS = struct.Struct("3f")
 
 
 class _Scratch(threading.local):
@@ -30,7 +32,7 @@ class _Scratch(threading.local):
         # Tensors, because their memory stays put and data_ptr() is cheap.
         self.args = torch.zeros(NUM_ARGS + NUM_WRITE_ARGS, dtype=torch.int64)
         self.args_view = memoryview(self.args.numpy()).cast("B")
-        self.floats = torch.zeros(2, dtype=torch.float32)
+        self.floats = torch.zeros(3, dtype=torch.float32)
         self.floats_view = memoryview(self.floats.numpy()).cast("B")
         self.work = torch.zeros(0, dtype=torch.uint8)
         self.prefill = CpuPrefill()
@@ -42,8 +44,31 @@ class _Scratch(threading.local):
         return (self.work.data_ptr() + 63) // 64 * 64
 
 
+class _DecodeRows(NamedTuple):
+    """A layer's cache as the decode worker takes it: memory of rows, their kind, and the scales."""
+
+    kind: int
+    dtype: torch.dtype | None  # that the values are read as; None: K and V differ
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: float = 1.0  # of the whole tensor
+    v_scale: float = 1.0
+    k_scales: int = 0  # address of those per token and head
+    v_scales: int = 0
+
+
+def _decode_rows(k_cache: KVCache, v_cache: KVCache) -> _DecodeRows:
+    if not isinstance(k_cache, QuantizedKV):
+        return _DecodeRows(KIND_FLOAT, k_cache.dtype if k_cache.dtype == v_cache.dtype else None, k_cache, v_cache)
+    assert k_cache.format == v_cache.format, "K and V of a layer have one format"
+    kind = KIND_OF[k_cache.format]
+    k_scale, v_scale = k_cache.scale * UNIT[kind], v_cache.scale * UNIT[kind]
+    scales = () if k_cache.scales is None else (k_cache.scales.data_ptr(), v_cache.scales.data_ptr())
+    return _DecodeRows(kind, torch.float32, k_cache.codes, v_cache.codes, k_scale, v_scale, *scales)
+
+
 class NumbaBackend(TorchBackend):
-    """float32 on CPU; what is not overridden is torch's. See kernels.api.AttentionBackend for the contract."""
+    """float32 models on CPU, any KV format; the rest is torch's. See kernels.api.AttentionBackend for the contract."""
 
     name = "numba"
 
@@ -80,13 +105,15 @@ class NumbaBackend(TorchBackend):
         v_cache: KVCache,
         slots: torch.Tensor,
     ) -> None:
+        if slots.dtype != torch.int64:
+            slots = slots.to(torch.int64)
         if isinstance(k_cache, QuantizedKV):
-            return super().write_kv(k, v, k_cache, v_cache, slots)
+            for cache, new in ((k_cache, k), (v_cache, v)):
+                store_rows(cache, slots, new)
+            return
         if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
             k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
         k, v = dense_rows(k), dense_rows(v)
-        if slots.dtype != torch.int64:
-            slots = slots.to(torch.int64)
         scratch, size = self._scratch, k.element_size()
         k_token, k_head, _ = k.stride()
         v_token, v_head, _ = v.stride()
@@ -115,20 +142,6 @@ class NumbaBackend(TorchBackend):
         out: torch.Tensor | None = None,
         plan: Any | None = None,
     ) -> torch.Tensor:
-        if isinstance(k_cache, QuantizedKV):
-            return super().decode_attention(
-                q,
-                k_cache,
-                v_cache,
-                page_starts,
-                seq_lens,
-                page_size,
-                scale=scale,
-                sliding_window=sliding_window,
-                softcap=softcap,
-                sinks=sinks,
-                out=out,
-            )
         batch, heads, dim = q.shape
         kv_heads, v_dim = k_cache.shape[1], v_cache.shape[2]
         if out is None:
@@ -136,16 +149,18 @@ class NumbaBackend(TorchBackend):
         if batch == 0:
             return out
         q = dense_rows(q)
-        if k_cache.stride(1) != dim or v_cache.stride(1) != v_dim or out.stride(1) != v_dim:
+        rows = _decode_rows(k_cache, v_cache)
+        dense = rows.k.stride(1) == rows.k.shape[2] and rows.v.stride(1) == rows.v.shape[2]
+        if not dense or k_cache.shape[2] != dim or out.stride(1) != v_dim:
             raise ValueError(
-                f"rows of k_cache {tuple(k_cache.shape)} strides {k_cache.stride()}, v_cache "
-                f"{tuple(v_cache.shape)} strides {v_cache.stride()}, out strides {out.stride()} must be "
+                f"rows of k_cache {tuple(k_cache.shape)} strides {rows.k.stride()}, v_cache "
+                f"{tuple(v_cache.shape)} strides {rows.v.stride()}, out strides {out.stride()} must be "
                 f"dense for {dim} and {v_dim} values a head: allocate them as [slots, kv_heads, head_dim]"
             )
-        if not (q.dtype == k_cache.dtype == v_cache.dtype == out.dtype == torch.float32):
+        if not (q.dtype == rows.dtype == out.dtype == torch.float32):
             raise ValueError(
                 f"the numba decode kernel computes in torch.float32, not with q {q.dtype}, "
-                f"k_cache {k_cache.dtype}, v_cache {v_cache.dtype} and out {out.dtype}: "
+                f"k_cache {rows.k.dtype}, v_cache {rows.v.dtype} and out {out.dtype}: "
                 "use default_backend(device, dtype)"
             )
         if page_starts.dtype != torch.int64:
@@ -156,18 +171,18 @@ class NumbaBackend(TorchBackend):
         threads = torch.get_num_threads()
         scratch, team = self._scratch, self._team
         work_stride, _ = work_layout(heads, dim, v_dim)
-        _FLOATS.pack_into(scratch.floats_view, 0, scale, softcap or 0.0)
-        args = scratch.args.data_ptr()
+        _FLOATS.pack_into(scratch.floats_view, 0, scale * rows.k_scale, softcap or 0.0, rows.v_scale)
+        args, size = scratch.args.data_ptr(), rows.k.element_size()
         _DECODE_ARGS.pack_into(
             scratch.args_view, 0,
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), page_starts.data_ptr(),
+            q.data_ptr(), rows.k.data_ptr(), rows.v.data_ptr(), page_starts.data_ptr(),
             seq_lens.data_ptr(), out.data_ptr(), scratch.work_address(threads * work_stride),
             0 if sinks is None else sinks.data_ptr(), scratch.floats.data_ptr(),
             batch, heads, heads // kv_heads, v_dim, page_starts.stride(0) * 8, page_size,
-            k_cache.stride(0) * 4, v_cache.stride(0) * 4, q.stride(0) * 4, q.stride(1) * 4,
-            out.stride(0) * 4, sliding_window or 0, 0, threads, 0, work_stride,
-            build_worker(heads // kv_heads, dim, v_dim).address,
-            team.parallel, team.thread_num, team.num_threads,
+            rows.k.stride(0) * size, rows.v.stride(0) * size, q.stride(0) * 4, q.stride(1) * 4, out.stride(0) * 4,
+            sliding_window or 0, 0, threads, 0, work_stride,
+            build_worker(heads // kv_heads, dim, v_dim, rows.kind).address,
+            team.parallel, team.thread_num, team.num_threads, rows.k_scales, rows.v_scales, 4 * kv_heads,
         )  # fmt: skip
         self._run_decode(args)
         return out
@@ -190,21 +205,6 @@ class NumbaBackend(TorchBackend):
         new_kv: KVPair | None = None,
         plan: PrefillPlan | None = None,
     ) -> torch.Tensor:
-        if isinstance(k_cache, QuantizedKV):
-            return super().prefill_attention(
-                q,
-                k_cache,
-                v_cache,
-                page_starts,
-                query_starts,
-                seq_lens,
-                page_size,
-                scale=scale,
-                sliding_window=sliding_window,
-                softcap=softcap,
-                sinks=sinks,
-                out=out,
-            )
         if plan is None:
             plan = PrefillPlan(page_starts, query_starts, seq_lens, page_size)
         return self._scratch.prefill.attend(

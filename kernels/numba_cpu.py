@@ -20,6 +20,7 @@ from functools import cache
 import numba
 from numba import types
 
+from kernels.numba_codes import KIND_FLOAT, PER_HEAD_KINDS, row_code_bytes
 from kernels.numba_memory import (
     JIT,
     call_get_int,
@@ -33,17 +34,17 @@ from kernels.numba_memory import (
 from kernels.numba_simd import add_weighted_rows, exp_minus, max_of, scale_row, score_token, softcap_of
 
 BLOCK = 32  # tokens; K and V of a block (Hkv * D * 4 bytes * 32 each) stay in the L1/L2 cache
-OFFSETS_BYTES = 2 * 8 * BLOCK  # where the K rows, then the V rows, of a block lie
+OFFSETS_BYTES = 3 * 8 * BLOCK  # where the K rows, then the V rows, then the scales of a block lie
 NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
 
 (
     A_Q, A_K, A_V, A_PAGES, A_LENS, A_OUT, A_WORK, A_SINKS, A_FLOATS,
     A_BATCH, A_HEADS, A_GROUP, A_V_DIM, A_PAGES_STRIDE, A_PAGE_SIZE, A_K_STRIDE, A_V_STRIDE,
     A_Q_STRIDE, A_Q_HEAD_STRIDE, A_OUT_STRIDE, A_WINDOW, A_TOTAL, A_THREADS, A_THREADS_RAN, A_WORK_STRIDE,
-    A_WORKER, A_PARALLEL, A_THREAD_NUM, A_NUM_THREADS,
+    A_WORKER, A_PARALLEL, A_THREAD_NUM, A_NUM_THREADS, A_K_SCALES, A_V_SCALES, A_SCALES_STRIDE,
     NUM_ARGS,
-) = range(30)  # fmt: skip
-# Strides in bytes, lengths int64. A_FLOATS points to float32 [scale, softcap (0 = none)].
+) = range(33)  # fmt: skip
+# Strides in bytes, lengths int64. A_FLOATS points to float32 [scale, softcap (0 = none), V scale].
 
 
 def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, int]:
@@ -63,10 +64,11 @@ def _visible(args: int, b: int) -> int:
 
 @numba.njit(**JIT)
 def _fill_offsets(args: int, b: int, token: int, count: int, offsets: int) -> None:
-    """Byte offsets of the K rows, then of the V rows, of tokens token..token+count-1 of sequence b."""
+    """Byte offsets of the K rows, the V rows and the scales of tokens token..token+count-1 of sequence b."""
     pages = load_i64(args + 8 * A_PAGES) + b * load_i64(args + 8 * A_PAGES_STRIDE)
     page_size = load_i64(args + 8 * A_PAGE_SIZE)
     k_stride, v_stride = load_i64(args + 8 * A_K_STRIDE), load_i64(args + 8 * A_V_STRIDE)
+    scales_stride = load_i64(args + 8 * A_SCALES_STRIDE)
     page = token // page_size
     within = token - page * page_size
     done = 0
@@ -76,6 +78,7 @@ def _fill_offsets(args: int, b: int, token: int, count: int, offsets: int) -> No
         for _ in range(run):
             store_i64(offsets + 8 * done, slot * k_stride)
             store_i64(offsets + 8 * (BLOCK + done), slot * v_stride)
+            store_i64(offsets + 8 * (2 * BLOCK + done), slot * scales_stride)
             slot += 1
             done += 1
         page += 1
@@ -129,12 +132,25 @@ def _prefetch_rows(k_row: int, k_bytes: int, v_row: int, v_bytes: int) -> None:
 
 
 @numba.njit(**JIT)
+def _scale_weights(scores: int, v_scales: int, offsets: int, count: int, kv_heads: int, group: int) -> None:
+    """Weights ``[H, BLOCK]`` times their token's V scale, for the sum over codes (their own sum is taken already)."""
+    for j in range(count):
+        scales = v_scales + load_i64(offsets + 8 * j)
+        for n in range(kv_heads):
+            scale = load_f32(scales + 4 * n)
+            for g in range(group):
+                at = scores + 4 * ((n * group + g) * BLOCK + j)
+                store_f32(at, load_f32(at) * scale)
+
+
+@numba.njit(**JIT)
 def _finish(args: int, b: int, acc: int) -> None:
-    """Write sequence b's row: accumulators over the softmax denominator, sinks joined."""
+    """Write sequence b's row: accumulators over the softmax denominator, sinks joined, times the V scale."""
     heads, v_dim = load_i64(args + 8 * A_HEADS), load_i64(args + 8 * A_V_DIM)
     tops, sums = acc + 4 * heads * v_dim, acc + 4 * heads * (v_dim + 1)
     out = load_i64(args + 8 * A_OUT) + b * load_i64(args + 8 * A_OUT_STRIDE)
     sinks = load_i64(args + 8 * A_SINKS)
+    v_scale = load_f32(load_i64(args + 8 * A_FLOATS) + 8)
     for h in range(heads):
         factor, total = numba.float32(1.0), load_f32(sums + 4 * h)
         if sinks:
@@ -142,7 +158,7 @@ def _finish(args: int, b: int, acc: int) -> None:
             joint = max(top, sink)
             factor = numba.float32(math.exp(top - joint))
             total = total * factor + numba.float32(math.exp(sink - joint))
-        factor = factor / total
+        factor = factor / total * v_scale
         for d in range(v_dim):
             at = 4 * (h * v_dim + d)
             store_f32(out + at, load_f32(acc + at) * factor)
@@ -208,20 +224,22 @@ def run_decode(args):
     store_i64(args + 8 * A_TOTAL, total)
     if total == 0:
         return
-    call_parallel(
-        load_i64(args + 8 * A_PARALLEL), load_i64(args + 8 * A_WORKER), args, load_i64(args + 8 * A_THREADS)
-    )
+    call_parallel(load_i64(args + 8 * A_PARALLEL), load_i64(args + 8 * A_WORKER), args, load_i64(args + 8 * A_THREADS))
     ran = load_i64(args + 8 * A_THREADS_RAN)
     if ran > 1:
         _merge_pieces(args, ran)
 
 
 @cache
-def build_worker(group: int, head_dim: int, v_head_dim: int):
-    """The worker for ``group`` query heads per KV head and these head dims, as a Numba cfunc.
+def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int = KIND_FLOAT):
+    """The worker for ``group`` query heads per KV head, these head dims and this kind of KV rows, as a Numba cfunc.
 
+    A scale per tensor (fp8) is no matter of the worker: K's is part of the softmax scale, V's of ``_finish``.
     The closure holds plain ints only, so that Numba's on-disk cache finds it again in another process.
     """
+
+    k_bytes, v_bytes = row_code_bytes(kind, head_dim), row_code_bytes(kind, v_head_dim)
+    per_head = kind in PER_HEAD_KINDS
 
     def worker(args):
         thread = call_get_int(load_i64(args + 8 * A_THREAD_NUM))
@@ -237,6 +255,8 @@ def build_worker(group: int, head_dim: int, v_head_dim: int):
         q_scaled = ahead + OFFSETS_BYTES
         scores = q_scaled + 4 * heads * head_dim
         k_base, v_base = load_i64(args + 8 * A_K), load_i64(args + 8 * A_V)
+        k_scales, v_scales = load_i64(args + 8 * A_K_SCALES), load_i64(args + 8 * A_V_SCALES)
+        k_scale = numba.float32(1.0)
         scale, cap = load_f32(load_i64(args + 8 * A_FLOATS)), load_f32(load_i64(args + 8 * A_FLOATS) + 4)
         total = load_i64(args + 8 * A_TOTAL)
         lo, hi = total * thread // threads, total * (thread + 1) // threads
@@ -262,17 +282,22 @@ def build_worker(group: int, head_dim: int, v_head_dim: int):
                 for j in range(count):
                     row = k_base + load_i64(offsets + 8 * j)
                     row_ahead = k_base + load_i64(ahead + 8 * j)
-                    k_ahead = 4 * kv_heads * head_dim if j < count_ahead else 0
+                    k_ahead = kv_heads * k_bytes if j < count_ahead else 0
                     v_row = v_base + load_i64(v_offsets + 8 * j)
-                    _prefetch_rows(row_ahead, k_ahead, v_row, 4 * kv_heads * v_head_dim)
+                    _prefetch_rows(row_ahead, k_ahead, v_row, kv_heads * v_bytes)
                     for n in range(kv_heads):
-                        q_at, k_at = q_scaled + 4 * n * group * head_dim, row + 4 * n * head_dim
-                        score_token(q_at, k_at, scores + 4 * (n * group * BLOCK + j), group, head_dim, BLOCK)
+                        q_at, k_at = q_scaled + 4 * n * group * head_dim, row + n * k_bytes
+                        s_at = scores + 4 * (n * group * BLOCK + j)
+                        if per_head:
+                            k_scale = load_f32(k_scales + load_i64(offsets + 8 * (2 * BLOCK + j)) + 4 * n)
+                        score_token(q_at, k_at, s_at, k_scale, group, head_dim, BLOCK, kind)
                 _softmax_block(scores, acc, heads, v_head_dim, count, cap)
+                if per_head:
+                    _scale_weights(scores, v_scales, offsets + 16 * BLOCK, count, kv_heads, group)
                 for n in range(kv_heads):
                     acc_at, p_at = acc + 4 * n * group * v_head_dim, scores + 4 * n * group * BLOCK
-                    v_at = v_base + 4 * n * v_head_dim
-                    add_weighted_rows(acc_at, p_at, v_at, v_offsets, count, group, v_head_dim, BLOCK)
+                    v_at = v_base + n * v_bytes
+                    add_weighted_rows(acc_at, p_at, v_at, v_offsets, count, group, v_head_dim, BLOCK, kind)
                 token += count
                 offsets, ahead = ahead, offsets
             if whole:

@@ -48,6 +48,18 @@ def copy_bytes(typingctx, target, source, count):
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
+@intrinsic
+def fill_bytes(typingctx, target, value, count):
+    """memset of ``count`` bytes to ``value``."""
+
+    def codegen(context, builder, signature, args):
+        place = builder.inttoptr(args[0], ir.PointerType(ir.IntType(8)))
+        cgutils.memset(builder, place, args[2], builder.trunc(args[1], ir.IntType(8)))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
 @intrinsic(prefer_literal=True)
 def prefetch_line(typingctx, address, level):
     """Ask for the cache line at ``address``, into the L1 or L2 cache (``level`` 1 or 2, a constant)."""

@@ -1,0 +1,191 @@
+"""Quantised rows as LLVM vectors: codes to floats and back, in registers.
+
+Each kind of row has its own bits (kernels/quantized.py says what they mean). A loaded value is
+``code x unit``; ``UNIT`` is folded into the scale by the caller:
+
+    8-bit integer   sign-extend, convert
+    4-bit integer   shift to the top of 32 bits and arithmetically back, convert
+    e5m2            is the upper byte of a float16, which the machine converts
+    e4m3            its exponent and mantissa are those of a float16 with 2**-8 of the value, so that
+                    subnormals need no case of their own; NaN is put in place by a select
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KVFormat
+from kernels.numba_memory import F32, I32, I64, pointer
+from kernels.numba_vectors import LANES, call, chunks, constant, load, splat, store, vec
+
+# Kinds of rows, plain ints because kernels close over them; 0 is float32.
+KIND_FLOAT, KIND_INT8, KIND_INT4, KIND_E4M3, KIND_E5M2 = range(5)
+KIND_OF: dict[KVFormat, int] = {INT8: KIND_INT8, INT4: KIND_INT4, FP8_E4M3: KIND_E4M3, FP8_E5M2: KIND_E5M2}
+PER_HEAD_KINDS = (KIND_INT8, KIND_INT4)  # whose scale is per token and head
+UNIT = {KIND_FLOAT: 1.0, KIND_INT8: 1.0, KIND_INT4: 1.0, KIND_E4M3: 256.0, KIND_E5M2: 1.0}
+_LARGEST = {KIND_INT8: 127.0, KIND_INT4: 7.0, KIND_E4M3: 448.0, KIND_E5M2: 57344.0}
+
+I8, I16 = ir.IntType(8), ir.IntType(16)
+
+
+def row_code_bytes(kind: int, dim: int) -> int:
+    """Bytes of the ``dim`` values of one token's head."""
+    if kind == KIND_FLOAT:
+        return 4 * dim
+    return (dim + 1) // 2 if kind == KIND_INT4 else dim
+
+
+def pieces_of(kind: int, dim: int) -> list[tuple[int, int]]:
+    """(offset, width) vectors that cover a row. Of int4 none straddles the halves; sharers of bytes are neighbours."""
+    if kind != KIND_INT4:
+        return chunks(dim)
+    half = (dim + 1) // 2
+    high = [(half + offset, width) for offset, width in chunks(dim - half)]
+    return sorted(chunks(half) + high, key=lambda piece: (piece[0] % half, piece[0]))
+
+
+def _ints(kind: ir.IntType, width: int, value: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(kind, width), [value] * width)
+
+
+def _bytes_at(builder: ir.IRBuilder, address: ir.Value, first: int, width: int) -> ir.Value:
+    place = builder.add(address, ir.Constant(I64, first)) if first else address
+    return builder.load(pointer(builder, place, ir.VectorType(I8, width)), align=1)
+
+
+def load_values(builder: ir.IRBuilder, address: ir.Value, dim: int, offset: int, width: int, kind: int) -> ir.Value:
+    """Values offset..offset+width-1 (a piece of ``pieces_of``) of the row at ``address``, as floats without scale."""
+    if kind == KIND_FLOAT:
+        return load(builder, address, offset, width)
+    if kind == KIND_INT4:
+        half = (dim + 1) // 2
+        low = offset < half
+        codes = builder.sext(
+            _bytes_at(builder, address, offset if low else offset - half, width), ir.VectorType(I32, width)
+        )
+        if low:
+            codes = builder.shl(codes, _ints(I32, width, 28))
+        return builder.sitofp(builder.ashr(codes, _ints(I32, width, 28 if low else 4)), vec(width))
+    codes = _bytes_at(builder, address, offset, width)
+    if kind == KIND_INT8:
+        return builder.sitofp(builder.sext(codes, ir.VectorType(I32, width)), vec(width))
+    return _load_fp8(builder, address, dim, offset, width, kind)
+
+
+def _load_fp8(builder: ir.IRBuilder, address: ir.Value, dim: int, offset: int, width: int, kind: int) -> ir.Value:
+    """Two neighbouring pieces build the same 32-wide code, of which LLVM keeps one: half the integer work."""
+    first = offset // 32 * 32
+    paired = width == LANES and first + 32 <= dim
+    w, start = (32, first) if paired else (width, offset)
+    codes = _bytes_at(builder, address, start, w)
+    if kind == KIND_E5M2:
+        bits = builder.shl(builder.zext(codes, ir.VectorType(I16, w)), _ints(I16, w, 8))
+    else:
+        nan = builder.icmp_unsigned("==", builder.and_(codes, _ints(I8, w, 0x7F)), _ints(I8, w, 0x7F))
+        bits = builder.shl(builder.sext(codes, ir.VectorType(I16, w)), _ints(I16, w, 7))
+        bits = builder.and_(bits, _ints(I16, w, 0xBFFF))  # the sign twice: once as float16's highest exponent bit
+        bits = builder.select(nan, _ints(I16, w, 0x7E00), bits)
+    if paired:
+        mine = ir.Constant(ir.VectorType(I32, LANES), list(range(offset - first, offset - first + LANES)))
+        bits = builder.shuffle_vector(bits, ir.Constant(bits.type, ir.Undefined), mine)
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), width)), vec(width))
+
+
+def _encode_fp8(builder: ir.IRBuilder, y: ir.Value, kind: int) -> ir.Value:
+    """float -> i32 with the fp8 bits, ties to even; the caller has clamped to the finite range.
+
+    Normal results: add half a unit less one plus the last kept bit, then cut. Subnormal ones: adding a float
+    whose unit in the last place is the format's smallest step makes the machine round.
+    """
+    w, ints = y.type.count, ir.VectorType(I32, y.type.count)
+    cut, bias = (20, 7) if kind == KIND_E4M3 else (21, 15)  # mantissa bits dropped, exponent bias
+    bits = builder.bitcast(y, ints)
+    size = builder.and_(bits, _ints(I32, w, 0x7FFFFFFF))
+    last = builder.and_(builder.lshr(size, _ints(I32, w, cut)), _ints(I32, w, 1))
+    rounding = _ints(I32, w, (1 << (cut - 1)) - 1 - ((127 - bias) << 23))
+    normal = builder.lshr(builder.add(builder.add(size, rounding), last), _ints(I32, w, cut))
+    magic = (127 - bias + cut + 1) << 23
+    sum_ = builder.fadd(builder.bitcast(size, vec(w)), builder.bitcast(_ints(I32, w, magic), vec(w)))
+    subnormal = builder.sub(builder.bitcast(sum_, ints), _ints(I32, w, magic))
+    small = builder.icmp_unsigned("<", size, _ints(I32, w, (128 - bias) << 23))
+    code = builder.select(small, subnormal, normal)
+    code = builder.select(builder.fcmp_unordered("uno", y, y), _ints(I32, w, 0x7F), code)
+    sign = builder.and_(builder.lshr(bits, _ints(I32, w, 24)), _ints(I32, w, 0x80))
+    return builder.or_(code, sign)
+
+
+def _encode(builder: ir.IRBuilder, x: ir.Value, scale: ir.Value, kind: int) -> ir.Value:
+    """floats -> i32 codes of x / scale, clamped, ties to even."""
+    w, top = x.type.count, constant(x.type.count, _LARGEST[kind])
+    y = builder.fdiv(x, splat(builder, scale, w))
+    y = builder.select(builder.fcmp_ordered(">", y, top), top, y)
+    bottom = constant(w, -_LARGEST[kind])
+    y = builder.select(builder.fcmp_ordered("<", y, bottom), bottom, y)
+    if kind not in PER_HEAD_KINDS:
+        return _encode_fp8(builder, y, kind)
+    return builder.fptosi(call(builder, f"llvm.rint.v{w}f32", vec(w), [y]), ir.VectorType(I32, w))
+
+
+@intrinsic(prefer_literal=True)
+def largest_of(typingctx, x, dim):
+    """The largest absolute value of ``x[:dim]``; NaN if one is NaN (their bits are the largest)."""
+    d_count = dim.literal_value
+
+    def codegen(context, builder, signature, args):
+        best = ir.Constant(I32, 0)
+        for offset, width in chunks(d_count):
+            ints = ir.VectorType(I32, width)
+            size = builder.and_(
+                builder.bitcast(load(builder, args[0], offset, width), ints), _ints(I32, width, 0x7FFFFFFF)
+            )
+            name = f"llvm.vector.reduce.umax.v{width}i32"
+            reduce = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, [ints]), name)
+            here = builder.call(reduce, [size])
+            best = builder.select(builder.icmp_unsigned(">", here, best), here, best)
+        return builder.bitcast(best, F32)
+
+    return types.float32(types.intp, dim), codegen
+
+
+@intrinsic(prefer_literal=True)
+def encode_row(typingctx, x, codes, scale, dim, kind):
+    """Codes of the floats ``x[:dim]`` over ``scale`` (not 0), at the address ``codes``."""
+    d_count, k = dim.literal_value, kind.literal_value
+
+    def codegen(context, builder, signature, args):
+        x_at, codes_at, scale_value = args[:3]
+        half = (d_count + 1) // 2 if k == KIND_INT4 else d_count
+        for offset, width in chunks(half):
+            bits = _encode(builder, load(builder, x_at, offset, width), scale_value, k)
+            if k == KIND_INT4:
+                bits = builder.and_(bits, _ints(I32, width, 15))
+            narrow = builder.trunc(bits, ir.VectorType(I8, width))
+            builder.store(
+                narrow, pointer(builder, builder.add(codes_at, ir.Constant(I64, offset)), narrow.type), align=1
+            )
+        for offset, width in chunks(d_count - half):  # the high halves of int4, over the low ones
+            bits = _encode(builder, load(builder, x_at, half + offset, width), scale_value, k)
+            high = builder.trunc(builder.shl(bits, _ints(I32, width, 4)), ir.VectorType(I8, width))
+            joint = builder.or_(high, _bytes_at(builder, codes_at, offset, width))
+            builder.store(joint, pointer(builder, builder.add(codes_at, ir.Constant(I64, offset)), joint.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.float32, dim, kind), codegen
+
+
+@intrinsic(prefer_literal=True)
+def decode_row(typingctx, codes, target, factor, dim, kind):
+    """Floats ``factor x value`` of the row at ``codes``, at ``target``."""
+    d_count, k = dim.literal_value, kind.literal_value
+
+    def codegen(context, builder, signature, args):
+        codes_at, target_at, factor_value = args[:3]
+        for offset, width in pieces_of(k, d_count):
+            value = load_values(builder, codes_at, d_count, offset, width, k)
+            store(builder, builder.fmul(value, splat(builder, factor_value, width)), target_at, offset)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.float32, dim, kind), codegen

@@ -1,0 +1,72 @@
+"""LLVM vectors for the CPU kernels: the building blocks of the intrinsics in numba_simd.py and numba_codes.py.
+
+Written as explicit ``<16 x float>`` code and not left to the loop vectoriser: with raw pointers the
+vectoriser cannot prove that accumulators and KV do not overlap, and Numba has no vector exp without
+SVML. LLVM splits the vectors to what the machine has (AVX-512, AVX2, NEON), so this is portable.
+Addresses are byte addresses in ``intp``.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kernels.numba_memory import F32, I32, I64, pointer
+
+LANES = 16
+# Sums may be reordered and fused; nnan/ninf are left out, so NaN and inf keep their meaning.
+FAST = ("reassoc", "contract", "nsz")
+
+
+def chunks(dim: int) -> list[tuple[int, int]]:
+    """(offset, width) pieces that cover ``dim`` with power-of-two vectors of at most LANES."""
+    pieces, offset, width = [], 0, LANES
+    while offset < dim:
+        if dim - offset >= width:
+            pieces.append((offset, width))
+            offset += width
+        else:
+            width //= 2
+    return pieces
+
+
+def vec(width: int) -> ir.VectorType:
+    return ir.VectorType(F32, width)
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, element: int, width: int) -> ir.Value:
+    place = builder.add(address, ir.Constant(I64, 4 * element)) if element else address
+    return builder.load(pointer(builder, place, vec(width)), align=4)
+
+
+def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, element: int) -> None:
+    place = builder.add(address, ir.Constant(I64, 4 * element)) if element else address
+    builder.store(value, pointer(builder, place, value.type), align=4)
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:
+    one = builder.insert_element(ir.Constant(vec(width), ir.Undefined), scalar, ir.Constant(I32, 0))
+    zeros = ir.Constant(ir.VectorType(I32, width), [0] * width)
+    return builder.shuffle_vector(one, ir.Constant(vec(width), ir.Undefined), zeros)
+
+
+def constant(width: int, value: float) -> ir.Constant:
+    return ir.Constant(vec(width), [value] * width)
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args, fastmath=FAST)
+
+
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    width = a.type.count
+    return call(builder, f"llvm.fma.v{width}f32", vec(width), [a, b, c])
+
+
+def sum_of(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    width = vector.type.count
+    if width == 1:
+        return builder.extract_element(vector, ir.Constant(I32, 0))
+    args = [ir.Constant(F32, 0.0), vector]
+    return call(builder, f"llvm.vector.reduce.fadd.v{width}f32", F32, args)

@@ -1,0 +1,255 @@
+"""Storing and loading quantised KV: stated bounds, bit patterns by enumeration, and Numba bit for bit as torch."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels import default_backend, get_backend
+from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, find_format
+from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
+
+FORMATS = list(KV_FORMATS.values())
+PER_HEAD = (INT8, INT4)
+by_name = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+
+
+def sample(kind: str, tokens: int, heads: int, dim: int, seed: int = 0) -> torch.Tensor:
+    """``[tokens, heads, dim]`` float32 as K and V come: plain, or with loud channels and loud tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, heads, dim, generator=generator)
+    if kind == "outliers":
+        x[:, :, :: max(1, dim // 3)] *= 50  # a few channels, as keys have them
+        x[:: max(1, tokens // 3)] *= 100  # a few tokens, as attention sinks have them
+    elif kind == "ties":
+        x = (x * 8).round() / 2
+    elif kind == "tiny":
+        x = x * 10.0 ** torch.randint(-44, -34, (tokens, heads, 1), generator=generator)
+    return x
+
+
+def new_cache(format, slots: int, x: torch.Tensor, share: float = 0.5) -> QuantizedKV:
+    """A cache for x; fp8's range is taken to the given share by x's largest value."""
+    scale = (
+        max(float(x.nan_to_num(0, 0, 0).abs().max()), 1e-30) / share / FP8_MAX[format] if format in FP8_MAX else None
+    )
+    return QuantizedKV.zeros(format, slots, x.shape[1], x.shape[2], "cpu", scale)
+
+
+def bound(format, x: torch.Tensor, scale: float) -> torch.Tensor:
+    """The bound that kernels/quantized.py states, in float64."""
+    x = x.double()
+    row = x.abs().amax(-1, keepdim=True).expand_as(x)
+    half_step = {
+        INT8: row / 254,
+        INT4: row / 14,
+        FP8_E4M3: (x.abs() / 16).clamp(min=scale / 1024),
+        FP8_E5M2: (x.abs() / 8).clamp(min=scale / 131072),
+    }[format]
+    flushed = 127 * 2.0**-126 if format in PER_HEAD else 0.0
+    return half_step + 3e-7 * x.abs() + flushed
+
+
+@by_name
+@pytest.mark.parametrize("kind", ["random", "outliers", "ties", "tiny"])
+@pytest.mark.parametrize("dim", [1, 7, 64])
+def test_error_of_every_value_is_within_the_stated_bound(format, kind, dim):
+    x = sample(kind, 60, 3, dim)
+    cache, slots = new_cache(format, 80, x), torch.randperm(80)[:60]
+    cache.store(slots, x)
+    error = (cache.load(slots).double() - x.double()).abs()
+    allowed = bound(format, x, cache.scale)
+    assert (error <= allowed).all()
+    if kind in ("random", "outliers") and dim == 64:  # and the bound says something: some values come near it
+        assert (error > 0.8 * allowed).any()
+
+
+@pytest.mark.parametrize(
+    ("format", "limit"), [(INT8, 0.01), (INT4, 0.16), (FP8_E4M3, 0.04), (FP8_E5M2, 0.08)], ids=lambda p: str(p)
+)
+def test_relative_error_of_normal_data(format, limit):
+    """Root mean square of the error over that of the data: what a user may expect of each format."""
+    x = sample("random", 500, 2, 64)
+    cache, slots = new_cache(format, 500, x), torch.arange(500)
+    cache.store(slots, x)
+    relative = float((cache.load(slots) - x).square().mean().sqrt() / x.square().mean().sqrt())
+    assert limit / 4 < relative < limit
+
+
+def fp8_values(format) -> list[float]:
+    """Value of each non-negative finite code, from the definition of the format; index = code."""
+    mantissa_bits, bias = (3, 7) if format == FP8_E4M3 else (2, 15)
+    steps = 1 << mantissa_bits
+    values = []
+    for code in range(128):
+        exponent, fraction = code >> mantissa_bits, code % steps
+        if exponent == 0:
+            values.append(2.0 ** (1 - bias) * fraction / steps)
+        else:
+            values.append(2.0 ** (exponent - bias) * (1 + fraction / steps))
+    return values[:127] if format == FP8_E4M3 else values[:124]  # above: NaN, and infinity in e5m2
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("format", FP8_MAX, ids=lambda f: f.name)
+def test_fp8_codes_are_the_nearest_with_ties_to_even(backend, format):
+    """Against enumeration: every value, every midpoint, and a float32 to either side of each midpoint."""
+    values = torch.tensor(fp8_values(format), dtype=torch.float64)
+    assert values[-1] == FP8_MAX[format]
+    middle = (values[1:] + values[:-1]) / 2
+    beside = [torch.nextafter(middle.float(), torch.tensor(to)) for to in (-math.inf, math.inf)]
+    x = torch.cat([values.float(), middle.float(), *beside])
+    distance = (x.double()[:, None] - values[None]).abs()
+    nearest = distance.argmin(1)
+    tie = (distance == distance.gather(1, nearest[:, None])).sum(1) == 2
+    expected = torch.where(tie & (nearest % 2 == 1), nearest + 1, nearest)  # of two codes in a row one is even
+    for sign in (1, -1):
+        cache = QuantizedKV.zeros(format, len(x), 1, 1, "cpu", scale=1.0)
+        rows = sign * x[:, None, None]
+        get_backend(backend).write_kv(rows, rows, cache, cache, torch.arange(len(x)))
+        assert torch.equal(cache.codes.flatten().long(), expected + (128 if sign < 0 else 0))
+        assert torch.equal(cache.load(torch.arange(len(x))).flatten().double(), sign * values[expected])
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("format", FP8_MAX, ids=lambda f: f.name)
+def test_fp8_beyond_the_range_saturates_and_never_becomes_nan(backend, format):
+    x = torch.tensor([math.inf, -math.inf, 3e38, -3e38, 460.0, -60000.0, 1e9, 0.0])[None, None].repeat(1, 1, 3)
+    cache = QuantizedKV.zeros(format, 1, 1, x.shape[2], "cpu", scale=1e-3)
+    get_backend(backend).write_kv(x, x, cache, cache, torch.tensor([0]))
+    loaded = cache.load(torch.tensor([0]))
+    torch.testing.assert_close(loaded, x.sign() * FP8_MAX[format] * cache.scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@by_name
+def test_what_a_model_got_wrong_stays_visible(backend, format):
+    """NaN loads as NaN, in the row (integer formats) or the value (fp8) where it was, and nowhere else."""
+    x = sample("random", 4, 2, 33)
+    x[1, 0, 5] = math.nan
+    cache = new_cache(format, 4, x)
+    get_backend(backend).write_kv(x, x, cache, cache, torch.arange(4))
+    expected = torch.zeros_like(x, dtype=torch.bool)
+    expected[1, 0, slice(None) if format in PER_HEAD else 5] = True
+    assert torch.equal(cache.load(torch.arange(4)).isnan(), expected)
+    if format in PER_HEAD:
+        x[1, 0, 5] = math.inf
+        get_backend(backend).write_kv(x, x, cache, cache, torch.arange(4))
+        assert torch.equal(cache.load(torch.arange(4)).isnan(), expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@by_name
+def test_zero_rows_stay_zero_over_what_was_there(backend, format):
+    x = sample("random", 3, 2, 9)
+    cache, slots = new_cache(format, 3, x), torch.arange(3)
+    get_backend(backend).write_kv(x, x, cache, cache, slots)
+    assert cache.load(slots).any()
+    get_backend(backend).write_kv(torch.zeros_like(x), torch.zeros_like(x), cache, cache, slots)
+    assert torch.equal(cache.load(slots), torch.zeros_like(x))
+
+
+def test_codes_and_scales_by_hand():
+    """Symmetric, ties to even, two int4 codes a byte with the second half of the row in the high bits."""
+    row = torch.tensor([7.0, -7.0, 0.5, 0.0, -2.5])[None, None]
+    four = QuantizedKV.zeros(INT4, 1, 1, 5, "cpu")
+    four.store(torch.tensor([0]), row)
+    assert four.codes[0, 0].tolist() == [0x07, 0xE9, 0x00] and four.scales.item() == 1.0
+    assert four.load(torch.tensor([0]))[0, 0].tolist() == [7, -7, 0, 0, -2]
+    eight = QuantizedKV.zeros(INT8, 1, 1, 5, "cpu")
+    eight.store(torch.tensor([0]), row * 127 / 7)
+    assert eight.codes[0, 0].tolist() == [127, -127, 9, 0, -45] and eight.scales.item() == 1.0
+
+
+@by_name
+@given(
+    tokens=st.integers(1, 9),
+    heads=st.integers(1, 3),
+    dim=st.sampled_from([1, 7, 33, 64]),
+    kind=st.sampled_from(["random", "outliers", "ties", "tiny"]),
+    share=st.sampled_from([0.5, 1.0, 4.0]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_numba_writes_the_very_bits_of_the_reference(format, tokens, heads, dim, kind, share, seed):
+    """Codes and scales equal, padding skipped, other slots untouched; heads first in memory as models send them."""
+    x = sample(kind, heads, tokens, dim, seed).transpose(0, 1)
+    slots = torch.randperm(20, generator=torch.Generator().manual_seed(seed))[:tokens]
+    slots[seed % tokens] = -1 - seed
+    caches = []
+    for backend in ("torch", "numba"):
+        cache = new_cache(format, 20, x, share)
+        for tensor in raw_tensors(cache):
+            tensor.fill_(77)
+        get_backend(backend).write_kv(x, x, cache, cache, slots.to(torch.int32))
+        caches.append(cache)
+        untouched = sorted(set(range(20)) - set(slots.tolist()))
+        assert all((t[untouched] == 77).all() for t in raw_tensors(cache))
+    for expected, got in zip(*map(raw_tensors, caches), strict=True):
+        assert torch.equal(expected, got)
+
+
+@by_name
+@pytest.mark.parametrize("dim", [1, 7, 64])
+def test_bytes_of_a_row_are_the_bytes_in_memory(format, dim):
+    cache = QuantizedKV.zeros(format, 10, 3, dim, "cpu", 0.1 if format in FP8_MAX else None)
+    tensors = raw_tensors(cache)
+    assert all(t.shape[0] == 10 and t.is_contiguous() for t in tensors)
+    assert sum(t.nbytes for t in tensors) == 10 * 3 * format.row_bytes(dim)
+    assert cache.shape == (10, 3, dim)
+
+
+def test_bytes_by_hand():
+    assert [KV_FORMATS[name].row_bytes(128) for name in sorted(KV_FORMATS)] == [128, 128, 68, 132]
+    assert INT4.row_bytes(7) == 4 + 4 and find_format("auto") is None
+    with pytest.raises(ValueError, match="unknown kv_cache_dtype 'fp8': use one of auto, fp8_e4m3"):
+        find_format("fp8")
+
+
+@by_name
+def test_moving_the_rows_of_raw_tensors_moves_the_tokens(format):
+    x = sample("outliers", 8, 2, 7)
+    cache = new_cache(format, 20, x)
+    cache.store(torch.arange(8), x)
+    before = cache.load(torch.arange(8))
+    for tensor in raw_tensors(cache):
+        tensor[12:20] = tensor[:8].clone()
+        tensor[:8] = 0
+    assert torch.equal(cache.load(torch.arange(12, 20)), before)
+    plain = torch.zeros(3, 1, 1)
+    assert raw_tensors(plain)[0] is plain
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, -1.0, math.inf, math.nan])
+def test_fp8_without_a_usable_scale_is_refused(scale):
+    """FP8 scales silently 1.0 (sglang#18882): here there is no default to fall back to."""
+    with pytest.raises(ValueError, match=rf"fp8_e4m3 needs a positive, finite scale.*not {scale}"):
+        QuantizedKV.zeros(FP8_E4M3, 4, 1, 8, "cpu", scale)
+    with pytest.raises(ValueError, match="int8_per_token_head finds a scale per token and head"):
+        QuantizedKV.zeros(INT8, 4, 1, 8, "cpu", 0.5)
+
+
+def test_who_serves_quantised_caches():
+    fits = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
+    for name in KV_FORMATS:
+        assert default_backend("cuda", torch.bfloat16, name) == "torch"
+        assert default_backend("cpu", torch.float32, name) == "numba"
+        for backend in ("torch", "numba"):
+            get_backend(backend).check_support(**fits, device="cpu", kv_cache_dtype=name)
+        with pytest.raises(ValueError, match=f"triton .* no quantised KV cache, .*{name}: use the torch backend"):
+            get_backend("triton").check_support(**fits, device="cuda", kv_cache_dtype=name)
+    for backend in ("torch", "numba"):
+        with pytest.raises(ValueError, match="unknown kv_cache_dtype 'int2'"):
+            get_backend(backend).check_support(**fits, device="cpu", kv_cache_dtype="int2")
+
+
+def test_formats_are_known_without_torch():
+    code = "import sys, kernels.kv_formats; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
