@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
-from engine.output_stream import Delivery, OutputStream
+from engine.output_stream import Delivery, OpenSequences, OutputStream
 from engine.sequence import Request, TokenOutput
 from engine.sequence import Sequence as EngineSequence
 from engine.stats import EngineStats
@@ -54,7 +54,8 @@ class AsyncEngine:
         self.model_info = engine.model_info
         self.last_stats: EngineStats = engine.stats()
         self._streams: dict[str, OutputStream] = {}  # event loop only
-        self._live: dict[str, EngineSequence] = {}  # engine thread only
+        self._live: dict[str, EngineSequence] = {}  # engine thread only: sequence 0 of each request
+        self._open = OpenSequences()  # engine thread only: of the requests in _live
         self._failed_steps = 0  # in a row
         self._last_failure = ""
         self._condition = threading.Condition()  # guards the next three
@@ -86,9 +87,10 @@ class AsyncEngine:
 
         Raises:
             ValueError: the engine refused one (it could never run); the text is for the client.
+            QueueFull: the waiting queue is at its limit. A ValueError too.
             EngineUnavailable: the engine has failed or is shutting down.
         """
-        stream = OutputStream([request.request_id for request in requests], self.abort)
+        stream = OutputStream(requests, self.abort)
         for request in requests:
             self._streams[request.request_id] = stream
         try:
@@ -111,12 +113,16 @@ class AsyncEngine:
         finally:
             stream.close()
 
-    def abort(self, request_ids: Sequence[str], reason: str = "abort") -> None:
-        """Take requests out of the engine; those that have ended already are passed over. Does not wait."""
-        for request_id in request_ids:
-            self._streams.pop(request_id, None)
+    def abort(self, request_id: str, reason: str = "abort", index: int | None = None) -> None:
+        """Take a request out of the engine, or only its sequence ``index``. Does not wait.
+
+        What has ended already is passed over.
+        """
+        stream = self._streams.get(request_id)
+        if stream is not None and (index is None or not stream.expects(request_id)):
+            del self._streams[request_id]
         with contextlib.suppress(EngineUnavailable):  # a stopping engine aborts everything by itself
-            self._post(lambda: self._remove(request_ids, reason), None)
+            self._post(lambda: self._remove(request_id, reason, index), None)
 
     async def reset_prefix_cache(self) -> bool:
         """False when pages are still owned, and then nothing is done."""
@@ -133,7 +139,7 @@ class AsyncEngine:
         with self._condition:
             self._stopping = True
             self._condition.notify()
-        self._end_streams("abort", SHUTTING_DOWN)
+        self._end_all_streams("abort", SHUTTING_DOWN)
         if self._running is None:
             return True
         await asyncio.wait([asyncio.wrap_future(self._running)], timeout=timeout_s)
@@ -159,14 +165,18 @@ class AsyncEngine:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue  # aborted since
-            if delivery.output.finish_reason is not None:
-                del self._streams[request_id]
             stream.put(delivery)
+            if not stream.expects(request_id):
+                del self._streams[request_id]
 
-    def _end_streams(self, finish_reason: str, error: str) -> None:
-        now = time.monotonic()
-        ids = list(self._streams)
-        self._deliver([Delivery(now, None, TokenOutput(i, (), finish_reason, 0, error)) for i in ids])
+    def _end_streams(self, request_ids: Sequence[str], finish_reason: str, error: str) -> None:
+        for request_id in request_ids:
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                stream.end(request_id, finish_reason, error)
+
+    def _end_all_streams(self, finish_reason: str, error: str) -> None:
+        self._end_streams(list(self._streams), finish_reason, error)
 
     # Engine thread side.
 
@@ -187,7 +197,7 @@ class AsyncEngine:
             stopping = self._stopping
         self._obey(commands)
         if stopping:
-            self._remove(list(self._live), "abort")
+            self._remove_all(list(self._live), "abort")
             return False
         if self.engine.has_work():
             self._step()
@@ -229,21 +239,20 @@ class AsyncEngine:
             seq = self._live.get(output.request_id)
             deliveries.append(Delivery(now, seq.first_scheduled if seq else None, output))
             if output.finish_reason is not None:
-                self._live.pop(output.request_id, None)
+                self._close(output.request_id, output.index)
         self._to_loop(self._deliver, deliveries)
 
     def _fail_step(self, reason: str) -> None:
-        """End the requests that were running, so that the waiting ones get their turn; all if none was running.
+        """End the requests whose KV the step may have damaged, so that the others go on; all if it names none.
 
         An abort that raises too leaves ``_turn`` and is the end of the engine.
         """
         self._failed_steps += 1
         self._last_failure = reason
-        victims = [seq.request_id for seq in self.engine.scheduler.running] or list(self._live)
-        self._remove(victims, "error")
+        victims = self.engine.fail_step() or list(self._live)
+        self._remove_all(victims, "error")
         error = f"the engine failed in a step that this request was part of: {reason}"
-        now = time.monotonic()
-        self._to_loop(self._deliver, [Delivery(now, None, TokenOutput(i, (), "error", 0, error)) for i in victims])
+        self._to_loop(self._end_streams, victims, "error", error)
         if self.engine.has_work() and not self._live:
             raise RuntimeError(f"requests are left in the engine that nobody knows, after a failed step: {reason}")
 
@@ -252,15 +261,32 @@ class AsyncEngine:
         try:
             for request in requests:
                 self._live[request.request_id] = self.engine.add_request(request)
+                self._open.open(request)
                 added.append(request.request_id)
         except ValueError:
-            self._remove(added, "abort")
+            self._remove_all(added, "abort")
             raise
 
-    def _remove(self, request_ids: Sequence[str], reason: str) -> None:
+    def _remove_all(self, request_ids: Sequence[str], reason: str) -> None:
         for request_id in request_ids:
-            if self._live.pop(request_id, None) is not None:
-                self.engine.abort(request_id, reason)
+            self._remove(request_id, reason, None)
+
+    def _remove(self, request_id: str, reason: str, index: int | None) -> None:
+        if request_id not in self._live:
+            return
+        if index is None:
+            self._open.close_all(request_id)
+            del self._live[request_id]
+        elif not self._close(request_id, index):
+            return
+        self.engine.abort(request_id, reason, index)
+
+    def _close(self, request_id: str, index: int) -> bool:
+        """Note that a sequence has ended, and with the last one its request; False if it had ended before."""
+        was_open = self._open.close(request_id, index)
+        if request_id not in self._open:
+            self._live.pop(request_id, None)
+        return was_open
 
     def _die(self, reason: str) -> None:
         with self._condition:
@@ -268,7 +294,7 @@ class AsyncEngine:
             commands, self._commands = self._commands, []
         unavailable = EngineUnavailable(reason)
         self._to_loop(_resolve, [(reply, None, unavailable) for _, reply in commands if reply is not None])
-        self._to_loop(self._end_streams, "error", reason)
+        self._to_loop(self._end_all_streams, "error", reason)
 
     def _to_loop(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None

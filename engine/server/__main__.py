@@ -21,6 +21,7 @@ from engine.engine_thread import EngineThread
 from engine.model_spec import find_model
 from engine.server.app import create_app
 from engine.server.arguments import ServeOptions, build_parser, options_of
+from engine.server.step_log import StepLog
 from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
 
 GRACE_SECONDS = 2  # that handlers get to send their last words once the requests have been aborted
@@ -120,14 +121,25 @@ def serve(
     """
     port = sock.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
-    server = make_server(
-        engine, tokenizer, options, lambda: print(f"ready http://{shown}:{port}", flush=True), thread
-    )
+    server = make_server(engine, tokenizer, options, lambda: print(f"ready http://{shown}:{port}", flush=True), thread)
     try:
         server.run(sockets=[sock])
     except OSError as error:
         raise ValueError(_cannot_listen(options.host, port, error)) from None
     return 0
+
+
+@contextlib.contextmanager
+def step_log(options: ServeOptions) -> Iterator[StepLog | None]:
+    """The log that was asked for, opened before the model is loaded. Raises ValueError when it cannot be written."""
+    if options.step_log is None:
+        yield None
+        return
+    log = StepLog(options.step_log)
+    try:
+        yield log
+    finally:
+        log.close()
 
 
 def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
@@ -147,9 +159,10 @@ def run(args: argparse.Namespace, load: Callable[[EngineConfig], tuple[Engine, S
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
         config, options = options_of(args)
-        with reserve_socket(options.host, options.port) as sock:
+        with reserve_socket(options.host, options.port) as sock, step_log(options) as log:
             thread = EngineThread()
             engine, tokenizer = thread.submit(load, config).result()
+            engine.on_step = None if log is None else log.write
             code = serve(engine, tokenizer, options, sock, thread)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -22,10 +22,11 @@ from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.server.chat import chat_completions, chat_ids
 from engine.server.completions import completions, encode
-from engine.server.errors import APIError, install_error_handlers, invalid
+from engine.server.errors import CLIENT_LEFT, APIError, install_error_handlers, invalid
 from engine.server.generation import ServerState
 from engine.server.metrics import ServerMetrics
 from engine.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from engine.server.streaming import EventStream
 from engine.server.tokenizer import ServerTokenizer
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -63,14 +64,31 @@ def create_app(
     return app
 
 
-def _post(app: FastAPI, state: ServerState, path: str, endpoint: Endpoint, body: Any = None) -> None:
-    """A POST route that hands the raw body to ``endpoint``; ``body`` is its model, for /openapi.json."""
+def _post(
+    app: FastAPI, state: ServerState, path: str, endpoint: Endpoint, body: Any = None, counted: bool = False
+) -> None:
+    """A POST route that hands the raw body to ``endpoint``; ``body`` is its model, for /openapi.json.
+
+    ``counted``: the answers count in ``http_requests``.
+    """
 
     async def handle(request: Request) -> Response:
+        status = 500  # of an error that nobody foresaw
+        status: int | None = 500  # of an error that nobody foresaw
         try:
-            return await endpoint(state, request, await read_body(request))
+            response = await endpoint(state, request, await read_body(request))
+            status = None if isinstance(response, EventStream) else response.status_code
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            state.metrics.failed("disconnect")
+            status = CLIENT_LEFT
+            return Response(status_code=CLIENT_LEFT)
+        except APIError as error:
+            status = error.status
+            raise
+        finally:
+            if counted and status is not None:  # a stream counts itself when it ends
+                state.metrics.answered(status)
+        return response
 
     handle.__doc__ = (endpoint.__doc__ or "").strip()
     extra = None
@@ -103,8 +121,8 @@ def _too_large(size: int) -> APIError:
 
 
 def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
-    _post(app, state, "/v1/completions", completions, CompletionBody)
-    _post(app, state, "/v1/chat/completions", chat_completions, ChatBody)
+    _post(app, state, "/v1/completions", completions, CompletionBody, counted=True)
+    _post(app, state, "/v1/chat/completions", chat_completions, ChatBody, counted=True)
 
 
 def _add_tool_routes(app: FastAPI, state: ServerState) -> None:

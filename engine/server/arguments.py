@@ -22,18 +22,27 @@ HELP = {
     "Prompts of token ids need none.",
     "layout": "where a request's KV lies: paged takes pages as the request grows; contiguous reserves one stretch for "
     "its longest possible length, the baseline that paging is compared with.",
-    "reservation": "contiguous only: what is reserved for each request. max: max_model_len slots.",
+    "reservation": "contiguous only: slots reserved for each request, max_model_len at most. max: max_model_len; pow2: "
+    "the prompt and the next power of two of max_tokens; oracle: the prompt and max_tokens.",
     "page_size": "tokens a page. Small pages waste fewer slots at a request's end, large ones need a shorter table.",
     "kv_budget": "memory for K, V and the page table, in bytes or as 512MiB, 2GiB. Both layouts get the same from it. "
     "Left out: 256 MiB on a CPU, 80 %% of the free memory of a GPU.",
-    "kv_cache_dtype": "of the stored K and V. auto: the model's.",
+    "kv_cache_dtype": "of the stored K and V. auto: the model's. The others hold more tokens in the same budget, at "
+    "some loss of precision; their scales count in the budget.",
     "enable_prefix_caching": "keep the KV of finished requests and give it to prompts that begin alike (paged only).",
     "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit.",
-    "max_num_seqs": "most requests computed in one step.",
+    "max_num_seqs": "most sequences computed in one step, and so the most that one request may ask for with n, best_of "
+    "or beams.",
     "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together.",
     "enable_chunked_prefill": "let a long prompt be computed over several steps, mixed with the others' tokens.",
+    "max_num_partial_prefills": "most prompts computed side by side. From 2 on, one share of the step is kept for "
+    "short prompts, so that a long one cannot hold them up.",
+    "max_num_waiting": "most requests in the waiting queue; one more gets HTTP 429. Left out: no limit.",
+    "scheduling_policy": "who is admitted first. fcfs: in order of arrival; priority: the lowest priority that a "
+    "request states, then in order of arrival.",
     "preemption_mode": "what becomes of the newest request when memory runs out. recompute: its KV is given up and "
-    "computed again later.",
+    "computed again later; swap: it goes to host memory and comes back, as far as swap_space reaches.",
+    "swap_space": "host memory for swapped-out KV, in bytes or as 512MiB. Left out: as much as kv_budget.",
     "kernel_backend": "whose attention: triton on GPUs, numba on CPUs, torch as the reference. auto picks by device.",
     "num_threads": "CPU threads of the arithmetic. Left out: all cores that this process may use.",
 }
@@ -44,6 +53,7 @@ _CHOICES = {
     "dtype": settings.DTYPES,
     "device": settings.DEVICES,
     "load_format": settings.LOAD_FORMATS,
+    "scheduling_policy": settings.SCHEDULING_POLICIES,
     "preemption_mode": settings.PREEMPTION_MODES,
     "kernel_backend": settings.KERNEL_BACKENDS,
 }
@@ -64,11 +74,12 @@ EPILOG = (
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """What is the server's and not the engine's. ``port`` 0: any free one."""
+    """What is the server's and not the engine's. ``port`` 0: any free one; ``step_log``: see ``StepLog``."""
 
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     served_model_name: str | None = None
+    step_log: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -83,6 +94,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--port", type=int, default=ServeOptions.port, help="0: any free port. (default: %(default)s)")
     server.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call the model. (default: its own name)"
+    )
+    server.add_argument(
+        "--step-log",
+        metavar="FILE",
+        help="write a CSV line for each engine step: tokens, preemptions, copies, swaps, and what every KV slot holds.",
     )
     engine = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):
@@ -104,7 +120,7 @@ def options_of(args: argparse.Namespace) -> tuple[EngineConfig, ServeOptions]:
         ValueError: a setting cannot be.
     """
     config = EngineConfig.from_mapping({f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)})
-    return config, ServeOptions(args.host, args.port, args.served_model_name)
+    return config, ServeOptions(args.host, args.port, args.served_model_name, args.step_log)
 
 
 def command_line(values: dict[str, Any]) -> list[str]:
@@ -131,7 +147,7 @@ def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
         keywords["action"] = argparse.BooleanOptionalAction
     elif field.name in _CHOICES:
         keywords["choices"] = _CHOICES[field.name]
-    elif field.name == "kv_budget":
+    elif field.name in settings.BYTE_SETTINGS:
         keywords["metavar"] = "BYTES"
     elif "int" in str(field.type):
         keywords["type"] = int

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.server.completions import LONG_TEXT, choice_fields, collect, stream_response
-from engine.server.errors import invalid, unprocessable
+from engine.server.errors import CLIENT_LEFT, invalid, unprocessable
 from engine.server.generation import Generation, ServerState, check_stops
 from engine.server.protocol import ChatBody, ChatMessage, parse
 from engine.server.tokenizer import ServerTokenizer
@@ -38,7 +38,7 @@ async def chat_completions(state: ServerState, request: Request, raw: bytes) -> 
         return stream_response(generation, body, request, head, chat=True)
     texts = await collect(generation, request)
     if texts is None:
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_LEFT)
     choices = []
     for choice, (text, token_ids) in zip(generation.choices, texts, strict=True):
         answer = choice_fields(choice)

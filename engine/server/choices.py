@@ -34,7 +34,7 @@ class Choice:
 
     __slots__ = (
         "_arrival", "_decoder", "_first_at", "_last_at", "_metrics", "_scheduled_at", "_stop_ids", "_stops",
-        "finish_reason", "index", "num_cached", "num_tokens", "stop_reason",
+        "finish_reason", "index", "num_cached", "num_discarded", "num_tokens", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +49,7 @@ class Choice:
         self.index = index
         self.num_tokens = 0
         self.num_cached = 0
+        self.num_discarded = 0  # tokens of candidates that were not chosen
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None  # the stop string, or the id among stop_token_ids, that ended it
         self._decoder = decoder
@@ -75,6 +76,7 @@ class Choice:
         self._time(delivery)
         self.num_tokens += len(tokens)
         self.num_cached = output.num_cached_tokens
+        self.num_discarded += output.num_discarded
         if reason is None:
             text = self._decoder.push(tokens)
         else:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.server.choices import Choice
-from engine.server.errors import invalid
+from engine.server.errors import CLIENT_LEFT, invalid
 from engine.server.generation import ClientGone, Generation, ServerState, check_stops, failures_as_errors
 from engine.server.protocol import CompletionBody, GenerationBody, parse
 from engine.server.streaming import EventFormat, EventStream
@@ -40,7 +40,7 @@ async def completions(state: ServerState, request: Request, raw: bytes) -> Respo
         return stream_response(generation, body, request, head, chat=False, echoes=echoes)
     texts = await collect(generation, request)
     if texts is None:
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_LEFT)
     choices = []
     for choice, (text, token_ids) in zip(generation.choices, texts, strict=True):
         answer = choice_fields(choice)

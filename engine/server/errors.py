@@ -6,11 +6,12 @@
     413  a body over the limit
     422  well-formed and valid, but not something this server can do: an option that the engine does not have, a
          text prompt where there is no tokenizer, a request that the KV budget could never hold
+    429  the waiting queue is at its limit; ``Retry-After`` says when to try again
     500  the engine failed while it worked on the request
     503  the engine takes no requests: it has failed for good, or the server is stopping
 
-The official ``openai`` client turns these into BadRequestError, NotFoundError, UnprocessableEntityError and
-InternalServerError by the status.
+The official ``openai`` client turns these into BadRequestError, NotFoundError, UnprocessableEntityError,
+RateLimitError and InternalServerError by the status; 429 and 5xx it tries again by itself.
 """
 
 from __future__ import annotations
@@ -29,19 +30,28 @@ _FORMS = {  # fields that may be several things, where pydantic would complain a
     "prompt": "a text, a list of token ids, a list of texts or a list of lists of token ids",
     "stop": "a text or a list of texts",
     "content": "a text or a list of text parts",
+    "early_stopping": 'true, false or "never"',
 }
-_TYPES = {500: "server_error", 503: "service_unavailable"}
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
+CLIENT_LEFT = 499  # nginx's status for a client that closed its connection: counted, never read
+RETRY_AFTER_SECONDS = 1  # a place in the queue gets free with the next request that is admitted
 
 
 class APIError(Exception):
-    """What a client is told. ``param`` names the offending field, ``code`` is for programs."""
+    """What a client is told. ``param`` names the offending field, ``code`` is for programs.
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    ``counted``: the request's failure is in /metrics already.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, counted: bool = False
+    ):
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.counted = counted
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
@@ -49,7 +59,8 @@ class APIError(Exception):
 
     def response(self) -> Response:
         content = json.dumps(self.body()).encode()
-        return Response(content, status_code=self.status, media_type="application/json")
+        headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status == 429 else None
+        return Response(content, status_code=self.status, headers=headers, media_type="application/json")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
@@ -60,6 +71,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def unprocessable(message: str, param: str | None = None, code: str | None = None) -> APIError:
     """422: what was sent is well-formed, and this server cannot do it."""
     return APIError(422, message, param, code)
+
+
+def queue_full(message: str) -> APIError:
+    """429: the same request may be taken later."""
+    return APIError(429, message, code="queue_full")
 
 
 def from_validation(error: ValidationError) -> APIError:
@@ -89,7 +105,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, APIError)
-        request.app.state.server.metrics.refused(error.status)
+        if not error.counted:
+            request.app.state.server.metrics.refused(error.status)
         return error.response()
 
     async def on_http_exception(request: Request, error: Exception) -> Response:

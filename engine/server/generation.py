@@ -1,6 +1,6 @@
 """One HTTP request's work in the engine: its sequences, their pieces in order of arrival, their usage.
 
-    prompts x n choices -> requests -> AsyncEngine.submit -> pieces -> a JSON answer or a stream of events
+    prompts -> one engine request each, with n choices -> AsyncEngine.submit -> pieces -> JSON or a stream of events
 
 A client that goes away, while it waits in the queue as well, interrupts the reader and aborts the requests.
 """
@@ -12,15 +12,17 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive
 
 from engine.async_engine import AsyncEngine, EngineUnavailable, OutputStream
+from engine.beam import check_beam_search
+from engine.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams
 from engine.server.choices import Choice, EngineFailure, Piece
-from engine.server.errors import APIError, invalid, unprocessable
+from engine.server.errors import APIError, invalid, queue_full, unprocessable
 from engine.server.metrics import ServerMetrics
 from engine.server.protocol import GenerationBody
 from engine.server.tokenizer import ServerTokenizer
@@ -56,11 +58,13 @@ class ServerState:
 class Generation:
     """The choices of one request, submitted and running. Whoever starts one closes it."""
 
-    def __init__(self, state: ServerState, prompts: Sequence[Sequence[int]], choices: list[Choice], ids: list[str]):
+    def __init__(self, state: ServerState, requests: Sequence[Request], choices: Sequence[Choice]):
+        """``choices``: the n of the first request, then the n of the next ..."""
         self.state = state
-        self.prompts = prompts
+        self.requests = requests
         self.choices = choices
-        self._by_id = dict(zip(ids, choices, strict=True))
+        owners = [(request.request_id, index) for request in requests for index in range(request.params.n)]
+        self._by_sequence = dict(zip(owners, choices, strict=True))
         self._stream: OutputStream | None = None
 
     @classmethod
@@ -70,26 +74,28 @@ class Generation:
         """Check and submit everything that ``body`` asks for.
 
         Raises:
-            APIError: 400, 422 or 503, and then nothing is left in the engine.
+            APIError: 400, 422, 429 or 503, and then nothing is left in the engine.
         """
         arrival = time.monotonic()
-        per_prompt = body.choices_per_prompt
-        if len(prompts) * per_prompt > MAX_CHOICES:
-            sentence = f"{len(prompts)} prompts with n {per_prompt} are over the limit of {MAX_CHOICES} choices"
-            raise unprocessable(f"{sentence}: send fewer in one request", "prompt", "too_many_choices")
+        check_width(state, body, len(prompts))
+        check_priority(state, body)
+        skip_special = body.skip_special_tokens is not False
         requests: list[Request] = []
         choices: list[Choice] = []
-        skip_special = body.skip_special_tokens is not False
         for prompt in prompts:
             params = sampling_params(state, body, prompt, default_max_tokens)
-            for i in range(per_prompt):
-                own = params if params.seed is None else replace(params, seed=_next_seed(params.seed, i))
+            request_id = uuid.uuid4().hex
+            requests.append(
+                Request(request_id, tuple(prompt), params, arrival, body.priority or 0, cache_salt=body.cache_salt)
+            )
+            for _ in range(params.n):
                 decoder = state.tokenizer.decoder(skip_special)
-                choices.append(Choice(len(choices), decoder, body.stops, own, arrival, state.metrics))
-                requests.append(Request(uuid.uuid4().hex, tuple(prompt), own, arrival))
-        generation = cls(state, prompts, choices, [request.request_id for request in requests])
+                choices.append(Choice(len(choices), decoder, body.stops, params, arrival, state.metrics))
+        generation = cls(state, requests, choices)
         try:
             generation._stream = await state.engine.submit(requests)
+        except QueueFull as error:
+            raise queue_full(str(error)) from None
         except ValueError as error:
             raise unprocessable(str(error), "prompt", "cannot_fit") from None
         except EngineUnavailable as error:
@@ -111,12 +117,13 @@ class Generation:
         try:
             while not stream.done:
                 for delivery in await stream.get():
-                    choice = self._by_id[delivery.output.request_id]
+                    output = delivery.output
+                    choice = self._by_sequence[output.request_id, output.index]
                     if choice.finish_reason is not None:
                         continue  # stopped by its text while this token was computed
                     piece = choice.advance(delivery)
                     if piece.finish_reason is not None:
-                        stream.stop(delivery.output.request_id)
+                        stream.stop(output.request_id, output.index)
                     yield piece
         except EngineFailure as failure:
             kind = "shutdown" if failure.shutdown else "engine_error"
@@ -133,15 +140,19 @@ class Generation:
             self._stream.close()
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the request so far, in OpenAI's shape. A prompt counts once however many choices it has."""
-        prompt_tokens = sum(len(prompt) for prompt in self.prompts)
-        completion_tokens = sum(choice.num_tokens for choice in self.choices)
-        per_prompt = len(self.choices) // len(self.prompts)
+        """Tokens of the request so far, in OpenAI's shape. A prompt counts once however many choices it has.
+
+        As with OpenAI, ``best_of`` pays for all that it generated, the candidates that are not returned too. Of a beam
+        search the beams that are returned count.
+        """
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        completion_tokens = sum(choice.num_tokens + choice.num_discarded for choice in self.choices)
+        firsts = (self._by_sequence[request.request_id, 0] for request in self.requests)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached for c in self.choices[::per_prompt])},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in firsts)},
         }
 
 
@@ -164,18 +175,77 @@ def sampling_params(
             "max_tokens",
             "context_length_exceeded",
         )
+    max_tokens = asked or min(left, default_max_tokens or left)
+    n, beams = body.choices_per_prompt, bool(body.use_beam_search)
+    length_penalty = 1.0 if body.length_penalty is None else float(body.length_penalty)
+    default_temperature = 0.0 if beams else 1.0
     try:
+        if beams:
+            check_beam_search(body.width, max_tokens, length_penalty)
         return SamplingParams(
-            max_tokens=asked or min(left, default_max_tokens or left),
-            temperature=1.0 if body.temperature is None else float(body.temperature),
+            max_tokens=max_tokens,
+            temperature=default_temperature if body.temperature is None else float(body.temperature),
             top_k=max(0, body.top_k or 0),
             top_p=1.0 if body.top_p is None else float(body.top_p),
             seed=body.seed,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
+            n=n,
+            best_of=None if beams or body.width == n else body.width,
+            beam_width=body.width if beams else None,
+            length_penalty=length_penalty,
+            early_stopping=body.early_stopping or False,
         )
     except ValueError as error:
         raise invalid(str(error), code="invalid_value") from None
+
+
+def check_width(state: ServerState, body: GenerationBody, num_prompts: int) -> None:
+    """What one prompt asks for must fit into one step side by side, the prompts into the queue.
+
+    Raises:
+        APIError: 422 with the numbers.
+    """
+    config, n = state.engine.config, body.choices_per_prompt
+    limit, vocab = config.max_num_seqs, state.engine.model_info.vocab_size
+    if body.width > limit:
+        name, value = ("best_of", body.best_of) if body.best_of is not None else ("n", n)
+        raise unprocessable(
+            f"{name} {value} is more sequences than the server runs side by side ({limit}): lower {name} to at most "
+            f"{limit}, or start the server with a larger --max-num-seqs",
+            name,
+            "too_many_sequences",
+        )
+    if body.use_beam_search and body.width > vocab:
+        sentence = f"{body.width} beams cannot begin with different tokens of a vocabulary of {vocab}: ask for fewer"
+        raise unprocessable(sentence, "n", "too_many_sequences")
+    if config.max_num_waiting is not None and num_prompts > config.max_num_waiting:
+        raise unprocessable(
+            f"{num_prompts} prompts can never be in the waiting queue of {config.max_num_waiting} (max_num_waiting) "
+            "together: send fewer in one request",
+            "prompt",
+            "too_many_prompts",
+        )
+    if num_prompts * n > MAX_CHOICES:
+        raise unprocessable(
+            f"{num_prompts} prompts with n {n} are over the limit of {MAX_CHOICES} choices: send fewer in one request",
+            "prompt",
+            "too_many_choices",
+        )
+
+
+def check_priority(state: ServerState, body: GenerationBody) -> None:
+    priority = body.priority or 0
+    if priority < 0:
+        sentence = f"priority cannot be {priority}: it is 0 (first) or more"
+        raise unprocessable(sentence, "priority", "invalid_value")
+    if priority and state.engine.config.scheduling_policy != "priority":
+        raise unprocessable(
+            f"priority {priority} would be ignored, because this server works first come, first served: leave priority "
+            "out, or start the server with --scheduling-policy priority",
+            "priority",
+            "unsupported",
+        )
 
 
 def check_prompt(state: ServerState, prompt: Sequence[int]) -> None:
@@ -217,13 +287,8 @@ def failures_as_errors() -> Iterator[None]:
 
 def error_of(failure: EngineFailure) -> APIError:
     if failure.shutdown:
-        return APIError(503, str(failure), code="shutting_down")
-    return APIError(500, str(failure), code="engine_error")
-
-
-def _next_seed(seed: int, offset: int) -> int:
-    """``seed + offset`` within 64 bits."""
-    return (seed + offset + 2**63) % 2**64 - 2**63
+        return APIError(503, str(failure), code="shutting_down", counted=True)
+    return APIError(500, str(failure), code="engine_error", counted=True)
 
 
 async def _until_gone(receive: Receive) -> None:

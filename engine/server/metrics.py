@@ -1,13 +1,14 @@
 """/metrics: what the engine counts (a reading taken between two steps) and what the server sees of its requests.
 
 A request with several choices counts once per choice, as in the engine. Times are seconds of the monotonic clock;
-a request's time begins when its HTTP body has arrived.
+a request's time begins when its HTTP body has arrived. A request that is refused counts as one failure, and
+``http_requests`` counts each request to a generation endpoint once, whatever became of it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,45 +17,64 @@ from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
 from engine.kv_budget import KVCapacity
-from engine.stats import PHASES, EngineStats
+from engine.stats import LEDGER, PHASES, EngineStats
 
 PREFIX = "kvbench:"
 FINISHED_REASONS = ("stop", "length")
-FAILURE_KINDS = ("disconnect", "engine_error", "unavailable", "shutdown", "refused")
+FAILURE_KINDS = ("disconnect", "engine_error", "unavailable", "shutdown", "refused", "queue_full")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG_SECONDS = (*_SECONDS[2:], 20.0, 40.0, 80.0, 160.0)
 
-_GAUGES = (
-    ("num_requests_running", "Requests in the current batch.", lambda s: s.num_requests_running),
-    (
-        "num_requests_waiting",
-        "Requests that wait for room, preempted ones among them.",
-        lambda s: s.num_requests_waiting,
-    ),
+_Row = tuple[str, str, Callable[[EngineStats], float]]
+_GAUGES: tuple[_Row, ...] = (
+    ("num_requests_running", "Sequences in the current batch.", lambda s: s.num_requests_running),
+    ("num_requests_waiting", "Sequences waiting for room, preempted ones too.", lambda s: s.num_requests_waiting),
+    ("num_requests_swapped", "Of the waiting ones, those with KV on the host.", lambda s: s.num_requests_swapped),
     ("kv_cache_usage_perc", "Owned share of the KV pages, 0 to 1.", lambda s: s.kv_cache_usage_perc),
     ("kv_pages_total", "KV pages; contiguous layout: reservations.", lambda s: s.kv.pages_total),
     ("kv_pages_free", "Pages that hold nothing.", lambda s: s.kv.pages_free),
     ("kv_pages_owned", "Pages that at least one request uses.", lambda s: s.kv.pages_owned),
     ("kv_pages_cached", "Pages that nobody uses, kept for the prefix cache.", lambda s: s.kv.pages_cached),
+    ("kv_pages_pinned", "Pages that nobody uses, kept until copied.", lambda s: s.kv.pages_pinned),
     ("kv_slots_total", "Token slots of all pages.", lambda s: s.kv.slots_total),
     ("kv_slots_reserved", "Token slots of the owned pages.", lambda s: s.kv.slots_reserved),
     ("kv_slots_used", "Token slots that hold a token's KV, shared ones counted once.", lambda s: s.kv.slots_used),
+    ("kv_slots_shared", "Token slots that sharing saves.", lambda s: s.kv.slots_shared),
+    ("kv_slots_cached", "Token slots of the cached pages.", lambda s: s.kv.slots_cached),
+    ("kv_slots_pinned", "Token slots of the pinned pages.", lambda s: s.kv.slots_pinned),
+    ("kv_slots_free", "Token slots free, scattered ones too.", lambda s: s.kv.slots_free),
+    ("kv_slots_fragmented", "Free slots outside the largest hole (contiguous).", lambda s: s.kv.slots_fragmented),
     ("kv_waste_slots", "Slots reserved and not used.", lambda s: s.kv_waste_slots),
     ("kv_waste_bytes", "Bytes of the slots reserved and not used.", lambda s: s.kv_waste_slots * s.bytes_per_slot),
     ("page_table_bytes", "Bytes of the page table.", lambda s: s.kv.page_table_bytes),
     ("kv_budget_bytes", "Bytes given to K, V and the page table.", lambda s: s.kv_budget_bytes),
+    ("kv_bytes_per_slot", "Bytes of one token's KV, scales too.", lambda s: s.bytes_per_slot),
+    ("kv_scale_bytes_per_slot", "Of these, scales of a quantised KV.", lambda s: s.scale_bytes_per_slot),
+    ("swap_space_bytes", "Host memory for swapped-out KV.", lambda s: s.swap_space_bytes),
+    ("swap_slots_total", "Token slots of the swap space.", lambda s: s.kv.host_slots_total),
+    ("swap_slots_used", "Token slots that swapped-out requests hold.", lambda s: s.kv.host_slots_used),
 )
-_COUNTERS = (
+_COUNTERS: tuple[_Row, ...] = (
     ("num_preemptions", "Requests put back to waiting because memory ran out.", lambda s: s.num_preemptions),
     ("recomputed_tokens", "Tokens computed again after a preemption.", lambda s: s.recomputed_tokens),
-    ("prefix_cache_hits", "Prompt tokens that the prefix cache served.", lambda s: s.prefix_cache_hits),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
+    ("prefix_cache_hits", "Prompt tokens that the prefix cache served.", lambda s: s.counters.prefix_hits),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.counters.prefix_queries),
+    ("prefix_cache_evictions", "Pages the prefix cache lost to others.", lambda s: s.counters.prefix_evictions),
     ("prompt_tokens", "Prompt tokens of the requests that began.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     ("steps", "Engine steps that computed something.", lambda s: s.steps),
-    ("copied_pages", "Pages copied on write.", lambda s: s.copied_pages),
-    ("hash_seconds", "Seconds spent on hashing pages for the prefix cache.", lambda s: s.hash_seconds),
+    ("forks", "Sequences forked from another (n > 1, best_of, beams).", lambda s: s.forks),
+    ("allocated_pages", "Pages handed out.", lambda s: s.counters.allocated_pages),
+    ("freed_pages", "Pages given back.", lambda s: s.counters.freed_pages),
+    ("copied_pages", "Pages copied on write.", lambda s: s.counters.copied_pages),
+    ("copied_slots", "Token slots copied on write.", lambda s: s.counters.copied_slots),
+    ("swapped_out_slots", "Token slots swapped out to the host.", lambda s: s.counters.swapped_out_slots),
+    ("swapped_in_slots", "Token slots swapped in again.", lambda s: s.counters.swapped_in_slots),
+    ("swap_lost_slots", "Token slots the swap space had no place for.", lambda s: s.counters.swap_lost_slots),
+    ("swap_seconds", "Seconds of moving KV: copies on write and swaps.", lambda s: s.swap_seconds),
+    ("refused_fragmented", "Admissions put off though enough was free.", lambda s: s.counters.refused_fragmented),
+    ("hash_seconds", "Seconds of hashing pages for the prefix cache.", lambda s: s.counters.hash_seconds),
 )
 
 
@@ -74,15 +94,20 @@ class EngineCollector(Collector):
         )
         for name, text, value in _COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, value=value(stats))
-        phases = CounterMetricFamily(PREFIX + "step_time_seconds", "Seconds of the steps by phase.", labels=["phase"])
-        for phase in PHASES:
-            phases.add_metric([phase], stats.phase_seconds.get(phase, 0.0))
-        yield phases
-        tokens = CounterMetricFamily(PREFIX + "scheduled_tokens", "Tokens computed, by kind.", labels=["kind"])
-        tokens.add_metric(["prefill"], stats.prefill_tokens_scheduled)
-        tokens.add_metric(["decode"], stats.decode_tokens_scheduled)
-        yield tokens
+        phases = {phase: stats.phase_seconds.get(phase, 0.0) for phase in PHASES}
+        yield _labelled("step_time_seconds", "Seconds of the steps by phase.", "phase", phases)
+        kinds = {"prefill": stats.prefill_tokens_scheduled, "decode": stats.decode_tokens_scheduled}
+        yield _labelled("scheduled_tokens", "Tokens computed, by kind.", "kind", kinds)
+        places = {place: stats.slot_steps.get(place, 0) for place in LEDGER}
+        yield _labelled("kv_slot_steps", "KV slots by what they held, summed over the steps.", "place", places)
         yield InfoMetricFamily(PREFIX + "cache_config", "How the KV memory is set up.", value=self._info)
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
 
 
 class _WithoutCreated(Collector):
@@ -107,6 +132,7 @@ class ServerMetrics:
         self._observed = CollectorRegistry()
         self._success = self._counter("request_success", "Requests that ended as they should.", "finished_reason")
         self._failure = self._counter("request_failure", "Requests that did not.", "kind")
+        self._answers = self._counter("http_requests", "Requests to the generation endpoints, by status.", "code")
         for reason in FINISHED_REASONS:
             self._success.labels(reason)
         for kind in FAILURE_KINDS:
@@ -138,10 +164,16 @@ class ServerMetrics:
 
     def refused(self, status: int) -> None:
         """A request that got an error status before it reached the engine, or from it."""
-        if 400 <= status < 500:
+        if status == 429:
+            self.failed("queue_full")
+        elif 400 <= status < 500:
             self.failed("refused")
         elif status == 503:
             self.failed("unavailable")
+
+    def answered(self, status: int) -> None:
+        """A generation request is over. 499: its client left; a stream that broke off has its error's status."""
+        self._answers.labels(str(status)).inc()
 
     def exposition(self, stats: EngineStats) -> bytes:
         """Prometheus text with ``stats`` as the engine's part."""
@@ -158,11 +190,17 @@ def cache_config_info(config: EngineConfig, capacity: KVCapacity) -> dict[str, s
         "enable_prefix_caching": str(config.enable_prefix_caching).lower(),
         "kv_budget": capacity.budget_bytes,
         "bytes_per_slot": capacity.bytes_per_slot,
+        "scale_bytes_per_slot": capacity.scale_bytes_per_slot,
         "num_pages": capacity.num_pages,
         "capacity_tokens": capacity.num_slots,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_partial_prefills": config.max_num_partial_prefills,
+        "max_num_waiting": config.max_num_waiting,
+        "scheduling_policy": config.scheduling_policy,
+        "preemption_mode": config.preemption_mode,
+        "swap_space": capacity.swap_space_bytes,
         "max_concurrency": capacity.max_concurrency(config.max_model_len or 1),
     }
     return {name: str(value) for name, value in values.items()}

@@ -7,14 +7,14 @@ out in silence would be wrong, so it is refused. ``null`` stands for the default
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine.server.errors import from_validation, invalid, unprocessable
 
-MAX_CHOICES_PER_PROMPT = 16  # n
 MAX_STOP_STRINGS = 16
+MAX_SALT_CHARACTERS = 1024
 
 # Options the engine does not have, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -28,7 +28,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "guided_regex": (None,),
     "include_stop_str_in_output": (None, False),
-    "length_penalty": (None, 1),
     "logit_bias": (None, {}),
     "logprobs": (None, False),
     "min_p": (None, 0),
@@ -45,9 +44,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "top_logprobs": (None, 0),
     "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
 }
 
+_BAD = "invalid_value"
 Prompt = str | list[int] | list[str] | list[list[int]]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -77,8 +76,13 @@ class GenerationBody(_Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES_PER_PROMPT)
-    best_of: int | None = None
+    n: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    priority: Int64 | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARACTERS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -107,6 +111,16 @@ class GenerationBody(_Body):
         return self.n or 1
 
     @property
+    def width(self) -> int:
+        """Sequences that run side by side for one prompt: beams, candidates of best_of, or choices."""
+        return self.best_of or self.choices_per_prompt
+
+    @property
+    def chooses(self) -> bool:
+        """Only some of what is generated is returned, so that nothing can be told before the end."""
+        return bool(self.use_beam_search) or self.width > self.choices_per_prompt
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -124,15 +138,47 @@ class GenerationBody(_Body):
             neutral = UNSUPPORTED.get(name)
             if neutral is not None and not any(_same(value, allowed) for allowed in neutral):
                 raise unprocessable(f"{name} is not supported by this server: leave it out", name, "unsupported")
-        if self.best_of not in (None, self.choices_per_prompt):
-            raise unprocessable(
-                f"best_of {self.best_of} differs from n {self.choices_per_prompt} and choosing among candidates is "
-                "not supported by this server: leave best_of out",
-                "best_of",
-                "unsupported",
-            )
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options is only allowed when stream is true", "stream_options", "invalid_value")
+            raise invalid("stream_options is only allowed when stream is true", "stream_options", _BAD)
+        self._check_choosing()
+
+    def _check_choosing(self) -> None:
+        """What cannot go with candidates among which a choice is made, and what needs them.
+
+        Raises:
+            APIError: 400 or 422.
+        """
+        n = self.choices_per_prompt
+        if self.best_of is not None and self.best_of < n:
+            raise invalid(f"best_of {self.best_of} is less than n {n}: raise best_of or lower n", "best_of", _BAD)
+        name = "beam search" if self.use_beam_search else f"best_of {self.best_of} with n {n}"
+        if self.chooses and self.stream:
+            raise invalid(
+                f"{name} cannot be streamed: the choice is made at the end; set stream to false", "stream", _BAD
+            )
+        if self.chooses and self.stops:
+            sentence = f"{name} compares candidates by their tokens and knows no stop strings"
+            raise unprocessable(f"{sentence}: use stop_token_ids, or cut the text yourself", "stop", "unsupported")
+        if self.use_beam_search:
+            self._refuse_sampling()
+            return
+        for option, value, default in (
+            ("length_penalty", self.length_penalty, 1.0),
+            ("early_stopping", self.early_stopping, False),
+        ):
+            if value not in (None, default):
+                sentence = f"{option} {value!r} is for beam search only: set use_beam_search to true or leave it out"
+                raise unprocessable(sentence, option, "unsupported")
+
+    def _refuse_sampling(self) -> None:
+        for option, value, neutral in (
+            ("temperature", self.temperature, (None, 0)),
+            ("top_p", self.top_p, (None, 1)),
+            ("top_k", self.top_k, (None, -1, 0)),
+        ):
+            if value not in neutral:
+                sentence = f"{option} {value} cannot go with beam search, which samples nothing: leave {option} out"
+                raise unprocessable(sentence, option, "unsupported")
 
 
 class CompletionBody(GenerationBody):

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.server.choices import EngineFailure, Piece
+from engine.server.errors import CLIENT_LEFT
 from engine.server.generation import ClientGone, Generation, error_of
 
 DONE = b"data: [DONE]\n\n"
@@ -101,16 +102,24 @@ class EventStream(Response):
         self._echoes = echoes  # by choice: the prompt's text, for its first event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics, status = self._generation.state.metrics, 200
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await self._send_pieces(receive, send)
             last = (self._form.usage_event(self._generation) if self._include_usage else b"") + DONE
         except ClientGone:
+            status = CLIENT_LEFT
             return
         except EngineFailure as failure:
-            last = b"data: " + json.dumps(error_of(failure).body()).encode() + b"\n\n"
+            error = error_of(failure)
+            status = error.status
+            last = b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        except Exception:
+            status = 500
+            raise
         finally:
             self._generation.close()
+            metrics.answered(status)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_pieces(self, receive: Receive, send: Send) -> None:

@@ -15,15 +15,22 @@ from engine.kv_budget import KVShape, LayerKV, capacity_of
 from engine.kv_manager import make_kv_manager
 from engine.model_spec import ModelInfo
 from engine.scheduler import StepPlan
+from engine.sequence import Drawn
 from engine.sequence import Sequence as EngineSequence
 
-Script = Callable[[EngineSequence], int]  # the next token of a sequence
+Script = Callable[[EngineSequence], int]  # the next token of a sequence; siblings draw their first one together
+Logprob = Callable[[EngineSequence], float]  # of the token drawn now
 SHAPE = KVShape((LayerKV(1, 4, 4),) * 2, 4)  # 64 bytes a token
 
 
 def counting(seq: EngineSequence) -> int:
     """Token ids 100, 101, 102 ... whatever the prompt."""
     return 100 + seq.num_output
+
+
+def branching(seq: EngineSequence) -> int:
+    """100 first, then ids of 100 + 100 x index + position: siblings say different things after their first token."""
+    return 100 + 100 * seq.index + seq.num_output
 
 
 def saying(*token_ids: int) -> Script:
@@ -33,22 +40,34 @@ def saying(*token_ids: int) -> Script:
 
 @dataclass
 class ScriptedExecutor:
-    """``fail`` is raised by the next steps while it is set; ``hold`` is how long a step takes."""
+    """``fail`` is raised by the next steps while it is set; ``step_s`` is how long a step takes.
+
+    A beam's k-th best continuation is the scripted token + k, with a log probability of -(k + 1).
+    """
 
     model_info: ModelInfo
     script: Script = counting
+    logprob: Logprob = lambda seq: -1.0
     step_s: float = 0.0
     fail: Exception | None = None
     steps: int = 0
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
-    def execute(self, plan: StepPlan) -> list[int | None]:
+    def execute(self, plan: StepPlan) -> list[Drawn | None]:
         self.steps += 1
         if self.step_s:
             time.sleep(self.step_s)
         if self.fail is not None:
             raise self.fail
-        return [self.script(item.seq) if item.samples else None for item in plan.scheduled]
+        return [self._draw(item.seq) if item.samples else None for item in plan.scheduled]
+
+    def _draw(self, seq: EngineSequence) -> Drawn:
+        token = self.script(seq)
+        if seq.num_candidates:
+            ranks = range(seq.num_candidates)
+            return Drawn(tuple(token + k for k in ranks), tuple(-float(k + 1) for k in ranks))
+        count = seq.pending_forks + 1
+        return Drawn((token,) * count, (self.logprob(seq),) * count)
 
 
 def fake_engine(
@@ -65,6 +84,6 @@ def fake_engine(
     config = EngineConfig(**values)
     table_bytes = config.max_num_seqs * config.max_model_len * 8
     capacity = capacity_of(config, SHAPE, kv_slots * SHAPE.bytes_per_slot + table_bytes)
-    kv = make_kv_manager(config.layout, config.max_num_seqs, capacity, config.enable_prefix_caching)
+    kv = make_kv_manager(config, capacity)
     info = ModelInfo("fake", vocab_size, config.max_model_len, tuple(eos_token_ids), None)
-    return Engine(config, ScriptedExecutor(info, script, step_s), kv)
+    return Engine(config, ScriptedExecutor(info, script, step_s=step_s), kv)

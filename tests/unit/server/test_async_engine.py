@@ -139,7 +139,7 @@ def test_steps_that_keep_failing_show_in_health_until_one_works() -> None:
 
 
 def test_an_engine_that_cannot_clean_up_ends_everything_and_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken_abort(request_id: str, reason: str = "abort") -> bool:
+    def broken_abort(request_id: str, reason: str = "abort", index: int | None = None) -> bool:
         raise AssertionError("the pool is corrupt")
 
     async def main() -> None:

@@ -59,7 +59,19 @@ def test_stop_is_a_text_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
         ({"prompt": "a", "top_p": 1.01}, "top_p"),
         ({"prompt": "a", "top_k": -2}, "top_k"),
         ({"prompt": "a", "n": 0}, "n"),
-        ({"prompt": "a", "n": 17}, "n"),
+        ({"prompt": "a", "best_of": 0}, "best_of"),
+        ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, "stream"),
+        ({"prompt": "a", "use_beam_search": True, "stream": True}, "stream"),
+        ({"prompt": "a", "use_beam_search": "yes"}, "use_beam_search"),
+        ({"prompt": "a", "use_beam_search": True, "length_penalty": "long"}, "length_penalty"),
+        ({"prompt": "a", "use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
+        ({"prompt": "a", "use_beam_search": True, "early_stopping": 1}, "early_stopping"),
+        ({"prompt": "a", "priority": 1.5}, "priority"),
+        ({"prompt": "a", "priority": 2**64}, "priority"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "x" * 1025}, "cache_salt"),
         ({"prompt": "a", "seed": 2**64}, "seed"),
         ({"prompt": "a", "stop": ""}, "stop"),
         ({"prompt": "a", "stop": ["ok", ""]}, "stop"),
@@ -116,9 +128,41 @@ def test_zero_logprobs_ask_for_logprobs() -> None:
     assert refusal({"prompt": "a", "logprobs": 0}).status == 422
 
 
-def test_best_of_may_only_equal_n() -> None:
-    parse(CompletionBody, b'{"prompt": "a", "n": 2, "best_of": 2}').refuse_unsupported()
-    assert refusal({"prompt": "a", "n": 2, "best_of": 4}).param == "best_of"
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"use_beam_search": True, "stop": "x"}, "stop", "stop_token_ids"),
+        ({"best_of": 2, "stop": ["x"]}, "stop", "stop_token_ids"),
+        ({"use_beam_search": True, "temperature": 0.7}, "temperature", "0.7"),
+        ({"use_beam_search": True, "top_p": 0.5}, "top_p", "0.5"),
+        ({"use_beam_search": True, "top_k": 9}, "top_k", "9"),
+        ({"length_penalty": 1.5}, "length_penalty", "use_beam_search"),
+        ({"early_stopping": True}, "early_stopping", "use_beam_search"),
+        ({"early_stopping": "never", "best_of": 2}, "early_stopping", "use_beam_search"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(fields: dict[str, Any], param: str, says: str) -> None:
+    error = refusal({"prompt": "a", **fields})
+    assert (error.status, error.param, error.code) == (422, param, "unsupported")
+    assert says in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "n", "width", "chooses"),
+    [
+        ({}, 1, 1, False),
+        ({"n": 3}, 3, 3, False),
+        ({"n": 2, "best_of": 2, "stream": True, "stop": "x"}, 2, 2, False),
+        ({"n": 2, "best_of": 5}, 2, 5, True),
+        ({"use_beam_search": True, "n": 3, "temperature": 0, "top_p": 1, "top_k": -1}, 3, 3, True),
+        ({"use_beam_search": True, "best_of": 4, "length_penalty": 0.5, "early_stopping": "never"}, 1, 4, True),
+        ({"use_beam_search": False, "length_penalty": 1, "early_stopping": False}, 1, 1, False),
+    ],
+)
+def test_how_many_run_and_how_many_come_back(fields: dict[str, Any], n: int, width: int, chooses: bool) -> None:
+    body = parse(CompletionBody, json.dumps({"prompt": "a", **fields}).encode())
+    body.refuse_unsupported()
+    assert (body.choices_per_prompt, body.width, body.chooses) == (n, width, chooses)
 
 
 def test_text_parts_are_joined_and_others_refused() -> None:

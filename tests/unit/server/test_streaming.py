@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.async_engine import AsyncEngine
-from engine.sequence import SamplingParams
+from engine.sequence import Request, SamplingParams
 from engine.server.choices import Choice, Piece
 from engine.server.detokenizer import SilentDecoder
 from engine.server.generation import Generation, ServerState
@@ -26,7 +26,7 @@ HEAD = {"id": 'quote " and \u00e9', "object": "x", "created": 1, "model": "back\
 
 def one_choice(index: int) -> tuple[Choice, Generation]:
     choice = Choice(index, SilentDecoder(), (), SamplingParams(), 0.0, METRICS)
-    return choice, Generation(STATE, [[1, 2, 3]], [choice], ["id"])
+    return choice, Generation(STATE, [Request("id", (1, 2, 3))], [choice])
 
 
 def parsed(event: bytes) -> Any:
