@@ -1,0 +1,128 @@
+"""What a prefix cache of N pages would have hit on a trace: the engine's own pool and cache, replayed without a model.
+
+Each request does what ``engine.paged_kv.PagedKVManager`` does for one that runs alone: match the prefix, share the
+hits, allocate the rest (evicting the least recently used), offer every page, release the last page first. A request
+ends before the next begins, so the figures are of the cache and not of a schedule; in an engine, pages of running
+requests are not there for others, and pages of the output are cached too.
+
+The engine's cache names tokens and a trace names pages. So one page id stands for a page of one token; the chained
+keys then are chains of page ids, as a page's KV depends on all that comes before it. A token that belongs to no page
+ends each request, since the cache leaves at least one token to compute (``PrefixCache.match``).
+
+A request of more pages than the pool is cut: its first N pages are looked up and kept, the rest are misses. (An
+engine with so small a pool refuses it.) With this and a capacity in tokens rounded down to whole pages, the pages
+kept are those of plain LRU with a prompt's first page the most recent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.page_pool import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.sequence import Request, Sequence
+from kvbench.load.page_id_traces import PageIdTrace
+
+_END = 0  # the token that is never matched; any number will do
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One pass over a trace. ``hits``: leading pages of each request that were in the cache, int64 [requests]."""
+
+    num_pages: int
+    hits: np.ndarray
+    evictions: int
+    num_cut: int  # requests of more than ``num_pages`` pages
+
+
+@dataclass(frozen=True)
+class HitRates:
+    """Shares, 0 to 1; None where there is nothing to share in.
+
+    ``pages``: hits / pages. ``tokens``: tokens of hit pages / prompt tokens, a partly filled last page counting what
+    it holds. ``full_pages``: the same as ``pages``, full pages only (an engine caches no other). ``requests``: requests
+    with a hit. ``median_request``: median over requests of their own share of tokens.
+    """
+
+    pages: float
+    tokens: float
+    full_pages: float | None
+    requests: float
+    median_request: float
+
+
+def replay(trace: PageIdTrace, num_pages: int) -> Replay:
+    """The trace through an empty ``PagePool`` of ``num_pages`` and its ``PrefixCache``. ValueError for no pages."""
+    cache = PrefixCache(page_size=1)
+    pool = PagePool(num_pages, cache.evict)
+    hits = np.zeros(len(trace), dtype=np.int64)
+    num_cut = 0
+    for index, page_ids in enumerate(trace.page_ids):
+        kept = page_ids[:num_pages]
+        num_cut += len(kept) < len(page_ids)
+        seq = Sequence.of(Request("", (*kept, _END)))
+        found = cache.match(seq)
+        for page in found:  # all of them before any allocation, which might evict one
+            pool.share(page)
+        hits[index] = len(found)
+        seq.pages = [*found, *(pool.allocate() for _ in range(len(kept) - len(found)))]
+        cache.insert(seq, len(kept), pool)
+        for page in reversed(seq.pages):
+            pool.release(page)
+    return Replay(num_pages, hits, cache.evictions, num_cut)
+
+
+def working_set(trace: PageIdTrace) -> int:
+    """Pages that a cache needs to keep everything: distinct prefixes of whole pages."""
+    nodes: dict[tuple[int, int], int] = {}
+    for page_ids in trace.page_ids:
+        node = 0
+        for page_id in page_ids:
+            node = nodes.setdefault((node, page_id), len(nodes) + 1)
+    return len(nodes)
+
+
+def hit_rates(trace: PageIdTrace, hits: np.ndarray, warm_up: int = 0) -> HitRates:
+    """Hit rates of the requests after the first ``warm_up``. ValueError when these have no page."""
+    pages, tokens, hits = trace.pages[warm_up:], trace.prompt_tokens[warm_up:], hits[warm_up:]
+    if not pages.sum():
+        raise ValueError(
+            f"no page is left to count after {warm_up} of {len(trace)} requests for warming up: lower --warm-up"
+        )
+    full = tokens // trace.page_size
+    hit_tokens = np.minimum(hits * trace.page_size, tokens)
+    counted = tokens > 0
+    return HitRates(
+        pages=float(hits.sum() / pages.sum()),
+        tokens=float(hit_tokens.sum() / tokens.sum()),
+        full_pages=float(np.minimum(hits, full).sum() / full.sum()) if full.sum() else None,
+        requests=float(np.mean(hits > 0)),
+        median_request=float(np.median(hit_tokens[counted] / tokens[counted])),
+    )
+
+
+def capacities(trace: PageIdTrace, distinct: int) -> list[int]:
+    """A ladder of 1, 2, 5, 10 ... from the smallest pool that cuts no request to ``distinct``, that never evicts."""
+    longest = int(trace.pages.max())
+    steps = [digit * 10**power for power in range(len(str(distinct))) for digit in (1, 2, 5)]
+    return [longest, *(n for n in steps if longest < n < distinct), *([distinct] if distinct > longest else [])]
+
+
+def parse_pages(texts: Sequence_[str]) -> list[int]:
+    """``["1k,5k", "2M"]`` -> 1000, 5000, 2000000: ascending, each once. ValueError for what is no number of pages."""
+    found = set()
+    for word in ",".join(texts).split(","):
+        text = word.strip().replace("_", "")
+        unit = {"k": 1000, "m": 1_000_000}.get(text[-1:].lower(), 1)
+        digits = text if unit == 1 else text[:-1]
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 12) or int(digits) < 1:
+            raise ValueError(
+                f"--pages {word.strip()!r} is not a number of pages: give whole numbers of at least 1, with k or M for "
+                "thousands and millions and commas only between them, such as 1k,5k,20k"
+            )
+        found.add(int(digits) * unit)
+    return sorted(found)
