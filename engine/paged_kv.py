@@ -27,7 +27,7 @@ class PagedKVManager(RowTable):
         self.prefix_cache = PrefixCache(self.page_size) if enable_prefix_caching else None
         host_pages = capacity.host_slots // self.page_size
         self.swap = SwapSpace(host_pages) if host_pages else None
-        self.pool = PagePool(capacity.num_pages, self.prefix_cache.evict if self.prefix_cache else None)
+        self.pool = PagePool(capacity.num_pages, self.prefix_cache.evict if self.prefix_cache is not None else None)
         self._pinned: list[int] = []  # sources of copies that were planned and not yet done
         self._pinned_host: list[int] = []
 
@@ -83,7 +83,7 @@ class PagedKVManager(RowTable):
 
     def _prefix_pages(self, seq: Sequence) -> list[int | None]:
         """The longest prefix of ``seq`` that exists: a device page to share, or None where a host page will be."""
-        found: list[int | None] = list(self.prefix_cache.match(seq)) if self.prefix_cache else []
+        found: list[int | None] = list(self.prefix_cache.match(seq)) if self.prefix_cache is not None else []
         pool, swap = self.pool, self.swap
         for host_page in seq.host_pages[len(found) :]:
             page = swap.twin_on_device(host_page)
@@ -103,7 +103,7 @@ class PagedKVManager(RowTable):
         return page
 
     def _count_hit(self, seq: Sequence) -> None:
-        if self.prefix_cache and seq.num_preemptions == 0 and seq.index == 0:  # a preempted one meets its own pages
+        if self.prefix_cache is not None and seq.num_preemptions == 0 and seq.index == 0:  # a preempted one meets its own pages
             seq.num_cached = seq.num_computed
             self.counters.prefix_queries += seq.num_tokens
             self.counters.prefix_hits += seq.num_cached
@@ -239,7 +239,7 @@ class PagedKVManager(RowTable):
     def reset_prefix_cache(self) -> bool:
         if self.pool.num_owned:
             return False
-        if self.prefix_cache:
+        if self.prefix_cache is not None:
             self.prefix_cache.clear(self.pool)
         return True
 
@@ -276,7 +276,7 @@ class PagedKVManager(RowTable):
         self._check_rows(sequences)
         resident = [seq for seq in sequences if seq.row >= 0]
         self.pool.check_integrity([seq.pages for seq in resident])
-        if self.prefix_cache:
+        if self.prefix_cache is not None:
             self.prefix_cache.check_integrity(self.pool)
         if self.swap is not None:
             self.swap.check_integrity()

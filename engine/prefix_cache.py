@@ -48,9 +48,6 @@ class PrefixCache:
         self.evictions = 0  # pages
         self.hash_seconds = 0.0
 
-    def __len__(self) -> int:
-        return len(self._node_of)
-
     def match(self, seq: Sequence) -> list[int]:
         """Pages that hold the longest cached prefix of ``seq``, at most ``num_tokens - 1`` tokens of it.
 
