@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.beam import BeamSearch
 from engine.scheduler import Scheduler
 from engine.sequence import Drawn, Request, Sequence, TokenOutput
@@ -45,9 +47,9 @@ class Group:
             return []
         best = sorted(self._ended, key=lambda pair: -pair[0])[: self.remaining]  # stable: of a tie, the first to end
         self.remaining = 0
+        discarded = sum(len(out.token_ids) for _, out in self._ended) - sum(len(out.token_ids) for _, out in best)
         return [
-            TokenOutput(out.request_id, out.token_ids, out.finish_reason, out.num_cached_tokens, index=index)
-            for index, (_, out) in enumerate(best)
+            replace(out, index=index, num_discarded=0 if index else discarded) for index, (_, out) in enumerate(best)
         ]
 
 
