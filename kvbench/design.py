@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.settings import DEFAULTS, ONLY_WITH, applies, effective, phrase
+from kvbench.settings import DEFAULTS, IN_LAYOUT, ONLY_WITH, applies, effective, phrase
 
 # Short words for cell ids; anything else is spelled out.
 _SHORT = {
@@ -39,7 +39,6 @@ _FLAG = {
     "enable_prefix_caching": ("prefix", "noprefix"),
     "enable_chunked_prefill": ("chunked", "unchunked"),
 }
-_IN_LAYOUT = ("layout", "page_size", "reservation")  # named with the layout where they are given
 _MAX_ID = 80  # file systems allow 255 bytes for a name; a terminal table does not
 
 
@@ -220,7 +219,7 @@ def _config_id(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
     if layout == "contiguous" and "reservation" in settings:
         parts.append(_slug(settings["reservation"]))
     for key, value in varied.items():
-        if key in _IN_LAYOUT:
+        if key in IN_LAYOUT:
             continue
         if key in _FLAG and isinstance(value, bool):
             parts.append(_FLAG[key][0 if value else 1])
@@ -247,7 +246,7 @@ def _label(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
         words.append(f"page {settings['page_size']}")
     if layout == "contiguous" and "reservation" in settings:
         words.append(phrase("reservation", settings["reservation"]))
-    return ", ".join([*words, *(phrase(key, value) for key, value in varied.items() if key not in _IN_LAYOUT)])
+    return ", ".join([*words, *(phrase(key, value) for key, value in varied.items() if key not in IN_LAYOUT)])
 
 
 def load_point(mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None) -> LoadPoint:

@@ -33,6 +33,8 @@ ONLY_WITH: Mapping[str, tuple[str, Any]] = {
     "max_num_partial_prefills": ("enable_chunked_prefill", True),
 }
 
+IN_LAYOUT = ("layout", "page_size", "reservation")  # named with the layout where they are given
+
 TITLES: Mapping[str, str] = {
     "layout": "layout",
     "reservation": "reservation",
@@ -72,7 +74,7 @@ def applies(name: str, settings: Mapping[str, Any]) -> bool:
     return effective(settings, other) == needed
 
 
-def title(name: str) -> str:
+def setting_title(name: str) -> str:
     """A setting for people: ``kv_cache_dtype`` -> KV dtype."""
     return TITLES.get(name, name)
 
@@ -91,9 +93,9 @@ def phrase(name: str, value: Any) -> str:
     """A value that stands alone, in the name of a configuration: prefix caching, FP8 KV (e4m3), page size 8."""
     words = value_words(name, value)
     if words in ("on", "off"):
-        return f"{'' if words == 'on' else 'no '}{title(name)}"
+        return f"{'' if words == 'on' else 'no '}{setting_title(name)}"
     if name == "preemption_mode" or words in _VALUES.values():
         return words
     if words == "the default":
-        return f"default {title(name)}"
-    return f"{words} reservation" if name == "reservation" else f"{title(name)} {words}"
+        return f"default {setting_title(name)}"
+    return f"{words} reservation" if name == "reservation" else f"{setting_title(name)} {words}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbench.report import words
-from kvbench.report.data import Cell, LoadPoint, Run
+from kvbench.report.data import Cell, LoadPoint, Run, number
 from kvbench.report.findings import (
     HIGHER,
     LOWER,
@@ -21,13 +21,14 @@ from kvbench.report.findings import (
     paging,
     spread,
 )
+from kvbench.report.ledger import swapped_bytes
 from kvbench.report.sentence import WORDS, bounds, effect, rivals, running, upper_first
+from kvbench.settings import setting_title, value_words
 
 CODE_PATHS = (
     "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "
     "place, where paged KV is gathered first; and paged admission keeps some pages spare for the sequences that run."
 )
-SETTING_WORDS = {"page_size": "page size", "enable_prefix_caching": "prefix caching", "layout": "layout"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ def conclusions(run: Run) -> list[Conclusion]:
         if one.setting != "layout" or not pairs:
             settings.setdefault(one.setting, []).append(one)
     for setting, members in settings.items():
-        title = upper_first(SETTING_WORDS.get(setting, setting))
-        found.append(Conclusion(f"{title}, changed alone", tuple(effect_summary(members))))
+        found.append(
+            Conclusion(f"{upper_first(setting_title(setting))}, changed alone", tuple(effect_summary(members)))
+        )
     return found
 
 
@@ -165,20 +167,32 @@ def effect_summary(members: list[Effect]) -> list[str]:
             f"{'' if e.comparison.valid else ' (invalid)'}"
             for e in reversed(group)
         ]
-        hits = [e.hit_rate for e in reversed(group) if e.hit_rate is not None]
-        rate = ""
-        if hits and first.setting == "enable_prefix_caching":
-            rate = f"; measured hit rate {words.listing([words.percent(h) for h in hits])} of prompt tokens"
+        mine, theirs = (value_words(first.setting, value) for value in (first.value, first.baseline_value))
         sentences.append(
-            f"{upper_first(value_word(first.value))} instead of {value_word(first.baseline_value)}: "
-            f"output tokens/s {'; '.join(parts)}{rate}."
+            f"{upper_first(mine)} instead of {theirs}: output tokens/s {'; '.join(parts)}{_by_the_way(group)}."
         )
     return sentences
 
 
-def value_word(value: object) -> str:
-    """true -> on, false -> off."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+def _by_the_way(group: list[Effect]) -> str:
+    """What a setting changes besides throughput, for the settings whose purpose that is."""
+    first, pair = group[0], group[-1].comparison
+    if first.setting == "enable_prefix_caching":
+        hits = [words.percent(e.hit_rate) for e in reversed(group) if e.hit_rate is not None]
+        return f"; measured hit rate {words.listing(hits)} of prompt tokens" if hits else ""
+    if first.setting == "kv_cache_dtype":
+        mine, theirs = (number(cell.capacity.get("capacity_tokens")) for cell in (pair.a, pair.b))
+        if mine and theirs:
+            return f"; the same bytes hold {words.count(mine)} tokens instead of {words.count(theirs)}"
+    if first.setting == "preemption_mode":
+        again = [cell.counter("recomputed_tokens_total") for cell in (pair.a, pair.b)]
+        moved = swapped_bytes(pair.a) if first.value == "swap" else swapped_bytes(pair.b)
+        if None not in again and moved is not None:
+            return (
+                f"; at {pair.load.short} {words.data_size(moved)} swapped out, and "
+                f"{words.plural(again[0] or 0, 'token')} recomputed instead of {words.count(again[1])}"
+            )
+    return ""
 
 
 def _ratio(noun: str, r: Ratio | None) -> str:

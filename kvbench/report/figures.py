@@ -9,6 +9,7 @@ from kvbench.report import words
 from kvbench.report.data import Cell, Run
 from kvbench.report.figures_latency import distribution_figure, latency_figure
 from kvbench.report.findings import HIGHER, LOWER, NOT_TOLD, SAME, UNCLEAR, Comparison, best, paging, reference, spread
+from kvbench.report.ledger_view import ledger_figure
 from kvbench.report.occupancy import occupancy
 from kvbench.report.sentence import upper_first
 from kvbench.report.style import RATIO_MARKS, Drawing, Look, finish, hover, looks, ratio_text, safe, throughput_axis
@@ -18,7 +19,10 @@ def drawings(run: Run) -> list[Drawing]:
     """Every figure the run has data for."""
     if not run.cells:
         return []
-    found = [headline_figure(run), cells_figure(run)]
+    found = [headline_figure(run)]
+    if (where := ledger_figure(run)) is not None:
+        found.append(where)
+    found.append(cells_figure(run))
     if len(run.cells) > 1:
         found.append(latency_figure(run))
     distribution = distribution_figure(run)

@@ -24,6 +24,7 @@ import numpy as np
 from scipy import stats
 
 from kvbench.report.data import Cell, LoadPoint, Run
+from kvbench.settings import applies, effective, setting_title, value_words
 
 LEVEL = 0.05  # how far from 1 a repeat's ratio may lie where all are called level
 FEWEST = 3  # repeats for a verdict
@@ -123,18 +124,16 @@ def compare(a: Cell, b: Cell) -> Comparison:
 
 
 def differing(a: Cell, b: Cell) -> set[str]:
-    """Engine settings in which two configurations differ.
+    """Engine settings in which two configurations differ; one that is left out is at its default.
 
-    Between layouts, page size and reservation are part of the layout itself, and a contiguous configuration without
-    an entry for prefix caching is one that has it off.
+    What means something in one of the two only (page size between layouts, swap space beside recompute) is part of
+    the setting that it hangs on. Prefix caching is not: a contiguous configuration is one that has it off.
     """
-    x, y = dict(a.settings), dict(b.settings)
-    if x.get("layout") != y.get("layout"):
-        for settings in (x, y):
-            settings.setdefault("enable_prefix_caching", False)
-            settings.pop("page_size", None)
-            settings.pop("reservation", None)
-    return {key for key in x.keys() | y.keys() if x.get(key) != y.get(key)}
+    x, y = a.settings, b.settings
+    shared = {
+        key for key in x.keys() | y.keys() if key == "enable_prefix_caching" or (applies(key, x) and applies(key, y))
+    }
+    return {key for key in shared if effective(x, key) != effective(y, key)}
 
 
 def paging_pair(run: Run) -> tuple[str, str] | None:
@@ -219,6 +218,16 @@ class Effect:
     comparison: Comparison = field(repr=False)
     hit_rate: float | None = None
 
+    @property
+    def title(self) -> str:
+        """The setting for people."""
+        return setting_title(self.setting)
+
+    @property
+    def change(self) -> str:
+        """off → on; 16 → 8."""
+        return " → ".join(value_words(self.setting, value) for value in (self.baseline_value, self.value))
+
 
 def effects(run: Run) -> list[Effect]:
     """Every configuration that differs from the baseline in exactly one setting, load by load."""
@@ -234,8 +243,8 @@ def effects(run: Run) -> list[Effect]:
         found.append(
             Effect(
                 setting,
-                cell.settings.get(setting),
-                base.settings.get(setting),
+                effective(cell.settings, setting),
+                effective(base.settings, setting),
                 compare(cell, base),
                 cell.hit_rate,
             )

@@ -7,9 +7,11 @@ import re
 from typing import Any
 
 from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
-from kvbench.report.conclusions import SETTING_WORDS, conclusions, reservation, value_word
+from kvbench.report.conclusions import conclusions, reservation
 from kvbench.report.data import Run
 from kvbench.report.findings import paging, validity
+from kvbench.report.ledger import ledger_sentence
+from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
 from kvbench.report.manifest import environment, made_from, reproduce, warnings
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows
 from kvbench.report.sentence import headline, upper_first
@@ -37,6 +39,7 @@ def markdown(run: Run) -> str:
     lines += ["", "## All cells", "", *_cells(run), ""]
     for conclusion in conclusions(run):
         lines += [f"## {escape(conclusion.title)}", "", *(f"- {escape(p)}" for p in conclusion.points), ""]
+    lines += _ledger(run)
     changed = effect_rows(run)
     if changed:
         lines += [
@@ -46,8 +49,8 @@ def markdown(run: Run) -> str:
                 ["setting", "change", "load", *EFFECT_HEADS],
                 [
                     [
-                        SETTING_WORDS.get(row.effect.setting, row.effect.setting),
-                        f"{value_word(row.effect.baseline_value)} → {value_word(row.effect.value)}",
+                        row.effect.title,
+                        row.effect.change,
                         row.effect.comparison.load.short,
                         *(_entry(v) for v in row.values),
                     ]
@@ -83,6 +86,23 @@ def markdown(run: Run) -> str:
         lines += [*_table([c.title for c in quality_columns(run)], quality), "", escape(QUALITY_NOTE), ""]
     lines += _origin(run)
     return "\n".join(lines)
+
+
+def _ledger(run: Run) -> list[str]:
+    body = [[_entry(value) for value in row.values] for row in ledger_rows(run)]
+    if not body:
+        return []
+    heads = [column.title.replace("-", "") for column in ledger_columns(run)]
+    said = ledger_sentence(run)
+    return [
+        f"## {SECTION}",
+        "",
+        *([escape(said), ""] if said else []),
+        *_table(heads, body),
+        "",
+        escape(LEDGER_NOTE),
+        "",
+    ]
 
 
 def _origin(run: Run) -> list[str]:

@@ -11,10 +11,11 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
-from kvbench.report.conclusions import CODE_PATHS, SETTING_WORDS, conclusions, reservation, tiles, value_word
+from kvbench.report.conclusions import CODE_PATHS, conclusions, reservation, tiles
 from kvbench.report.data import Cell, Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging, validity
+from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
 from kvbench.report.manifest import brief, environment, made_from, reproduce, warnings
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows
 from kvbench.report.sentence import headline, upper_first
@@ -69,6 +70,10 @@ def page(run: Run) -> str:
         drawings=drawn,
         loop_index={drawing.key: i for i, drawing in enumerate(drawn)},
         conclusions=conclusions(run),
+        ledger_title=SECTION,
+        ledger_columns=ledger_columns(run),
+        ledger_rows=ledger_rows(run),
+        ledger_note=LEDGER_NOTE,
         columns=columns(run),
         rows=body,
         looks=looks(run),
@@ -76,8 +81,6 @@ def page(run: Run) -> str:
         uncertain=UNCERTAIN_NOTE if any(v.uncertain for r in body for v in r.values) else "",
         effect_rows=effect_rows(run),
         effect_heads=EFFECT_HEADS,
-        value_word=value_word,
-        setting_words=SETTING_WORDS,
         class_groups=[group for group in groups if group[1]],
         uncertain_note=UNCERTAIN_NOTE,
         class_heads=CLASS_HEADS,

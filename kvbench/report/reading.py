@@ -10,7 +10,9 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.report import ledger
 from kvbench.report.data import Cell, LoadPoint, Repeat, Run, number, read_gauges
+from kvbench.settings import IN_LAYOUT, phrase
 
 
 def read_run(folder: Path | str) -> Run:
@@ -81,7 +83,7 @@ def planned_cells(plan: Any) -> dict[str, int]:
 
 def _rank(cell: Cell) -> tuple:
     size = number(cell.settings.get("page_size")) or 0
-    extras = sum(key not in ("layout", "page_size") for key in cell.varied)
+    extras = sum(key not in IN_LAYOUT for key in cell.varied)
     return (not cell.is_contiguous, extras, 0 if cell.is_contiguous else size, cell.name)
 
 
@@ -136,6 +138,7 @@ def _observe(gauges: pd.DataFrame, metrics: Mapping[str, Any]) -> dict[str, floa
     total = steady["kv_slots_total"].sum()
     if total > 0:
         found["used_share"] = steady["kv_slots_used"].sum() / total
+    found |= ledger.observe(gauges, start or 0.0, math.inf if end is None else end)
     return {name: float(value) for name, value in found.items() if number(float(value)) is not None}
 
 
@@ -155,14 +158,14 @@ def _config_name(summary: Mapping[str, Any]) -> str:
     layout = settings.get("layout")
     if layout is None:
         return str(summary.get("label") or summary.get("config_id"))
-    page = settings.get("page_size")
-    parts = [f"paged (page {page})" if layout == "paged" and page is not None else str(layout)]
-    for key, value in varied.items():
-        if key == "enable_prefix_caching":
-            parts.append("prefix caching" if value else "no prefix caching")
-        elif key not in ("layout", "page_size"):
-            parts.append(f"{key} {value}")
-    return " + ".join(parts)
+    page, reservation = settings.get("page_size"), settings.get("reservation")
+    name = str(layout)
+    if layout == "paged" and page is not None:
+        name = f"paged (page {page})"
+    elif layout == "contiguous" and reservation is not None:
+        name = f"contiguous ({reservation})"
+    extras = [phrase(key, value) for key, value in varied.items() if key not in IN_LAYOUT]
+    return " + ".join([name, *extras])
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:

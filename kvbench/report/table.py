@@ -9,6 +9,7 @@ from typing import Any
 from kvbench.report import words
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import HIGHER, LOWER, Ratio, compare, reference, spread
+from kvbench.report.ledger import accounting
 from kvbench.report.style import RATIO_MARKS, marked_ratio
 
 UNCERTAIN = "*"
@@ -179,6 +180,7 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
                 "ratio_ci95_low": r.ci[0] if r.ci else None,
                 "ratio_ci95_high": r.ci[1] if r.ci else None,
             }
+        flat |= accounting(cell)
         found.append(flat | {f"setting_{k}": v for k, v in cell.settings.items() if not isinstance(v, (dict, list))})
     return found
 

@@ -27,9 +27,15 @@ def cell(
     client: dict[str, Any] | None = None,
     machine: dict[str, Any] | None = None,
     notes: dict[str, Any] | None = None,
+    observed: dict[str, float] | tuple[dict[str, float], ...] = (),
+    server: dict[str, float] | None = None,
+    capacity: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Cell:
-    """One cell; `throughput`, `tpot` (p50, ms) and `ttft` (p95, ms) have one value a repeat."""
+    """One cell; `throughput`, `tpot` (p50, ms) and `ttft` (p95, ms) have one value a repeat.
+
+    ``observed``: gauges of every repeat, or one mapping a repeat; ``server``: further counters of each.
+    """
     every: dict[str, Any] = {"layout": layout, **({"page_size": 16} if layout == "paged" else {}), **settings}
     every = {key: value for key, value in every.items() if value is not None}
     repeats = tuple(
@@ -44,8 +50,9 @@ def cell(
                 "failed": failed,
                 "client": client or {},
             },
-            {"num_preemptions_total": preemptions, "recomputed_tokens_total": preemptions * 100},
-            {} if running is None else {"running_mean": running},
+            {"num_preemptions_total": preemptions, "recomputed_tokens_total": preemptions * 100, **(server or {})},
+            ({} if running is None else {"running_mean": running})
+            | (observed if isinstance(observed, dict) else observed[i] if observed else {}),
             machine or {},
         )
         for i in range(len(throughput))
@@ -61,7 +68,7 @@ def cell(
         varied=settings,
         settings=every,
         load=LoadPoint(mode, load),
-        capacity={} if budget is None else {"kv_budget_bytes": budget},
+        capacity=({} if budget is None else {"kv_budget_bytes": budget}) | (capacity or {}),
         repeats=repeats,
         pooled={
             "tpot_ms": {"p50": sorted(tpot)[middle], "uncertain": []},

@@ -16,7 +16,15 @@ import pandas as pd
 
 from kvbench.aggregate import pooled_latencies
 from kvbench.metrics import summarise
-from tests.support.toy_engine import BYTES_PER_TOKEN, CONFIGS, MAX_MODEL_LEN, Config, Scenario, simulate
+from tests.support.toy_engine import (
+    BYTES_PER_TOKEN,
+    CONFIGS,
+    MAX_MODEL_LEN,
+    PAGE_TABLE_BYTES,
+    Config,
+    Scenario,
+    simulate,
+)
 
 
 def make_run(folder: Path, scenario: Scenario | None = None) -> Path:
@@ -93,6 +101,7 @@ def _write_cell(folder: Path, cell_id: str, config: Config, mode: str, value: fl
                 )
                 + "\n"
             )
+    slots = sc.slots * BYTES_PER_TOKEN // config.bytes_per_slot
     reasons = list(sc.invalid.get(config.config_id, ()))
     summary = {
         "cell_id": cell_id,
@@ -108,10 +117,11 @@ def _write_cell(folder: Path, cell_id: str, config: Config, mode: str, value: fl
             "num_requests": sc.num_requests,
         },
         "capacity": {
-            "kv_budget_bytes": sc.slots * BYTES_PER_TOKEN,
-            "capacity_tokens": sc.slots,
-            "num_pages": sc.slots // config.page_size,
-            "max_concurrency_at_max_len": sc.slots // MAX_MODEL_LEN,
+            "kv_budget_bytes": sc.slots * BYTES_PER_TOKEN + PAGE_TABLE_BYTES,
+            "capacity_tokens": slots,
+            "bytes_per_token": config.bytes_per_slot,
+            "num_pages": slots // config.page_size,
+            "max_concurrency_at_max_len": slots // MAX_MODEL_LEN,
         },
         "repeats": repeats,
         "aggregate": aggregate([r["metrics"] for r in repeats]),

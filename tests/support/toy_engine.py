@@ -19,6 +19,9 @@ CLASSES = (
 )
 BYTES_PER_TOKEN = 16_384
 MAX_MODEL_LEN = 1024
+PAGE_TABLE_BYTES = 65_536  # on top of the slots, as the budget has it
+INT8 = "int8_per_token_head"
+PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Config:
     layout: str = "paged"
     page_size: int = 16
     prefix_caching: bool = False
+    kv_cache_dtype: str = "auto"
+    preemption_mode: str = "recompute"
     varied: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -37,11 +42,22 @@ class Config:
         return {
             "layout": self.layout,
             **(paged if self.layout == "paged" else {}),
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "preemption_mode": self.preemption_mode,
             "kv_budget": "64MiB",
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": 64,
             "max_num_batched_tokens": 512,
         }
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """int8 takes a quarter of float32, and a scale of 4 bytes for every 64 codes of it."""
+        return BYTES_PER_TOKEN // 4 + self.scale_bytes if self.kv_cache_dtype == INT8 else BYTES_PER_TOKEN
+
+    @property
+    def scale_bytes(self) -> int:
+        return BYTES_PER_TOKEN // 64 if self.kv_cache_dtype == INT8 else 0
 
 
 CONFIGS = (
@@ -50,6 +66,8 @@ CONFIGS = (
     Config("page_size-8", page_size=8, varied={"page_size": 8}),
     Config("page_size-64", page_size=64, varied={"page_size": 64}),
     Config("enable_prefix_caching-true", prefix_caching=True, varied={"enable_prefix_caching": True}),
+    Config("kv_cache_dtype-int8", kv_cache_dtype=INT8, varied={"kv_cache_dtype": INT8}),
+    Config("preemption_mode-swap", preemption_mode="swap", varied={"preemption_mode": "swap"}),
 )
 
 
@@ -83,6 +101,7 @@ class _Sequence:
     user: int
     hit: int = 0
     computed: int = 0
+    swapped: int = 0  # tokens whose KV is on the host
     produced: int = 0
     times: list[float] = field(default_factory=list)
 
@@ -99,7 +118,7 @@ def simulate(
     jobs = [(int(draws.integers(*lengths[n][0])), int(draws.integers(*lengths[n][1]))) for n in names]
     shared = draws.random(sc.num_requests) < 0.5
     arrivals = np.cumsum(draws.exponential(1 / value, sc.num_requests)) if mode == "open" else None
-    clock, engine = 0.0, _Engine(config, sc.slots)
+    clock, engine = 0.0, _Engine(config, sc.slots * BYTES_PER_TOKEN)
     pending, done, polls, next_poll = list(range(sc.num_requests)), [], [], 0.0
 
     def send(index: int, user: int, t0: float) -> None:
@@ -125,7 +144,7 @@ def simulate(
             if arrivals is None and pending:
                 send(pending.pop(0), sequence.user, clock)
         while next_poll <= clock:
-            polls.append({"t": next_poll, **engine.gauges()})
+            polls.append({"t": next_poll, **engine.gauges(), **engine.counters})
             next_poll += 0.25
     frame = _frame(done, names, config, sc)
     return frame, pd.DataFrame(polls), {**engine.counters, "pages_owned_after": 0}
@@ -138,8 +157,9 @@ def _shuffled_classes(count: int, rng: np.random.Generator) -> list[str]:
 
 
 class _Engine:
-    def __init__(self, config: Config, slots: int) -> None:
-        self.config, self.slots = config, slots
+    def __init__(self, config: Config, budget: int) -> None:
+        self.config, self.budget = config, budget
+        self.slots = budget // config.bytes_per_slot
         self.waiting: list[_Sequence] = []
         self.running: list[_Sequence] = []
         self.prefix_seen = False
@@ -149,6 +169,10 @@ class _Engine:
             "prefix_cache_hits_total": 0,
             "prefix_cache_queries_total": 0,
             "generation_tokens_total": 0,
+            "swapped_out_slots_total": 0,
+            "swapped_in_slots_total": 0,
+            "swap_lost_slots_total": 0,
+            **{f"kv_slot_steps_total_{place}": 0 for place in PLACES},
         }
 
     def reserved(self, sequence: _Sequence, extra: int = 0) -> int:
@@ -168,7 +192,11 @@ class _Engine:
         while self.owned() > self.slots:
             victim = self.running.pop()
             self.counters["num_preemptions_total"] += 1
-            self.counters["recomputed_tokens_total"] += victim.computed
+            if self.config.preemption_mode == "swap":
+                victim.swapped = victim.computed
+                self.counters["swapped_out_slots_total"] += victim.computed
+            else:
+                self.counters["recomputed_tokens_total"] += victim.computed
             victim.computed = 0
             self.waiting.insert(0, victim)
         while self.waiting:
@@ -176,7 +204,9 @@ class _Engine:
             need = MAX_MODEL_LEN if self.config.layout == "contiguous" else head.prompt + head.produced + 16
             if self.owned() + need > self.slots:
                 break
-            head.computed = head.hit
+            head.computed = max(head.hit, head.swapped)
+            self.counters["swapped_in_slots_total"] += head.swapped
+            head.swapped = 0
             if self.config.prefix_caching and not head.times:
                 self.counters["prefix_cache_queries_total"] += head.prompt
                 self.counters["prefix_cache_hits_total"] += head.hit
@@ -192,6 +222,8 @@ class _Engine:
                 sequence.computed += chunk
             if sequence.computed >= target:
                 self.decoding.append(sequence)
+        for place, slots in self.ledger().items():
+            self.counters[f"kv_slot_steps_total_{place}"] += slots
         tables = 1 + 0.15 / self.config.page_size if self.config.layout == "paged" else 1.0
         return 0.012 + (0.0014 * len(self.decoding) + 3e-7 * self.used()) * tables + 1.1e-4 * prefill
 
@@ -206,8 +238,17 @@ class _Engine:
                 finished.append(sequence)
         return finished
 
+    def ledger(self) -> dict[str, int]:
+        """Slots by place; all of them, each once."""
+        owned = min(self.owned(), self.slots)
+        used = min(self.used(), owned)
+        cached = min(96, self.slots - owned) if self.config.prefix_caching and self.prefix_seen else 0
+        free = self.slots - owned - cached
+        return dict(zip(PLACES, (used, owned - used, cached, 0, free, 0), strict=True))
+
     def gauges(self) -> dict[str, float]:
-        owned, used = min(self.owned(), self.slots), self.used()
+        places, width = self.ledger(), self.config.bytes_per_slot
+        owned = places["tokens"] + places["waste"]
         size = MAX_MODEL_LEN if self.config.layout == "contiguous" else self.config.page_size
         return {
             "num_requests_running": len(self.running),
@@ -217,11 +258,18 @@ class _Engine:
             "kv_pages_owned": owned // size,
             "kv_slots_total": self.slots,
             "kv_slots_reserved": owned,
-            "kv_slots_used": min(used, owned),
-            "kv_waste_slots": max(owned - used, 0),
-            "kv_waste_bytes": max(owned - used, 0) * BYTES_PER_TOKEN,
+            "kv_slots_used": places["tokens"],
+            "kv_slots_cached": places["cached"],
+            "kv_slots_pinned": places["pinned"],
+            "kv_slots_free": places["free"],
+            "kv_slots_fragmented": places["fragmented"],
+            "kv_slots_shared": 48 if places["cached"] else 0,
+            "kv_waste_slots": places["waste"],
+            "kv_waste_bytes": places["waste"] * width,
+            "kv_bytes_per_slot": width,
+            "kv_scale_bytes_per_slot": self.config.scale_bytes,
             "page_table_bytes": (owned // size) * 8,
-            "kv_budget_bytes": self.slots * BYTES_PER_TOKEN,
+            "kv_budget_bytes": self.budget + PAGE_TABLE_BYTES,
         }
 
 

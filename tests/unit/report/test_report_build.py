@@ -83,7 +83,7 @@ def test_page_shows_verdict_every_cell_and_every_figure(
     for name in run.configs:
         assert text.count(name) >= len(run.loads)
     assert {d.key for d in drawings(run)} == {
-        "headline", "cells", "latency", "distributions", "occupancy-closed-24", "occupancy-closed-3",
+        "headline", "ledger", "cells", "latency", "distributions", "occupancy-closed-24", "occupancy-closed-3",
     }  # fmt: skip
 
 

@@ -1,0 +1,239 @@
+"""Where the KV bytes went: every byte of the budget in exactly one place, averaged over the steady window.
+
+The server adds up, step by step, how many slots were in each place (kv_slot_steps). Two polls' difference is the exact
+mean over the steps between them; these means are averaged over time, each weighted with its interval's share of the
+window. A server that counts no slot steps is read from its gauges, poll by poll.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from kvbench.report import words
+from kvbench.report.data import Cell, Run, number
+from kvbench.report.findings import baseline, best, paging
+
+SLOT_PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
+"""The places of the server's ledger. Each slot is in one of them, so they add up to all slots."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of the budget, for people. ``key``: of SLOT_PLACES, "table" or "rest"."""
+
+    key: str
+    title: str
+    hint: str
+
+
+PLACES = (
+    Place("tokens", "tokens", "hold the KV of a token of a running sequence, shared ones counted once"),
+    Place("waste", "reserved, empty", "reserved by a sequence and holding nothing yet: internal waste"),
+    Place("cached", "cached", "owned by nobody, kept for the prefix cache, given up when needed"),
+    Place("pinned", "pinned", "kept until a copy from them is done"),
+    Place("free", "free", "free and usable"),
+    Place("fragmented", "free, scattered", "free, but outside the largest hole of the contiguous slab"),
+    Place("table", "page table", "the page table"),
+    Place("rest", "left over", "too little for another page"),
+)
+_STEPS = "kv_slot_steps_total_"
+_OBSERVED = "place_"
+_MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv_slots_shared")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """One cell's budget in bytes, mean over time and repeats.
+
+    ``parts``: place -> bytes; they add up to ``budget``. ``scales``: of the tokens' bytes, scales of a quantised KV.
+    ``saved``: bytes that sequences would have needed on top if nothing were shared; None where the server does not say.
+    """
+
+    budget: float
+    parts: Mapping[str, float]
+    scales: float
+    saved: float | None
+
+    def share(self, place: str) -> float:
+        """0..1 of the budget."""
+        return self.parts[place] / self.budget
+
+
+def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
+    """Slots by place (SLOT_PLACES), averaged over ``start`` .. ``end`` [s of the frame's ``t``]; one repeat's polls.
+
+    Empty where the server tells of no slots.
+    """
+    known = gauges[gauges["kv_slots_total"] > 0].sort_values("t")
+    if known.empty:
+        return {}
+    steps = _from_steps(known, start, end)
+    if steps:
+        return steps
+    inside = known[known["t"].between(start, end)]
+    each = _gauge_slots(known if inside.empty else inside)
+    return {place: float(each[place].mean()) for place in SLOT_PLACES}
+
+
+def _from_steps(polls: pd.DataFrame, start: float, end: float) -> dict[str, float]:
+    names = [_STEPS + place for place in SLOT_PLACES]
+    if len(polls) < 2 or any(name not in polls for name in names) or polls[names].isna().to_numpy().any():
+        return {}
+    t, total = polls["t"].to_numpy(), polls["kv_slots_total"].to_numpy()[1:]
+    moved = np.diff(polls[names].to_numpy(), axis=0)  # [intervals, places] slots summed over the interval's steps
+    seen = moved.sum(axis=1)
+    now = _gauge_slots(polls).to_numpy()[1:]  # what held where no step ended within the interval
+    stepped = seen > 0
+    mean = np.where(stepped[:, None], moved / np.where(stepped, seen, 1)[:, None] * total[:, None], now)
+    weight = np.clip(np.minimum(t[1:], end) - np.maximum(t[:-1], start), 0, None)
+    if weight.sum() == 0:
+        return {}
+    averaged = (mean * weight[:, None]).sum(axis=0) / weight.sum()
+    return dict(zip(SLOT_PLACES, map(float, averaged), strict=True))
+
+
+def _gauge_slots(polls: pd.DataFrame) -> pd.DataFrame:
+    """[polls, SLOT_PLACES] slots, from the gauges alone; what an older server does not tell is taken as none."""
+
+    def gauge(name: str, default: float | pd.Series = 0.0) -> pd.Series:
+        found = polls[name] if name in polls else pd.Series(np.nan, index=polls.index)
+        return found.fillna(default)
+
+    total = polls["kv_slots_total"]
+    page = total / gauge("kv_pages_total").replace(0.0, np.nan)
+    reserved, used = gauge("kv_slots_reserved"), gauge("kv_slots_used")
+    cached = gauge("kv_slots_cached", (gauge("kv_pages_cached") * page).fillna(0.0))
+    pinned, fragmented = gauge("kv_slots_pinned"), gauge("kv_slots_fragmented")
+    places = {
+        "tokens": used,
+        "waste": reserved - used,
+        "cached": cached,
+        "pinned": pinned,
+        "free": total - reserved - cached - pinned - fragmented,
+        "fragmented": fragmented,
+    }
+    return pd.DataFrame(places, columns=list(SLOT_PLACES)).clip(lower=0.0)
+
+
+def observe(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
+    """What ``ledger`` needs of one repeat's polls, for ``Repeat.observed``: slots by place, and means of gauges."""
+    found = {_OBSERVED + place: slots for place, slots in mean_slots(gauges, start, end).items()}
+    inside = gauges[gauges["t"].between(start, end)]
+    inside = gauges if inside.empty else inside
+    for name in (
+        "kv_budget_bytes",
+        "kv_bytes_per_slot",
+        "kv_scale_bytes_per_slot",
+        "kv_slots_shared",
+        "kv_slots_total",
+    ):
+        if found and name in inside and inside[name].notna().any():
+            found[name] = float(inside[name].mean())
+    return found
+
+
+def _mean(cell: Cell, name: str) -> float | None:
+    values = list(cell.observed(name).values())
+    return math.fsum(values) / len(values) if values else None
+
+
+def bytes_per_slot(cell: Cell) -> float | None:
+    """Bytes of a token's KV, scales with it; of the server, else of the capacity that was worked out for it."""
+    told = (_mean(cell, "kv_bytes_per_slot"), *(cell.capacity.get(k) for k in ("bytes_per_slot", "bytes_per_token")))
+    return next((v for value in told if (v := number(value)) is not None and v > 0), None)
+
+
+def ledger(cell: Cell) -> Ledger | None:
+    """None where the server does not tell its slots, their size or its budget."""
+    slots = {place: _mean(cell, _OBSERVED + place) for place in SLOT_PLACES}
+    size = bytes_per_slot(cell)
+    budget = _mean(cell, "kv_budget_bytes") or number(cell.capacity.get("kv_budget_bytes"))
+    if None in slots.values() or size is None or not budget:
+        return None
+    parts = {place: float(value or 0.0) * size for place, value in slots.items()}
+    parts["table"] = _mean(cell, "page_table_bytes") or 0.0
+    parts["rest"] = max(0.0, budget - math.fsum(parts.values()))
+    scale = _mean(cell, "kv_scale_bytes_per_slot") or 0.0
+    shared = _mean(cell, "kv_slots_shared")
+    saved = None if shared is None else shared * size
+    return Ledger(math.fsum(parts.values()), parts, float(slots["tokens"] or 0.0) * scale, saved)
+
+
+def swapped_bytes(cell: Cell, way: str = "out") -> float | None:
+    """Bytes of KV moved to the host (``way`` "out") or back ("in") in all repeats; None where that is not told."""
+    slots, size = cell.counter(f"swapped_{way}_slots_total"), bytes_per_slot(cell)
+    return None if slots is None or size is None else slots * size
+
+
+_COUNTED = (
+    "num_preemptions",
+    "recomputed_tokens",
+    "swap_lost_slots",
+    "swap_seconds",
+    "forks",
+    "copied_pages",
+    "copied_slots",
+    "prefix_cache_hits",
+    "prefix_cache_queries",
+    "prefix_cache_evictions",
+    "hash_seconds",
+    "allocated_pages",
+    "freed_pages",
+    "refused_fragmented",
+)
+
+
+def accounting(cell: Cell) -> dict[str, float]:
+    """Everything the server accounts for, as plain numbers for summary.csv; what it does not tell is left out.
+
+    Parts of the budget are means over time and repeats, counters and swapped bytes are sums over the repeats.
+    """
+    found = ledger(cell)
+    flat: dict[str, float | None] = {}
+    if found is not None:
+        flat = {f"kv_{place}_bytes": size for place, size in found.parts.items()}
+        flat |= {"kv_scale_bytes": found.scales, "kv_budget_bytes": found.budget, "kv_saved_bytes": found.saved}
+    flat |= {f"swapped_{way}_bytes": swapped_bytes(cell, way) for way in ("out", "in")}
+    flat |= {name: cell.counter(f"{name}_total") for name in _COUNTED}
+    return {name: value for name, value in flat.items() if value is not None}
+
+
+def ledger_sentence(run: Run) -> str:
+    """What the section shows, for the pair that the headline speaks of, else for one configuration; "" without data."""
+    pairs = [p for p in paging(run) if ledger(p.a) and ledger(p.b)]
+    if pairs:
+        c = pairs[-1]
+        text = f"At {c.load.label} {_filled(c.b, ' of the KV budget')}; {_filled(c.a)}."
+        return text if c.valid else f"{text} (Invalid measurement, not to be relied on.)"
+    for load in reversed(run.loads):
+        top = best(run, load)
+        cell = baseline(run, load) or (top.cell if top else None)
+        if cell is not None and ledger(cell):
+            return f"At {load.label} {_filled(cell, ' of the KV budget')}."
+    return ""
+
+
+def _filled(cell: Cell, whole: str = "") -> str:
+    found = ledger(cell)
+    assert found is not None
+    text = (
+        f"{cell.name} held tokens in {words.percent(found.share('tokens'))}{whole} and wasted "
+        f"{words.percent(found.share('waste'))} on slots reserved and empty"
+    )
+    more = [
+        f"{words.percent(found.share(place))} {what}"
+        for place, what in (("fragmented", "free but scattered"), ("cached", "cached"), ("free", "free"))
+        if found.share(place) >= 0.01
+    ]
+    return f"{text} ({', '.join(more)})" if more else text
+
+
+def ledgers(run: Run) -> list[tuple[Cell, Ledger]]:
+    """Cells that have one, in table order: the highest load first."""
+    cells: Sequence[Cell] = [cell for load in reversed(run.loads) for cell in run.at(load)]
+    return [(cell, found) for cell in cells if (found := ledger(cell)) is not None]
