@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels import default_backend, get_backend
+from kernels.kv_formats import KV_FORMATS
+from kernels.quantized import FP8_MAX, QuantizedKV
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
@@ -53,6 +55,15 @@ def make_batch(batch: int, context: int, page_size: int) -> Batch:
     k, v = (torch.randn(batch * pages * page_size, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for _ in "kv")
     q = torch.randn(batch, HEADS, DIM, dtype=DTYPE, device=DEVICE)
     return Batch(q, k, v, starts.to(DEVICE), torch.full((batch,), context, device=DEVICE), page_size)
+
+
+def quantised(name: str, x: torch.Tensor) -> QuantizedKV:
+    """The rows of ``x [slots, Hkv, D]`` in a cache of the format called ``name``."""
+    kv_format = KV_FORMATS[name]
+    scale = 2 * max(float(x.abs().max()), 1.0) / FP8_MAX[kv_format] if kv_format in FP8_MAX else None
+    cache = QuantizedKV.zeros(kv_format, *x.shape, x.device, scale)
+    cache.store(torch.arange(len(x), device=x.device), x)
+    return cache
 
 
 def wait() -> None:
@@ -103,6 +114,45 @@ def test_decode(benchmark, batch, context, page_size):
     measure(benchmark, b, lambda: backend.decode_attention(*args, scale=DIM**-0.5, out=out, plan=plan))
 
 
+@pytest.mark.skipif(CUDA, reason="no backend decodes quantised KV on a GPU but the reference")
+@pytest.mark.parametrize("name", list(KV_FORMATS))
+@pytest.mark.parametrize(("batch", "context"), SHAPES)
+def test_decode_quantised(benchmark, batch, context, name):
+    """`time_of_float32`: its time over that of the same step on float32 KV, rounds alternating, fastest of each."""
+    backend, b = get_backend("numba"), make_batch(batch, context, 16)
+    k, v = (quantised(name, x) for x in (b.k, b.v))
+    args = (b.page_starts, b.seq_lens, b.page_size)
+    best = {}
+    for _ in range(40):
+        for kind, caches in (("float32", (b.k, b.v)), (name, (k, v))):
+            start = time.perf_counter()
+            backend.decode_attention(b.q, *caches, *args, scale=DIM**-0.5)
+            best[kind] = min(best.get(kind, 1e9), time.perf_counter() - start)
+    benchmark.group = f"decode {batch} x {context}"
+    benchmark.pedantic(lambda: backend.decode_attention(b.q, k, v, *args, scale=DIM**-0.5), rounds=20)
+    read = 2 * batch * context * KV_HEADS * KV_FORMATS[name].row_bytes(DIM)
+    ratio = best[name] / best["float32"]
+    benchmark.extra_info.update(
+        kv_bytes=read, kv_gb_per_s=round(read / best[name] / 1e9, 2), time_of_float32=round(ratio, 3)
+    )
+    print(f"\n  {read / best[name] / 1e9:.1f} GB/s of codes and scales, {ratio:.2f} of the time over float32")
+
+
+@pytest.mark.skipif(CUDA, reason="no backend writes quantised KV on a GPU but the reference")
+@pytest.mark.parametrize("name", ["auto", *KV_FORMATS])
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_write(benchmark, tokens, name):
+    """K and V of one layer's new tokens, heads first in memory; float_gb_per_s counts what is read."""
+    rows = torch.randn(KV_HEADS, tokens, DIM).transpose(0, 1)
+    caches = [torch.zeros(4096, KV_HEADS, DIM) for _ in "kv"]
+    if name != "auto":
+        caches = [quantised(name, x) for x in caches]
+    slots = torch.randperm(4096)[:tokens]
+    benchmark.group = f"write {tokens}"
+    benchmark.pedantic(lambda: get_backend("numba").write_kv(rows, rows, *caches, slots), rounds=200, warmup_rounds=5)
+    benchmark.extra_info["float_gb_per_s"] = round(2 * rows.nbytes / benchmark.stats.stats.min / 1e9, 2)
+
+
 @pytest.mark.parametrize(("batch", "context"), SHAPES)
 def test_decode_by_gather_and_sdpa(benchmark, batch, context):
     """What there was before paged kernels: gather all KV, then SDPA."""
@@ -129,14 +179,17 @@ def test_decode_by_sdpa_on_contiguous_kv(benchmark, batch, context):
 
 
 @pytest.mark.parametrize(("new", "context"), [(128, 0), (512, 0), (128, 512), (512, 1536)])
-@pytest.mark.parametrize("page_size", [16, CONTIGUOUS])
-def test_prefill(benchmark, new, context, page_size):
+@pytest.mark.parametrize(
+    ("page_size", "name"), [(16, "auto"), (CONTIGUOUS, "auto"), (16, "fp8_e4m3"), (16, "int8_per_token_head")]
+)
+def test_prefill(benchmark, new, context, page_size, name):
     """One sequence's chunk after ``context`` tokens."""
-    backend, b = get_backend(default_backend(DEVICE, DTYPE)), make_batch(1, new + context, page_size)
+    backend, b = get_backend(default_backend(DEVICE, DTYPE, name)), make_batch(1, new + context, page_size)
     q = torch.randn(new, HEADS, DIM, dtype=DTYPE, device=DEVICE)
     new_kv = tuple(torch.randn(new, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for _ in "kv")
+    k, v = (b.k, b.v) if name == "auto" else (quantised(name, x) for x in (b.k, b.v))
     starts, out = torch.tensor([0, new], device=DEVICE), torch.empty_like(q)
-    args = (q, b.k, b.v, b.page_starts, starts, b.seq_lens, b.page_size)
+    args = (q, k, v, b.page_starts, starts, b.seq_lens, b.page_size)
     plan = backend.plan_prefill(b.page_starts, starts, b.seq_lens, b.page_size)
     benchmark.group = f"prefill {new} after {context}"
 
