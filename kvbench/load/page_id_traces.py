@@ -29,8 +29,8 @@ _MOST_TOKENS = 2**40  # of one prompt: anything above is a mistake and not a len
 class PageIdTrace:
     """Requests in order of arrival (the file's order where not every request has a timestamp; ties as in the file).
 
-    ``page_ids``: one array of int64 a request, the trace's own ids (numbers or texts) numbered from 0 in order of
-    appearance. ``prompt_tokens`` [requests] int64; a request's last page may be partly filled.
+    ``page_ids``: one array of int64 a request, the trace's own ids (numbers or texts) numbered from 0 as they come
+    in the file. ``prompt_tokens`` [requests] int64; a request's last page may be partly filled.
     """
 
     kind: str  # "jsonl" | "session"
@@ -95,52 +95,49 @@ def _collect(path: Path, kind: str, rows: Iterator[tuple[str, dict[str, Any]]], 
 class _PageSize:
     """The page sizes under which every request so far has as many pages as the trace says.
 
-    Traces differ in whether the last, partly filled page has an id, so both ways are kept: ceil(tokens / size) ids,
-    and floor(tokens / size).
+    Traces differ in whether the last page has an id when it is partly filled (Mooncake: yes, WEKA: no), or holds the
+    first output token (Bailian). So ``n`` ids stand for ``n`` or ``n - 1`` full pages of the prompt.
     """
 
     def __init__(self, asked: int | None, told: int | None):
-        self.asked = asked or told
+        self.given = asked or told
         self.source = "--page-size" if asked else "the trace's block_size"
-        low, high = (self.asked, self.asked) if self.asked else (1, _MOST_TOKENS)
-        self.ceil = self.floor = (low, high)
+        self.low, self.high = (self.given, self.given) if self.given else (1, _MOST_TOKENS)
 
     def add(self, pages: int, tokens: int) -> None:
         """Narrow down. Raises ValueError when nothing is left."""
-        before = [span for span in (self.ceil, self.floor) if span[0] <= span[1]]
-        most = (tokens - 1) // (pages - 1) if pages > 1 else 0 if tokens == 0 and pages else _MOST_TOKENS
-        least = -(-tokens // pages) if pages else 1 if tokens == 0 else _MOST_TOKENS + 1
-        self.ceil = (max(self.ceil[0], least), min(self.ceil[1], most))
-        most = tokens // pages if pages else _MOST_TOKENS
-        self.floor = (max(self.floor[0], tokens // (pages + 1) + 1), min(self.floor[1], most))
-        if any(low <= high for low, high in (self.ceil, self.floor)):
+        low = max(self.low, tokens // (pages + 1) + 1)
+        high = min(self.high, tokens // (pages - 1)) if pages > 1 else self.high
+        if low <= high:
+            self.low, self.high = low, high
             return
-        if self.asked:
+        if self.given:
+            wanted = -(-tokens // self.given)
+            way_out = "leave it out to have it found" if self.source == "--page-size" else "mend or remove the request"
             raise ValueError(
-                f"{pages} page ids for {tokens} tokens, but at {self.source} {self.asked} there would be "
-                f"{-(-tokens // self.asked)}: "
-                + ("leave it out to have it found" if self.source == "--page-size" else "mend or remove the request")
+                f"{pages} page ids for {tokens} tokens, but at {self.source} {self.given} there would be {wanted}: "
+                + way_out
             )
-        fitting = " or ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in before)
         raise ValueError(
-            f"{pages} page ids for {tokens} tokens, which no page size explains that fits the requests before "
-            f"({fitting} tokens): mend or remove the request"
+            f"{pages} page ids for {tokens} tokens, which fits no page size that fits the requests before it "
+            f"({self._span()} tokens): mend or remove the request"
         )
 
     def choose(self, path: Path) -> int:
         """The page size. A range is settled by its only power of two. Raises ValueError when that is not one."""
-        found: set[int] = set()
-        for low, high in (self.ceil, self.floor):
-            if low <= high:
-                powers = {2**k for k in range(_MOST_TOKENS.bit_length()) if low <= 2**k <= high}
-                found |= {low} if low == high else powers
+        powers = [2**k for k in range(_MOST_TOKENS.bit_length()) if self.low <= 2**k <= self.high]
+        found = [self.low] if self.low == self.high else powers
         if len(found) == 1:
-            return found.pop()
-        spans = {f"{low} to {high}" for low, high in (self.ceil, self.floor) if low <= high}
+            return found[0]
         raise ValueError(
-            f"the page size of {path} cannot be told from its lengths ({' or '.join(sorted(spans))} tokens would fit): "
-            "give it with --page-size"
+            f"the page size of {path} cannot be told from its lengths, which {self._span()} tokens would fit: give it "
+            "with --page-size"
         )
+
+    def _span(self) -> str:
+        if self.low == self.high:
+            return str(self.low)
+        return f"{self.low} or more" if self.high == _MOST_TOKENS else f"{self.low} to {self.high}"
 
 
 def _request(row: dict[str, Any], kind: str) -> tuple[list[int | str], int, float | None]:
