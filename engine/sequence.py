@@ -96,8 +96,7 @@ class Drawn(NamedTuple):
     logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """What one step gave to one of a request's ``n`` sequences. ``finish_reason`` is None while it goes on."""
 
     request_id: str
