@@ -2,7 +2,8 @@
 
 Token for token what transformers' ``generate(num_beams=width, do_sample=False)`` returns, as long as the vocabulary
 has at least ``width`` tokens beside the EOS ids. With fewer, transformers fills up with copies of the prompt that score
--1e9; here the search just runs with fewer beams.
+-1e9; here the search just runs with fewer beams. Scores at or below -1e9, which transformers confuses with its empty
+places, are ordinary here; the order of exact ties, which it leaves to ``torch.topk``, is fixed here.
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ class BeamSearch:
         self.length_penalty = float(length_penalty)
         self.early_stopping = early_stopping
         # Of one beam's best width + E continuations at most E are EOS. So whatever ranks below them has `width` better
-        # ones that go on: it can neither go on itself nor rank among the first `width`. No more is ever looked at.
+        # ones that go on: it can neither go on itself nor rank among the first `width`.
         self.num_candidates = width + len(eos_token_ids)
+        # Likewise over all beams, which have at most E * width continuations that end.
+        self._num_ranked = width * (1 + len(eos_token_ids))
         self._live = [_Beam((), np.float32(0.0))]
         self._finished: list[Hypothesis] = []  # best first, at most `width`
         self._length = 0  # tokens of each live beam
@@ -79,7 +82,7 @@ class BeamSearch:
         has ended.
         """
         assert len(candidates) == len(self._live) > 0, f"{len(candidates)} candidates, {len(self._live)} live beams"
-        ranked = _rank([beam.logprob for beam in self._live], candidates)
+        ranked = _rank([beam.logprob for beam in self._live], candidates, self._num_ranked)
         self._length += 1
         self._finish(ranked[: self.width])
         kept = [] if self._length == self.max_new_tokens else self._going_on(ranked)
@@ -141,14 +144,14 @@ def check_beam_search(width: int, max_new_tokens: int, length_penalty: float) ->
         )
 
 
-def _rank(sums: Sequence[np.float32], candidates: Sequence[Drawn]) -> list[_Continuation]:
-    """All continuations of all live beams, best first; of a tie, the better parent's first."""
+def _rank(sums: Sequence[np.float32], candidates: Sequence[Drawn], count: int) -> list[_Continuation]:
+    """The ``count`` best continuations of all live beams, best first; of a tie, the better parent's first."""
     logprobs = np.concatenate(
         [np.asarray(drawn.logprobs, np.float32) + total for total, drawn in zip(sums, candidates, strict=True)]
     )
     token_ids = [token_id for drawn in candidates for token_id in drawn.token_ids]
     parents = [parent for parent, drawn in enumerate(candidates) for _ in drawn.token_ids]
-    order = np.argsort(-logprobs, kind="stable").tolist()
+    order = np.argsort(-logprobs, kind="stable")[:count].tolist()
     return [_Continuation(parents[i], token_ids[i], logprobs[i]) for i in order]
 
 

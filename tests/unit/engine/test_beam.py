@@ -171,7 +171,7 @@ def test_a_wide_enough_search_finds_the_best_of_all_sequences(eos, length_penalt
     np.testing.assert_allclose([h.score for h in actual], sorted(scores.values(), reverse=True), rtol=1e-5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     vocab=st.integers(1, 12),
@@ -224,6 +224,22 @@ def test_an_end_that_ranks_below_the_width_is_dropped():
     assert beams.advance([Drawn((2, 9), (-3.0, -4.0))]) == [(0, 2)]
     assert beams.advance([Drawn((3, 9), (-1.0, -2.0))]) == []
     assert [h.token_ids for h in beams.results(1)] == [(1, 2, 3)]
+
+
+def test_a_live_beam_that_only_ties_with_the_worst_ended_one_does_not_go_on():
+    beams = BeamSearch(1, 3, frozenset({9}), length_penalty=0.0)
+    assert beams.advance([Drawn((9, 1), (-1.0, -1.0))]) == []
+    assert beams.results(1) == [Hypothesis((9,), -1.0, "stop")]
+
+
+def test_never_with_a_negative_penalty_scores_a_live_beam_at_its_present_length():
+    """That is the length in its favour: -1.2 * 2 beats the worst ended, -5 * 2, but -1.2 * 10 would not."""
+    beams = BeamSearch(2, 10, frozenset({9}), length_penalty=-1.0, early_stopping="never")
+    assert beams.advance([Drawn((9, 1, 2), (-1.0, -1.1, -6.0))]) == [(0, 1), (0, 2)]
+    assert beams.advance([Drawn((3, 9, 4), (-0.1, -3.9, -5.0)), Drawn((3, 9, 4), (-3.0, -4.0, -5.0))]) == [
+        (0, 3),
+        (0, 4),
+    ]
 
 
 @pytest.mark.parametrize(
