@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from engine.beam import BeamSearch
 from engine.scheduler import Scheduler
 from engine.sequence import Drawn, Request, Sequence, TokenOutput
@@ -49,7 +47,7 @@ class Group:
         self.remaining = 0
         discarded = sum(len(out.token_ids) for _, out in self._ended) - sum(len(out.token_ids) for _, out in best)
         return [
-            replace(out, index=index, num_discarded=0 if index else discarded) for index, (_, out) in enumerate(best)
+            out._replace(index=index, num_discarded=0 if index else discarded) for index, (_, out) in enumerate(best)
         ]
 
 

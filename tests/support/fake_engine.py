@@ -79,10 +79,11 @@ def fake_engine(
     kv_slots: int = 65536,
     **settings: object,
 ) -> Engine:
-    """An engine of 64 bytes of KV a token; ``settings`` are ``EngineConfig`` fields."""
+    """An engine of ``kv_slots`` slots of 64 bytes, in whole pages; ``settings`` are ``EngineConfig`` fields."""
     values = {"model": "fake", "max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 512, **settings}
     config = EngineConfig(**values)
-    table_bytes = config.max_num_seqs * config.max_model_len * 8
+    page_size = config.max_model_len if config.layout == "contiguous" else config.page_size
+    table_bytes = config.max_num_seqs * -(-config.max_model_len // page_size) * 8
     capacity = capacity_of(config, SHAPE, kv_slots * SHAPE.bytes_per_slot + table_bytes)
     kv = make_kv_manager(config, capacity)
     info = ModelInfo("fake", vocab_size, config.max_model_len, tuple(eos_token_ids), None)

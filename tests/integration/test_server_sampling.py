@@ -1,0 +1,194 @@
+"""n, best_of and beam search over HTTP: one request of the engine, several choices of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from engine.sequence import Sequence
+from tests.support.fake_engine import branching, fake_engine
+from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Go"}]
+
+
+def likely(seq: Sequence) -> float:
+    """Sibling 2 is the most likely, then 3, then 1, then 0."""
+    return {2: -0.1, 3: -0.2, 1: -0.3, 0: -0.4}[seq.index]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    engine = fake_engine(branching, max_num_seqs=8)
+    engine.executor.logprob = likely
+    with running_server(engine) as running:
+        yield running
+
+
+def ask(server: RunningServer, path: str = COMPLETIONS, **fields: Any) -> Any:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": [5, 6, 7]}
+    reply = server.post(path, {**prompt, "max_tokens": 3, "return_token_ids": True, **fields})
+    assert reply.status == 200, reply.body
+    return reply.json
+
+
+def ids(answer: Any) -> list[list[int]]:
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+SAID = [[100, 101, 102], [100, 201, 202], [100, 301, 302], [100, 401, 402]]  # by sibling
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_n_choices_are_forks_of_one_prompt(server: RunningServer, path: str) -> None:
+    before = server.metrics()
+    answer = ask(server, path, n=4)
+    assert ids(answer) == SAID
+    assert answer["usage"]["completion_tokens"] == 12
+    after = server.wait_for(num_requests_running=0, kv_pages_owned=0)
+    assert after["forks_total"] - before["forks_total"] == 3
+    prompts = after["prompt_tokens_total"] - before["prompt_tokens_total"]
+    assert prompts == answer["usage"]["prompt_tokens"]  # computed once
+    length = "request_success_total{finished_reason=length}"
+    assert after[length] - before[length] == 4
+    assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 4
+
+
+def test_choices_of_several_prompts_keep_their_order(server: RunningServer) -> None:
+    answer = ask(server, prompt=[[5], [6]], n=2)
+    assert ids(answer) == [SAID[0], SAID[1], SAID[0], SAID[1]]
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[5], [5], [6], [6]]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_streamed_choices_are_told_apart_to_the_end(server: RunningServer, path: str) -> None:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": [5]}
+    options = {"include_usage": True}
+    body = {**prompt, "n": 3, "max_tokens": 3, "stream": True, "return_token_ids": True, "stream_options": options}
+    said: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    ended = []
+    *events, last = server.post(path, body).events
+    for event in events:
+        (choice,) = event["choices"]
+        said[choice["index"]] += choice["token_ids"]
+        ended += [choice["index"]] if choice["finish_reason"] == "length" else []
+    assert said == dict(enumerate(SAID[:3]))
+    assert sorted(ended) == [0, 1, 2]
+    assert last["usage"]["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_its_choice_only(stream: bool) -> None:
+    tokenizer = shipped_tokenizer()
+    text = tokenizer.decode([202, 203])  # what sibling 1 says at its third and fourth token
+    assert all(text not in tokenizer.decode([100, *range(101 + k, 120 + k)]) for k in (0, 200))
+    with running_server(fake_engine(branching, step_s=0.002)) as server:
+        body = {"prompt": [5], "max_tokens": 40, "n": 3, "stop": text, "stream": stream, "return_token_ids": True}
+        reply = server.post(COMPLETIONS, body)
+        answers = [event["choices"][0] for event in reply.events] if stream else reply.json["choices"]
+        said: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        reasons = {}
+        for choice in answers:
+            said[choice["index"]] += choice["token_ids"]
+            if choice["finish_reason"]:
+                reasons[choice["index"]] = (choice["finish_reason"], choice.get("stop_reason"))
+        assert reasons == {0: ("length", None), 1: ("stop", text), 2: ("length", None)}
+        assert (len(said[0]), said[1], len(said[2])) == (40, [100, 201, 202, 203], 40)
+        server.wait_for(num_requests_running=0, kv_pages_owned=0)
+        assert server.engine.stats().finished == {"length": 2, "stop": 1}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_best_of_returns_the_most_likely_and_charges_for_all(server: RunningServer, path: str) -> None:
+    answer = ask(server, path, n=2, best_of=4)
+    assert ids(answer) == [SAID[2], SAID[3]]
+    assert answer["usage"]["completion_tokens"] == 12
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
+
+
+def test_the_official_client_gets_best_of(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=30) as client:
+        answer = client.completions.create(model="fake", prompt=[5], max_tokens=3, best_of=4, n=1)
+        assert answer.choices[0].text == shipped_tokenizer().decode(SAID[2])
+        with pytest.raises(openai.BadRequestError, match="best_of 4 with n 1 cannot be streamed"):
+            client.completions.create(model="fake", prompt=[5], max_tokens=3, best_of=4, stream=True)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_beams_come_best_first(server: RunningServer, path: str) -> None:
+    """The k-th best continuation of every beam has a log probability of -(k + 1): sums tell the order."""
+    answer = ask(server, path, use_beam_search=True, n=2, best_of=3, max_tokens=1)
+    assert ids(answer) == [[100], [101]]
+    assert answer["usage"]["completion_tokens"] == 2
+    answer = ask(server, path, use_beam_search=True, n=3)
+    assert len(ids(answer)) == 3
+    assert len({tuple(tokens) for tokens in ids(answer)}) == 3
+    assert all(len(tokens) == 3 for tokens in ids(answer))
+    server.wait_for(num_requests_running=0, kv_pages_owned=0)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "param", "numbers"),
+    [
+        ({"n": 9}, "n", ("9", "8")),
+        ({"n": 10**30}, "n", ("10000", "8")),
+        ({"n": 2, "best_of": 12}, "best_of", ("12", "8")),
+        ({"use_beam_search": True, "n": 2, "best_of": 12}, "best_of", ("12", "8")),
+        ({"use_beam_search": True, "n": 100}, "n", ("100", "8")),
+        ({"priority": -3}, "priority", ("-3",)),
+        ({"priority": 3}, "priority", ("3", "--scheduling-policy")),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str, numbers: tuple[str, ...]
+) -> None:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": [5]}
+    reply = server.post(path, {**prompt, **fields})
+    assert (reply.status, reply.error["param"]) == (422, param)
+    assert all(number in reply.error["message"] for number in numbers), reply.error["message"]
+
+
+def test_a_length_penalty_that_leaves_all_bounds_is_refused(server: RunningServer) -> None:
+    reply = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 900, "use_beam_search": True, "length_penalty": 1e9})
+    assert reply.status == 400
+    assert "length_penalty cannot be 1000000000.0" in reply.error["message"]
+
+
+def test_more_beams_than_tokens_are_refused() -> None:
+    with running_server(fake_engine(vocab_size=4)) as server:
+        reply = server.post(COMPLETIONS, {"prompt": [1], "use_beam_search": True, "n": 5})
+        assert reply.status == 422
+        assert "5 beams" in reply.error["message"] and "4" in reply.error["message"]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_siblings_that_do_not_fit_side_by_side_take_turns(mode: str) -> None:
+    """Each needs 1000 slots of its own in the end, and the pool has 1024."""
+    with running_server(fake_engine(branching, kv_slots=1024, preemption_mode=mode)) as server:
+        answer = ask(server, prompt=[5], n=4, max_tokens=1000, ignore_eos=True)
+        assert [len(tokens) for tokens in ids(answer)] == [1000] * 4
+        metrics = server.wait_for(kv_pages_owned=0, swap_slots_used=0, num_requests_swapped=0)
+        assert metrics["num_preemptions_total"] > 0
+        assert (metrics["swapped_in_slots_total"] > 0) == (mode == "swap")
+
+
+@pytest.mark.parametrize("fields", [{"n": 4}, {"best_of": 4}, {"use_beam_search": True, "n": 4}])
+def test_a_client_that_leaves_takes_all_siblings_along(fields: dict[str, Any]) -> None:
+    with running_server(fake_engine(branching, step_s=0.005)) as server:
+        sock = server.open_request({"prompt": [5], "max_tokens": 1000, **fields})
+        server.wait_for(num_requests_running=4)
+        sock.close()
+        metrics = server.wait_for(num_requests_running=0, num_requests_waiting=0, kv_pages_owned=0)
+        assert metrics["generation_tokens_total"] < 2000
+        server.wait_for(
+            **{"request_failure_total{kind=disconnect}": fields.get("n", 1), "http_requests_total{code=499}": 1}
+        )
+
+
+def test_the_highest_seed_there_is_has_siblings_too(server: RunningServer) -> None:
+    assert len(ids(ask(server, n=3, seed=2**63 - 1))) == 3
