@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.design import make_design
 from kvbench.errors import UsageError
 from kvbench.results import RunFolder, latest_incomplete, open_run, write_json
 from kvbench.targets.base import Target
@@ -185,44 +184,25 @@ def show_report(run_dir: Path, console: Console) -> None:
 
 def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     """``kvbench plan``. Raises UsageError for an impossible configuration."""
+    from kvbench.capacity_table import capacity_table
+    from kvbench.planning import plan_sweep
     from kvbench.targets.builtin import check_configuration
 
     loaded = load_workload(workload, profile=profile, overrides=overrides)
-    design = make_design(loaded.engine, loaded.sweep, loaded.load_points, loaded.design)
-    table = Table(title=f"{loaded.name}, {loaded.profile} profile: what the KV budget holds")
-    table.add_column("configuration", no_wrap=True)
-    for name in ("budget MiB", "bytes/\ntoken", "page\nsize", "pages", "tokens", "page table\nKiB", "at once*"):
-        table.add_column(name, justify="right")
-    lengths = set()
+    design, _ = plan_sweep(loaded, (), check_configuration)
+    capacity = {}
     for configuration in design.configurations:
         try:
-            known = check_configuration(configuration.settings)
+            capacity[configuration.config_id] = check_configuration(configuration.settings)
         except ValueError as error:
             raise UsageError(f"configuration {configuration.config_id}: {error}") from None
-        lengths.add(known["max_model_len"])
-        table.add_row(configuration.config_id, *_capacity_row(known))
+    table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, capacity)
     console = Console()
-    console.print(table)
-    console.print(
-        f"* sequences of max_model_len ({', '.join(map(str, sorted(lengths)))}) tokens that fit at once. Contiguous "
-        "reserves that much for every sequence, however short; paged takes pages as a sequence grows.",
-        highlight=False,
-    )
+    whole = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    Console(width=max(whole, console.width)).print(table)  # a row that is cut would hide what was asked for
+    for note in (*notes, *(f"note: {note}" for note in design.notes)):
+        console.print(note, highlight=False, markup=False)
     return 0
-
-
-def _capacity_row(known: Mapping[str, Any]) -> list[str]:
-    if "num_pages" not in known:  # the GPU's free memory decides
-        return ["at start"] * 7
-    return [
-        f"{known['kv_budget_bytes'] / 2**20:,.1f}",
-        f"{known['bytes_per_token']:,}",
-        f"{known['page_size']:,}",
-        f"{known['num_pages']:,}",
-        f"{known['capacity_tokens']:,}",
-        f"{known['page_table_bytes'] / 1024:,.1f}",
-        f"{known['max_concurrency_at_max_len']:,}",
-    ]
 
 
 def load_command(*, workload: str, url: str, at: str | None, output_dir: Path | None, **options: Any) -> int:

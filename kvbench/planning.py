@@ -15,6 +15,7 @@ from kvbench.design import Block, Configuration, Design, make_design, plan_block
 from kvbench.errors import UsageError
 from kvbench.progress import clock
 from kvbench.results import RunFolder
+from kvbench.settings import effective
 from kvbench.workload import Workload
 
 _GUESS_TOKENS_PER_S = {"cpu": 200.0, "gpu": 4000.0}  # until the first load is measured
@@ -105,22 +106,43 @@ def preflight(workload: Workload, design: Design, options: SweepOptions) -> tupl
 
 
 def capacity_note(configurations: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What the same budget holds in either layout; None when a size is not known."""
-    parts = []
-    for layout in ("contiguous", "paged"):
-        chosen = next((c for c in configurations if c.settings.get("layout") == layout), None)
-        known = capacity.get(chosen.config_id, {}) if chosen else {}
-        if not known.get("num_pages") or not known.get("kv_budget_bytes"):
+    """What the same budget holds in either layout, and what a smaller KV dtype or a swap space adds.
+
+    None when a size is not known.
+    """
+    known = [
+        (c, told)
+        for c in configurations
+        if (told := capacity.get(c.config_id, {})).get("num_pages") and told.get("kv_budget_bytes")
+    ]
+    firsts = [
+        next(((c, told) for c, told in known if c.settings.get("layout") == layout), None)
+        for layout in ("contiguous", "paged")
+    ]
+    parts = [_holds(c, told) for c, told in filter(None, firsts)]
+    if not parts:
+        return None
+    most = max(told["bytes_per_token"] for _, told in known)
+    for c, told in known:
+        if (c, told) in firsts:
             continue
-        pages, slots = known["num_pages"], known["capacity_tokens"]
-        if layout == "contiguous":
-            parts.append(
-                f"contiguous holds {pages:,} requests at once, however short (reservations of {slots // pages:,})"
-            )
-        else:
-            parts.append(f"{chosen.config_id} holds {slots:,} tokens of any number of requests ({pages:,} pages)")
-        budget = known["kv_budget_bytes"]
-    return f"capacity: {budget / 2**20:,.0f} MiB of KV: {'; '.join(parts)}" if parts else None
+        if told["bytes_per_token"] < most:
+            parts.append(f"{c.config_id} holds {told['capacity_tokens']:,} tokens")
+        if told.get("swap_tokens"):
+            host = f"{told['swap_space_bytes'] / 2**20:,.0f} MiB of host memory"
+            parts.append(f"{c.config_id} swaps up to {told['swap_tokens']:,} more to {host}")
+    budget = next(told for _, told in filter(None, firsts))["kv_budget_bytes"]
+    return f"capacity: {budget / 2**20:,.0f} MiB of KV: {'; '.join(parts)}"
+
+
+def _holds(configuration: Configuration, known: Mapping[str, Any]) -> str:
+    name, pages, slots = configuration.config_id, known["num_pages"], known["capacity_tokens"]
+    if configuration.settings.get("layout") != "contiguous":
+        return f"{name} holds {slots:,} tokens of any number of requests ({pages:,} pages)"
+    reservation = effective(configuration.settings, "reservation")
+    if reservation == "max":
+        return f"{name} holds {pages:,} requests at once, however short (reservations of {known['max_model_len']:,})"
+    return f"{name} holds {slots:,} slots, reserved by the {reservation} of each request's output"
 
 
 def describe_plan(

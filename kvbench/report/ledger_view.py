@@ -64,7 +64,7 @@ def ledger_figure(run: Run) -> Drawing | None:
     return Drawing(
         "ledger",
         ledger_sentence(run) or SECTION,
-        "Percent of the budget; parts under 6 % are in the table. Hatched: scales, which are part of the tokens' percentage.",
+        "Percent of the budget; the table has the parts under 6 %. Hatched: scales, part of the tokens' percentage.",
         figure,
         760,
     )
@@ -110,7 +110,7 @@ def _stack(
         showlegend=legend,
         marker={
             "color": _FILLS["tokens" if hatched else place.key],
-            "pattern": {"shape": "/" if hatched else "", "fgcolor": "#fff", "size": 5},
+            "pattern": {"shape": "/" if hatched else "", "fillmode": "overlay", "fgcolor": "#fff", "size": 5},
         },
         text=["" if hatched or share < _LEAST_LABELLED else words.percent(share) for share in shares],
         textposition="inside",
@@ -190,7 +190,9 @@ def _budget(_: Run, cell: Cell) -> Value:
 
 def _saved(_: Run, cell: Cell) -> Value:
     one = ledger(cell)
-    return Value("–") if one is None or one.saved is None else Value(words.data_size(one.saved), one.saved)
+    if one is None or one.saved is None:
+        return Value("–")
+    return Value(words.data_size(one.saved) if one.saved else "0", one.saved)
 
 
 def _swapped(_: Run, cell: Cell) -> Value:

@@ -148,9 +148,10 @@ def _last_sentence(log: Path) -> str:
 def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the built-in engine would make of ``settings``, without torch and without launching anything.
 
-    Returns kv_budget_bytes, bytes_per_token, page_size, num_pages, capacity_tokens, page_table_bytes, max_model_len,
-    max_concurrency_at_max_len and vocab_size; sizes are left out where only the machine can tell them (a GPU's free
-    memory). Raises ValueError with the engine's sentence.
+    Returns kv_budget_bytes, bytes_per_token (scale_bytes_per_token of it scales), page_size (contiguous: slots of a
+    reservation of max_model_len), num_pages, capacity_tokens, page_table_bytes, max_model_len,
+    max_concurrency_at_max_len, swap_space_bytes, swap_tokens and vocab_size; sizes are left out where only the machine
+    can tell them (a GPU's free memory). Raises ValueError with the engine's sentence.
     """
     from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
     from engine.kv_budget import capacity_of
@@ -174,9 +175,12 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     return known | {
         "kv_budget_bytes": capacity.budget_bytes,
         "bytes_per_token": capacity.bytes_per_slot,
+        "scale_bytes_per_token": capacity.scale_bytes_per_slot,
         "page_size": capacity.page_size,
         "num_pages": capacity.num_pages,
         "capacity_tokens": capacity.num_slots,
         "page_table_bytes": capacity.page_table_bytes,
+        "swap_space_bytes": capacity.swap_space_bytes,
+        "swap_tokens": capacity.host_slots,
         "max_concurrency_at_max_len": capacity.max_concurrency(config.max_model_len),
     }

@@ -130,9 +130,9 @@ def test_dry_run_and_plan_launch_nothing(capsys, workload, tmp_path, monkeypatch
         for line in out.splitlines()
         if "│" in line
     }
-    # 65 MiB at 16,384 bytes a token, less the page table: 259 pages of 16, or 16 reservations of 256
+    # 65 MiB at 16,384 bytes a token, less the page table: 259 pages of 16, or a slab with 16 reservations of 256
     assert rows["paged-p16"] == ["65.0", "16,384", "16", "259", "4,144", "1.0", "16"]
-    assert rows["contiguous"] == ["65.0", "16,384", "256", "16", "4,096", "0.1", "16"]
+    assert rows["contiguous"] == ["65.0", "16,384", "256", "16", "4,159", "0.1", "16"]
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny.yaml"]
 
 

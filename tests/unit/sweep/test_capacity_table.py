@@ -1,0 +1,127 @@
+"""What ``kvbench plan`` and the sweep say a budget holds: against the arithmetic of the formats, and uncut."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from kvbench.design import Configuration, make_design
+from kvbench.planning import capacity_note
+from kvbench.targets.builtin import check_configuration
+
+ENGINE = {
+    "model": "llama-32m", "load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_budget": "65MiB",
+    "max_model_len": 256, "max_num_seqs": 8,
+}  # fmt: skip
+# llama-32m: 8 layers x 4 KV heads x (64 + 64) codes a token; the page table: 8 sequences x 16 pages x 8 bytes.
+CODES = 8 * 4 * (64 + 64)
+BUDGET, TABLE = 65 * 2**20, 8 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "token", "scales"),
+    [
+        ("auto", CODES * 4, 0),
+        ("fp8_e4m3", CODES, 0),
+        ("fp8_e5m2", CODES, 0),
+        ("int8_per_token_head", CODES + 8 * 4 * 2 * 4, 8 * 4 * 2 * 4),  # a float32 each for K and V of every head
+        ("int4_per_token_head", CODES // 2 + 8 * 4 * 2 * 4, 8 * 4 * 2 * 4),
+    ],
+)
+def test_capacity_of_each_kv_dtype(kv_cache_dtype, token, scales):
+    known = check_configuration({**ENGINE, "kv_cache_dtype": kv_cache_dtype})
+    assert (known["bytes_per_token"], known["scale_bytes_per_token"]) == (token, scales)
+    assert known["num_pages"] == (BUDGET - TABLE) // (16 * token)
+    assert known["capacity_tokens"] == known["num_pages"] * 16
+    assert known["swap_tokens"] == known["swap_space_bytes"] == 0
+
+
+def test_swap_space_in_whole_pages_and_the_budget_where_none_is_given():
+    swap = {**ENGINE, "preemption_mode": "swap"}
+    known = check_configuration({**swap, "swap_space": "10MB"})
+    assert known["swap_space_bytes"] == 10**7
+    assert known["swap_tokens"] == 10**7 // (16 * CODES * 4) * 16
+    assert check_configuration(swap)["swap_space_bytes"] == BUDGET
+    with pytest.raises(ValueError, match=r"swap_space 1024 .* does not hold one page"):
+        check_configuration({**swap, "swap_space": 1024})
+
+
+@pytest.mark.parametrize("reservation", ["max", "pow2", "oracle"])
+def test_the_slab_is_the_budget_whatever_is_reserved_in_it(reservation):
+    known = check_configuration({**ENGINE, "layout": "contiguous", "reservation": reservation})
+    assert known["capacity_tokens"] == (BUDGET - 8 * 8) // (CODES * 4)
+    assert known["page_size"] == 256 and known["num_pages"] == known["capacity_tokens"] // 256
+
+
+def note(*settings):
+    configurations = [Configuration(f"c{i}", "", s, {}, i == 0) for i, s in enumerate(settings)]
+    return capacity_note(configurations, {c.config_id: check_configuration(c.settings) for c in configurations})
+
+
+def test_the_note_compares_layouts_and_names_what_smaller_dtypes_and_swap_add():
+    paged = {**ENGINE, "layout": "paged"}
+    text = note(
+        paged, {**ENGINE, "layout": "contiguous"}, {**paged, "kv_cache_dtype": "fp8_e4m3"}, {**paged, "page_size": 8},
+        {**paged, "preemption_mode": "swap", "swap_space": "2MiB"},
+    )  # fmt: skip
+    assert text == (
+        "capacity: 65 MiB of KV: c1 holds 16 requests at once, however short (reservations of 256); c0 holds 4,144 "
+        "tokens of any number of requests (259 pages); c2 holds 16,624 tokens; c4 swaps up to 128 more to 2 MiB of "
+        "host memory"
+    )
+
+
+def test_a_reservation_by_length_promises_no_number_of_requests():
+    assert note({**ENGINE, "layout": "contiguous", "reservation": "oracle"}) == (
+        "capacity: 65 MiB of KV: c0 holds 4,159 slots, reserved by the oracle of each request's output"
+    )
+    assert capacity_note(make_design({}, {}, [], "full").configurations, {}) is None
+
+
+WORKLOAD = {
+    "name": "tiny",
+    "model": {"config": "llama-32m", "dtype": "float32"},
+    "engine": {
+        "device": "cpu", "layout": "contiguous", "reservation": "max", "page_size": 16, "kv_budget": "65MiB",
+        "max_model_len": 256, "max_num_seqs": 8,
+    },
+    "sweep": {
+        "layout": ["paged"], "reservation": ["pow2"], "kv_cache_dtype": ["int8_per_token_head"],
+        "preemption_mode": ["swap"], "swap_space": ["1MiB"],
+    },
+    "load": {
+        "concurrency": 1, "num_requests": 1,
+        "prompts": {
+            "kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_plan_is_not_cut_in_a_narrow_terminal_or_a_pipe(tmp_path, columns):
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(WORKLOAD))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench", "plan", str(tmp_path / "w.yaml"), "--profile", "cpu"],
+        capture_output=True, text=True, timeout=60, check=True, env={"COLUMNS": columns, "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    rows = {
+        line.split("│")[1].strip(): [entry.strip() for entry in line.split("│")[2:-1]]
+        for line in done.stdout.splitlines()
+        if line.startswith("│")
+    }
+    slab = 65 * 2**20 - 64
+    assert rows == {
+        "contiguous-max": ["65.0", "16,384", "0", "256", "16", "4,159", "0.1", "16", "0.0", "0"],
+        "paged-p16": ["65.0", "16,384", "0", "16", "259", "4,144", "1.0", "16", "0.0", "0"],
+        "contiguous-pow2": ["65.0", "16,384", "0", "pow2", "–", "4,159", "0.1", "16", "0.0", "0"],
+        "contiguous-max-int8_per_token_head": [
+            "65.0", "4,352", "256", "256", str(slab // 4352 // 256), f"{slab // 4352:,}", "0.1", "61", "0.0", "0",
+        ],
+        "contiguous-max-swap": ["65.0", "16,384", "0", "256", "16", "4,159", "0.1", "16", "65.0", "4,160"],
+    }  # fmt: skip
+    assert "…" not in done.stdout
+    assert "swap_space changes nothing" in " ".join(done.stdout.split())
