@@ -197,12 +197,13 @@ class Load:
                     check=self._check,
                     on_phase=machine.on_phase,
                 )
-            after, owned = server_state.wait_release(target)
+            after = server_state.wait_release(target)
             _copy_tail(self.server_log, log_from, out / "server.log")
             told = read_json(out / "load.json")
-            metrics = self._metrics(out, told, poller, before, after, owned)
+            metrics = self._metrics(out, told, poller, before, after)
             report = machine.report()
-            reasons += list(told.get("invalid_reasons") or []) + _validity(metrics, told, owned)
+            reasons += list(told.get("invalid_reasons") or [])
+            reasons += server_state.leak_reasons(after) + _validity(metrics, told)
             reasons += contention_reasons(report)
             bounds = server_state.hit_bounds(load, requests, self.info, before, after)
             complete = int(metrics.get("completed") or 0) == len(requests)
@@ -236,7 +237,6 @@ class Load:
         poller: MetricsPoller,
         before: MetricsSample | None,
         after: MetricsSample | None,
-        owned: float | None,
     ) -> dict[str, Any]:
         """Metrics of a load that ended; writes counters.json and server.parquet."""
         requests = pd.read_parquet(out / "requests.parquet")
@@ -253,7 +253,8 @@ class Load:
         counters = {
             **counter_changes(before, after),
             **{f"{name}_{part}": value for name, parts in gauges.items() for part, value in parts.items()},
-            "pages_owned_after": owned,
+            "pages_owned_after": after.owned_pages if after else None,
+            "swap_slots_used_after": after.swapped_slots if after else None,
             "polls": len(poller.samples),
             "polls_failed": poller.failures,
         }
@@ -261,11 +262,8 @@ class Load:
         return metrics
 
 
-def _validity(metrics: Mapping[str, Any], load: Mapping[str, Any], owned: float | None) -> list[str]:
+def _validity(metrics: Mapping[str, Any], load: Mapping[str, Any]) -> list[str]:
     reasons = []
-    if owned:
-        bound = server_state.RELEASE_BOUND_S
-        reasons.append(f"{owned:g} KV pages were still owned {bound:g} s after the last request ended")
     if load.get("incomplete"):
         reasons.append("the load client was stopped before its last request")
     failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)

@@ -17,6 +17,7 @@ POLL_INTERVAL_S = 0.25
 _PREFIXES = ("kvbench:", "vllm:", "kvbench_", "vllm_")
 _COUNTER_ENDS = ("_total", "_sum", "_count")
 _OWNED = "kv_pages_owned"
+_SWAPPED = "swap_slots_used"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,16 @@ class MetricsSample:
     @property
     def owned_pages(self) -> float | None:
         return self.gauges.get(_OWNED)
+
+    @property
+    def swapped_slots(self) -> float:
+        """Slots of the host that sequences hold; 0 for a server without a swap space."""
+        return self.gauges.get(_SWAPPED, 0.0)
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether any sequence has KV anywhere, as far as the server tells."""
+        return bool(self.owned_pages or self.swapped_slots)
 
     @property
     def active_requests(self) -> float:

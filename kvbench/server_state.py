@@ -30,31 +30,40 @@ def read_metrics(target: Target) -> MetricsSample | None:
 
 
 def wait_idle(target: Target) -> None:
-    """Until no request runs or waits and no page is owned. Raises MeasurementError after ``IDLE_BOUND_S``."""
+    """Until no request runs or waits and none has KV. Raises MeasurementError after ``IDLE_BOUND_S``."""
     deadline = time.monotonic() + IDLE_BOUND_S
     while True:
         sample = read_metrics(target)
-        if sample is None or (sample.active_requests == 0 and not sample.owned_pages):
+        if sample is None or (sample.active_requests == 0 and not sample.holds_kv):
             return
         if time.monotonic() > deadline:
             raise MeasurementError(
                 f"the server is not idle after {IDLE_BOUND_S:g} s: {sample.active_requests:g} requests, "
-                f"{sample.owned_pages or 0:g} pages owned"
+                f"{sample.owned_pages or 0:g} pages owned, {sample.swapped_slots:g} slots of the swap space used"
             )
         target.check_alive()
         time.sleep(0.1)
 
 
-def wait_release(target: Target) -> tuple[MetricsSample | None, float | None]:
-    """The first reading with no owned page, or the last one within the bound; and its owned pages."""
+def wait_release(target: Target) -> MetricsSample | None:
+    """The first reading in which no sequence has KV, or the last one within the bound; None without /metrics."""
     deadline = time.monotonic() + RELEASE_BOUND_S
     while True:
         sample = read_metrics(target)
-        if sample is None or sample.owned_pages is None:
-            return sample, None
-        if sample.owned_pages == 0 or time.monotonic() > deadline:
-            return sample, sample.owned_pages
+        if sample is None or not sample.holds_kv or time.monotonic() > deadline:
+            return sample
         time.sleep(0.05)
+
+
+def leak_reasons(after: MetricsSample | None) -> list[str]:
+    """What was kept although every request has ended; ``after``: of ``wait_release``."""
+    if after is None:
+        return []
+    kept = (
+        (after.owned_pages or 0.0, "KV pages were still owned"),
+        (after.swapped_slots, "swap slots were still used"),
+    )
+    return [f"{count:g} {what} {RELEASE_BOUND_S:g} s after the last request ended" for count, what in kept if count]
 
 
 def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> list[str]:
