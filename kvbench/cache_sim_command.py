@@ -235,7 +235,12 @@ def _figure(result: Simulation) -> Any:
         annotation_text=f"infinite cache: {_percent(best)} of pages ({ceiling.run.num_pages:,} pages)",
         annotation_position="top left",
     )
-    figure.update_xaxes(title_text=f"capacity (pages of {result.trace.page_size} tokens)", type="log")
+    figure.update_xaxes(
+        title_text=f"capacity (pages of {result.trace.page_size} tokens)",
+        type="log",
+        tickvals=[digit * 10**power for power in range(13) for digit in (1, 2, 5)],
+        tickformat=",",
+    )
     figure.update_yaxes(title_text="hit rate, %", rangemode="tozero")
     finish(figure, 480)
     title = f"{safe(result.path.name)}: prefix-cache hit rate against capacity"

@@ -63,12 +63,15 @@ def call(t: float, ids: list[int], tokens: int | None = None) -> dict:
 
 
 def test_a_session_with_sub_agents_is_put_in_order_of_time(tmp_path):
-    agent = {"type": "subagent", "t": 10.0, "requests": [call(0.0, [20]), call(6.0, [21])]}
+    inner = {"type": "subagent", "t": 3.0, "requests": [call(0.5, [30]), call(8.5, [31])]}  # 13.5 and 21.5
+    agent = {"type": "subagent", "t": 10.0, "requests": [call(0.0, [20]), inner, call(6.0, [21])]}
     path = tmp_path / "s.json"
-    path.write_text(session([call(0.0, [1]), agent, call(12.0, [1, 2]), call(20, [])]))
+    path.write_text(session([call(0.0, [1], 8), agent, call(12.0, [1, 2], 17), call(20, [], 3)]))
     trace = read_page_ids(path)
-    assert trace.page_size == 8 and trace.prompt_tokens.tolist() == [11, 11, 19, 11, 3]
-    assert [list(ids) for ids in trace.page_ids] == [[0], [1], [0, 3], [2], []]  # numbered as in the file
+    assert trace.page_size == 8 and trace.prompt_tokens.tolist() == [8, 11, 17, 11, 11, 3, 11]
+    ids = [[1], [20], [1, 2], [30], [21], [], [31]]
+    in_file = [1, 20, 30, 31, 21, 2]
+    assert [[in_file[n] for n in numbers] for numbers in trace.page_ids] == ids
 
 
 GOOD = json.dumps(row([1, 2, 3, 4]))
