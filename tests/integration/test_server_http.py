@@ -40,7 +40,8 @@ def test_malformed_bodies_are_refused_in_openais_shape(server: RunningServer, pa
 ODD_VALUES: list[Any] = [None, True, 0, -1, 1.5, 10**30, "", "x", "\u0000", [], [[]], [None], {}, {"a": 1}, [1], ["x"]]
 FIELDS = ["model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream",
           "stop_token_ids", "stream_options", "echo", "best_of", "logprobs", "max_completion_tokens", "ignore_eos",
-          "return_token_ids", "chat_template_kwargs", "tools", "user"]  # fmt: skip
+          "return_token_ids", "chat_template_kwargs", "tools", "user", "use_beam_search", "length_penalty",
+          "early_stopping", "priority", "cache_salt"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -99,6 +100,8 @@ def test_server_info_and_models_and_health(server: RunningServer) -> None:
     assert info["engine"]["max_model_len"] == 1024
     assert info["model"]["vocab_size"] == 8192
     assert info["capacity"]["capacity_tokens"] == server.engine.capacity.num_slots
+    assert info["capacity"]["scale_bytes_per_slot"] == info["capacity"]["host_slots"] == 0
+    assert (info["engine"]["preemption_mode"], info["engine"]["scheduling_policy"]) == ("recompute", "fcfs")
     assert server.get("/v1/models").json["data"][0]["max_model_len"] == 1024
     assert server.get("/health").status == 200
 
@@ -129,7 +132,7 @@ def test_a_client_that_leaves_takes_its_request_along(stream: bool) -> None:
         sock.close()
         metrics = server.wait_for(num_requests_running=0, kv_pages_owned=0)
         assert metrics["generation_tokens_total"] < 2000
-        assert server.wait_for(**{"request_failure_total{kind=disconnect}": 2})
+        assert server.wait_for(**{"request_failure_total{kind=disconnect}": 2, "http_requests_total{code=499}": 1})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -194,8 +197,15 @@ request_decode_time_seconds_count request_success_total{finished_reason=stop}
 request_success_total{finished_reason=length} request_failure_total{kind=disconnect}
 step_time_seconds_total{phase=schedule} step_time_seconds_total{phase=prepare}
 step_time_seconds_total{phase=execute} step_time_seconds_total{phase=sample} step_time_seconds_total{phase=output}
-scheduled_tokens_total{kind=prefill} scheduled_tokens_total{kind=decode}
+scheduled_tokens_total{kind=prefill} scheduled_tokens_total{kind=decode} num_requests_swapped kv_pages_pinned
+kv_slots_cached kv_slots_shared kv_slots_pinned kv_slots_free kv_slots_fragmented swap_slots_total swap_slots_used
+swap_space_bytes kv_bytes_per_slot kv_scale_bytes_per_slot forks_total copied_slots_total swapped_out_slots_total
+swapped_in_slots_total swap_lost_slots_total swap_seconds_total prefix_cache_evictions_total allocated_pages_total
+freed_pages_total refused_fragmented_total kv_slot_steps_total{place=tokens} kv_slot_steps_total{place=waste}
+kv_slot_steps_total{place=cached} kv_slot_steps_total{place=pinned} kv_slot_steps_total{place=free}
+kv_slot_steps_total{place=fragmented} request_failure_total{kind=queue_full}
 """
+PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
@@ -207,16 +217,40 @@ def test_metrics_names_and_the_slots_of_a_running_request(layout: str) -> None:
         (info,) = [name for name in idle if name.startswith("cache_config_info{")]
         assert f"layout={layout}" in info
         assert idle["kv_pages_free"] == idle["kv_pages_total"]
-        sock = server.open_request({"prompt": [5] * 40, "max_tokens": 900})
-        server.wait_for(num_requests_running=1)
+        sock = server.open_request({"prompt": [5] * 40, "max_tokens": 900, "n": 2})
+        server.wait_for(num_requests_running=2)
         busy = server.metrics()
         assert busy["kv_pages_owned"] + busy["kv_pages_free"] + busy["kv_pages_cached"] == busy["kv_pages_total"]
         assert busy["kv_waste_slots"] == busy["kv_slots_reserved"] - busy["kv_slots_used"]
         assert busy["kv_waste_bytes"] == busy["kv_waste_slots"] * 64
+        slots = busy["kv_slots_reserved"] + busy["kv_slots_cached"] + busy["kv_slots_pinned"] + busy["kv_slots_free"]
+        assert slots == busy["kv_slots_total"]
+        assert busy["kv_bytes_per_slot"] == 64
         if layout == "contiguous":
-            assert (busy["kv_pages_owned"], busy["kv_slots_reserved"]) == (1, 1024)
+            assert (busy["kv_pages_owned"], busy["kv_slots_reserved"], busy["kv_slots_shared"]) == (2, 2048, 0)
+        else:
+            assert busy["kv_slots_shared"] == 32  # the two full pages of the prompt; the third was copied
         sock.close()
-        server.wait_for(kv_pages_owned=0)
+        after = server.wait_for(kv_pages_owned=0, num_requests_running=0)
+        steps = sum(after[f"kv_slot_steps_total{{place={place}}}"] for place in PLACES)
+        assert steps == after["steps_total"] * after["kv_slots_total"]
+        assert after["allocated_pages_total"] == after["freed_pages_total"] > 0
+        assert after["copied_slots_total"] == (40 if layout == "contiguous" else 8)
+        assert after["forks_total"] == 1
+
+
+def test_swapped_requests_show_in_the_metrics() -> None:
+    engine = fake_engine(step_s=0.002, kv_slots=1024, preemption_mode="swap", swap_space=40_000)
+    with running_server(engine) as server:
+        socks = [server.open_request({"prompt": [i] * 300, "max_tokens": 700}) for i in range(1, 4)]
+        metrics = server.wait_for(num_requests_swapped=1)
+        assert metrics["swap_space_bytes"] == 40_000
+        assert metrics["swap_slots_total"] == 40_000 // (16 * 64) * 16
+        assert 0 < metrics["swap_slots_used"] <= metrics["swap_slots_total"]
+        assert metrics["swapped_out_slots_total"] >= 300
+        for sock in socks:
+            sock.close()
+        server.wait_for(kv_pages_owned=0, swap_slots_used=0, num_requests_swapped=0, num_requests_waiting=0)
 
 
 def test_an_unhealthy_engine_shows_in_health() -> None:

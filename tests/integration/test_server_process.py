@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -33,8 +34,8 @@ def launch(*flags: str, step_s: float = 0.01, scripted: bool = True) -> subproce
 
 
 @contextlib.contextmanager
-def running(step_s: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    process = launch("--port", "0", step_s=step_s)
+def running(step_s: float, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    process = launch("--port", "0", *flags, step_s=step_s)
     try:
         ready = process.stdout.readline()
         assert ready.startswith("ready http://127.0.0.1:"), ready + process.stderr.read()
@@ -95,6 +96,9 @@ def test_a_port_in_use_is_one_sentence() -> None:
         (["--port", "99999"], "port cannot be 99999"),
         (["--host", "203.0.113.7", "--port", "0"], "203.0.113.7"),
         (["--model", "/nowhere/model", "--port", "0"], "/nowhere/model"),
+        (["--step-log", "/nowhere/steps.csv", "--port", "0"], "/nowhere/steps.csv"),
+        (["--swap-space", "much", "--port", "0"], "'much' is not a size"),
+        (["--max-num-waiting", "0", "--port", "0"], "max_num_waiting cannot be 0"),
         (
             ["--tokenizer", "/nowhere/tok", "--model", "llama-32m", "--port", "0", "--max-model-len", "64"],
             "/nowhere/tok",
@@ -103,3 +107,21 @@ def test_a_port_in_use_is_one_sentence() -> None:
 )
 def test_impossible_settings_are_one_sentence(flags: list[str], named: str) -> None:
     assert named in refused(*flags, scripted=False)
+
+
+def test_the_step_log_is_complete_when_the_server_has_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    with running(0.01, "--step-log", str(path)) as (process, port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": [5, 6], "max_tokens": 12, "n": 2}))
+        usage = json.loads(connection.getresponse().read())["usage"]
+        connection.close()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=STOP_SECONDS)
+        assert process.returncode == 0, err
+    header, *lines = path.read_text().splitlines()
+    assert header.startswith("time_s,step,prefill_tokens,decode_tokens,")
+    rows = [dict(zip(header.split(","), line.split(","), strict=True)) for line in lines]
+    assert usage["completion_tokens"] == 24
+    assert sum(int(row["prefill_tokens"]) for row in rows) == 2
+    assert sum(int(row["decode_tokens"]) for row in rows) == 22
