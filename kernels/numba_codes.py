@@ -5,16 +5,18 @@ Each kind of row has its own bits (kernels/quantized.py says what they mean). A 
 
     8-bit integer   sign-extend, convert
     4-bit integer   shift to the top of 32 bits and arithmetically back, convert
-    e5m2            is the upper byte of a float16, which the machine converts
+    e5m2            is the upper byte of a float16, which the machine converts, or a shift and a product
     e4m3            its exponent and mantissa are those of a float16 with 2**-8 of the value, so that
                     subnormals need no case of their own; NaN is put in place by a select
 """
 
 from __future__ import annotations
 
-from llvmlite import ir
+import platform
+
+from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KVFormat
@@ -91,7 +93,33 @@ def _load_fp8(builder: ir.IRBuilder, address: ir.Value, dim: int, offset: int, w
     if paired:
         mine = ir.Constant(ir.VectorType(I32, LANES), list(range(offset - first, offset - first + LANES)))
         bits = builder.shuffle_vector(bits, ir.Constant(bits.type, ir.Undefined), mine)
-    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), width)), vec(width))
+    return _half_to_float(builder, bits)
+
+
+def _converts_float16() -> bool:
+    """Whether float16 to float32 is an instruction here; where it is not, LLVM calls a function that Numba lacks."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return True
+    if config.CPU_NAME or config.CPU_FEATURES is not None:  # a target named by hand, older than the machine perhaps
+        return "+f16c" in (config.CPU_FEATURES or "")
+    return bool(binding.get_host_cpu_features().get("f16c"))
+
+
+def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """float16 bits (i16 vector) -> floats."""
+    w = bits.type.count
+    if _converts_float16():
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), w)), vec(w))
+    ints = ir.VectorType(I32, w)
+    wide = builder.zext(bits, ints)
+    size = builder.and_(wide, _ints(I32, w, 0x7FFF))
+    # the bits in float32's place are the value over 2**112, subnormals included; only NaN and infinity are not
+    value = builder.bitcast(builder.shl(size, _ints(I32, w, 13)), vec(w))
+    value = builder.bitcast(builder.fmul(value, constant(w, 2.0**112)), ints)
+    special = builder.icmp_unsigned(">=", size, _ints(I32, w, 0x7C00))
+    value = builder.select(special, builder.or_(value, _ints(I32, w, 0x7FC00000)), value)
+    sign = builder.shl(builder.and_(wide, _ints(I32, w, 0x8000)), _ints(I32, w, 16))
+    return builder.bitcast(builder.or_(value, sign), vec(w))
 
 
 def _encode_fp8(builder: ir.IRBuilder, y: ir.Value, kind: int) -> ir.Value:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 import subprocess
 import sys
 
@@ -193,6 +195,29 @@ def test_numba_writes_the_very_bits_of_the_reference(format, tokens, heads, dim,
         assert all((t[untouched] == 77).all() for t in raw_tensors(cache))
     for expected, got in zip(*map(raw_tensors, caches), strict=True):
         assert torch.equal(expected, got)
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="names an x86-64 target")
+def test_fp8_loads_on_a_machine_without_float16_instructions(tmp_path):
+    """Every code, compiled for the oldest x86-64, which virtual machines pretend to be: it was a segmentation fault."""
+    code = """
+import torch
+from kernels.kv_formats import FP8_E4M3, FP8_E5M2
+from kernels.numba_quantised import load_rows
+from kernels.quantized import QuantizedKV
+for format in (FP8_E4M3, FP8_E5M2):
+    cache = QuantizedKV.zeros(format, 4, 1, 64, "cpu", 0.37)
+    cache.codes.copy_(torch.arange(256, dtype=torch.uint8).view(4, 1, 64))
+    slots = torch.arange(4)
+    got, expected = load_rows(cache, slots, torch.empty(4, 1, 64)), cache.load(slots)
+    finite = expected.isfinite()
+    assert torch.equal(got[finite], expected[finite]) and not got[~finite].isfinite().any()
+print("equal")
+"""
+    target = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    env = os.environ | target | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.stdout.strip() == "equal", run.stderr
 
 
 @by_name

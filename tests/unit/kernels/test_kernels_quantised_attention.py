@@ -15,7 +15,7 @@ from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, KVFor
 from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
 
 FORMATS = list(KV_FORMATS.values())
-SHAPES = [(2, 64, 64), (1, 7, 33), (3, 20, 36)]  # (group, D, Dv): odd dims, where int4 has half a byte left
+SHAPES = [(2, 64, 64), (3, 7, 33)]  # (group, D, Dv): compiled per format; odd dims leave int4 half a byte
 TOLERANCE = 1e-5
 by_name = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 
@@ -86,8 +86,8 @@ def problems(draw) -> Problem:
 
 @by_name
 @given(problem=problems())
-@example(problem=Problem(lens=(1,), new=(1,), page_size=1, shape=(1, 7, 33)))
-@example(problem=Problem(lens=(0, 90), new=(0, 90), window=33, softcap=1.0, with_sinks=True, shape=(3, 20, 36)))
+@example(problem=Problem(lens=(1,), new=(1,), page_size=1, shape=(3, 7, 33)))
+@example(problem=Problem(lens=(0, 90), new=(0, 90), window=33, softcap=1.0, with_sinks=True, shape=(3, 7, 33)))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_numba_agrees_with_the_reference_in_the_same_format(format, problem):
     """Decode and prefill, both over the very same codes; poison in unused slots reaches nothing."""
@@ -142,7 +142,7 @@ def test_error_of_attention_is_bounded(format, outliers):
     for length in (100, 37):
         for p in (
             Problem(lens=(length,), new=(length,), window=50, with_sinks=True),
-            Problem(lens=(length,), new=(length,), softcap=30.0, shape=(3, 20, 36)),
+            Problem(lens=(length,), new=(length,), softcap=30.0, shape=(3, 7, 33)),
         ):
             cache, kw, group = build_cache(p), options(p), p.shape[0]
             if outliers:
