@@ -43,7 +43,7 @@ class SamplingParams:
     def _check_width(self) -> None:
         if self.n < 1:
             raise ValueError(f"n cannot be {self.n}: it is at least 1")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping cannot be {self.early_stopping!r}: it is true, false or 'never'")
         if self.beam_width is not None and self.best_of is not None:
             raise ValueError("best_of cannot go with beam search: a beam search keeps the best by itself; leave it out")
