@@ -17,7 +17,7 @@ class Group:
         self.request = request
         self.live = {first.index: first}
         self.remaining = request.params.n
-        self._ended: list[tuple[float, TokenOutput]] = []  # best_of: mean log probability a token, output
+        self._ended: list[tuple[float, int, TokenOutput]] = []  # best_of: mean log probability a token, index, output
 
     @property
     def shown(self) -> bool:
@@ -40,14 +40,15 @@ class Group:
             return [output]
         tokens = tuple(seq.token_ids[seq.num_prompt :])
         whole = TokenOutput(seq.request_id, tokens, output.finish_reason, seq.num_cached)
-        self._ended.append((seq.logprob / len(tokens), whole))
+        self._ended.append((seq.logprob / len(tokens), seq.index, whole))
         if self.live:
             return []
-        best = sorted(self._ended, key=lambda pair: -pair[0])[: self.remaining]  # stable: of a tie, the first to end
+        # of a tie, the lower index: who ended first would depend on preemptions
+        best = sorted(self._ended, key=lambda entry: (-entry[0], entry[1]))[: self.remaining]
         self.remaining = 0
-        discarded = sum(len(out.token_ids) for _, out in self._ended) - sum(len(out.token_ids) for _, out in best)
+        discarded = sum(len(out.token_ids) for *_, out in self._ended) - sum(len(out.token_ids) for *_, out in best)
         return [
-            out._replace(index=index, num_discarded=0 if index else discarded) for index, (_, out) in enumerate(best)
+            out._replace(index=index, num_discarded=0 if index else discarded) for index, (*_, out) in enumerate(best)
         ]
 
 
