@@ -1,0 +1,122 @@
+"""The real server under 20,000 requests at a full pool: everything ends, is accounted for, and comes back.
+
+Lengths, shared prefixes, siblings, beams, priorities, salts, clients that leave before and amid their answer, requests
+that cannot be: half of them on a server that swaps, half on one that recomputes. ``-m "not soak"`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.soak_client import Soak, Tally
+from tests.support.soak_plan import plan, probes
+from tests.support.soak_server import PAGES, SoakServer, soak_server
+
+WORKERS = 24
+MEASUREMENTS = 8
+# What the resident memory may grow by from a quarter of the requests on: less than 1 KiB a request is no leak.
+MEMORY_SLACK = 8 * 2**20
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+def run_soak(server: SoakServer, seed: int, count: int, limit_s: float) -> tuple[Tally, list[int]]:
+    """The clients' tally and the server's resident bytes at ``MEASUREMENTS`` points from a quarter on."""
+
+    async def main() -> tuple[Tally, list[int]]:
+        resident: list[int] = []
+        steps = [count // 4 + i * (count - count // 4) // (MEASUREMENTS - 1) for i in range(MEASUREMENTS)]
+        at = dict.fromkeys(steps, lambda: resident.append(server.resident_bytes()))
+        known, answers = probes(seed), {}
+        async with asyncio.timeout(limit_s):
+            idle = await Soak(server.port, answers).run(known, workers=1)
+            assert idle.probes == len(known)
+            tally = await Soak(server.port, answers, at).run(plan(seed, count, known), WORKERS)
+        assert tally.done == count
+        tally.sent += idle.sent
+        tally.statuses += idle.statuses
+        tally.choices_answered += idle.choices_answered
+        return tally, resident
+
+    return asyncio.run(main())
+
+
+def check_rest(server: SoakServer, metrics: dict[str, float]) -> None:
+    """Nothing is left: on the device, on the host, in the queue, of the connections."""
+    for name in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_pages_owned",
+                 "kv_pages_pinned", "kv_slots_used", "kv_slots_shared", "swap_slots_used"):  # fmt: skip
+        assert metrics[name] == 0, (name, metrics[name])
+    assert metrics["kv_pages_free"] + metrics["kv_pages_cached"] == metrics["kv_pages_total"] == PAGES
+    assert server.get("/health")
+
+
+def check_accounts(tally: Tally, metrics: dict[str, float]) -> None:
+    """Each request that was sent is in the server's counters, once. One whose client left may have been answered,
+    refused for the queue or noticed as gone: which of these only the server knows."""
+    codes = {name[20:-1]: int(n) for name, n in metrics.items() if name.startswith("http_requests_total[")}
+    assert sum(codes.values()) == tally.sent
+    assert set(codes) <= {"200", "400", "404", "422", "429", "499"}, codes
+    for status in (400, 404, 422):
+        assert codes[str(status)] == tally.statuses[status] > 0
+    of_left = [codes[str(status)] - tally.statuses[status] for status in (200, 429, 499)]
+    assert min(of_left) >= 0
+    assert sum(of_left) == tally.left
+    failed = {name[22:-1]: int(n) for name, n in metrics.items() if name.startswith("request_failure_total[")}
+    assert failed["refused"] == sum(tally.statuses[status] for status in (400, 404, 422))
+    assert failed["queue_full"] == codes["429"]
+    assert failed["engine_error"] == failed["unavailable"] == failed["shutdown"] == 0
+    assert codes["499"] <= failed["disconnect"] <= tally.choices_left
+    succeeded = metrics["request_success_total[length]"] + metrics["request_success_total[stop]"]
+    assert tally.choices_answered <= succeeded <= tally.choices_answered + tally.choices_left - failed["disconnect"]
+
+
+def check_pressure(tally: Tally, metrics: dict[str, float], swap: bool) -> None:
+    """The pool was full, and everything that a full pool does was done; else the soak proves nothing."""
+    slots = {
+        place: metrics[f"kv_slot_steps_total[{place}]"] for place in ("tokens", "waste", "cached", "pinned", "free")
+    }
+    assert slots["free"] < 0.2 * sum(slots.values()), slots
+    for name in ("num_preemptions_total", "recomputed_tokens_total", "forks_total", "copied_slots_total",
+                 "prefix_cache_hits_total", "prefix_cache_evictions_total"):  # fmt: skip
+        assert metrics[name] > 0, name
+    for name in ("swapped_out_slots_total", "swapped_in_slots_total", "swap_lost_slots_total"):
+        assert (metrics[name] > 0) == swap, name
+    assert tally.statuses[429] > 0
+    assert tally.statuses[200] > 0.7 * tally.done
+    assert metrics["http_requests_total[499]"] > 0.08 * tally.done
+
+
+def soak(folder: Path, mode: str, count: int, limit_s: float, check: bool) -> None:
+    flags = ("--enable-prefix-caching", "--preemption-mode", mode)
+    with soak_server(folder, *flags, check=check) as server:
+        files = server.open_files()
+        began = time.monotonic()
+        tally, resident = run_soak(server, seed=len(mode), count=count, limit_s=limit_s)
+        metrics = server.idle_metrics()
+        print(f"{mode}: {count} requests in {time.monotonic() - began:.1f} s, {tally}")
+        print(f"resident MiB: {[round(size / 2**20, 1) for size in resident]}, {metrics}")
+        check_rest(server, metrics)
+        check_accounts(tally, metrics)
+        check_pressure(tally, metrics, mode == "swap")
+        assert server.open_files() <= files + 1  # of the connection that just asked for /health
+        if not check:
+            assert len(resident) == MEASUREMENTS
+            assert max(resident) - resident[0] <= MEMORY_SLACK, resident
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_ten_thousand_requests_leave_nothing_behind(tmp_path: Path, mode: str) -> None:
+    soak(tmp_path, mode, count=10_000, limit_s=300, check=False)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_every_invariant_holds_after_every_step_of_a_short_one(tmp_path: Path, mode: str) -> None:
+    soak(tmp_path, mode, count=750, limit_s=120, check=True)

@@ -1,0 +1,116 @@
+"""The real server as a process, with a tiny model and a pool that is always full."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.soak_plan import MAX_MODEL_LEN, MAX_NUM_SEQS, VOCAB
+
+ROOT = Path(__file__).parents[2]
+PAGE_SIZE, PAGES, MAX_NUM_WAITING = 4, 64, 20
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.5,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+SLOT_BYTES = (16 + 16) * 4
+SETTINGS = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num-threads": 1,
+    "page-size": PAGE_SIZE,
+    "kv-budget": PAGES * PAGE_SIZE * SLOT_BYTES + MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * 8,
+    "max-model-len": MAX_MODEL_LEN,
+    "max-num-seqs": MAX_NUM_SEQS,
+    "max-num-batched-tokens": 64,
+    "max-num-waiting": MAX_NUM_WAITING,
+    "scheduling-policy": "priority",
+    "swap-space": PAGES // 3 * PAGE_SIZE * SLOT_BYTES,
+}
+
+
+@dataclass(frozen=True)
+class SoakServer:
+    pid: int
+    port: int
+
+    def get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read()
+            assert response.status == 200, (response.status, body)
+            return body
+        finally:
+            connection.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Sample name, without the prefix, with the value of its label -> value."""
+        found = {}
+        for family in text_string_to_metric_families(self.get("/metrics").decode()):
+            for sample in family.samples:
+                labels = "".join(f"[{value}]" for value in sample.labels.values())
+                found[sample.name.removeprefix("kvbench:") + labels] = sample.value
+        return found
+
+    def idle_metrics(self, patience_s: float = 20.0) -> dict[str, float]:
+        """The metrics once nothing runs or waits; of a server that never comes to rest, those after ``patience_s``."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            metrics = self.metrics()
+            at_rest = not metrics["num_requests_running"] and not metrics["num_requests_waiting"]
+            if at_rest or time.monotonic() > deadline:
+                return metrics
+            time.sleep(0.1)
+
+    def resident_bytes(self) -> int:
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+
+@contextlib.contextmanager
+def soak_server(folder: Path, *flags: str, check: bool = False) -> Iterator[SoakServer]:
+    """Serves until the block ends; ``check`` asserts the engine's invariants after every step."""
+    model = folder / "tiny-llama.json"
+    model.write_text(json.dumps(MODEL))
+    command = [sys.executable, "-m", "engine.server", "--model", str(model), "--port", "0", *flags]
+    for name, value in SETTINGS.items():
+        command += [f"--{name}", str(value)]
+    env = {**os.environ, "KVBENCH_CHECK": "1" if check else "0"}
+    log = folder / "server.log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("ready "), log.read_text()
+        yield SoakServer(process.pid, int(ready.rsplit(":", 1)[1]))
+        process.terminate()
+        assert process.wait(10) == 0, log.read_text()
+        assert log.read_text() == "", "the server complained"
+    finally:
+        process.kill()
+        process.communicate()
