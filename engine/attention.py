@@ -156,6 +156,10 @@ def install(model: PreTrainedModel, host: AttentionHost | ShapeRecorder) -> None
         model.set_attn_implementation(NAME)
 
 
+class ForeignMaskError(ValueError):
+    """A layer's attention sends a mask, though no mask of causality was asked for."""
+
+
 def forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -169,7 +173,13 @@ def forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: ``query [1, H, T, D]``, ``key`` and ``value [1, Hkv, T, D | Dv]``, after RoPE."""
+    """What transformers calls: ``query [1, H, T, D]``, ``key`` and ``value [1, Hkv, T, D | Dv]``, after RoPE.
+
+    Raises:
+        ForeignMaskError: the model made a mask by itself; left out, the output would be silently wrong.
+    """
+    if attention_mask is not None:
+        raise ForeignMaskError(f"{type(module).__name__} of layer {module.layer_idx} sends a mask of its own making")
     host = getattr(module, _HOST)
     out = host(
         module.layer_idx,

@@ -73,7 +73,7 @@ def _pick_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype
 
 
 def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    # transformers raises many kinds for a config it cannot take; the user needs its sentence, not its traceback
+    # transformers and its config checks raise all kinds; the user needs the sentence, not the traceback
     try:
         if uses_random_weights(spec, config.load_format):
             hf_config = AutoConfig.for_model(**spec.config)
@@ -84,10 +84,15 @@ def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dty
             model = AutoModelForCausalLM.from_pretrained(
                 str(spec.weights), dtype=dtype, attn_implementation="eager", use_safetensors=True, local_files_only=True
             )
-    except (ValueError, KeyError, AttributeError, OSError, TypeError, RuntimeError, ImportError) as error:
-        first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"transformers cannot load model {config.model!r}: {first_line}") from error
+    except Exception as error:
+        raise ValueError(f"transformers cannot load model {config.model!r}: {_sentence(error)}") from error
     return model.to(device).eval().requires_grad_(False)
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of what transformers says, and the second where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _describe(model: PreTrainedModel, spec: ModelSpec) -> ModelInfo:

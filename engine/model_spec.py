@@ -68,8 +68,11 @@ class ModelSpec:
                 "decoder-only language model, or not one that kvbench knows"
             ) from None
         kv_heads = text.get("num_key_value_heads") or heads
-        head_dim = text.get("head_dim") or hidden // heads
-        return KVShape((LayerKV(kv_heads, head_dim, head_dim),) * layers, DTYPE_BYTES[dtype])
+        head_dim = value_dim = text.get("head_dim") or hidden // heads
+        if text.get("qk_nope_head_dim"):  # multi-head latent attention: unfolded when it reaches our cache
+            head_dim = text["qk_nope_head_dim"] + text.get("qk_rope_head_dim", 0)
+            value_dim = text.get("v_head_dim") or head_dim
+        return KVShape((LayerKV(kv_heads, head_dim, value_dim),) * layers, DTYPE_BYTES[dtype])
 
 
 def shipped_models() -> list[str]:

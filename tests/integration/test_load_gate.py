@@ -1,114 +1,121 @@
-"""Which families may run through our attention: the gate accepts and refuses by trying, and names the failed check."""
+"""What the load gate can tell apart. Which families it accepts and refuses: test_families.py."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 import engine.attention
 from engine.config import EngineConfig
-from engine.kv_budget import LayerKV
-from engine.model_loader import load_model
+from engine.load_gate import measure_kv
+from engine.model_loader import LoadedModel, load_model
+from tests.support.families import (
+    ACCEPTED,
+    ALTERNATING,
+    EXPERTS,
+    WINDOW,
+    one_thread,  # noqa: F401
+    write_config,
+)
 
-COMMON = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 211,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
-ACCEPTED = {
-    "mistral": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "gemma": {},
-    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256},
-    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "phi3": {},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},  # attention sinks and sliding windows
-    "nemotron": {},  # drops unknown kwargs on the way to attention
-    "deepseek_v3": {  # value dim differs from key dim
-        "head_dim": None,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 20,
-        "first_k_dense_replace": 1,
-    },
-}
-REFUSED = {
-    "bloom": ({"n_head": 4}, "attention backend"),
-    "diffllama": ({}, "one attention call a layer"),
-    "llama4_text": ({"num_local_experts": 2, "intermediate_size_mlp": 64}, "layer types"),
-    "recurrent_gemma": ({}, "layer types"),
-    "bert": ({}, "logits"),  # bidirectional: only the comparison of logits sees it
-}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG_WINDOW = {"sliding_window": 64}  # longer than the probe
 
 
-def write_config(folder, model_type: str, settings: dict) -> str:
-    values = {**COMMON, **settings, "model_type": model_type}
-    path = folder / f"{model_type}.json"
-    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
-    return str(path)
+def load(folder, family: str, settings: dict, **options) -> LoadedModel:
+    return load_model(EngineConfig(model=write_config(folder, family, settings), device="cpu", **options))
 
 
-@pytest.mark.parametrize("model_type", ACCEPTED)
-def test_family_is_accepted(tmp_path, model_type):
-    loaded = load_model(EngineConfig(model=write_config(tmp_path, model_type, ACCEPTED[model_type]), device="cpu"))
-    assert len(loaded.kv_shape.layers) == 2
-    if model_type == "deepseek_v3":
-        assert loaded.kv_shape.layers[0] == LayerKV(4, 24, 20)
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_family_is_refused_by_the_name_of_the_check(tmp_path, model_type):
-    settings, check = REFUSED[model_type]
-    with pytest.raises(ValueError, match=f"model type '{model_type}' is refused by the load gate, check '{check}'"):
-        load_model(EngineConfig(model=write_config(tmp_path, model_type, settings), device="cpu"))
-
-
-def test_rope_that_depends_on_the_batch_is_refused(tmp_path):
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(ValueError, match="check 'rope type'"):
-        load_model(EngineConfig(model=write_config(tmp_path, "llama", {"rope_parameters": rope}), device="cpu"))
-
-
-@pytest.mark.parametrize("fault", ["scale", "position", "window"])
-def test_logits_check_sees_an_attention_that_is_slightly_wrong(tmp_path, monkeypatch, fault):
-    """Mutation of what the gate guards: a wrong scale, V of a neighbour, a forgotten sliding window."""
+def spoil(monkeypatch, fault: str) -> None:
+    """Make our attention wrong in one way, as a family would that sends it something else than it does in eager."""
     right = engine.attention.AttentionHost.__call__
 
     def wrong(self, layer, q, k, v, **options):
         if fault == "scale":
             options["scale"] *= 1.1
-        if fault == "position":
+        if fault == "neighbour's value":
             v = torch.roll(v, 1, dims=0)
-        if fault == "window":
+        if fault == "forgotten window":
             options["sliding_window"] = None
+        if fault == "forgotten sinks":
+            options["sinks"] = None
+        if fault == "state lost between chunks":
+            v = torch.cat([torch.zeros_like(v[:1]), v[1:]])
+        if fault == "rotated by one position":
+            k = torch.roll(k, 1, dims=-1)
         return right(self, layer, q, k, v, **options)
 
-    path = write_config(tmp_path, "mistral", {"sliding_window": 6})
-    load_model(EngineConfig(model=path, device="cpu"))
     monkeypatch.setattr(engine.attention.AttentionHost, "__call__", wrong)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["scale", "neighbour's value", "forgotten window", "state lost between chunks", "rotated by one position"],
+)
+@pytest.mark.parametrize("window", [WINDOW, LONG_WINDOW], ids=["short window", "long window"])
+def test_float32_sees_an_attention_that_is_slightly_wrong(tmp_path, monkeypatch, fault, window):
+    load(tmp_path, "mistral", window)
+    spoil(monkeypatch, fault)
     with pytest.raises(ValueError, match="check 'logits'"):
-        load_model(EngineConfig(model=path, device="cpu"))
+        load(tmp_path, "mistral", window)
 
 
-def test_config_that_transformers_cannot_take_is_one_sentence(tmp_path):
-    with pytest.raises(ValueError, match="transformers cannot load model"):
-        load_model(EngineConfig(model=write_config(tmp_path, "t5", {}), device="cpu"))
-    with pytest.raises(ValueError, match="transformers cannot load model"):
-        load_model(EngineConfig(model=write_config(tmp_path, "no_such_family", {}), device="cpu"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["phimoe", "granitemoeshared", "gpt_oss", "llama", "gemma3_text"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounding_in_half_precision_is_no_fault(tmp_path, family, dtype, seed):
+    """Sharp random experts: a rounding tips tokens to other experts, in phimoe a third of them."""
+    load(tmp_path, family, ACCEPTED[family], dtype=dtype, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fault", ["neighbour's value", "forgotten window", "forgotten sinks"])
+def test_half_precision_still_sees_a_wrong_attention(tmp_path, monkeypatch, fault, dtype):
+    settings = {**EXPERTS, **ALTERNATING, **LONG_WINDOW}
+    load(tmp_path, "gpt_oss", settings, dtype=dtype)
+    spoil(monkeypatch, fault)
+    with pytest.raises(ValueError, match=f"check 'logits'.*limits for {dtype}"):
+        load(tmp_path, "gpt_oss", settings, dtype=dtype)
+
+
+def test_windows_are_as_they_were_after_the_probe(tmp_path):
+    model = load(tmp_path, "qwen2", {**ALTERNATING, **LONG_WINDOW, "use_sliding_window": True}).model
+    assert model.config.sliding_window == 64
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [64, None]
+
+
+def test_window_that_cannot_be_tried_out_is_refused(tmp_path, monkeypatch):
+    model = load(tmp_path, "qwen2", {**ALTERNATING, **LONG_WINDOW, "use_sliding_window": True}).model
+    for layer in model.model.layers:
+        del layer.self_attn.sliding_window
+    monkeypatch.setattr(Qwen2Attention, "sliding_window", 64, raising=False)
+    with pytest.raises(ValueError, match="check 'sliding window': layer 0 has a window of 64 tokens"):
+        measure_kv(model, 4)
+
+
+def test_window_longer_than_any_sequence_does_not_matter(tmp_path):
+    """Phi-3.5-MoE has a window of its full context length, and never sends it: nothing can go wrong."""
+    load(tmp_path, "phimoe", {**EXPERTS, "sliding_window": 128})
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("t5", {}, "Unrecognized configuration class"),
+        ("llama", {"hidden_act": "no_such_activation"}, "no_such_activation"),
+        ("granitemoehybrid", {"mamba_n_heads": 3}, "mamba_n_heads must divide"),
+    ],
+)
+def test_config_that_transformers_cannot_take_is_one_sentence(tmp_path, family, settings, reason):
+    with pytest.raises(ValueError, match=f"transformers cannot load model .*{reason}") as caught:
+        load(tmp_path, family, settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_model_type_is_one_sentence(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "no_such_family", "max_position_embeddings": 64}')
+    with pytest.raises(ValueError, match=r"transformers cannot load model .*no_such_family"):
+        load_model(EngineConfig(model=str(path), device="cpu"))

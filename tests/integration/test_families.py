@@ -1,0 +1,127 @@
+"""Every family of ``tests.support.families``: greedy tokens equal to its own ``generate``, or refused by a named check.
+
+The oracle is a second Hugging Face model of the same weights with its own cache and eager attention, each prompt alone,
+in float32. Ours packs all prompts, in chunks, with pages of seven tokens in a pool too small for all, caches prefixes,
+and is run twice, the second time over used pages. transformers 5.23 has all of them; a family that the installed
+version does not know is skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.build import assemble_engine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model_loader import LoadedModel, load_model
+from engine.model_spec import find_model
+from engine.sequence import Request, SamplingParams
+from tests.support.families import (
+    ACCEPTED,
+    LATENT,
+    REFUSED,
+    VOCABULARY,
+    one_thread,  # noqa: F401
+    write_config,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OUTPUT_TOKENS = 6
+PROMPT_LENGTHS = (1, 7, 20, 27)
+PAGE_SIZE = 7
+MAX_LEN = 35
+NUM_PAGES = 9  # the prompts and their answers need twelve
+
+
+def prompts() -> list[tuple[int, ...]]:
+    rng = random.Random(5)
+    return [tuple(rng.randrange(2, VOCABULARY) for _ in range(length)) for length in PROMPT_LENGTHS]
+
+
+def oracle_of(loaded: LoadedModel) -> PreTrainedModel:
+    config = copy.deepcopy(loaded.model.config)
+    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    oracle.load_state_dict(loaded.model.state_dict())
+    return oracle
+
+
+def answer(oracle: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
+    output = oracle.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=OUTPUT_TOKENS,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+def run(engine: Engine, order: list[int]) -> list[tuple[int, ...]]:
+    """Answers to all prompts, submitted at once in the given order."""
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    tokens: dict[str, list[int]] = {}
+    for index in order:
+        tokens[str(index)] = []
+        engine.add_request(Request(str(index), prompts()[index], params))
+    for _ in range(500):
+        if not engine.has_work():
+            break
+        for output in engine.step():
+            tokens[output.request_id].extend(output.token_ids)
+    assert not engine.has_work(), "the engine did not finish"
+    return [tuple(tokens[str(index)]) for index in sorted(order)]
+
+
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_greedy_tokens_equal_generate(tmp_path, family):
+    path = write_config(tmp_path, family, ACCEPTED[family])
+    loaded = load_model(EngineConfig(model=path, device="cpu"))
+    oracle = oracle_of(loaded)
+    expected = [answer(oracle, prompt) for prompt in prompts()]
+    longest = prompts()[-1]
+    other_past = (*longest[:-4], *(token - 1 for token in longest[-4:-1]), longest[-1])
+    assert answer(oracle, other_past) != expected[-1], "a model that ignores the past proves nothing"
+
+    config = EngineConfig(
+        model=path,
+        device="cpu",
+        page_size=PAGE_SIZE,
+        max_model_len=MAX_LEN,
+        max_num_seqs=len(PROMPT_LENGTHS),
+        max_num_batched_tokens=11,
+        enable_prefix_caching=True,
+        kv_budget=NUM_PAGES * PAGE_SIZE * loaded.kv_shape.bytes_per_slot + len(PROMPT_LENGTHS) * MAX_LEN * 8,
+    )
+    engine = assemble_engine(config, loaded)
+    order = list(range(len(PROMPT_LENGTHS)))
+    assert run(engine, order) == expected
+    assert run(engine, order[::-1]) == expected
+    engine.check_integrity()
+    assert engine.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_family_is_refused_by_the_name_of_the_check(tmp_path, family):
+    settings, check = REFUSED[family]
+    path = write_config(tmp_path, family, settings)
+    with pytest.raises(ValueError, match=f"'{family.split()[0]}' is refused by the load gate, check '{check}'"):
+        load_model(EngineConfig(model=path, device="cpu"))
+
+
+@pytest.mark.parametrize("family", [family for family in ACCEPTED if LATENT.items() <= ACCEPTED[family].items()])
+def test_planned_kv_of_latent_attention_is_what_the_model_sends(tmp_path, family):
+    path = write_config(tmp_path, family, ACCEPTED[family])
+    loaded = load_model(EngineConfig(model=path, device="cpu", kernel_backend="torch"))
+    assert find_model(path).kv_shape("float32") == loaded.kv_shape
+
+
+def test_the_number_of_families():
+    assert len({family.split()[0] for family in ACCEPTED}) >= 60
