@@ -1,88 +1,45 @@
 """Greedy tokens of our engine against Hugging Face ``generate``, token for token, in float32.
 
-The oracle runs each prompt alone with HF's own cache and eager attention: it knows nothing of pages, chunks or
-batches. Weights are random with a wide spread, so that the winning logit is clear of rounding.
+Every case runs on a pool that forces preemption, and asserts that it really happened, in the way it was meant to.
 """
 
 from __future__ import annotations
 
 import random
-from functools import cache
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_loader import LoadedModel, load_model
+from engine.model_loader import load_model
 from engine.sequence import Request, SamplingParams
+from tests.support.hf_parts import FAMILIES, VOCAB, Run, greedy_outputs, loaded, make_engine, model_folder
 
-COMMON = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 211,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-FAMILIES = {
-    "llama": {"model_type": "llama"},
-    "qwen3": {"model_type": "qwen3"},
-    # alternating sliding-window and full layers, softcap on the scores, query scale of its own
-    "gemma2": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 4},
-    "gemma3": {"model_type": "gemma3_text", "sliding_window": 24, "num_hidden_layers": 6},
-}
-BACKEND = "auto"
-MAX_LEN = 160
-OUTPUT_TOKENS = 24
-PROMPT_LENGTHS = (1, 7, 8, 9, 16, 17, 63, 64, 65, 100)
+MAX_LEN = 112
+OUTPUT_TOKENS = 36  # more than the room that an admission leaves to the running ones, so that they collide
+PAGE_SIZES = (1, 7, 16, 64)
+PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+PREEMPTION = ("recompute", "swap", "swap-small")  # small: part of what is swapped out is lost and recomputed
 
 
-@cache
-def model_folder(family: str, root: str) -> str:
-    """A local folder with safetensors, so that the oracle and the engine load the very same weights."""
-    config = AutoConfig.for_model(**{**COMMON, **FAMILIES[family]})
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    folder = f"{root}/{family}"
-    model.save_pretrained(folder)
-    return folder
-
-
-@cache
-def prompts() -> tuple[tuple[int, ...], ...]:
+def _prompts() -> dict[str, tuple[int, ...]]:
+    """By name. Of each page size there are prompts of 0, 1 and page size - 1 tokens beyond whole pages."""
     rng = random.Random(3)
-    return tuple(tuple(rng.randrange(2, 211) for _ in range(n)) for n in PROMPT_LENGTHS)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(2, VOCAB) for _ in range(count))
+
+    alone = {str(n): tokens(n) for n in (1, 6, 7, 8, 15, 17)}
+    base, other = tokens(65), tokens(40)
+    sharing = {"a63": base[:63], "a64": base[:64], "a65": base, "b40": other, "b41": other[:33] + tokens(8)}
+    # long ones first: they meet the end of a page of 64 together
+    order = ("b40", "a63", "17", "a64", "a65", "b41", "1", "6", "7", "8", "15")
+    return {name: (alone | sharing)[name] for name in order}
 
 
-@cache
-def expected(folder: str) -> tuple[tuple[int, ...], ...]:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    answers = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=OUTPUT_TOKENS,
-            eos_token_id=None,
-        )
-        answers.append(tuple(output[0, len(prompt) :].tolist()))
-    return tuple(answers)
-
-
-@cache
-def loaded(folder: str, backend: str) -> LoadedModel:
-    return load_model(EngineConfig(model=folder, kernel_backend=backend, device="cpu"))
+PROMPTS = _prompts()
 
 
 @pytest.fixture(scope="module")
@@ -90,95 +47,122 @@ def root(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("models"))
 
 
-def run(engine: Engine, backwards: bool = False) -> list[tuple[int, ...]]:
-    """All prompts at once, integrity checked after every step; tokens by prompt."""
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    numbered = list(enumerate(prompts()))
-    for index, prompt in reversed(numbered) if backwards else numbered:
-        engine.add_request(Request(str(index), prompt, params))
-    tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts()))}
-    for _ in range(3000):
-        if not engine.has_work():
-            break
-        for output in engine.step():
-            tokens[output.request_id].extend(output.token_ids)
-        engine.check_integrity()
-    assert not engine.has_work(), "the engine did not finish"
-    assert engine.stats().kv.pages_owned == 0
-    return [tuple(tokens[str(i)]) for i in range(len(prompts()))]
+@pytest.fixture(scope="module")
+def expected(root):
+    """family -> prompt name -> tokens, each computed once."""
+    known: dict[str, dict[str, list[int]]] = {}
+
+    def of(family: str) -> dict[str, list[int]]:
+        if family not in known:
+            known[family] = greedy_outputs(model_folder(root, family), PROMPTS, OUTPUT_TOKENS)
+        return known[family]
+
+    return of
 
 
-def engine_for(folder: str, backend: str, *, slots: int, **settings) -> Engine:
-    model = loaded(folder, backend)
-    config = EngineConfig(
-        model=folder,
-        device="cpu",
-        max_model_len=MAX_LEN,
-        max_num_seqs=len(prompts()),
-        kv_budget=slots * model.kv_shape.bytes_per_slot + len(prompts()) * MAX_LEN * 8,
-        **settings,
-    )
-    return assemble_engine(config, model)
+def engine_for(root: str, family: str = "llama", backend: str = "auto", chunked: bool = True, **settings) -> Engine:
+    folder = model_folder(root, family)
+    batch = {"max_num_batched_tokens": 24 if chunked else MAX_LEN, "enable_chunked_prefill": chunked}
+    sizes = {"max_model_len": MAX_LEN, "max_num_seqs": len(PROMPTS)}
+    return make_engine(loaded(folder, backend), folder, **sizes, **batch, **settings)
 
 
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "unchunked"])
-@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_paged_under_preemption(root, family, page_size, chunked):
-    """The pool holds one longest sequence and little more, so the newest is preempted again and again."""
-    folder = model_folder(family, root)
-    engine = engine_for(
-        folder,
-        BACKEND,
-        slots=3 * 64 + 64 if page_size == 64 else 192,
-        page_size=page_size,
-        enable_chunked_prefill=chunked,
-        max_num_batched_tokens=24 if chunked else MAX_LEN,
-    )
-    assert run(engine) == list(expected(folder))
-    if page_size < 64:
-        assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
-        assert engine.stats().recomputed_tokens > 0
+def requests(priority: int = 0, names=tuple(PROMPTS)) -> list[Request]:
+    return [Request(name, PROMPTS[name], PARAMS, priority=priority) for name in names]
 
 
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "unchunked"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_contiguous(root, family, chunked):
-    folder = model_folder(family, root)
-    engine = engine_for(
-        folder,
-        BACKEND,
-        slots=3 * MAX_LEN,
-        layout="contiguous",
-        enable_chunked_prefill=chunked,
-        max_num_batched_tokens=24 if chunked else MAX_LEN,
-    )
-    assert engine.capacity.num_pages == 3
-    assert run(engine) == list(expected(folder))
-    assert engine.stats().num_preemptions == 0
+def preempting(how: str, small_swap_slots: int) -> dict:
+    if how == "recompute":
+        return {}
+    return {"preemption_mode": "swap", "swap_slots": small_swap_slots if how == "swap-small" else None}
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 16])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_prefix_caching_with_a_small_pool(root, family, page_size):
-    """The same prompts twice: the second time parts come from the cache, some of it evicted meanwhile."""
-    folder = model_folder(family, root)
-    engine = engine_for(
-        folder, BACKEND, slots=256, page_size=page_size, enable_prefix_caching=True, max_num_batched_tokens=32
-    )
-    assert run(engine) == list(expected(folder))
-    assert run(engine, backwards=True) == list(expected(folder))  # backwards: LRU still holds the last ones
+def assert_preempted(engine: Engine, preemption: str) -> None:
     stats = engine.stats()
-    assert 0 < stats.prefix_cache_hits < stats.prefix_cache_queries
-    assert engine.reset_prefix_cache()
-    assert engine.stats().kv.pages_cached == 0
+    moved = stats.counters
+    assert stats.num_preemptions > 0, "the pool was meant to be too small"
+    assert (moved.swapped_out_slots > 0) == (preemption != "recompute")
+    assert (moved.swap_lost_slots > 0) == (preemption == "swap-small")
+    if engine.capacity.host_slots > engine.capacity.page_size or not engine.config.enable_prefix_caching:
+        assert (moved.swapped_in_slots > 0) == (preemption != "recompute")  # else the cache still has the one host page
+    if preemption == "swap":
+        assert stats.recomputed_tokens == 0
+    elif not engine.config.enable_prefix_caching:  # else the cache may have kept all of it
+        assert stats.recomputed_tokens > 0
+
+
+def test_prompts_meet_the_ends_of_pages():
+    lengths = [len(prompt) for prompt in PROMPTS.values()]
+    for size in PAGE_SIZES:
+        assert {0, 1 % size, size - 1} <= {n % size for n in lengths if n >= size - 1}
+
+
+@pytest.mark.parametrize("preemption", PREEMPTION)
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "unchunked"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_paged(root, expected, page_size, chunked, caching, preemption):
+    """The pool holds little more than one longest sequence, so the newest is preempted again and again.
+
+    With prefix caching the same prompts come twice, the second time backwards, because LRU still holds the last ones:
+    parts come from the cache, some of it evicted meanwhile. A wrong count at the end of a page shows in the prompts
+    whose length is 0, 1 or page size - 1 beyond whole pages (vllm#50749).
+    """
+    engine = engine_for(
+        root,
+        chunked=chunked,
+        slots=max(128, 3 * page_size),
+        page_size=page_size,
+        enable_prefix_caching=caching,
+        **preempting(preemption, max(32, page_size)),
+    )
+    assert Run(engine, requests()).tokens() == expected("llama")
+    assert_preempted(engine, preemption)
+    if caching:
+        assert Run(engine, requests()[::-1]).tokens() == expected("llama")
+        stats = engine.stats()
+        assert 0 < stats.prefix_cache_hits < stats.prefix_cache_queries
+        assert stats.counters.prefix_evictions > 0
+        assert engine.reset_prefix_cache()
+        assert engine.stats().kv.pages_cached == 0
+
+
+@pytest.mark.parametrize("preemption", PREEMPTION)
+@pytest.mark.parametrize("reservation", ["max", "pow2", "oracle"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "unchunked"])
+def test_contiguous(root, expected, chunked, reservation, preemption):
+    """A reservation never has to grow, so only somebody more urgent can drive a sequence out of the slab."""
+    engine = engine_for(
+        root,
+        chunked=chunked,
+        slots=2 * MAX_LEN,
+        layout="contiguous",
+        reservation=reservation,
+        scheduling_policy="priority",
+        **preempting(preemption, 64),
+    )
+    names = list(PROMPTS)
+    urgent = [requests(priority=1, names=names[5:8]), requests(priority=0, names=names[8:])]
+    run = Run(engine, requests(priority=2, names=names[:5]), later={9: urgent[0], 20: urgent[1]})
+    assert run.tokens() == expected("llama")
+    assert_preempted(engine, preemption)
+
+
+@pytest.mark.parametrize("preemption", PREEMPTION)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
+def test_other_families(root, expected, family, page_size, preemption):
+    """Sliding windows, softcaps and query norms under the same pressure."""
+    engine = engine_for(root, family, slots=128, page_size=page_size, **preempting(preemption, 32))
+    assert Run(engine, requests()).tokens() == expected(family)
+    assert_preempted(engine, preemption)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_torch_reference_backend(root, family):
-    folder = model_folder(family, root)
-    engine = engine_for(folder, "torch", slots=400, page_size=8, max_num_batched_tokens=48)
-    assert run(engine) == list(expected(folder))
+def test_torch_reference_backend(root, expected, family):
+    engine = engine_for(root, family, "torch", slots=128, page_size=7, enable_prefix_caching=True)
+    assert Run(engine, requests()).tokens() == expected(family)
+    assert_preempted(engine, "recompute")
 
 
 def test_dummy_weights_equal_hf_with_the_same_seed():
