@@ -103,7 +103,7 @@ class PagedKVManager(RowTable):
         return page
 
     def _count_hit(self, seq: Sequence) -> None:
-        if self.prefix_cache is not None and seq.num_preemptions == 0 and seq.index == 0:  # a preempted one meets its own pages
+        if self.prefix_cache is not None and seq.num_preemptions == 0 and seq.index == 0:  # else it meets its own
             seq.num_cached = seq.num_computed
             self.counters.prefix_queries += seq.num_tokens
             self.counters.prefix_hits += seq.num_cached
