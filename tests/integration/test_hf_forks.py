@@ -1,0 +1,298 @@
+"""Forks against requests of their own and against Hugging Face: n > 1, best_of, beams, on roomy and on tiny pools."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.sequence import Request, SamplingParams
+from tests.support.hf_parts import EOS, VOCAB, Run, greedy_outputs, loaded, make_engine, model_folder, oracle
+
+MAX_LEN = 64
+OUTPUT_TOKENS = 20
+PAGE_SIZES = (1, 7, 16)
+SAMPLED = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=4.0, top_p=0.95, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+SWAP = {"preemption_mode": "swap"}
+ROOMY, TIGHT = 1024, 96  # slots; the tight pool holds one longest sequence and half of another
+# pool and preemption: name -> (slots, settings)
+POOLS = {"roomy": (ROOMY, {}), "recompute": (TIGHT, {}), "swap": (TIGHT, SWAP)}
+
+
+def _prompts() -> dict[str, tuple[int, ...]]:
+    """By name; their lengths are 0, 1 and page size - 1 beyond whole pages of 7 and of 16."""
+    rng = random.Random(5)
+    base = tuple(rng.randrange(2, VOCAB) for _ in range(35))
+    return {str(n): base[:n] for n in (13, 14, 15, 16, 17, 32)} | {"other": base[20:]}
+
+
+PROMPTS = _prompts()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return model_folder(str(tmp_path_factory.mktemp("models")))
+
+
+def engine_for(folder: str, slots: int, **settings) -> Engine:
+    sizes = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 24}
+    return make_engine(loaded(folder), folder, slots=slots, **{**sizes, **settings})
+
+
+def requests(params: SamplingParams, names=tuple(PROMPTS), **rest) -> list[Request]:
+    return [Request(name, PROMPTS[name], params, **rest) for name in names]
+
+
+def assert_pressed(engine: Engine, pool: str) -> None:
+    """That the pool did to the run what it was made for."""
+    stats = engine.stats()
+    assert (stats.num_preemptions > 0) == (pool != "roomy")
+    assert (stats.counters.swapped_in_slots > 0) == (pool == "swap")
+    if pool == "recompute" and not engine.config.enable_prefix_caching:  # else the cache may have kept all of it
+        assert stats.recomputed_tokens > 0
+
+
+# n > 1
+
+
+@cache
+def separate(folder: str, params: SamplingParams, n: int) -> dict[str, list[list[int]]]:
+    """Each sibling as a request of its own, seed + i, on a roomy pool without forks."""
+    engine = engine_for(folder, ROOMY)
+    alone = [
+        Request(f"{name}/{i}", prompt, replace(params, seed=None if params.seed is None else params.seed + i))
+        for name, prompt in PROMPTS.items()
+        for i in range(n)
+    ]
+    tokens = Run(engine, alone).tokens()
+    assert engine.stats().forks == engine.stats().num_preemptions == 0
+    return {name: [tokens[f"{name}/{i}"] for i in range(n)] for name in PROMPTS}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_sampled_siblings_are_requests_with_the_next_seeds(folder, page_size, caching, pool):
+    """They differ from each other, so a sibling that read another's page would say something else."""
+    slots, settings = POOLS[pool]
+    engine = engine_for(folder, slots, page_size=page_size, enable_prefix_caching=caching, **settings)
+    params = replace(SAMPLED, seed=40)
+    run = Run(engine, requests(replace(params, n=3)))
+    expected = separate(folder, params, 3)
+    assert {name: run.family(name) for name in PROMPTS} == expected
+    assert all(len({tuple(tokens) for tokens in family}) == 3 for family in expected.values())
+    assert engine.stats().forks == 2 * len(PROMPTS)
+    assert_pressed(engine, pool)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_greedy_siblings_are_all_what_generate_gives(folder, page_size, pool):
+    slots, settings = POOLS[pool]
+    engine = engine_for(folder, slots, page_size=page_size, **settings)
+    run = Run(engine, requests(replace(GREEDY, n=3)))
+    expected = greedy_outputs(folder, PROMPTS, OUTPUT_TOKENS)
+    assert {name: run.family(name) for name in PROMPTS} == {name: [tokens] * 3 for name, tokens in expected.items()}
+    assert_pressed(engine, pool)
+
+
+@pytest.mark.parametrize("reservation", ["max", "oracle"])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_siblings_in_the_contiguous_layout(folder, reservation, preemption):
+    """A fork copies everything or waits for a reservation; a more urgent request drives siblings out."""
+    engine = engine_for(
+        folder,
+        3 * MAX_LEN,
+        layout="contiguous",
+        reservation=reservation,
+        scheduling_policy="priority",
+        preemption_mode=preemption,
+    )
+    params = replace(SAMPLED, seed=40)
+    names = list(PROMPTS)
+    urgent = requests(replace(params, n=3), names=names[4:])
+    run = Run(engine, requests(replace(params, n=3), names=names[:4], priority=1), later={12: urgent})
+    assert {name: run.family(name) for name in PROMPTS} == separate(folder, params, 3)
+    assert engine.stats().counters.copied_slots > 0
+    assert_pressed(engine, preemption)
+
+
+def test_unseeded_siblings_differ(folder):
+    engine = engine_for(folder, ROOMY)
+    family = Run(engine, requests(replace(SAMPLED, n=4), names=["17"])).family("17")
+    assert len({tuple(tokens) for tokens in family}) == 4
+
+
+@pytest.mark.parametrize(("name", "page_size"), [("13", 16), ("15", 16), ("17", 16), ("15", 7), ("13", 7)])
+def test_a_partly_filled_page_is_copied_for_all_writers_but_the_last(folder, name, page_size):
+    engine = engine_for(folder, ROOMY, page_size=page_size)
+    Run(engine, requests(replace(SAMPLED, seed=1, n=4), names=[name]))
+    counters = engine.stats().counters
+    assert counters.copied_pages == 3
+    assert counters.copied_slots == 3 * (len(PROMPTS[name]) % page_size)
+
+
+@pytest.mark.parametrize(("name", "page_size"), [("16", 16), ("32", 16), ("14", 7), ("15", 1), ("17", 1)])
+def test_full_pages_are_never_copied(folder, name, page_size):
+    engine = engine_for(folder, ROOMY, page_size=page_size)
+    Run(engine, requests(replace(SAMPLED, seed=1, n=4), names=[name]))
+    assert engine.stats().counters.copied_pages == 0
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_four_siblings_own_the_prompt_once(folder, page_size):
+    """Peak pages are the prompt's full pages once, and each sibling's own rest."""
+    params = replace(SAMPLED, seed=1)
+    forked = Run(engine_for(folder, ROOMY, page_size=page_size), requests(replace(params, n=4), names=["32"]))
+    four = [Request(str(i), PROMPTS["32"], replace(params, seed=1 + i)) for i in range(4)]
+    apart = Run(engine_for(folder, ROOMY, page_size=page_size, max_num_batched_tokens=4 * MAX_LEN), four)
+    assert forked.family("32") == [apart.tokens()[str(i)] for i in range(4)]
+    pages = -(-(32 + OUTPUT_TOKENS - 2) // page_size)  # the last step's are given back before it ends
+    shared = 32 // page_size
+    assert apart.peak_owned == 4 * pages
+    assert forked.peak_owned == shared + 4 * (pages - shared)
+
+
+# best_of
+
+
+def mean_logprob(folder: str, prompt: tuple[int, ...], output: list[int]) -> float:
+    with torch.inference_mode():
+        logits = oracle(folder)(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    chosen = torch.log_softmax(logits.double(), -1)[torch.arange(len(output)), torch.tensor(output)]
+    return float(chosen.mean())
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_best_of_returns_the_most_probable(folder, page_size, pool):
+    """The candidates as requests of their own, ranked by the mean log probability that Hugging Face's model gives."""
+    slots, settings = POOLS[pool]
+    engine = engine_for(folder, slots, page_size=page_size, **settings)
+    params = replace(SAMPLED, seed=40)
+    run = Run(engine, requests(replace(params, n=2, best_of=4)))
+    for name, candidates in separate(folder, params, 4).items():
+        ranked = sorted(candidates, key=lambda tokens: -mean_logprob(folder, PROMPTS[name], tokens))
+        assert run.family(name) == ranked[:2]
+    assert_pressed(engine, pool)
+
+
+def test_best_of_compares_means_where_eos_ends_some_early(folder):
+    """Sums would favour the short ones."""
+    engine = engine_for(folder, ROOMY)
+    params = replace(SAMPLED, seed=3, ignore_eos=False, stop_token_ids=tuple(range(2, 30)))
+    run = Run(engine, requests(replace(params, n=4, best_of=8)))
+    by_sum = by_mean = 0
+    for name, candidates in separate(folder, params, 8).items():
+        means = {tuple(tokens): mean_logprob(folder, PROMPTS[name], tokens) for tokens in candidates}
+        ranked = sorted(candidates, key=lambda tokens: -means[tuple(tokens)])
+        assert run.family(name) == ranked[:4]
+        by_mean += 1
+        by_sum += ranked[:4] == sorted(candidates, key=lambda tokens: -means[tuple(tokens)] * len(tokens))[:4]
+    assert by_sum < by_mean, "the two ways of ranking never differ here: take another seed"
+
+
+# beams
+
+
+def beams_of_generate(
+    folder: str, prompt: tuple[int, ...], params: SamplingParams, eos: tuple[int, ...]
+) -> list[list[int]]:
+    ids = torch.tensor([prompt])
+    rows = oracle(folder).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=params.beam_width,
+        num_return_sequences=params.n,
+        do_sample=False,
+        max_new_tokens=params.max_tokens,
+        eos_token_id=list(eos) or None,
+        pad_token_id=0,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+    )
+    tokens = [row[len(prompt) :] for row in rows.tolist()]
+    ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in tokens]
+    return [row[:end] for row, end in zip(tokens, ends, strict=True)]
+
+
+def beam_params(width: int, n: int, stops: tuple[int, ...] = (), **settings) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=12, temperature=0.0, n=n, beam_width=width, ignore_eos=True, stop_token_ids=stops, **settings
+    )
+
+
+@cache
+def common_tokens(folder: str) -> tuple[int, ...]:
+    """Tokens that endless beam searches meet: as EOS they end some beams and not others."""
+    found: dict[int, int] = {}
+    for prompt in PROMPTS.values():
+        for tokens in beams_of_generate(folder, prompt, beam_params(4, 4), ()):
+            for token in tokens[2:]:
+                found[token] = found.get(token, 0) + 1
+    return tuple(sorted(found, key=lambda token: -found[token])[:3])
+
+
+@cache
+def expected_beams(folder: str, params: SamplingParams) -> dict[str, list[list[int]]]:
+    return {name: beams_of_generate(folder, prompt, params, params.stop_token_ids) for name, prompt in PROMPTS.items()}
+
+
+def assert_beams(run: Run, folder: str, params: SamplingParams) -> None:
+    assert {name: run.family(name) for name in PROMPTS} == expected_beams(folder, params)
+    for answer in run.answers.values():
+        assert answer.reason == ("stop" if answer.tokens[-1] in params.stop_token_ids else "length")
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0])
+@pytest.mark.parametrize("width", [2, 3, 4, 8])
+def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
+    """All prompts at once against each alone, half of the searches with EOS."""
+    stops = common_tokens(folder) if width % 2 == 0 else ()
+    params = beam_params(width, max(1, width // 2), stops, length_penalty=length_penalty, early_stopping=early_stopping)
+    run = Run(engine_for(folder, ROOMY, page_size=7), requests(params))
+    assert_beams(run, folder, params)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_beams_under_pressure(folder, page_size, caching, preemption):
+    """The pool holds one beam of the longest prompt and little more: its siblings take turns."""
+    engine = engine_for(
+        folder,
+        56,
+        max_model_len=48,
+        page_size=page_size,
+        enable_prefix_caching=caching,
+        preemption_mode=preemption,
+    )
+    params = beam_params(4, 4, common_tokens(folder))
+    run = Run(engine, requests(params))
+    assert_beams(run, folder, params)
+    assert engine.stats().forks > 0
+    assert_pressed(engine, preemption)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("slots", [MAX_LEN, 3 * MAX_LEN], ids=["one-reservation", "three-reservations"])
+def test_beams_in_the_contiguous_layout(folder, slots, preemption):
+    """With room for a single reservation the beams of a request take turns."""
+    engine = engine_for(folder, slots, layout="contiguous", preemption_mode=preemption)
+    params = beam_params(3, 3, common_tokens(folder))
+    assert_beams(Run(engine, requests(params)), folder, params)
+    assert_pressed(engine, preemption)
+
+
+def test_the_model_s_own_eos_ends_beams(folder):
+    """Not a stop token of the request: the id that the model's config names, unless the request ignores it."""
+    params = replace(beam_params(4, 4), ignore_eos=False)
+    run = Run(engine_for(folder, ROOMY), requests(params))
+    expected = {name: beams_of_generate(folder, prompt, params, (EOS,)) for name, prompt in PROMPTS.items()}
+    assert {name: run.family(name) for name in PROMPTS} == expected
