@@ -70,7 +70,7 @@ def cli() -> None:
 @_SEED
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of every cell, each on a fresh server.")
 @click.option(
-    "--only", multiple=True, metavar="GLOB", help="Only cells whose id matches, e.g. 'paged-*-c24'. Repeatable."
+    "--only", multiple=True, metavar="GLOB", help="Only cells whose id matches, e.g. 'paged-*-c32'. Repeatable."
 )
 @click.option(
     "--resume", is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
@@ -156,7 +156,7 @@ def bench_engine(arguments: tuple[str, ...]) -> int:
 @_PROFILE
 @_OVERRIDE
 @_SEED
-@click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c24 or r4 (default: the first).")
+@click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first).")
 @click.option("--model", metavar="NAME", help="The model's name at the server (default: the first it lists).")
 @click.option("--vocab-size", type=click.IntRange(1), help="If the server does not tell.")
 @click.option("--max-model-len", type=click.IntRange(1), help="If the server does not tell.")
@@ -168,7 +168,7 @@ def load(**options: Any) -> int:
     \b
     Examples:
       kvbench serve --model llama-32m --port 8000 &
-      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --at c24
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --at c32
 
     \b
     Files written, with --output-dir only: requests.parquet (one row a request), load.json, metrics.json.

@@ -1,0 +1,126 @@
+"""The workloads that ship put their question: the real scheduler and KV managers over their real requests, no tensors.
+
+A cell for swapping in which nothing is ever preempted, or a share of hits that nobody gets, would measure nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kv_budget import capacity_of
+from engine.kv_manager import make_kv_manager
+from engine.model_spec import find_model
+from engine.sequence import Request, SamplingParams
+from engine.stats import EngineStats
+from kvbench.load.requests import RequestSpec, distinct_prefixes
+from kvbench.loadrun import make_requests
+from kvbench.planning import plan_sweep
+from kvbench.targets.builtin import check_configuration
+from kvbench.workload import load_workload
+from tests.support.engine_parts import CountingExecutor
+
+WORKLOADS = Path(__file__).resolve().parents[3] / "workloads"
+VOCAB = 8192
+
+
+def cells(name: str, profile: str = "cpu"):
+    workload = load_workload(WORKLOADS / f"{name}.yaml", profile=profile)
+    design, _ = plan_sweep(workload, (), check_configuration)
+    assert design.notes == ()  # nothing of what the file asks for is dropped or skipped
+    return workload, {cell.cell_id: cell for cell in design.cells}
+
+
+@functools.cache
+def stats(name: str, cell_id: str, repeat: int = 1, profile: str = "cpu") -> EngineStats:
+    """What the engine counts of one load: each user sends the next request when its last one has ended."""
+    workload, found = cells(name, profile)
+    cell = found[cell_id]
+    config = EngineConfig.from_mapping(cell.configuration.settings)
+    spec = find_model(config.model, config.load_format)
+    config = config.check_against_model(spec.max_positions)
+    kv = make_kv_manager(config, capacity_of(config, spec.kv_shape("float32"), config.kv_budget))
+    engine = Engine(config, CountingExecutor(VOCAB), kv)
+    requests = make_requests(
+        workload.load, cell.load, vocab_size=VOCAB, max_model_len=config.max_model_len, seed=0, repeat=repeat
+    )
+    if workload.load.cache_state == "primed":
+        for prefix in distinct_prefixes(requests):
+            complete(engine, [RequestSpec(-1, "prime", tuple(prefix), None, 1)], 1)
+    complete(engine, requests, cell.load.concurrency)
+    return engine.stats()
+
+
+def complete(engine: Engine, requests, users: int) -> None:
+    left = list(requests)
+
+    def send() -> None:
+        if left:
+            one = left.pop(0)
+            params = SamplingParams(max_tokens=one.max_tokens, ignore_eos=True, temperature=0.0)
+            engine.add_request(Request(str(one.index), tuple(one.prompt_token_ids), params))
+
+    for _ in range(users):
+        send()
+    while engine.has_work():
+        for output in engine.step():
+            if output.finish_reason:
+                send()
+
+
+def shares(found: EngineStats) -> dict[str, float]:
+    total = sum(found.slot_steps.values())
+    return {place: slots / total for place, slots in found.slot_steps.items()}
+
+
+def test_mixed_changes_one_variable_at_a_time_from_paged_16():
+    _, found = cells("mixed")
+    configurations = {cell.configuration.config_id: cell.configuration for cell in found.values()}
+    assert list(configurations) == [
+        "paged-p16", "contiguous", "paged-p8", "paged-p64", "paged-p16-prefix", "paged-p16-fp8_e4m3",
+        "paged-p16-int8_per_token_head", "paged-p16-swap",
+    ]  # fmt: skip
+    assert [len(c.varied) for c in configurations.values()] == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("repeat", [1, 2, 3])
+def test_mixed_has_something_to_swap_and_swapping_spares_what_recomputing_costs(repeat):
+    recompute, swap = (stats("mixed", f"paged-p16{mode}-c32", repeat) for mode in ("", "-swap"))
+    assert recompute.num_preemptions >= 1 and recompute.recomputed_tokens > 0
+    assert swap.num_preemptions == recompute.num_preemptions
+    assert swap.counters.swapped_out_slots == swap.counters.swapped_in_slots == recompute.recomputed_tokens
+    assert swap.recomputed_tokens == swap.counters.swap_lost_slots == 0
+
+
+def test_mixed_gives_small_kv_room_for_more_and_contiguous_for_less():
+    # The same work in fewer steps: more requests run side by side.
+    steps = {name: stats("mixed", f"{name}-c32").steps for name in ("contiguous", "paged-p16", "paged-p16-fp8_e4m3")}
+    assert steps["contiguous"] > 3 * steps["paged-p16"] > 3 * steps["paged-p16-fp8_e4m3"]
+    assert (
+        shares(stats("mixed", "contiguous-c32"))["waste"] > 0.5 > shares(stats("mixed", "paged-p16-c32"))["tokens"] / 2
+    )
+
+
+def test_reservations_fill_the_slab_in_the_order_of_what_they_know():
+    names = ("contiguous-max", "contiguous-pow2", "contiguous-oracle", "paged-p16")
+    _, found = cells("reservations")
+    assert [c.configuration.config_id for c in found.values()] == list(names)
+    assert {check_configuration(c.configuration.settings)["kv_budget_bytes"] for c in found.values()} == {62 * 2**20}
+    tokens = [shares(stats("reservations", f"{name}-c36"))["tokens"] for name in names]
+    assert tokens == sorted(tokens) and tokens[3] > 2 * tokens[0]
+    oracle = stats("reservations", "contiguous-oracle-c36")
+    assert oracle.counters.refused_fragmented > 0 and shares(oracle)["fragmented"] > 0.05
+
+
+@pytest.mark.parametrize(("profile", "share"), [("cpu", 0.5), ("cpu-75", 0.75), ("cpu-0", 0.0)])
+def test_prefix_has_the_share_of_hits_that_its_profile_says(profile, share):
+    on, off = (stats("prefix", f"paged-p16{x}-c4", profile=profile) for x in ("-prefix", ""))
+    requests = 24
+    assert on.prefix_cache_hits == share * 512 * requests  # 512 prompt tokens each, in every profile
+    assert off.prefix_cache_hits == 0
+    assert on.generation_tokens == off.generation_tokens
+    assert off.prefill_tokens_scheduled - on.prefill_tokens_scheduled == on.prefix_cache_hits
