@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from pathlib import Path
+
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
+
+
+def _cache_folder() -> str:
+    """Where compiled kernels are kept: a folder named after all the kernels' sources.
+
+    Numba looks only at the file that defines a kernel, so an edit of a helper in another file would leave machine code
+    of the old one in use.
+    """
+    here = Path(__file__).parent
+    digest = blake2b(digest_size=8)
+    for source in sorted([*here.glob("numba_*.py"), here / "kv_formats.py"]):
+        digest.update(source.read_bytes())
+    return str(Path(config.CACHE_DIR or here / "__pycache__") / f"numba-{digest.hexdigest()}")
 
 
 def _can_cache() -> bool:
@@ -22,6 +38,7 @@ def _can_cache() -> bool:
     return True
 
 
+config.CACHE_DIR = _cache_folder()
 # For every kernel: no GIL, on-disk cache where there is a place for it, division without Python's checks.
 JIT = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
 
