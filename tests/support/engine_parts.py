@@ -2,81 +2,200 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Listing
+from functools import reduce
+from operator import add
+
+from engine.beam import BeamSearch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv_budget import KVCapacity, KVShape, LayerKV, capacity_of
-from engine.kv_manager import make_kv_manager
-from engine.kv_moves import MoveKind
+from engine.kv_manager import KVManager, make_kv_manager
+from engine.kv_moves import Move, MoveKind
 from engine.model_spec import ModelInfo
+from engine.paged_kv import PagedKVManager
 from engine.scheduler import StepPlan
 from engine.sequence import Drawn, Request, SamplingParams, Sequence
 
 SHAPE = KVShape((LayerKV(2, 4, 4),) * 2, 4)  # 2 layers x 2 heads x (4 + 4) x 4 bytes = 128 bytes a slot
+DAMAGED = -1  # what a failed step leaves in the slots it was to write
+EMPTY = -2
+
+
+class StepFailed(RuntimeError):
+    """What a ``CountingExecutor`` raises when it was told to."""
 
 
 class CountingExecutor:
     """The next token is a function of the tokens before it, so a wrong history shows in the output.
 
-    Shadow KV: every slot remembers the whole prefix that its KV was computed from, and each step checks that every
-    slot a sequence reads holds that sequence's own prefix. ``watch`` gives it the page table to go by.
+    Shadow KV: every slot remembers the whole prefix that its KV was computed from (as a number: one number, one salt
+    and prefix), each step checks that every slot a sequence reads holds that sequence's own prefix, and that every
+    slot it writes is its alone. ``watch`` gives it the manager to go by.
+
+    ``fail_at``: the next step fails, before anything is done ("start"), amid its moves ("moves") or amid its writes
+    ("writes"); what was to be moved or written there is damaged.
     """
 
     def __init__(self, vocab_size: int = 97, eos: tuple[int, ...] = ()):
-        self.shadow: dict[int, tuple[int, ...]] = {}
-        self.host_shadow: dict[int, tuple[int, ...]] = {}
-        self.kv = None
+        self.kv: KVManager | None = None
         self.model_info = ModelInfo("counting", vocab_size, None, eos, None)
         self.phase_seconds: dict[str, float] = {}
         self.plans: list[list[tuple[str, int]]] = []
+        self.moved = dict.fromkeys(MoveKind, 0)  # slots
+        self.fail_at: str | None = None
+        self._numbers: dict[tuple, int] = {}  # (number of the prefix before, token) -> number
+        self._histories: dict[Sequence, list[int]] = {}
 
-    def watch(self, kv) -> None:
+    def watch(self, kv: KVManager) -> None:
         self.kv = kv
-
-    def check_shadow(self, plan: StepPlan) -> None:
-        """Write the new tokens' prefixes to their slots, then read every slot that attention would read."""
-        page_size = self.kv.capacity.page_size
-
-        def slot(seq, position: int) -> int:
-            return int(self.kv.page_table[seq.row, position // page_size]) + position % page_size
-
-        for item in plan.scheduled:
-            seq = item.seq
-            for position in range(seq.num_computed, seq.num_computed + item.num_tokens):
-                self.shadow[slot(seq, position)] = tuple(seq.token_ids[: position + 1])
-        for item in plan.scheduled:
-            seq = item.seq
-            for position in range(seq.num_computed + item.num_tokens):
-                held = self.shadow.get(slot(seq, position))
-                assert held == tuple(seq.token_ids[: position + 1]), f"{seq.request_id} reads a foreign slot"
-
-    def move(self, plan: StepPlan) -> None:
-        """What the real executor does with tensors, done with the shadow: in order, slot by slot."""
-        for kind, source, target, count in plan.moves:
-            sources = self.host_shadow if kind is MoveKind.SWAP_IN else self.shadow
-            targets = self.host_shadow if kind is MoveKind.SWAP_OUT else self.shadow
-            moved = [sources[source + i] for i in range(count)]
-            targets.update((target + i, held) for i, held in enumerate(moved))
+        self.shadow = [EMPTY] * kv.capacity.num_slots
+        self.host_shadow = [EMPTY] * kv.capacity.host_slots
+        self._histories.clear()
 
     def execute(self, plan: StepPlan) -> list[Drawn | None]:
-        self.move(plan)
+        fail_at, self.fail_at = self.fail_at, None
+        if fail_at == "start":
+            raise StepFailed("told to fail at the start")
         if self.kv is not None:
-            self.check_shadow(plan)
+            self._check_plan(plan)
+            self._move(plan.moves, fail_at)
+            self._write(plan, fail_at)
+            self._read(plan)
         self.plans.append([(item.seq.request_id, item.num_tokens) for item in plan.scheduled])
         return [self.draw(item.seq) if item.samples else None for item in plan.scheduled]
 
-    def draw(self, seq: Sequence) -> Drawn:
-        """A function of the history alone; siblings differ by their index, continuations by their place."""
-        if seq.num_candidates:
-            count = min(seq.num_candidates, self.model_info.vocab_size)
-            first = self.next_token(seq.token_ids)
-            tokens = tuple((first + 3 * i) % self.model_info.vocab_size for i in range(count))
-            return Drawn(tokens, tuple(-0.1 - 0.5 * i - 0.01 * (first % 7) for i in range(count)))
-        indices = range(seq.index, seq.index + seq.pending_forks + 1)
-        tokens = tuple(self.next_token([*seq.token_ids, i]) if i else self.next_token(seq.token_ids) for i in indices)
-        return Drawn(tokens, tuple(-0.1 * (t % 5) - 0.1 for t in tokens) if seq.silent else ())
+    def _check_plan(self, plan: StepPlan) -> None:
+        seqs = [item.seq for item in plan.scheduled]
+        assert len(set(seqs)) == len(seqs), "a sequence is scheduled twice"
+        assert all(0 < item.num_tokens <= item.seq.num_uncomputed for item in plan.scheduled)
+        assert all(seq.row >= 0 for seq in seqs), "a sequence is scheduled without a row"
+        if isinstance(self.kv, PagedKVManager):
+            size, pool, swap = self.kv.page_size, self.kv.pool, self.kv.swap
+            for kind, source, target, _ in plan.moves:
+                if kind is MoveKind.COPY:
+                    assert source // size not in pool._free, "the source of a copy was given away before the copy"
+                    assert pool.ref_count[target // size] == 1, "a copy's target is shared or free"
+                elif kind is MoveKind.SWAP_IN:
+                    assert source // size not in swap.pool._free, "a host page was given away before it was read"
+                    assert pool.ref_count[target // size] > 0, "a swap-in's target is free"  # a sibling may share it
 
-    def next_token(self, history: list[int]) -> int:
+    def _move(self, moves: list[Move], fail_at: str | None) -> None:
+        """What the real executor does with tensors, done with the shadow: in order, slot by slot."""
+        for done, (kind, source, target, count) in enumerate(moves):
+            sources = self.host_shadow if kind is MoveKind.SWAP_IN else self.shadow
+            targets = self.host_shadow if kind is MoveKind.SWAP_OUT else self.shadow
+            held = sources[source : source + count]
+            assert count == len(held) > 0, f"{kind} leaves the slots"
+            assert EMPTY not in held and DAMAGED not in held, f"{kind} reads slots that hold nothing"
+            assert target + count <= len(targets), f"{kind} leaves the slots"
+            if fail_at == "moves" and done >= len(moves) // 2:
+                held = [DAMAGED] * count
+            targets[target : target + count] = held
+            self.moved[kind] += count
+        if fail_at == "moves":
+            raise StepFailed("told to fail amid the moves")
+
+    def _write(self, plan: StepPlan, fail_at: str | None) -> None:
+        """The new tokens' prefixes go to their slots."""
+        for seq, num_tokens in plan.scheduled:
+            history = self._history(seq)
+            start = seq.num_computed
+            for at, first, count in self._runs(seq, start, start + num_tokens):
+                self._check_writable(seq, first, at + count)
+                held = [DAMAGED] * count if fail_at == "writes" else history[at : at + count]
+                self.shadow[first : first + count] = held
+        if fail_at == "writes":
+            raise StepFailed("told to fail amid the writes")
+
+    def _check_writable(self, seq: Sequence, slot: int, end: int) -> None:
+        kv = self.kv
+        if isinstance(kv, PagedKVManager):
+            page = slot // kv.page_size
+            assert kv.pool.ref_count[page] == 1, f"{seq.request_id} writes to a page that others name as well"
+            assert not kv.pool.is_cached(page), f"{seq.request_id} writes to a page that the prefix cache offers"
+        else:
+            assert end <= kv._sizes[seq.pages[0]], f"{seq.request_id} writes beyond its reservation"
+
+    def _read(self, plan: StepPlan) -> None:
+        """Every slot that attention would read."""
+        for seq, num_tokens in plan.scheduled:
+            history = self._history(seq)
+            for at, first, count in self._runs(seq, 0, seq.num_computed + num_tokens):
+                held = self.shadow[first : first + count]
+                assert held == history[at : at + count], f"{seq.request_id} reads a foreign slot"
+
+    def _runs(self, seq: Sequence, start: int, end: int):
+        """Positions ``start`` to ``end`` as (position, slot, count), page by page, by the page table."""
+        size, table = self.kv.capacity.page_size, self.kv.page_table[seq.row]
+        at = start
+        while at < end:
+            count = min(size - at % size, end - at)
+            yield at, int(table[at // size]) + at % size, count
+            at += count
+
+    def _history(self, seq: Sequence) -> list[int]:
+        """The number of each of the sequence's prefixes."""
+        known, numbers = self._histories.setdefault(seq, []), self._numbers
+        if len(known) < len(seq.token_ids):
+            before = known[-1] if known else seq.request.cache_salt
+            for token in seq.token_ids[len(known) :]:
+                before = numbers.setdefault((before, token), len(numbers))
+                known.append(before)
+        return known
+
+    def draw(self, seq: Sequence) -> Drawn:
+        if seq.num_candidates:
+            return self.continuations(seq.token_ids, seq.num_candidates)
+        indices = range(seq.index, seq.index + seq.pending_forks + 1)
+        tokens = tuple(self.sample(seq.token_ids, index) for index in indices)
+        return Drawn(tokens, tuple(map(self.logprob, tokens)) if seq.silent else ())
+
+    def sample(self, history: Listing[int], index: int) -> int:
+        """The next token of the sibling ``index``: a function of the history and of the sibling."""
+        return self.next_token([*history, index]) if index else self.next_token(history)
+
+    @staticmethod
+    def logprob(token: int) -> float:
+        return -0.1 * (token % 5) - 0.1
+
+    def continuations(self, history: Listing[int], count: int) -> Drawn:
+        """A beam's best, best first; how good they are depends on the history, so beams are dropped and forked."""
+        vocab = self.model_info.vocab_size
+        first = self.next_token(history)
+        tokens = tuple((first + i) % vocab for i in range(min(count, vocab)))
+        return Drawn(tokens, tuple(-0.1 - 0.3 * i - 0.25 * (first % 5) for i in range(len(tokens))))
+
+    def next_token(self, history: Listing[int]) -> int:
         return (sum((i + 1) * t for i, t in enumerate(history)) + len(history)) % self.model_info.vocab_size
+
+
+def expected_outputs(one: Request, max_model_len: int, executor: CountingExecutor) -> dict[int, tuple]:
+    """index -> (tokens, finish_reason), from the executor's functions alone: no scheduler, no manager, no pool."""
+    params, prompt = one.params, list(one.prompt_token_ids)
+    eos = frozenset(executor.model_info.eos_token_ids)
+    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+    longest = min(params.max_tokens, max_model_len - len(prompt))
+    if params.beam_width is not None:
+        return _expected_beams(params, prompt, longest, ends, executor)
+    siblings = []
+    for index in range(params.width):
+        tokens: list[int] = []
+        while len(tokens) < longest and not (tokens and tokens[-1] in ends):
+            tokens.append(executor.sample(prompt + tokens, index))
+        siblings.append((tuple(tokens), "stop" if tokens[-1] in ends else "length"))
+    if params.chooses:
+        siblings.sort(key=lambda s: -reduce(add, map(executor.logprob, s[0])) / len(s[0]))  # of a tie, the lower index
+    return dict(enumerate(siblings[: params.n]))
+
+
+def _expected_beams(params, prompt, longest, ends, executor) -> dict[int, tuple]:
+    search = BeamSearch(params.beam_width, longest, ends, params.length_penalty, params.early_stopping)
+    beams: list[list[int]] = [[]]
+    while beams:
+        brought = [executor.continuations(prompt + beam, search.num_candidates) for beam in beams]
+        beams = [[*beams[parent], token] for parent, token in search.advance(brought)]
+    return {i: (found.token_ids, found.finish_reason) for i, found in enumerate(search.results(params.n))}
 
 
 def small_config(**settings) -> EngineConfig:
@@ -91,6 +210,10 @@ def capacity(config: EngineConfig, slots: int) -> KVCapacity:
 
 
 def small_engine(slots: int, executor: CountingExecutor | None = None, **settings) -> Engine:
+    """``host_slots``: the swap space, in slots."""
+    host_slots = settings.pop("host_slots", None)
+    if host_slots is not None:
+        settings["swap_space"] = host_slots * SHAPE.bytes_per_slot
     config = small_config(**settings)
     kv = make_kv_manager(config, capacity(config, slots))
     executor = executor or CountingExecutor()
@@ -99,19 +222,26 @@ def small_engine(slots: int, executor: CountingExecutor | None = None, **setting
 
 
 def request(name: str, prompt, max_tokens: int = 8, **params) -> Request:
+    """``prompt``: its tokens, or how many; ``priority`` and ``cache_salt`` are the request's, the rest its params'."""
     tokens = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else tuple(prompt)
-    return Request(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0, **params))
+    own = {key: params.pop(key) for key in ("priority", "cache_salt") if key in params}
+    return Request(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0, **params), **own)
+
+
+def collect(outputs, tokens: dict[str, list[int]]) -> None:
+    """Add a step's outputs to ``tokens``: by request, of sibling i > 0 by ``name/i``."""
+    for output in outputs:
+        name = f"{output.request_id}/{output.index}" if output.index else output.request_id
+        tokens.setdefault(name, []).extend(output.token_ids)
 
 
 def drain(engine: Engine, limit: int = 2000) -> dict[str, list[int]]:
-    """Step until idle, integrity checked after each step; tokens by request, of sibling i > 0 by ``name/i``."""
+    """Step until idle, integrity checked after each step; what ``collect`` collects."""
     tokens: dict[str, list[int]] = {}
     for _ in range(limit):
         if not engine.has_work():
             return tokens
-        for output in engine.step():
-            name = f"{output.request_id}/{output.index}" if output.index else output.request_id
-            tokens.setdefault(name, []).extend(output.token_ids)
+        collect(engine.step(), tokens)
         engine.check_integrity()
     raise AssertionError(f"the engine did not finish in {limit} steps")
 
