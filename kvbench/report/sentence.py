@@ -25,6 +25,7 @@ from kvbench.report.findings import (
     spread,
     validity,
 )
+from kvbench.report.ledger import swapped_bytes
 
 WORDS = {SAME: "level", HIGHER: "ahead", LOWER: "behind", UNCLEAR: NOT_TOLD}
 
@@ -220,10 +221,13 @@ def _price_clauses(c: Comparison) -> list[str]:
     if c.tpot is not None and c.tpot.verdict == HIGHER:
         price.append(f"median TPOT {_instead(c, 'tpot_ms', 'p50')}")
     if preemptions:
-        recomputed = c.a.counter("recomputed_tokens_total")
-        tokens = f" ({words.count(recomputed)} tokens recomputed)" if recomputed else ""
+        recomputed, moved = c.a.counter("recomputed_tokens_total"), swapped_bytes(c.a)
+        details = [f"{words.count(recomputed)} tokens recomputed"] if recomputed else []
+        details += [f"{words.data_size(moved)} swapped out"] if moved else []
         repeats = f" in {len(c.a.repeats)} repeats" if len(c.a.repeats) > 1 else ""
-        price.append(f"{words.plural(preemptions, 'preemption')}{repeats}{tokens}")
+        price.append(
+            f"{words.plural(preemptions, 'preemption')}{repeats}{f' ({words.listing(details)})' * bool(details)}"
+        )
     clauses = [f"{'the price' if ahead else 'on top of that'}: {' and '.join(price)}"] if price else []
     if c.tpot is None or c.tpot.verdict == HIGHER:
         return clauses

@@ -23,6 +23,19 @@ def test_paged_ahead_says_ratio_spread_reason_low_load_and_price() -> None:
     )
 
 
+def test_preemption_by_swap_is_a_price_in_bytes() -> None:
+    moved = {"recomputed_tokens_total": 0.0, "swapped_out_slots_total": 1024.0}
+    capacity = {"bytes_per_token": 16_384}
+    cells = [
+        cell(throughput=(190.0,) * 3, preemptions=4, server=moved, capacity=capacity, preemption_mode="swap"),
+        cell("contiguous", preemption_mode="swap"),
+    ]
+    assert "12 preemptions in 3 repeats (48 MiB swapped out)" in headline(run(*cells))
+    partly = moved | {"recomputed_tokens_total": 7.0}
+    cells[0] = cell(throughput=(190.0,) * 3, preemptions=4, server=partly, capacity=capacity, preemption_mode="swap")
+    assert "(21 tokens recomputed and 48 MiB swapped out)" in headline(run(*cells))
+
+
 def test_paged_slower_is_said_and_is_no_price() -> None:
     text = headline(
         run(cell(throughput=(60.0, 61.0, 62.0), tpot=(40.0,) * 3, running=8.0), cell("contiguous", running=4.0))
