@@ -70,11 +70,11 @@ class GenerationBody(_Body):
     """What completions and chat completions have in common.
 
     ``n`` choices come back. ``best_of``: so many are generated and the n with the best mean log probability a token
-    come back, best first; all of them count in the usage. ``use_beam_search`` (vLLM's name, as the next two): ``best_of``
-    beams (left out: n), searched as transformers does, the n best come back. Neither can be streamed or go with stop
+    come back, best first; all of them count in the usage. ``use_beam_search``: ``best_of`` beams (left out: n),
+    searched as transformers does, of which the n best come back and count. Neither can be streamed or go with stop
     strings: candidates are compared by all their tokens, which a text cut short afterwards would belie.
     ``priority``: 0 goes first, under the priority policy. ``cache_salt``: cached prefixes are shared only between
-    requests of the same salt.
+    requests of the same salt. The names are vLLM's.
     """
 
     temperature: float | None = Field(None, ge=0, le=100)
