@@ -42,7 +42,7 @@ class TorchExecutor:
         self._page_size = capacity.page_size
         self._page_table = page_table
         self.host = self._make_host(config, loaded, capacity)
-        self.mover = KVMover(self.host.raw_tensors(), capacity)
+        self.mover = KVMover(self.host.raw_tensors(), capacity, config.layout == "paged")
         install(self.model, self.host)
 
     @staticmethod

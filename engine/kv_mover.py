@@ -14,11 +14,13 @@ class KVMover:
     """``caches``: every slot-major tensor of the KV cache, ``[slots, ...]``, whose rows belong together.
 
     The host has a tensor like each of them, with ``capacity.host_slots`` rows, page-locked where the caches are on a
-    GPU.
+    GPU. ``paged``: every move is of one page, and nobody else has anything on the page that it is moved to. The ranges
+    of a slab go alone and slot by slot: what follows them is a neighbour's.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor], capacity: KVCapacity):
+    def __init__(self, caches: Sequence[torch.Tensor], capacity: KVCapacity, paged: bool):
         self._page_size = capacity.page_size
+        self._paged = paged
         self._caches = list(caches)
         pinned = bool(caches) and caches[0].is_cuda
         self._host = [
@@ -28,7 +30,7 @@ class KVMover:
 
     def move(self, moves: Sequence[Move]) -> None:
         """Do ``moves`` in order."""
-        for batch in batches(moves, self._page_size):
+        for batch in batches(moves) if self._paged else ([move] for move in moves):
             kind = batch[0].kind
             sources = self._host if kind is MoveKind.SWAP_IN else self._caches
             targets = self._host if kind is MoveKind.SWAP_OUT else self._caches

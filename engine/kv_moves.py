@@ -22,25 +22,20 @@ class Move(NamedTuple):
     num_slots: int
 
 
-def batches(moves: Sequence[Move], page_size: int) -> Iterator[list[Move]]:
-    """Runs of one kind that may be done all at once, in the order of ``moves``.
+def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Runs of one kind that may be done all at once, in the order of ``moves``, each of which is of one page.
 
     The managers plan as if each move were done on the spot, so the order is part of the meaning: a page that one move
-    wrote may be read or written by a later one, which therefore begins a new batch. Moves that are not of one page
-    (contiguous) go alone: their ranges may overlap in part.
+    wrote may be read or written by a later one, which therefore begins a new batch.
     """
     batch: list[Move] = []
     targets: set[int] = set()
     for move in moves:
-        whole = move.num_slots <= page_size and move.source % page_size == 0 and move.target % page_size == 0
         clash = move.target in targets or (move.kind is MoveKind.COPY and move.source in targets)
-        if batch and (not whole or clash or move.kind is not batch[0].kind):
+        if batch and (clash or move.kind is not batch[0].kind):
             yield batch
             batch, targets = [], set()
         batch.append(move)
         targets.add(move.target)
-        if not whole:
-            yield batch
-            batch, targets = [], set()
     if batch:
         yield batch
