@@ -23,7 +23,7 @@ from kvbench.report.findings import (
 )
 from kvbench.report.ledger import swapped_bytes
 from kvbench.report.sentence import WORDS, bounds, effect, rivals, running, upper_first
-from kvbench.settings import setting_title, value_words
+from kvbench.settings import effective, setting_title, value_words
 
 CODE_PATHS = (
     "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "
@@ -63,7 +63,8 @@ def reservation(c: Comparison) -> str:
     """What contiguous sets aside for a request, next to what requests had; empty where it is not known."""
     slots = c.b.settings.get("max_model_len") or c.b.capacity.get("max_model_len") or c.b.capacity.get("page_size")
     requests = c.b.requests()
-    if not c.b.is_contiguous or not isinstance(slots, int) or requests.empty:
+    by_length = effective(c.b.settings, "reservation") != "max"
+    if not c.b.is_contiguous or by_length or not isinstance(slots, int) or requests.empty:
         return ""
     tokens = requests["prompt_tokens"] + requests["output_tokens"]
     return (
@@ -185,6 +186,8 @@ def _by_the_way(group: list[Effect]) -> str:
         if mine and theirs:
             return f"; the same bytes hold {words.count(mine)} tokens instead of {words.count(theirs)}"
     if first.setting == "preemption_mode":
+        if [cell.counter("num_preemptions_total") for cell in (pair.a, pair.b)] == [0, 0]:
+            return f"; nothing was preempted at {pair.load.short}"
         again = [cell.counter("recomputed_tokens_total") for cell in (pair.a, pair.b)]
         moved = swapped_bytes(pair.a) if first.value == "swap" else swapped_bytes(pair.b)
         if None not in again and moved is not None:

@@ -36,6 +36,8 @@ def test_reservation_is_told_beside_the_requests_own_lengths(tmp_path: Path) -> 
         "Contiguous reserves 2,048 slots per request; the longest request here had 832 tokens, the mean 441."
     )
     assert reservation(compare(cell(), cell("contiguous"))) == ""  # no lengths known, nothing said
+    exact = replace(cell("contiguous", max_model_len=2048, reservation="oracle"), folder=tmp_path)
+    assert reservation(compare(cell(max_model_len=2048), exact)) == ""  # each request's own length, no one number
 
 
 def test_reservation_and_code_paths_are_in_page_and_markdown(

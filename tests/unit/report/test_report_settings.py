@@ -73,8 +73,15 @@ def test_a_changed_preemption_mode_says_what_was_moved_and_what_was_computed_aga
 
 
 def test_an_older_server_without_swap_counters_says_nothing_of_them() -> None:
-    (text,) = points(run(cell(), cell(preemption_mode="swap")), "Preemption, changed alone")
+    cells = (cell(preemptions=1), cell(preemption_mode="swap", preemptions=1))
+    (text,) = points(run(*cells), "Preemption, changed alone")
     assert text == "Swap instead of recompute: output tokens/s level, 1.00x (1.00–1.00) at 24 at once."
+
+
+def test_swap_that_had_nothing_to_do_says_so() -> None:
+    server = {"swapped_out_slots_total": 0.0}
+    (text,) = points(run(cell(server=server), cell(preemption_mode="swap", server=server)), "Preemption, changed alone")
+    assert text.endswith("1.00x (1.00–1.00) at 24 at once; nothing was preempted at 24 at once.")
 
 
 def test_reservations_are_compared_with_the_contiguous_baseline() -> None:
