@@ -21,6 +21,7 @@ from engine.stats import LEDGER, PHASES, EngineStats
 
 PREFIX = "kvbench:"
 FINISHED_REASONS = ("stop", "length")
+STATUSES = (200, 400, 404, 413, 422, 429, 499, 500, 503)
 FAILURE_KINDS = ("disconnect", "engine_error", "unavailable", "shutdown", "refused", "queue_full")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -137,6 +138,8 @@ class ServerMetrics:
             self._success.labels(reason)
         for kind in FAILURE_KINDS:
             self._failure.labels(kind)
+        for status in STATUSES:  # there from the start, or the first of a kind would not show as an increase
+            self._answers.labels(str(status))
         self._make_histograms()
         self.registry.register(_WithoutCreated(self._observed))
 

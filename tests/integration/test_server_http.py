@@ -135,6 +135,14 @@ def test_a_client_that_leaves_takes_its_request_along(stream: bool) -> None:
         assert server.wait_for(**{"request_failure_total{kind=disconnect}": 2, "http_requests_total{code=499}": 1})
 
 
+def test_a_client_that_leaves_amid_its_own_request_is_counted() -> None:
+    with running_server(fake_engine()) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+            sock.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt"')
+        server.wait_for(**{"request_failure_total{kind=disconnect}": 1, "http_requests_total{code=499}": 1})
+        assert server.metrics()["prompt_tokens_total"] == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_the_queue_is_forgotten(stream: bool) -> None:
     with running_server(fake_engine(step_s=0.01, max_num_seqs=1)) as server:

@@ -19,8 +19,9 @@ from tests.support.soak_server import PAGES, SoakServer, soak_server
 
 WORKERS = 24
 MEASUREMENTS = 8
-# What the resident memory may grow by from a quarter of the requests on: less than 1 KiB a request is no leak.
-MEMORY_SLACK = 8 * 2**20
+# Bytes that the resident memory may grow by over the last three quarters of the requests: 560 a request. Seen: 0.1 (of
+# 30,000 requests) to 1.2 MiB; a list that keeps the engine's ``Request`` of each takes 7.
+MEMORY_SLACK = 4 * 2**20
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -60,7 +61,7 @@ def check_accounts(tally: Tally, metrics: dict[str, float]) -> None:
     refused for the queue or noticed as gone: which of these only the server knows."""
     codes = {name[20:-1]: int(n) for name, n in metrics.items() if name.startswith("http_requests_total[")}
     assert sum(codes.values()) == tally.sent
-    assert set(codes) <= {"200", "400", "404", "422", "429", "499"}, codes
+    assert {code for code, number in codes.items() if number} == {"200", "400", "404", "422", "429", "499"}
     for status in (400, 404, 422):
         assert codes[str(status)] == tally.statuses[status] > 0
     of_left = [codes[str(status)] - tally.statuses[status] for status in (200, 429, 499)]
