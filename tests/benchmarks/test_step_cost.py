@@ -1,0 +1,148 @@
+"""What the bookkeeping of a step costs: scheduler, managers and pool around an executor that does nothing.
+
+    taskset -c 0 python -m pytest tests/benchmarks/test_step_cost.py
+
+The target: 256 sequences at page size 16 decode in at most 1 ms a step on one core. Figures are in ``extra_info``
+(``--benchmark-json``), from the median round: us_per_step and ns_per_sequence; ns_per_token of hashing; ns_per_page of
+allocation. They include everything that ``Engine.step`` does but the forward pass: schedule, count, commit, append,
+and the accounts.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kv_budget import KVCapacity
+from engine.kv_manager import make_kv_manager
+from engine.model_spec import ModelInfo
+from engine.page_pool import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.scheduler import StepPlan
+from engine.sequence import Drawn, Request, SamplingParams, Sequence
+
+SLOT_BYTES = 4096
+STEPS = 64  # a round: each sequence takes a new page four times at page size 16
+
+
+class NullExecutor:
+    """Draws the same token for everybody, in no time."""
+
+    def __init__(self):
+        self.model_info = ModelInfo("null", 32_000, None, (), None)
+        self.phase_seconds: dict[str, float] = {}
+        self._drawn = Drawn((7,))
+
+    def execute(self, plan: StepPlan) -> list[Drawn | None]:
+        return [self._drawn if item.samples else None for item in plan.scheduled]
+
+
+def make_engine(sequences: int, pages: int, page_size: int, length: int, **settings) -> Engine:
+    """An engine whose ``sequences`` have just begun to decode; each may grow to ``length`` tokens."""
+    config = EngineConfig(
+        max_model_len=length,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(8192, sequences),
+        page_size=page_size,
+        **settings,
+    )
+    per_seq = -(-length // page_size)
+    slots = pages * page_size
+    capacity = KVCapacity(
+        slots * SLOT_BYTES, SLOT_BYTES, 0, page_size, pages, slots, per_seq, 8 * per_seq * sequences, 0, 0
+    )
+    engine = Engine(config, NullExecutor(), make_kv_manager(config, capacity))
+    for i in range(sequences):
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        engine.add_request(Request(str(i), tuple((i + j) % 1000 for j in range(17)), params))
+    while engine.scheduler.num_waiting or any(seq.num_output < 2 for seq in engine.scheduler.running):
+        engine.step()
+    return engine
+
+
+def measure(benchmark, sequences: int, engine: Engine) -> None:
+    def steps() -> None:
+        for _ in range(STEPS):
+            engine.step()
+
+    benchmark.pedantic(steps, rounds=8, warmup_rounds=1)
+    per_step = benchmark.stats.stats.median / STEPS
+    benchmark.extra_info.update(us_per_step=round(per_step * 1e6, 1), ns_per_sequence=round(per_step / sequences * 1e9))
+    assert len(engine.scheduler.running) == sequences, "a sequence ended or was preempted: not what was to be measured"
+    print(f"\n  {sequences} sequences: {per_step * 1e6:.0f} us a step")
+
+
+LENGTH = 17 + STEPS * 10
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 16, 64, 256, 1024])
+def test_decode_step_by_running_sequences(benchmark, sequences):
+    benchmark.group = "decode step, page size 16, by running sequences"
+    measure(benchmark, sequences, make_engine(sequences, sequences * 64, 16, LENGTH))
+
+
+@pytest.mark.parametrize("pages", [1_000, 10_000, 100_000, 1_000_000])
+def test_decode_step_by_pages(benchmark, pages):
+    """Nothing may depend on the size of the pool."""
+    benchmark.group = "decode step of 16 sequences, by pages in the pool"
+    measure(benchmark, 16, make_engine(16, pages, 16, LENGTH))
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
+def test_decode_step_by_page_size(benchmark, page_size):
+    benchmark.group = "decode step of 256 sequences, by page size"
+    measure(benchmark, 256, make_engine(256, 256 * -(-LENGTH // page_size) + 256 * 16, page_size, LENGTH))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_prefix_caching": True},
+        {"preemption_mode": "swap"},
+        {"scheduling_policy": "priority"},
+        {"max_num_partial_prefills": 2},
+        {"layout": "contiguous"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_decode_step_by_setting(benchmark, settings):
+    benchmark.group = "decode step of 256 sequences, page size 16, by setting"
+    contiguous = "layout" in settings
+    page_size = LENGTH if contiguous else 16
+    measure(benchmark, 256, make_engine(256, 256 if contiguous else 256 * 64, page_size, LENGTH, **settings))
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
+def test_hashing(benchmark, page_size):
+    """Keys of a prompt of 32,768 tokens, hashed in one go as a request's admission does."""
+    benchmark.group = "hashing 32,768 tokens, by page size"
+    tokens = tuple((i * 7919) % 32_000 for i in range(32_768))
+    cache = PrefixCache(page_size)
+
+    def fresh():
+        return (Sequence.of(Request("x", tokens)), len(tokens) // page_size), {}
+
+    benchmark.pedantic(cache._hash_pages, setup=fresh, rounds=40, warmup_rounds=3)
+    benchmark.extra_info["ns_per_token"] = round(benchmark.stats.stats.median / len(tokens) * 1e9, 1)
+    print(f"\n  {benchmark.extra_info['ns_per_token']} ns a token")
+
+
+@pytest.mark.parametrize("pages", [1_000, 1_000_000])
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
+def test_allocate_and_release(benchmark, pages, cached):
+    """1,000 pages taken and given back; ``cached``: each is marked, so that every allocation evicts."""
+    benchmark.group = "allocate and release a page, by pages in the pool"
+    pool = PagePool(pages, (lambda page: None) if cached else None)
+
+    def cycle() -> None:
+        taken = [pool.allocate() for _ in range(1_000)]
+        if cached:
+            for page in taken:
+                pool.mark_cached(page)
+        for page in reversed(taken):
+            pool.release(page)
+
+    benchmark.pedantic(cycle, rounds=100, warmup_rounds=5)
+    benchmark.extra_info["ns_per_page"] = round(benchmark.stats.stats.median / 1_000 * 1e9, 1)
+    print(f"\n  {benchmark.extra_info['ns_per_page']} ns a page")
