@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 import yaml
@@ -12,10 +13,10 @@ from engine.config import KV_CACHE_DTYPES, EngineConfig
 from engine.server.arguments import build_parser, command_line, options_of
 from kvbench.design import load_point, make_design
 from kvbench.errors import UsageError
-from kvbench.planning import SweepOptions, plan_sweep, preflight
+from kvbench.planning import SweepOptions, plan_sweep, planned_blocks, preflight
 from kvbench.settings import DEFAULTS, ONLY_WITH, phrase, value_words
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload import load_workload
+from kvbench.workload import load_workload, resolve
 
 LOADS = [load_point("closed", concurrency=1, rate=None, num_requests=2)]
 PAGED = {"layout": "paged", "page_size": 16}
@@ -151,6 +152,28 @@ def test_a_combination_that_the_engine_refuses_is_skipped_with_its_sentence(tmp_
     (note,) = [note for note in design.notes if note.startswith("skipped")]
     assert note.startswith("skipped paged-unchunked: max_num_batched_tokens 128 is less than max_model_len 256")
     assert {cell.configuration.config_id for cell in design.cells} == set(ids(design))
+
+
+def test_a_run_with_skipped_combinations_is_resumed_and_ends_with_what_was_planned(tmp_path):
+    sweep = {
+        "enable_chunked_prefill": [True, False], "max_num_batched_tokens": [128, 256],
+        "preemption_mode": ["recompute", "swap"], "swap_space": ["1MiB", 2**21],
+        "kv_cache_dtype": ["auto", "int8_per_token_head"],
+    }  # fmt: skip
+    path = tmp_path / "w.yaml"
+    path.write_text(yaml.safe_dump(WORKLOAD | {"sweep": sweep, "design": "full"}))
+    workload = load_workload(path, profile="cpu")
+    _, blocks = plan_sweep(workload, (), check_configuration)
+    planned = [cell.cell_id for block in blocks for cell in block.cells]
+    assert len(set(planned)) == 3 * 3 * 2  # without the unchunked ones of 128 tokens a step
+    manifest = {"plan": [{"cells": [c.cell_id for c in block.cells]} for block in blocks]}
+    again = resolve(json.loads(json.dumps(workload.resolved)), profile="cpu", source=None)
+    left = [c.cell_id for block in planned_blocks(again, manifest) for c in block.cells]
+    assert sorted(left) == sorted(planned)
+    _, resumed = plan_sweep(again, (), check_configuration)
+    assert [(b.block_id, [c.cell_id for c in b.cells]) for b in resumed] == [
+        (b.block_id, [c.cell_id for c in b.cells]) for b in blocks
+    ]
 
 
 @pytest.mark.parametrize("design", ["full", "one_at_a_time"])
