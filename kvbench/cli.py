@@ -202,7 +202,8 @@ def report(run_dir: Path) -> int:
 def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     """Show what each configuration of WORKLOAD gets for its KV budget: arithmetic only, nothing is launched.
 
-    Pages, tokens, page-table bytes, and how many sequences of max_model_len tokens fit at once.
+    Bytes a token (scales of a quantised KV among them), pages or reservations, tokens, page-table bytes, how many
+    sequences of max_model_len tokens fit at once, and what the swap space holds.
 
     \b
     Examples:

@@ -185,6 +185,11 @@ def _by_the_way(group: list[Effect]) -> str:
         mine, theirs = (number(cell.capacity.get("capacity_tokens")) for cell in (pair.a, pair.b))
         if mine and theirs:
             return f"; the same bytes hold {words.count(mine)} tokens instead of {words.count(theirs)}"
+    if first.setting == "reservation":
+        many, few = running(pair.a), running(pair.b)
+        if many is not None and few is not None:
+            side = f"{words.decimal(many)} sequences running at once instead of {words.decimal(few)}"
+            return f"; at {pair.load.short} {side}"
     if first.setting == "preemption_mode":
         if [cell.counter("num_preemptions_total") for cell in (pair.a, pair.b)] == [0, 0]:
             return f"; nothing was preempted at {pair.load.short}"

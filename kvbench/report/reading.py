@@ -84,7 +84,8 @@ def planned_cells(plan: Any) -> dict[str, int]:
 def _rank(cell: Cell) -> tuple:
     size = number(cell.settings.get("page_size")) or 0
     extras = sum(key not in IN_LAYOUT for key in cell.varied)
-    return (not cell.is_contiguous, extras, 0 if cell.is_contiguous else size, cell.name)
+    knows = {"max": 0, "pow2": 1, "oracle": 2}.get(str(cell.settings.get("reservation")), 0)  # of the output's length
+    return (not cell.is_contiguous, extras, knows if cell.is_contiguous else size, cell.name)
 
 
 def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str]) -> Cell:

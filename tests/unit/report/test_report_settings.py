@@ -10,7 +10,7 @@ from kvbench.report.breakdown import effect_rows
 from kvbench.report.conclusions import conclusions
 from kvbench.report.data import Run
 from kvbench.report.findings import differing, effects
-from kvbench.report.reading import _config_name
+from kvbench.report.reading import _config_name, _rank
 from tests.support.report_cells import cell, run
 
 
@@ -85,15 +85,24 @@ def test_swap_that_had_nothing_to_do_says_so() -> None:
 
 
 def test_reservations_are_compared_with_the_contiguous_baseline() -> None:
-    base = cell("contiguous", reservation="max", baseline=True)
-    measured = run(base, cell("contiguous", reservation="oracle", throughput=(150.0,) * 3), cell())
+    base = cell("contiguous", reservation="max", baseline=True, running=6.2)
+    oracle = cell("contiguous", reservation="oracle", throughput=(150.0,) * 3, running=12.5)
+    measured = run(base, oracle, cell())
     assert {(e.setting, e.change) for e in effects(measured)} == {
         ("reservation", "max → oracle"),
         ("layout", "contiguous → paged"),
     }
     (row,) = effect_rows(measured)  # the layouts have a section of their own
     assert (row.effect.title, row.effect.change) == ("reservation", "max → oracle")
-    assert points(measured, "Reservation, changed alone")[0].startswith("Oracle instead of max: output tokens/s 1.50x")
+    assert points(measured, "Reservation, changed alone") == (
+        "Oracle instead of max: output tokens/s 1.50x (1.50–1.50) at 24 at once; at 24 at once 12.5 sequences running "
+        "at once instead of 6.2.",
+    )
+
+
+def test_reservations_stand_in_the_order_of_what_they_know() -> None:
+    cells = [cell("contiguous", reservation=kind, baseline=False) for kind in ("oracle", "pow2", "max")] + [cell()]
+    assert [c.settings.get("reservation") for c in sorted(cells, key=_rank)] == ["max", "pow2", "oracle", None]
 
 
 def test_changes_are_words_in_the_page_and_in_markdown(
