@@ -18,7 +18,7 @@ from kvbench.results import RunFolder
 from kvbench.settings import effective
 from kvbench.workload import Workload
 
-_GUESS_TOKENS_PER_S = {"cpu": 200.0, "gpu": 4000.0}  # until the first load is measured
+_GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is measured
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
 
 Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -82,7 +82,7 @@ def preflight(workload: Workload, design: Design, options: SweepOptions) -> tupl
             capacity[configuration.config_id] = dict(options.check(configuration.settings))
         except ValueError as error:
             raise UsageError(f"configuration {configuration.config_id}: {error}") from None
-    rate = _GUESS_TOKENS_PER_S.get(workload.profile, 200.0)
+    rate = _GUESS_TOKENS_PER_S.get(workload.profile, 400.0)
     guesses: dict[str, float] = {}
     drawn: set[tuple[Any, ...]] = set()
     for cell in design.cells:
@@ -163,7 +163,10 @@ def describe_plan(
         count = f", {point.num_requests} requests" if point.num_requests else ""
         mark = "  (baseline)" if cell.configuration.is_baseline else ""
         console.print(
-            f"  {cell.cell_id}: {cell.configuration.label}; {what}{count}{mark}", highlight=False, markup=False
+            f"  {cell.cell_id}: {cell.configuration.label}; {what}{count}{mark}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
     console.print("order:", highlight=False)
     for number, block in enumerate(blocks, 1):
@@ -172,6 +175,7 @@ def describe_plan(
             f"  {number}. repeat {block.repeat}: {block.configuration.config_id}: {cells}",
             highlight=False,
             markup=False,
+            soft_wrap=True,
         )
     for note in design.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
