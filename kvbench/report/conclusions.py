@@ -21,7 +21,7 @@ from kvbench.report.findings import (
     paging,
     spread,
 )
-from kvbench.report.ledger import swapped_bytes
+from kvbench.report.ledger import share_of_steps, swapped_bytes
 from kvbench.report.sentence import WORDS, bounds, effect, rivals, running, upper_first
 from kvbench.settings import effective, setting_title, value_words
 
@@ -180,7 +180,8 @@ def _by_the_way(group: list[Effect]) -> str:
     first, pair = group[0], group[-1].comparison
     if first.setting == "enable_prefix_caching":
         hits = [words.percent(e.hit_rate) for e in reversed(group) if e.hit_rate is not None]
-        return f"; measured hit rate {words.listing(hits)} of prompt tokens" if hits else ""
+        rate = f"; measured hit rate {words.listing(hits)} of prompt tokens" if hits else ""
+        return rate + _of_steps(pair.a if first.value else pair.b, "hash_seconds", "hashing")
     if first.setting == "kv_cache_dtype":
         mine, theirs = (number(cell.capacity.get("capacity_tokens")) for cell in (pair.a, pair.b))
         if mine and theirs:
@@ -199,8 +200,13 @@ def _by_the_way(group: list[Effect]) -> str:
             return (
                 f"; at {pair.load.short} {words.data_size(moved)} swapped out, and "
                 f"{words.plural(again[0] or 0, 'token')} recomputed instead of {words.count(again[1])}"
-            )
+            ) + _of_steps(pair.a if first.value == "swap" else pair.b, "swap_seconds", "moving")
     return ""
+
+
+def _of_steps(cell: Cell, seconds: str, what: str) -> str:
+    share = share_of_steps(cell, seconds)
+    return "" if share is None else f"; {what} took {words.percent(share)} of the step time"
 
 
 def _ratio(noun: str, r: Ratio | None) -> str:

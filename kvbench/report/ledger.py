@@ -170,6 +170,14 @@ def swapped_bytes(cell: Cell, way: str = "out") -> float | None:
     return None if slots is None or size is None else slots * size
 
 
+def share_of_steps(cell: Cell, seconds: str) -> float | None:
+    """What a counter of seconds (hash_seconds, swap_seconds) is of all step time, 0..1; None where that is unknown."""
+    spent = cell.counter(f"{seconds}_total")
+    phases = {name for repeat in cell.repeats for name in repeat.server if name.startswith("step_time_seconds_total_")}
+    steps = math.fsum(cell.counter(name) or 0.0 for name in phases)
+    return spent / steps if spent is not None and steps > 0 else None
+
+
 _COUNTED = (
     "num_preemptions",
     "recomputed_tokens",

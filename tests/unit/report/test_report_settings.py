@@ -72,6 +72,20 @@ def test_a_changed_preemption_mode_says_what_was_moved_and_what_was_computed_aga
     )
 
 
+def test_what_hashing_and_moving_took_of_the_step_time() -> None:
+    steps = {"step_time_seconds_total_execute": 9.0, "step_time_seconds_total_schedule": 1.0}
+    caching = cell(
+        enable_prefix_caching=True, server={**steps, "hash_seconds_total": 0.02, "prefix_cache_hits_total": 25.0,
+        "prefix_cache_queries_total": 100.0},
+    )  # fmt: skip
+    (text,) = points(run(cell(enable_prefix_caching=False, baseline=True), caching), "Prefix caching, changed alone")
+    assert text.endswith("measured hit rate 25 % of prompt tokens; hashing took 0.2 % of the step time.")
+    server = {**steps, "swapped_out_slots_total": 1.0, "swap_seconds_total": 0.5}
+    swap = cell(preemption_mode="swap", server=server, preemptions=1, capacity={"bytes_per_token": 1024})
+    (text,) = points(run(cell(preemptions=1), swap), "Preemption, changed alone")
+    assert text.endswith("; moving took 5.0 % of the step time.")
+
+
 def test_an_older_server_without_swap_counters_says_nothing_of_them() -> None:
     cells = (cell(preemptions=1), cell(preemption_mode="swap", preemptions=1))
     (text,) = points(run(*cells), "Preemption, changed alone")
