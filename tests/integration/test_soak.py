@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.soak_client import Soak, Tally
 from tests.support.soak_plan import plan, probes
-from tests.support.soak_server import PAGES, SoakServer, soak_server
+from tests.support.soak_server import INT8_SLOT_BYTES, PAGES, SLOT_BYTES, SoakServer, memory_flags, soak_server
 
 WORKERS = 24
 MEASUREMENTS = 8
@@ -52,7 +52,7 @@ def check_rest(server: SoakServer, metrics: dict[str, float]) -> None:
     for name in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_pages_owned",
                  "kv_pages_pinned", "kv_slots_used", "kv_slots_shared", "swap_slots_used"):  # fmt: skip
         assert metrics[name] == 0, (name, metrics[name])
-    assert metrics["kv_pages_free"] + metrics["kv_pages_cached"] == metrics["kv_pages_total"] == PAGES
+    assert metrics["kv_pages_free"] + metrics["kv_pages_cached"] == metrics["kv_pages_total"]
     assert server.get("/health")
 
 
@@ -76,48 +76,58 @@ def check_accounts(tally: Tally, metrics: dict[str, float]) -> None:
     assert tally.choices_answered <= succeeded <= tally.choices_answered + tally.choices_left - failed["disconnect"]
 
 
-def check_pressure(tally: Tally, metrics: dict[str, float], swap: bool) -> None:
+def check_pressure(tally: Tally, metrics: dict[str, float], swap: bool, paged: bool) -> None:
     """The pool was full, and everything that a full pool does was done; else the soak proves nothing."""
-    slots = {
-        place: metrics[f"kv_slot_steps_total[{place}]"] for place in ("tokens", "waste", "cached", "pinned", "free")
-    }
-    assert slots["free"] < 0.2 * sum(slots.values()), slots
-    for name in ("num_preemptions_total", "recomputed_tokens_total", "forks_total", "copied_slots_total",
-                 "prefix_cache_hits_total", "prefix_cache_evictions_total"):  # fmt: skip
+    slots = {name[20:-1]: value for name, value in metrics.items() if name.startswith("kv_slot_steps_total[")}
+    assert slots["free"] + slots["fragmented"] < (0.2 if paged else 0.5) * sum(slots.values()), slots
+    for name in ("num_preemptions_total", "recomputed_tokens_total", "forks_total", "copied_slots_total"):
         assert metrics[name] > 0, name
+    if paged:
+        assert metrics["kv_pages_total"] == PAGES
+        assert metrics["prefix_cache_hits_total"] > 0
+        assert metrics["prefix_cache_evictions_total"] > 0
+    else:
+        assert metrics["refused_fragmented_total"] > 0
     for name in ("swapped_out_slots_total", "swapped_in_slots_total", "swap_lost_slots_total"):
         assert (metrics[name] > 0) == swap, name
     assert tally.statuses[429] > 0
     assert tally.statuses[200] > 0.7 * tally.done
-    assert metrics["http_requests_total[499]"] > 0.08 * tally.done
+    assert metrics["http_requests_total[499]"] > 0.04 * tally.done
 
 
-def soak(folder: Path, mode: str, count: int, limit_s: float, check: bool) -> None:
-    flags = ("--enable-prefix-caching", "--preemption-mode", mode)
+def soak(folder: Path, flags: tuple[str, ...], count: int, limit_s: float, check: bool) -> None:
+    swap, paged = "swap" in flags, "contiguous" not in flags
     with soak_server(folder, *flags, check=check) as server:
         files = server.open_files()
         began = time.monotonic()
-        tally, resident = run_soak(server, seed=len(mode), count=count, limit_s=limit_s)
+        tally, resident = run_soak(server, seed=len(flags), count=count, limit_s=limit_s)
         metrics = server.idle_metrics()
-        print(f"{mode}: {count} requests in {time.monotonic() - began:.1f} s, {tally}")
+        print(f"{flags}: {count} requests in {time.monotonic() - began:.1f} s, {tally}")
         print(f"resident MiB: {[round(size / 2**20, 1) for size in resident]}, {metrics}")
         check_rest(server, metrics)
         check_accounts(tally, metrics)
-        check_pressure(tally, metrics, mode == "swap")
+        check_pressure(tally, metrics, swap, paged)
         assert server.open_files() <= files + 1  # of the connection that just asked for /health
         if not check:
             assert len(resident) == MEASUREMENTS
             assert max(resident) - resident[0] <= MEMORY_SLACK, resident
 
 
+MEMORY = memory_flags(SLOT_BYTES)
+RECOMPUTE = ("--enable-prefix-caching", "--preemption-mode", "recompute", *MEMORY)
+SWAP = ("--enable-prefix-caching", "--preemption-mode", "swap", *MEMORY)
+INT8 = (*SWAP, "--kv-cache-dtype", "int8_per_token_head", *memory_flags(INT8_SLOT_BYTES))
+CONTIGUOUS = ("--layout", "contiguous", "--reservation", "pow2", "--preemption-mode", "swap", *MEMORY)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(330)
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_ten_thousand_requests_leave_nothing_behind(tmp_path: Path, mode: str) -> None:
-    soak(tmp_path, mode, count=10_000, limit_s=300, check=False)
+@pytest.mark.parametrize("flags", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
+def test_ten_thousand_requests_leave_nothing_behind(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    soak(tmp_path, flags, count=10_000, limit_s=300, check=False)
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_every_invariant_holds_after_every_step_of_a_short_one(tmp_path: Path, mode: str) -> None:
-    soak(tmp_path, mode, count=750, limit_s=120, check=True)
+@pytest.mark.parametrize("flags", [SWAP, RECOMPUTE, INT8, CONTIGUOUS], ids=["swap", "recompute", "int8", "contiguous"])
+def test_every_invariant_holds_after_every_step_of_a_short_one(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    soak(tmp_path, flags, count=500, limit_s=120, check=True)

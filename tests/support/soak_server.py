@@ -35,19 +35,26 @@ MODEL = {
     "eos_token_id": 0,
 }
 SLOT_BYTES = (16 + 16) * 4
+TABLE_BYTES = MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * 8
+INT8_SLOT_BYTES = 2 * (16 + 4)  # codes and a float32 scale, of K and of V
 SETTINGS = {
     "dtype": "float32",
     "device": "cpu",
     "num-threads": 1,
     "page-size": PAGE_SIZE,
-    "kv-budget": PAGES * PAGE_SIZE * SLOT_BYTES + MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * 8,
     "max-model-len": MAX_MODEL_LEN,
     "max-num-seqs": MAX_NUM_SEQS,
     "max-num-batched-tokens": 64,
     "max-num-waiting": MAX_NUM_WAITING,
     "scheduling-policy": "priority",
-    "swap-space": PAGES // 3 * PAGE_SIZE * SLOT_BYTES,
 }
+
+
+def memory_flags(slot_bytes: int) -> tuple[str, ...]:
+    """``PAGES`` pages on the device and a third as many on the host, whatever a slot takes."""
+    slots = PAGES * PAGE_SIZE
+    budget, swap_space = slots * slot_bytes + TABLE_BYTES, slots // 3 * slot_bytes
+    return ("--kv-budget", str(budget), "--swap-space", str(swap_space))
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,10 @@ def soak_server(folder: Path, *flags: str, check: bool = False) -> Iterator[Soak
     """Serves until the block ends; ``check`` asserts the engine's invariants after every step."""
     model = folder / "tiny-llama.json"
     model.write_text(json.dumps(MODEL))
-    command = [sys.executable, "-m", "engine.server", "--model", str(model), "--port", "0", *flags]
+    command = [sys.executable, "-m", "engine.server", "--model", str(model), "--port", "0"]
     for name, value in SETTINGS.items():
         command += [f"--{name}", str(value)]
+    command += flags  # the last of two wins
     env = {**os.environ, "KVBENCH_CHECK": "1" if check else "0"}
     log = folder / "server.log"
     with log.open("w") as stderr:
