@@ -1,0 +1,212 @@
+import random
+from hashlib import blake2b
+from itertools import count
+
+import pytest
+
+from engine.page_pool import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.sequence import Sequence
+from tests.support.engine_parts import CountingExecutor, drain, request, small_engine, undisturbed
+
+
+class WeakHash:
+    """blake2b cut to ``size`` bytes, written behind zeros to the length that was asked for."""
+
+    size = 1
+    calls = 0
+
+    def __init__(self, data: bytes, digest_size: int):
+        WeakHash.calls += 1
+        self._hash, self._length = blake2b(data, digest_size=self.size), digest_size
+
+    def update(self, data: bytes) -> None:
+        self._hash.update(data)
+
+    def digest(self) -> bytes:
+        return bytes(self._length - self.size) + self._hash.digest()
+
+
+class NoHash(WeakHash):
+    """Every page has the same key."""
+
+    def digest(self) -> bytes:
+        return bytes(self._length)
+
+
+def filled(cache: PrefixCache, pool: PagePool, tokens, salt: str | None = None) -> Sequence:
+    """A sequence whose full pages have been computed and offered."""
+    seq = Sequence.of(request("x", tokens, cache_salt=salt))
+    num_full = len(tokens) // cache.page_size
+    seq.pages = [pool.allocate() for _ in range(num_full)]
+    cache.match(seq)
+    cache.insert(seq, num_full, pool)
+    cache.check_integrity(pool)
+    return seq
+
+
+def hits(cache: PrefixCache, tokens, salt: str | None = None) -> list[int]:
+    return cache.match(Sequence.of(request("y", tokens, cache_salt=salt)))
+
+
+def small_cache(pages: int = 16, page_size: int = 2) -> tuple[PrefixCache, PagePool]:
+    cache = PrefixCache(page_size)
+    return cache, PagePool(pages, cache.evict)
+
+
+def test_the_longest_common_prefix_in_whole_pages_is_found():
+    cache, pool = small_cache()
+    seq = filled(cache, pool, [1, 2, 3, 4, 5, 6])
+    assert hits(cache, [1, 2, 3, 4, 5, 6, 7]) == seq.pages
+    assert hits(cache, [1, 2, 3, 4, 9, 9, 9]) == seq.pages[:2]
+    assert hits(cache, [3, 4, 5, 6, 7]) == [], "the same pages elsewhere are other prefixes"
+    assert hits(cache, [1]) == []
+
+
+def test_the_last_token_is_always_computed():
+    cache, pool = small_cache()
+    seq = filled(cache, pool, [1, 2, 3, 4])
+    assert hits(cache, [1, 2, 3, 4]) == seq.pages[:1]
+
+
+@pytest.mark.parametrize(("one", "other"), [(None, "a"), ("a", "b"), ("a", "aa"), ("a", None)])
+def test_salts_share_nothing(one, other):
+    cache, pool = small_cache()
+    seq = filled(cache, pool, [1, 2, 3, 4], one)
+    assert hits(cache, [1, 2, 3, 4, 5], other) == []
+    assert hits(cache, [1, 2, 3, 4, 5], one) == seq.pages
+
+
+def test_a_salt_that_is_another_prompts_key_finds_nothing():
+    """A page's key is made of its parent's key or, the first one's, of the salt: a salt may be such a key."""
+    cache, pool = small_cache()
+
+    def key(first: int) -> bytes:
+        return blake2b(first.to_bytes(8, "little") + (2).to_bytes(8, "little"), digest_size=16).digest()
+
+    first = next(token for token in count() if not key(token).strip(bytes(range(1, 128))))  # text, as a salt is
+    seq = filled(cache, pool, [first, 2, 3, 4])
+    thief = Sequence.of(request("thief", [3, 4, 5], cache_salt=key(first).decode()))
+    assert cache.match(thief) == []
+    assert thief.page_hashes == seq.page_hashes[1:], "the keys are the same, and only verification tells them apart"
+
+
+def test_of_two_that_computed_the_same_side_by_side_the_first_is_cached():
+    cache, pool = small_cache()
+    one, other = (Sequence.of(request(name, [1, 2, 3, 4])) for name in "ab")
+    for seq in (one, other):
+        seq.pages = [pool.allocate(), pool.allocate()]
+    cache.insert(one, 1, pool)
+    cache.insert(other, 2, pool)
+    cache.insert(one, 2, pool)
+    assert hits(cache, [1, 2, 3, 4, 5]) == [one.pages[0], other.pages[1]]
+    assert not pool.is_cached(other.pages[0]) and not pool.is_cached(one.pages[1])
+    cache.check_integrity(pool)
+
+
+def test_an_evicted_page_is_not_found_and_what_hangs_on_it_neither_until_it_is_there_again():
+    """Phantom hits after eviction: a page must not be found when the one before it is gone."""
+    cache, pool = small_cache(pages=3)
+    seq = filled(cache, pool, [1, 2, 3, 4, 5, 6])
+    first, second, third = seq.pages
+    for page in (first, second, third):  # the wrong way round, so that the beginning goes first
+        pool.release(page)
+    assert pool.allocate() == first
+    assert hits(cache, [1, 2, 3, 4, 5, 6, 7]) == []
+    cache.check_integrity(pool)
+    pool.release(first)
+    again = Sequence.of(request("again", [1, 2, 9]))
+    again.pages = [pool.allocate()]
+    cache.match(again)
+    cache.insert(again, 1, pool)
+    assert hits(cache, [1, 2, 3, 4, 5, 6, 7]) == [again.pages[0], second, third]
+    cache.check_integrity(pool)
+
+
+def test_nothing_is_left_when_all_is_evicted():
+    cache, pool = small_cache(pages=8)
+    for start in range(40):
+        for page in reversed(filled(cache, pool, range(start, start + 12)).pages):
+            pool.release(page)
+    assert len(cache._nodes) <= 2 * 8
+    cache.clear(pool)
+    assert not cache._nodes and not cache._node_of and pool.num_cached == 0
+
+
+def mixed_requests(number: int):
+    rng = random.Random(5)
+    stems = [[rng.randrange(90) for _ in range(16)] for _ in range(4)]
+    return [
+        request(str(i), rng.choice(stems)[: rng.randrange(1, 17)] + [rng.randrange(90) for _ in range(6)], max_tokens=5)
+        for i in range(number)
+    ]
+
+
+@pytest.mark.parametrize("weak", [WeakHash, NoHash])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_colliding_keys_cost_hits_and_serve_no_foreign_page(monkeypatch, weak, mode):
+    """A key of one byte, or none: only verification stands between two prompts. The shadow KV would see a mistake."""
+    monkeypatch.setattr("engine.prefix_cache.blake2b", weak)
+    requests = mixed_requests(200)
+    swap = {"preemption_mode": "swap", "host_slots": 12} if mode == "swap" else {}
+    engine = small_engine(40, page_size=2, enable_prefix_caching=True, **swap)
+    for one in requests:
+        engine.add_request(one)
+    assert drain(engine, 5000) == undisturbed(requests)
+    if weak is WeakHash:
+        assert engine.stats().prefix_cache_hits > 0, "the cache was of no use: the test shows nothing"
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_each_page_is_hashed_once(monkeypatch, mode):
+    """Also through preemption, waiting at the head of the queue, and forks."""
+    monkeypatch.setattr("engine.prefix_cache.blake2b", WeakHash)
+    monkeypatch.setattr(WeakHash, "size", 16)
+    monkeypatch.setattr(WeakHash, "calls", 0)
+    swap = {"preemption_mode": "swap", "host_slots": 8} if mode == "swap" else {}
+    engine = small_engine(32, page_size=4, enable_prefix_caching=True, **swap)
+    lengths = {"a": 9, "b": 7, "c": 5}
+    for i, (name, prompt) in enumerate(lengths.items()):
+        engine.add_request(request(name, range(i, i + prompt), max_tokens=14))
+    got = drain(engine)
+    assert engine.stats().num_preemptions > 0
+    full_pages = sum((lengths[name] + len(tokens)) // 4 for name, tokens in got.items())
+    assert 0 < WeakHash.calls <= full_pages
+    before = WeakHash.calls
+    engine.add_request(request("n", range(50, 66), max_tokens=3, n=3))
+    drain(engine)
+    assert WeakHash.calls - before == 4, "the forks know their prompt's keys"
+
+
+def test_keys_are_the_chained_hash_that_the_docstring_names():
+    """Also when they are made piece by piece."""
+    cache, _ = small_cache(page_size=2)
+    seq = Sequence.of(request("x", [1, 2, 3, 4, 5], cache_salt="s"))
+    cache._hash_pages(seq, 1)
+    cache._hash_pages(seq, 2)
+
+    def words(*tokens):
+        return b"".join(t.to_bytes(8, "little") for t in tokens)
+
+    first = blake2b(b"s" + words(1, 2), digest_size=16).digest()
+    assert seq.page_hashes == [first, blake2b(first + words(3, 4), digest_size=16).digest()]
+
+
+def test_hits_and_queries_are_counted_in_tokens_and_once_a_request():
+    engine = small_engine(36, page_size=4, enable_prefix_caching=True)
+    engine.add_request(request("a", 13, max_tokens=3))
+    drain(engine)
+    for name in "bc":
+        engine.add_request(request(name, 13, max_tokens=19))  # b and c do not fit together to the end
+    drain(engine)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.prefix_cache_hits, stats.prefix_cache_queries) == (2 * 12, 3 * 13)
+
+
+def test_the_salt_of_a_request_reaches_the_cache():
+    engine = small_engine(64, CountingExecutor(), page_size=4, enable_prefix_caching=True)
+    for name, salt in (("a", "one"), ("b", "two"), ("c", "one"), ("d", None)):
+        engine.add_request(request(name, 9, max_tokens=1, cache_salt=salt))
+        drain(engine)
+    assert engine.stats().prefix_cache_hits == 8, "c alone has anything in common with another"
