@@ -92,7 +92,14 @@ class Engine:
         if params.beam_width is None:
             return Group(request, seq)
         longest = max(1, min(params.max_tokens, self.config.max_model_len - seq.num_prompt))
-        return BeamGroup(request, seq, longest, self._eos)
+        group = BeamGroup(request, seq, longest, self._eos)
+        going_on = self.model_info.vocab_size - len(group.search.eos_token_ids)
+        if params.beam_width > going_on:  # the search might end with fewer results than n
+            raise ValueError(
+                f"beam_width {params.beam_width} is more than the {going_on} tokens of the vocabulary that end no beam: "
+                "lower beam_width"
+            )
+        return group
 
     def abort(self, request_id: str, reason: str = "abort", index: int | None = None) -> bool:
         """Take a request out and its pages back; False if it is not here (it may just have finished).
