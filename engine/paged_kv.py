@@ -50,6 +50,7 @@ class PagedKVManager(RowTable):
             if page is not None:
                 if self.pool.ref_count[page] == 0:
                     self._used_slots += size
+                    self.counters.allocated_pages += 1
                 self.pool.share(page)
         kept = min(seq.host_tokens, len(seq.host_pages) * size)
         resident = max(kept, sum(page is not None for page in found) * size)  # those that are None are on the host
@@ -289,3 +290,4 @@ class PagedKVManager(RowTable):
             own = seq.num_computed // size
             assert not any(self.pool.is_cached(page) for page in seq.pages[own:]), "a page that is not full is cached"
         assert sum(used.values()) == self._used_slots, "used slots do not add up"
+        assert self.counters.allocated_pages - self.counters.freed_pages == self.pool.num_owned

@@ -249,7 +249,7 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """``child`` has the parent's history. It runs beside it, or waits for room, or as long as the parent waits."""
-        has_row = parent.status is not Status.RUNNING or self._has_row_for(child)  # a free one may be promised to others
+        has_row = parent.status is not Status.RUNNING or self._has_row_for(child)  # a free one may be promised
         if has_row and self.kv.fork(parent, child):
             self._enter(child)
         else:

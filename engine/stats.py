@@ -56,8 +56,8 @@ class KVCounters:
     prefix_queries: int = 0  # tokens
     prefix_evictions: int = 0  # pages
     hash_seconds: float = 0.0
-    allocated_pages: int = 0
-    freed_pages: int = 0
+    allocated_pages: int = 0  # that came to be owned, new ones and ones found in the prefix cache
+    freed_pages: int = 0  # that nobody owns any more; allocated less freed are the owned ones
     copied_pages: int = 0  # copy-on-write; contiguous: forks copied whole
     copied_slots: int = 0
     swapped_out_slots: int = 0

@@ -66,8 +66,16 @@ _COUNTERS: tuple[_Row, ...] = (
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     ("steps", "Engine steps that computed something.", lambda s: s.steps),
     ("forks", "Sequences forked from another (n > 1, best_of, beams).", lambda s: s.forks),
-    ("allocated_pages", "Pages handed out.", lambda s: s.counters.allocated_pages),
-    ("freed_pages", "Pages given back.", lambda s: s.counters.freed_pages),
+    (
+        "allocated_pages",
+        "Pages that came to be owned, new ones and ones found in the prefix cache.",
+        lambda s: s.counters.allocated_pages,
+    ),
+    (
+        "freed_pages",
+        "Pages that nobody owned any more; allocated less freed are owned.",
+        lambda s: s.counters.freed_pages,
+    ),
     ("copied_pages", "Pages copied on write.", lambda s: s.counters.copied_pages),
     ("copied_slots", "Token slots copied on write.", lambda s: s.counters.copied_slots),
     ("swapped_out_slots", "Token slots swapped out to the host.", lambda s: s.counters.swapped_out_slots),
