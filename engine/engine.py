@@ -96,8 +96,8 @@ class Engine:
         going_on = self.model_info.vocab_size - len(group.search.eos_token_ids)
         if params.beam_width > going_on:  # the search might end with fewer results than n
             raise ValueError(
-                f"beam_width {params.beam_width} is more than the {going_on} tokens of the vocabulary that end no beam: "
-                "lower beam_width"
+                f"beam_width {params.beam_width} is more than the {going_on} tokens of the vocabulary that end no "
+                "beam: lower beam_width"
             )
         return group
 
