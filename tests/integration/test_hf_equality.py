@@ -6,6 +6,8 @@ Every case runs on a pool that forces preemption, and asserts that it really hap
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model_loader import load_model
 from engine.sequence import Request, SamplingParams
-from tests.support.hf_parts import FAMILIES, VOCAB, Run, greedy_outputs, loaded, make_engine, model_folder
+from tests.support.hf_parts import FAMILIES, VOCAB, Run, greedy_outputs, loaded, make_engine, model_folder, one_thread
 
 MAX_LEN = 112
 OUTPUT_TOKENS = 36  # more than the room that an admission leaves to the running ones, so that they collide
@@ -43,8 +45,9 @@ PROMPTS = _prompts()
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("models"))
+def root(tmp_path_factory) -> Iterator[str]:
+    with one_thread():
+        yield str(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,32 @@ def test_torch_reference_backend(root, expected, family):
     engine = engine_for(root, family, "torch", slots=128, page_size=7, enable_prefix_caching=True)
     assert Run(engine, requests()).tokens() == expected(family)
     assert_preempted(engine, "recompute")
+
+
+@pytest.mark.parametrize("preemption", PREEMPTION)
+def test_eos_ends_a_sequence(root, expected, preemption):
+    """With ids that come up in the middle of some outputs, at the token where generate ends; the id is kept."""
+    folder = model_folder(root)
+    eos = tuple({tokens[i] for tokens, i in zip(expected("llama").values(), (21, 22, 30), strict=False)})
+    known = greedy_outputs(folder, PROMPTS, OUTPUT_TOKENS, eos)
+    plain = loaded(folder)
+    model = replace(plain, info=replace(plain.info, eos_token_ids=eos))
+    engine = make_engine(
+        model,
+        folder,
+        slots=128,
+        max_model_len=MAX_LEN,
+        max_num_seqs=len(PROMPTS),
+        max_num_batched_tokens=24,
+        page_size=7,
+        **preempting(preemption, 32),
+    )
+    run = Run(engine, [Request(name, prompt, replace(PARAMS, ignore_eos=False)) for name, prompt in PROMPTS.items()])
+    assert run.tokens() == known
+    reasons = {name: answer.reason for (name, _), answer in run.answers.items()}
+    assert reasons == {name: "stop" if tokens[-1] in eos else "length" for name, tokens in known.items()}
+    assert set(reasons.values()) == {"stop", "length"}
+    assert engine.stats().num_preemptions > 0
 
 
 def test_dummy_weights_equal_hf_with_the_same_seed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.model_loader import LoadedModel
 from engine.sequence import Request, SamplingParams
-from tests.support.hf_parts import EOS, VOCAB, Run, greedy_outputs, loaded, make_engine, model_folder, oracle
+from tests.support.hf_parts import VOCAB, Run, greedy_outputs, loaded, make_engine, model_folder, one_thread, oracle
 
 MAX_LEN = 64
 OUTPUT_TOKENS = 20
@@ -35,13 +37,14 @@ PROMPTS = _prompts()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    return model_folder(str(tmp_path_factory.mktemp("models")))
+def folder(tmp_path_factory) -> Iterator[str]:
+    with one_thread():
+        yield model_folder(str(tmp_path_factory.mktemp("models")))
 
 
-def engine_for(folder: str, slots: int, **settings) -> Engine:
+def engine_for(folder: str, slots: int, model: LoadedModel | None = None, **settings) -> Engine:
     sizes = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 24}
-    return make_engine(loaded(folder), folder, slots=slots, **{**sizes, **settings})
+    return make_engine(model or loaded(folder), folder, slots=slots, **{**sizes, **settings})
 
 
 def requests(params: SamplingParams, names=tuple(PROMPTS), **rest) -> list[Request]:
@@ -258,6 +261,7 @@ def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
     params = beam_params(width, max(1, width // 2), stops, length_penalty=length_penalty, early_stopping=early_stopping)
     run = Run(engine_for(folder, ROOMY, page_size=7), requests(params))
     assert_beams(run, folder, params)
+    assert any(answer.reason == "stop" for answer in run.answers.values()) == bool(stops)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -291,8 +295,14 @@ def test_beams_in_the_contiguous_layout(folder, slots, preemption):
 
 
 def test_the_model_s_own_eos_ends_beams(folder):
-    """Not a stop token of the request: the id that the model's config names, unless the request ignores it."""
-    params = replace(beam_params(4, 4), ignore_eos=False)
-    run = Run(engine_for(folder, ROOMY), requests(params))
-    expected = {name: beams_of_generate(folder, prompt, params, (EOS,)) for name, prompt in PROMPTS.items()}
-    assert {name: run.family(name) for name in PROMPTS} == expected
+    """Not stop tokens of the request but the ids that the model names, unless the request ignores them."""
+    stops = common_tokens(folder)
+    plain = loaded(folder)
+    model = replace(plain, info=replace(plain.info, eos_token_ids=stops))
+    for ignore_eos in (False, True):
+        params = replace(beam_params(4, 4), ignore_eos=ignore_eos)
+        run = Run(engine_for(folder, ROOMY, model), requests(params))
+        ends = expected_beams(folder, beam_params(4, 4, () if ignore_eos else stops))
+        assert {name: run.family(name) for name in PROMPTS} == ends
+        reasons = {answer.reason for answer in run.answers.values()}
+        assert reasons == {"length"} if ignore_eos else "stop" in reasons

@@ -10,6 +10,7 @@ the tokens that are decided by more than such a code can move (``TIE``).
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -22,7 +23,7 @@ from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import QuantizedKV
-from tests.support.hf_parts import VOCAB, Run, loaded, make_engine, model_folder
+from tests.support.hf_parts import VOCAB, Run, loaded, make_engine, model_folder, one_thread
 
 MAX_LEN = 63
 OUTPUT_TOKENS = 24  # more than the room that an admission leaves to the running ones, so that they collide
@@ -46,8 +47,9 @@ PROMPTS = _prompts()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    return model_folder(str(tmp_path_factory.mktemp("models")))
+def folder(tmp_path_factory) -> Iterator[str]:
+    with one_thread():
+        yield model_folder(str(tmp_path_factory.mktemp("models")))
 
 
 @cache

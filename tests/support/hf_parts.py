@@ -6,7 +6,8 @@ winning logit is clear of rounding; ``greedy_outputs`` asserts that it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -44,6 +45,15 @@ FAMILIES = {
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 24, "num_hidden_layers": 6},
 }
 CLEAR_GAP = 1e-3  # between the two largest logits; float32 sums in another order differ by about 1e-5 here
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The models are so small that handing out the work takes longer than doing it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache
