@@ -160,7 +160,11 @@ def test_a_wide_request_waits_until_all_its_rows_are_free():
 def test_best_of_takes_the_best_mean_and_of_a_tie_the_lower_index():
     class Scripted(CountingExecutor):
         def sample(self, history, index):
-            return (1, 0, 5, 2)[index]  # 0 and 5 have the same probability
+            return (1, 0, 5, 2)[index]
+
+        @staticmethod
+        def logprob(token):
+            return -0.25 if token in (0, 5) else -0.5
 
     one = request("a", 3, max_tokens=3, n=2, best_of=4, stop_token_ids=(5,))  # sibling 2 ends first
     engine = small_engine(256, Scripted(), page_size=4)
