@@ -5,6 +5,7 @@ import pytest
 from engine.config import EngineConfig, format_bytes, parse_bytes
 from engine.kv_budget import KVShape, LayerKV, capacity_of
 from engine.model_spec import find_model
+from engine.sequence import Request, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -139,3 +140,101 @@ def test_a_budget_beyond_the_memory_is_refused_before_anything_is_allocated():
 
     with pytest.raises(ValueError, match=r"kv_budget .* is more than the .* that this machine has: lower kv_budget"):
         build_engine(EngineConfig(device="cpu", kv_budget=10**15, max_model_len=64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"reservation": "exact"}, "reservation cannot be 'exact': choose one of max, pow2, oracle"),
+        ({"preemption_mode": "drop"}, "preemption_mode cannot be 'drop': choose one of recompute, swap"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy cannot be 'lifo': choose one of fcfs, priority"),
+        ({"swap_space": 0}, "swap_space cannot be 0"),
+        ({"max_num_waiting": -1}, "max_num_waiting cannot be -1"),
+        ({"max_num_partial_prefills": 0}, "max_num_partial_prefills cannot be 0"),
+        ({"max_num_partial_prefills": 2, "enable_chunked_prefill": False}, "needs chunked prefill"),
+        (
+            {"max_num_partial_prefills": 9, "max_num_batched_tokens": 8, "max_num_seqs": 8},
+            "a share would be less than a token",
+        ),
+    ],
+)
+def test_settings_of_the_scheduler_are_refused_in_a_sentence(settings, says):
+    with pytest.raises(ValueError, match=says):
+        EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "times"),
+    # a token's K and V of one head: 4 bytes an element; 1; 1 and 4 of a scale; half and 4 of a scale
+    [
+        ("fp8_e4m3", 64, 4.0),
+        ("fp8_e5m2", 64, 4.0),
+        ("int8_per_token_head", 64, 256 / 68),
+        ("int4_per_token_head", 64, 256 / 36),
+    ],
+)
+def test_capacity_at_the_same_bytes_grows_as_the_arithmetic_says(dtype, head_dim, times):
+    shape = KVShape((LayerKV(4, head_dim, head_dim),) * 8, 4)
+    budget = 2**30
+    plain, quantised = (
+        capacity_of(EngineConfig(max_model_len=512, kv_cache_dtype=name), shape, budget) for name in ("auto", dtype)
+    )
+    assert plain.bytes_per_slot / quantised.bytes_per_slot == times
+    assert quantised.num_slots / plain.num_slots == pytest.approx(times, rel=2e-3)
+    scales = 8 * 4 * 2 * 4 if "per_token_head" in dtype else 0
+    assert (plain.scale_bytes_per_slot, quantised.scale_bytes_per_slot) == (0, scales)
+
+
+def test_swap_space_holds_whole_pages_of_the_stored_dtype():
+    shape = KVShape((LayerKV(1, 8, 8),), 4)  # 64 bytes a slot, as fp8 16
+    common = {"max_model_len": 64, "preemption_mode": "swap", "page_size": 16}
+    budget = 1_000_000
+    page = 16 * 64
+    paged = capacity_of(EngineConfig(swap_space=3 * page + page - 1, **common), shape, budget)
+    assert (paged.host_slots, paged.swap_space_bytes) == (48, 4 * page - 1)
+    fp8 = capacity_of(EngineConfig(swap_space=3 * page, kv_cache_dtype="fp8_e4m3", **common), shape, budget)
+    assert fp8.host_slots == 4 * 48
+    by_slot = capacity_of(EngineConfig(layout="contiguous", swap_space=3 * 64 + 63, **common), shape, budget)
+    assert by_slot.host_slots == 3, "a slab is swapped slot by slot"
+    as_much = capacity_of(EngineConfig(**common), shape, budget)
+    assert as_much.swap_space_bytes == budget
+    none = capacity_of(EngineConfig(swap_space=3 * page, max_model_len=64), shape, budget)
+    assert (none.host_slots, none.swap_space_bytes) == (0, 0), "recompute needs none"
+
+
+def test_swap_space_below_a_page_is_refused_with_the_numbers():
+    shape = KVShape((LayerKV(1, 8, 8),), 4)
+    config = EngineConfig(max_model_len=64, preemption_mode="swap", swap_space=1023)
+    with pytest.raises(
+        ValueError, match=r"swap_space 1023 \(1023 B\) does not hold one page of 1024 bytes \(16 tokens\)"
+    ):
+        capacity_of(config, shape, 1_000_000)
+
+
+@pytest.mark.parametrize("reservation", ["max", "pow2", "oracle"])
+def test_a_slab_has_the_slots_that_the_same_bytes_buy_in_pages(reservation):
+    shape = KVShape((LayerKV(1, 8, 8),), 4)
+    budget = 100_000
+    slab = capacity_of(EngineConfig(layout="contiguous", reservation=reservation, max_model_len=96), shape, budget)
+    assert slab.num_slots == (budget - slab.page_table_bytes) // 64
+    assert slab.num_pages == slab.num_slots // 96
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"n": 0}, "n cannot be 0"),
+        ({"n": 3, "best_of": 2}, "best_of 2 is less than n 3"),
+        ({"n": 3, "beam_width": 2}, "beam_width 2 is less than n 3"),
+        ({"beam_width": 2, "best_of": 2}, "best_of cannot go with beam search"),
+        ({"early_stopping": "sometimes"}, "early_stopping cannot be 'sometimes'"),
+    ],
+)
+def test_widths_that_make_no_sense_are_refused(params, says):
+    with pytest.raises(ValueError, match=says):
+        SamplingParams(**params)
+
+
+def test_a_negative_priority_is_refused():
+    with pytest.raises(ValueError, match=r"priority cannot be -1: it is 0 \(first\) or more"):
+        Request("a", (1,), priority=-1)

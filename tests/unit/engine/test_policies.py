@@ -118,7 +118,7 @@ def test_what_could_never_run_is_refused_as_such_even_when_the_queue_is_full():
     with pytest.raises(ValueError, match="max_model_len is 32") as refused:
         engine.add_request(request("b", 40))
     assert not isinstance(refused.value, QueueFull)
-    with pytest.raises(ValueError, match="5 sequences side by side .* more than max_num_seqs 4"):  # noqa: RUF043
+    with pytest.raises(ValueError, match=r"5 sequences side by side .* more than max_num_seqs 4"):
         engine.add_request(request("b", 4, n=5))
 
 
