@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -232,13 +233,12 @@ def beam_params(width: int, n: int, stops: tuple[int, ...] = (), **settings) -> 
 
 @cache
 def common_tokens(folder: str) -> tuple[int, ...]:
-    """Tokens that endless beam searches meet: as EOS they end some beams and not others."""
-    found: dict[int, int] = {}
-    for prompt in PROMPTS.values():
-        for tokens in beams_of_generate(folder, prompt, beam_params(4, 4), ()):
-            for token in tokens[2:]:
-                found[token] = found.get(token, 0) + 1
-    return tuple(sorted(found, key=lambda token: -found[token])[:3])
+    """Tokens that endless beam searches meet, as first ones and later: as EOS they end some beams and not others."""
+    endless = beam_params(4, 4)
+    beams = [beam for prompt in PROMPTS.values() for beam in beams_of_generate(folder, prompt, endless, ())]
+    first = Counter(beam[0] for beam in beams).most_common(2)
+    later = Counter(token for beam in beams for token in beam[2:]).most_common(3)
+    return tuple({token for token, _ in first + later})
 
 
 @cache
