@@ -158,4 +158,4 @@ class PrefixCache:
 
 def _salt(seq: Sequence) -> bytes:
     salt = seq.request.cache_salt
-    return b"" if salt is None else salt.encode()
+    return b"" if salt is None else salt.encode(errors="surrogatepass")  # any text will do, half a character too

@@ -210,3 +210,12 @@ def test_the_salt_of_a_request_reaches_the_cache():
         engine.add_request(request(name, 9, max_tokens=1, cache_salt=salt))
         drain(engine)
     assert engine.stats().prefix_cache_hits == 8, "c alone has anything in common with another"
+
+
+def test_a_salt_that_is_no_proper_text_harms_nobody():
+    """JSON can say half of a surrogate pair; a salt that could not be encoded would fail every step from then on."""
+    engine = small_engine(64, page_size=4, enable_prefix_caching=True)
+    for name in "ab":
+        engine.add_request(request(name, 9, max_tokens=1, cache_salt="\ud83d"))
+        drain(engine)
+    assert engine.stats().prefix_cache_hits == 8
