@@ -196,6 +196,41 @@ def test_a_failed_step_harms_only_those_that_were_in_it(where, mode, layout):
     assert engine.stats().kv.pages_owned == 0
 
 
+@pytest.mark.parametrize("where", [None, "start", "moves"])
+def test_a_host_page_that_was_never_filled_is_not_taken_for_a_copy(where):
+    """Its device page outlives the failed step in the prefix cache; who meets it there and is swapped out later would
+    take the host page for its copy, and read from it when the device page is gone."""
+    executor = CountingExecutor()
+    settings = {"scheduling_policy": "priority", "preemption_mode": "swap", "host_slots": 64}
+    engine = small_engine(36, executor, page_size=4, enable_prefix_caching=True, **settings)
+
+    def swap_out(low: str, urgent: str, prompt: range, where: str | None) -> None:
+        engine.add_request(request(low, 13, max_tokens=6, priority=1))
+        engine.step()
+        engine.step()
+        engine.add_request(request(urgent, prompt, max_tokens=2))
+        executor.fail_at = where
+        engine.step()
+
+    if where is None:
+        swap_out("first", "first urgent", range(40, 60), None)
+        drain(engine)
+    else:
+        with pytest.raises(StepFailed):
+            swap_out("first", "first urgent", range(40, 60), where)
+        for name in engine.fail_step():
+            engine.abort(name, "error")
+    assert engine.stats().num_preemptions == 1
+    hits = engine.stats().prefix_cache_hits
+    swap_out("again", "again urgent", range(60, 90), None)
+    assert engine.stats().prefix_cache_hits == hits + 12, "the pages were to be found on the device"
+    assert engine.stats().num_preemptions == 2
+    swapped_in = engine.stats().counters.swapped_in_slots
+    again = request("again", 13, max_tokens=6)
+    assert drain(engine)["again"] == undisturbed([again])["again"][2:]
+    assert engine.stats().counters.swapped_in_slots > swapped_in, "the device pages were to be gone"
+
+
 def test_every_step_is_recorded_and_the_places_add_up():
     records = []
     engine = small_engine(36, page_size=4, preemption_mode="swap", host_slots=24, enable_prefix_caching=True)
