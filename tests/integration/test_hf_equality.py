@@ -77,7 +77,7 @@ def requests(priority: int = 0, names=tuple(PROMPTS)) -> list[Request]:
 def preempting(how: str, small_swap_slots: int) -> dict:
     if how == "recompute":
         return {}
-    return {"preemption_mode": "swap", "swap_slots": small_swap_slots if how == "swap-small" else None}
+    return {"preemption_mode": "swap", "swap_slots": small_swap_slots if how == "swap-small" else 1024}
 
 
 def assert_preempted(engine: Engine, preemption: str) -> None:
@@ -148,6 +148,24 @@ def test_contiguous(root, expected, chunked, reservation, preemption):
     urgent = [requests(priority=1, names=names[5:8]), requests(priority=0, names=names[8:])]
     run = Run(engine, requests(priority=2, names=names[:5]), later={9: urgent[0], 20: urgent[1]})
     assert run.tokens() == expected("llama")
+    assert_preempted(engine, preemption)
+
+
+@pytest.mark.parametrize("preemption", PREEMPTION)
+@pytest.mark.parametrize("shares", [1, 3])
+def test_paged_by_priority(root, expected, shares, preemption):
+    """Urgent requests drive running ones out in the middle of their prompts; several prompts advance side by side."""
+    engine = engine_for(
+        root,
+        slots=128,
+        page_size=7,
+        scheduling_policy="priority",
+        max_num_partial_prefills=shares,
+        **preempting(preemption, 32),
+    )
+    names = list(PROMPTS)
+    later = {2: requests(priority=1, names=names[4:7]), 4: requests(priority=0, names=names[7:])}
+    assert Run(engine, requests(priority=2, names=names[:4]), later).tokens() == expected("llama")
     assert_preempted(engine, preemption)
 
 

@@ -21,10 +21,15 @@ OUTPUT_TOKENS = 20
 PAGE_SIZES = (1, 7, 16)
 SAMPLED = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=4.0, top_p=0.95, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-SWAP = {"preemption_mode": "swap"}
+SWAP = {"preemption_mode": "swap", "swap_slots": 1024}
 ROOMY, TIGHT = 1024, 96  # slots; the tight pool holds one longest sequence and half of another
 # pool and preemption: name -> (slots, settings)
-POOLS = {"roomy": (ROOMY, {}), "recompute": (TIGHT, {}), "swap": (TIGHT, SWAP)}
+POOLS = {
+    "roomy": (ROOMY, {}),
+    "recompute": (TIGHT, {}),
+    "swap": (TIGHT, SWAP),
+    "swap-small": (TIGHT, {**SWAP, "swap_slots": 16}),  # part of what is swapped out is lost and recomputed
+}
 
 
 def _prompts() -> dict[str, tuple[int, ...]]:
@@ -56,7 +61,10 @@ def assert_pressed(engine: Engine, pool: str) -> None:
     """That the pool did to the run what it was made for."""
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == (pool != "roomy")
-    assert (stats.counters.swapped_in_slots > 0) == (pool == "swap")
+    assert (stats.counters.swapped_out_slots > 0) == pool.startswith("swap")
+    if pool != "swap-small":  # siblings may drive each other out of the host as well
+        assert (stats.counters.swapped_in_slots > 0) == (pool == "swap")
+    assert (stats.counters.swap_lost_slots > 0) == (pool == "swap-small")
     if pool == "recompute" and not engine.config.enable_prefix_caching:  # else the cache may have kept all of it
         assert stats.recomputed_tokens > 0
 
@@ -115,7 +123,7 @@ def test_siblings_in_the_contiguous_layout(folder, reservation, preemption):
         layout="contiguous",
         reservation=reservation,
         scheduling_policy="priority",
-        preemption_mode=preemption,
+        **POOLS[preemption][1],
     )
     params = replace(SAMPLED, seed=40)
     names = list(PROMPTS)
@@ -264,10 +272,10 @@ def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
     assert any(answer.reason == "stop" for answer in run.answers.values()) == bool(stops)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("pool", [name for name in POOLS if name != "roomy"])
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_beams_under_pressure(folder, page_size, caching, preemption):
+def test_beams_under_pressure(folder, page_size, caching, pool):
     """The pool holds one beam of the longest prompt and little more: its siblings take turns."""
     engine = engine_for(
         folder,
@@ -275,20 +283,20 @@ def test_beams_under_pressure(folder, page_size, caching, preemption):
         max_model_len=48,
         page_size=page_size,
         enable_prefix_caching=caching,
-        preemption_mode=preemption,
+        **POOLS[pool][1],
     )
     params = beam_params(4, 4, common_tokens(folder))
     run = Run(engine, requests(params))
     assert_beams(run, folder, params)
     assert engine.stats().forks > 0
-    assert_pressed(engine, preemption)
+    assert_pressed(engine, pool)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("slots", [MAX_LEN, 3 * MAX_LEN], ids=["one-reservation", "three-reservations"])
 def test_beams_in_the_contiguous_layout(folder, slots, preemption):
     """With room for a single reservation the beams of a request take turns."""
-    engine = engine_for(folder, slots, layout="contiguous", preemption_mode=preemption)
+    engine = engine_for(folder, slots, layout="contiguous", **POOLS[preemption][1])
     params = beam_params(3, 3, common_tokens(folder))
     assert_beams(Run(engine, requests(params)), folder, params)
     assert_pressed(engine, preemption)

@@ -79,7 +79,7 @@ def undisturbed(folder: str, kv_format: str, params: SamplingParams = GREEDY) ->
 def preempting(how: str, small_swap_slots: int) -> dict:
     if how == "recompute":
         return {}
-    return {"preemption_mode": "swap", "swap_slots": small_swap_slots if how == "swap-small" else None}
+    return {"preemption_mode": "swap", "swap_slots": small_swap_slots if how == "swap-small" else 1024}
 
 
 def requests(params: SamplingParams = GREEDY, names=tuple(PROMPTS), priority: int = 0) -> list[Request]:
