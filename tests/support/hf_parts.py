@@ -6,7 +6,7 @@ winning logit is clear of rounding; ``greedy_outputs`` asserts that it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -124,11 +124,15 @@ class Answer:
 class Run:
     """Requests driven to their end, integrity checked after every step; ``[name, index]`` are the answers.
 
-    ``later``: step -> requests that arrive before it. ``peak_owned``: most pages owned after a step.
+    ``later``: step -> what happens before it, requests that arrive or calls with the engine. ``peak_owned``: most
+    pages owned after a step.
     """
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], later: Mapping[int, Sequence[Request]] | None = None
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        later: Mapping[int, Sequence[Request | Callable[[Engine], object]]] | None = None,
     ):
         self.engine = engine
         self.answers: dict[tuple[str, int], Answer] = {}
@@ -138,8 +142,11 @@ class Run:
             engine.add_request(request)
         step = 0
         while engine.has_work() or later:
-            for request in later.pop(step, ()):
-                engine.add_request(request)
+            for event in later.pop(step, ()):
+                if isinstance(event, Request):
+                    engine.add_request(event)
+                else:
+                    event(engine)
             self._take(engine.step())
             engine.check_integrity()
             self.peak_owned = max(self.peak_owned, engine.stats().kv.pages_owned)

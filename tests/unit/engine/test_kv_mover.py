@@ -12,6 +12,8 @@ from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
 
 PAGES, HOST_PAGES = 6, 4
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_CUDA)])
 COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 
 
@@ -19,7 +21,7 @@ def capacity_of(page_size: int, slots: int, host_slots: int) -> KVCapacity:
     return KVCapacity(1, 1, 0, page_size, slots // page_size, slots, 1, 0, host_slots=host_slots)
 
 
-def filled_caches(slots: int) -> list[torch.Tensor]:
+def filled_caches(slots: int, device: str) -> list[torch.Tensor]:
     """Every dtype and row shape that a cache may have, each row with bytes of its own: fp8 NaN codes among them."""
     generator = torch.Generator().manual_seed(0)
     sides = [torch.zeros(slots, 2, 3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
@@ -28,7 +30,7 @@ def filled_caches(slots: int) -> list[torch.Tensor]:
         for kv_format in KV_FORMATS.values()
         for dim in (4, 5)
     ]
-    caches = [tensor for side in sides for tensor in raw_tensors(side)]
+    caches = [tensor.to(device) for side in sides for tensor in raw_tensors(side)]
     for cache in caches:
         flat = cache.view(torch.uint8)
         flat.copy_(torch.randint(256, flat.shape, generator=generator, dtype=torch.uint8))
@@ -36,7 +38,7 @@ def filled_caches(slots: int) -> list[torch.Tensor]:
 
 
 def rows(cache: torch.Tensor) -> list[bytes]:
-    return [row.contiguous().view(torch.uint8).numpy().tobytes() for row in cache]
+    return [row.contiguous().view(torch.uint8).numpy().tobytes() for row in cache.cpu()]
 
 
 class SlotBySlot:
@@ -62,8 +64,10 @@ class SlotBySlot:
             assert meant is None or held == meant, f"slot {slot} of a {cache.dtype} cache"
 
 
-def check_moves(moves: list[Move], slots: int, host_slots: int, page_size: int, paged: bool) -> None:
-    caches = filled_caches(slots)
+def check_moves(
+    moves: list[Move], slots: int, host_slots: int, page_size: int, paged: bool, device: str = "cpu"
+) -> None:
+    caches = filled_caches(slots, device)
     mover = KVMover(caches, capacity_of(page_size, slots, host_slots), paged)
     oracles = [SlotBySlot(cache, host_slots, page_size if paged else None) for cache in caches]
     everything = [Move(IN, 0, 0, host_slots)] if not paged else []
@@ -90,11 +94,12 @@ def page_moves(draw) -> tuple[int, list[Move]]:
     return size, moves
 
 
+@DEVICES
 @settings(max_examples=150, deadline=None)
-@given(page_moves())
-def test_pages(planned):
+@given(planned=page_moves())
+def test_pages(device, planned):
     size, moves = planned
-    check_moves(moves, PAGES * size, HOST_PAGES * size, size, paged=True)
+    check_moves(moves, PAGES * size, HOST_PAGES * size, size, True, device)
 
 
 @st.composite
@@ -116,10 +121,11 @@ def slab_moves(draw) -> list[Move]:
     return moves
 
 
+@DEVICES
 @settings(max_examples=150, deadline=None)
-@given(slab_moves(), st.sampled_from([4, 8]))
-def test_ranges_of_a_slab(moves, max_model_len):
-    check_moves(moves, 24, 12, max_model_len, paged=False)
+@given(moves=slab_moves(), max_model_len=st.sampled_from([4, 8]))
+def test_ranges_of_a_slab(device, moves, max_model_len):
+    check_moves(moves, 24, 12, max_model_len, False, device)
 
 
 def test_a_slab_is_moved_to_the_slot_where_pages_would_do():
