@@ -136,10 +136,8 @@ def test_nothing_is_left_when_all_is_evicted():
 def mixed_requests(number: int):
     rng = random.Random(5)
     stems = [[rng.randrange(90) for _ in range(16)] for _ in range(4)]
-    return [
-        request(str(i), rng.choice(stems)[: rng.randrange(1, 17)] + [rng.randrange(90) for _ in range(6)], max_tokens=5)
-        for i in range(number)
-    ]
+    prompts = [rng.choice(stems)[: rng.randrange(1, 17)] + [rng.randrange(90) for _ in range(6)] for _ in range(number)]
+    return [request(str(i), p, max_tokens=5, cache_salt=(None, "a", "b")[i % 3]) for i, p in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("weak", [WeakHash, NoHash])
