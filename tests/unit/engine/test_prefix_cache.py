@@ -91,6 +91,22 @@ def test_a_salt_that_is_another_prompts_key_finds_nothing():
     assert thief.page_hashes == seq.page_hashes[1:], "the keys are the same, and only verification tells them apart"
 
 
+def test_the_same_tokens_after_another_beginning_are_not_found_though_their_key_is(monkeypatch):
+    """Two pages of the same tokens, and a collision of their keys: only their parents tell them apart."""
+    monkeypatch.setattr("engine.prefix_cache.blake2b", WeakHash)
+    cache, pool = small_cache()
+
+    def keys(first: int) -> list[bytes]:
+        seq = Sequence.of(request("x", [first, 2, 3, 4]))
+        cache._hash_pages(seq, 2)
+        return seq.page_hashes
+
+    other = next(t for t in count(2) if keys(t)[0] != keys(1)[0] and keys(t)[1] == keys(1)[1])
+    filled(cache, pool, [1, 2, 3, 4])
+    own = filled(cache, pool, [other, 2])
+    assert hits(cache, [other, 2, 3, 4, 5]) == own.pages
+
+
 def test_of_two_that_computed_the_same_side_by_side_the_first_is_cached():
     cache, pool = small_cache()
     one, other = (Sequence.of(request(name, [1, 2, 3, 4])) for name in "ab")
