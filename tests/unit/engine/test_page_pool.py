@@ -28,7 +28,7 @@ def test_free_queue_refuses_double_free():
 
 def test_pool_gives_uncached_pages_before_cached_and_cached_by_least_recent_use():
     evicted: list[int] = []
-    pool = PagePool(4, evicted.append)
+    pool = PagePool(4, lambda page: evicted.append(page) or ())
     pages = [pool.allocate() for _ in range(4)]
     for page in pages[:3]:
         pool.mark_cached(page)
@@ -123,13 +123,30 @@ def test_what_the_cache_lets_go_is_given_away_first():
     assert [pool.allocate() for _ in range(3)] == [pages[2], pages[0], pages[1]]
 
 
+def test_what_cannot_be_found_without_an_evicted_page_is_let_go_with_it():
+    """Owned or free: an owned page stays its owners', a free one is given away next."""
+    orphans = {}
+    pool = PagePool(4, lambda page: orphans.pop(page, ()))
+    top, owned, free, plain = (pool.allocate() for _ in range(4))
+    for page in (top, owned, free):
+        pool.mark_cached(page)
+    for page in (top, free):
+        pool.release(page)
+    orphans[top] = (owned, free)
+    assert pool.num_cached == 2
+    assert pool.allocate() == top
+    assert pool.num_cached == 0 and not any(map(pool.is_cached, range(4)))
+    pool.check_integrity([[top, owned, plain]])
+    assert pool.allocate() == free
+
+
 class PoolModel(RuleBasedStateMachine):
     """The pool against a model of counts and a list: what is owned how often, pinned, cached; the order of the rest."""
 
     @initialize(num_pages=st.integers(1, 6))
     def start(self, num_pages):
         self.evicted: list[int] = []
-        self.pool = PagePool(num_pages, self.evicted.append)
+        self.pool = PagePool(num_pages, lambda page: self.evicted.append(page) or ())
         self.free = list(range(num_pages))  # the next one to be given away first
         self.owned, self.pins, self.cached = Counter(), Counter(), set()
 
