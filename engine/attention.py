@@ -46,8 +46,7 @@ class AttentionHost:
 
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
-    engine.kv_scales): given for fp8, and only for fp8; without
-    them fp8 raises ValueError.
+    engine.kv_scales): for fp8 and only for fp8, which raises ValueError without them.
     """
 
     def __init__(

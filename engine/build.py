@@ -34,8 +34,8 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
     config = config.check_against_model(loaded.info.max_model_len)
     if config.kv_budget is None:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
-    _check_memory(config.kv_budget, loaded.device)
     capacity = capacity_of(config, loaded.kv_shape, config.kv_budget)
+    _check_memory(config.kv_budget, capacity.swap_space_bytes, loaded.device)
     kv = make_kv_manager(config, capacity)
     executor = TorchExecutor(config, loaded, capacity, kv.page_table)
     warm_up(Engine(config, executor, kv))
@@ -45,16 +45,24 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
     return Engine(config, executor, kv)
 
 
-def _check_memory(budget: int, device: torch.device) -> None:
+def _check_memory(budget: int, swap_space: int, device: torch.device) -> None:
     """An allocation beyond the memory would end the process without a word, not fail."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        _check_room("kv_budget", budget, free, "GPU has free")
+        _check_room("swap_space", swap_space, host, "machine has")
+    elif swap_space:
+        _check_room("kv_budget and swap_space together", budget + swap_space, host, "machine has")
     else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if budget > free:
+        _check_room("kv_budget", budget, host, "machine has")
+
+
+def _check_room(name: str, size: int, limit: int, whose: str) -> None:
+    if size > limit:
         raise ValueError(
-            f"kv_budget {budget} ({format_bytes(budget)}) is more than the {format_bytes(free)} that this "
-            f"{'GPU has free' if device.type == 'cuda' else 'machine has'}: lower kv_budget"
+            f"{name} {size} ({format_bytes(size)}) is more than the {format_bytes(limit)} that this {whose}: lower "
+            f"{name.split()[0]}" + (" or swap_space" if " and " in name else "")
         )
 
 

@@ -21,9 +21,9 @@ from engine.stats import KVStats
 class ContiguousKVManager(RowTable):
     """See ``engine.kv_manager.KVManager`` for what each method promises.
 
-    First fit in one slab, so that short and long reservations leave holes behind: free slots in holes that are too
-    small for anybody are the external fragmentation, and it is reported. Eviction is all or nothing: a sequence's
-    KV is on the device, wholly on the host, or gone.
+    First fit in one slab, so that short and long reservations leave holes behind. External fragmentation is reported
+    where it hurts: free slots that would hold the reservation at the head of the queue, if they lay together. Eviction
+    is all or nothing: a sequence's KV is on the device, wholly on the host, or gone.
     """
 
     def __init__(self, max_num_seqs: int, capacity: KVCapacity, reservation: str):
@@ -33,6 +33,7 @@ class ContiguousKVManager(RowTable):
         self.host = Slab(capacity.host_slots) if capacity.host_slots else None
         self._sizes: dict[int, int] = {}  # base -> slots reserved there
         self._swapped: dict[int, Sequence] = {}  # id(seq) -> seq, longest ago first
+        self._refused: Sequence | None = None  # who waits for a place, if somebody does
 
     def reserve(self, num_prompt: int, num_output: int) -> int:
         """Slots to reserve for a sequence of these lengths."""
@@ -46,8 +47,12 @@ class ContiguousKVManager(RowTable):
     def fits(self, num_prompt: int, num_output: int) -> bool:
         return self.reserve(num_prompt, num_output) <= self.slab.size
 
-    def can_admit(self, seq: Sequence, running: int) -> bool:
-        return bool(self._free_rows) and self.slab.find(self._reservation_of(seq)) is not None
+    def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
+        slab = self.slab.copy() if leaving else self.slab
+        for other in leaving:
+            base = other.pages[0]
+            slab.give(base, self._sizes[base])
+        return bool(self._free_rows or leaving) and slab.find(self._reservation_of(seq)) is not None
 
     def _reservation_of(self, seq: Sequence) -> int:
         return self.reserve(seq.num_prompt, seq.request.params.max_tokens)
@@ -56,8 +61,11 @@ class ContiguousKVManager(RowTable):
         if not self._free_rows:
             return False
         if not self._reserve(seq):
-            self.counters.refused_fragmented += self.slab.free >= self._reservation_of(seq)
+            if self._refused is not seq and self.slab.free >= self._reservation_of(seq):
+                self.counters.refused_fragmented += 1  # once, however many steps it now waits
+            self._refused = seq
             return False
+        self._refused = None
         if seq.host_pages:
             base, tokens = seq.host_pages[0], seq.host_tokens
             self._moves.append(Move(MoveKind.SWAP_IN, base, seq.pages[0], tokens))
@@ -127,6 +135,8 @@ class ContiguousKVManager(RowTable):
             self.host.give(seq.host_pages.pop(), seq.host_tokens)
 
     def free(self, seq: Sequence) -> None:
+        if self._refused is seq:
+            self._refused = None
         self._drop_host(seq)
         if seq.row >= 0:
             self._leave(seq)
@@ -163,11 +173,16 @@ class ContiguousKVManager(RowTable):
             slots_shared=0,
             slots_cached=0,
             slots_pinned=0,
-            slots_fragmented=slab.free - slab.largest_hole,
+            slots_fragmented=self._fragmented(),
             page_table_bytes=self.capacity.page_table_bytes,
             host_slots_total=self.capacity.host_slots,
             host_slots_used=self.host.size - self.host.free if self.host is not None else 0,
         )
+
+    def _fragmented(self) -> int:
+        """The free slots, while together they would hold the reservation that is waited for and no hole does."""
+        wanted = self._reservation_of(self._refused) if self._refused is not None else 0
+        return self.slab.free if self.slab.largest_hole < wanted <= self.slab.free else 0
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         self._check_rows(sequences)

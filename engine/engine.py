@@ -135,11 +135,11 @@ class Engine:
         self._phases["schedule"] += time.perf_counter() - started
         drawn = self.executor.execute(plan) if plan.scheduled or plan.moves else []
         started = time.perf_counter()
-        self.kv.settle()
         outputs: list[TokenOutput] = []
         for item, brought in zip(plan.scheduled, drawn, strict=True):
             self._advance(item, brought, outputs)
         self._keep_accounts(plan)
+        self.kv.settle()  # after the accounts, which show what the step had pinned
         self._phases["output"] += time.perf_counter() - started
         if self._check:
             self.check_integrity()
@@ -225,6 +225,7 @@ class Engine:
             del self._groups[group.request.request_id]
 
     def _keep_accounts(self, plan: StepPlan) -> None:
+        """What the step left: sequences that it ended hold nothing any more."""
         kv = self.kv.stats()
         for place, slots in kv.ledger().items():
             self._slot_steps[place] += slots
@@ -270,7 +271,7 @@ class Engine:
         counts = self._counts
         return EngineStats(
             num_requests_running=len(self.scheduler.running),
-            num_requests_waiting=self.scheduler.num_waiting,
+            num_requests_waiting=self.scheduler.num_waiting + self.scheduler.num_parked,
             num_requests_swapped=self.scheduler.num_swapped,
             kv=self.kv.stats(),
             kv_budget_bytes=self.capacity.budget_bytes,

@@ -65,8 +65,10 @@ class TorchExecutor:
         times = [time.perf_counter()]
         if plan.moves:
             self.mover.move(plan.moves)
-            self.phase_seconds["move"] += time.perf_counter() - times[0]
+            moved = time.perf_counter() - times[0]
+            self.phase_seconds["move"] += moved
             if not plan.scheduled:
+                self.phase_seconds["prepare"] += moved
                 return []
         # single tokens first: the decode kernel takes them as one block, whoever they belong to
         order = sorted(range(len(plan.scheduled)), key=lambda i: plan.scheduled[i].num_tokens > 1)

@@ -38,8 +38,8 @@ class KVManager(Protocol):
         """Whether a sequence of these lengths could run if it were alone."""
         ...
 
-    def can_admit(self, seq: Sequence, running: int) -> bool:
-        """Whether ``admit`` would succeed now."""
+    def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
+        """Whether ``admit`` would succeed now if the resident sequences ``leaving`` gave up what they have."""
         ...
 
     def admit(self, seq: Sequence, running: int) -> bool:
@@ -83,7 +83,7 @@ class KVManager(Protocol):
         ...
 
     def stats(self) -> KVStats:
-        """Where the slots are now. O(1)."""
+        """Where the slots are now. O(1); contiguous: O(holes)."""
         ...
 
     def read_counters(self) -> KVCounters:

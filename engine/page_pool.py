@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class FreeQueue:
@@ -63,11 +63,12 @@ class PagePool:
     """Reference-counted pages. ``ref_count[p]`` is the number of page-table entries that name ``p``.
 
     A page with ``ref_count == 0`` and no pin is in the free queue; if it is also cached, its content is kept until it
-    is given away, and ``on_evict(page)`` is called at that moment so that no cache entry outlives the content.
+    is given away, and ``on_evict(page)`` is called at that moment so that no cache entry outlives the content. It
+    may return pages that cannot be found any more without this one.
     A pin keeps a page that a planned move still reads from being given away, whoever names it.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], None] | None = None):
+    def __init__(self, num_pages: int, on_evict: Callable[[int], Iterable[int] | None] | None = None):
         if num_pages < 1:
             raise ValueError(f"a pool of {num_pages} pages holds nothing: raise kv_budget or lower page_size")
         self.num_pages = num_pages
@@ -105,7 +106,8 @@ class PagePool:
             self._cached[page] = 0
             self._num_cached_free -= 1
             if self._on_evict:
-                self._on_evict(page)
+                for orphan in self._on_evict(page) or ():
+                    self.drop_cached(orphan)
         self.ref_count[page] = 1
         return page
 

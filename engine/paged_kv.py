@@ -36,13 +36,15 @@ class PagedKVManager(RowTable):
 
     # Residence.
 
-    def can_admit(self, seq: Sequence, running: int) -> bool:
-        return self._may_admit(seq, running, self._prefix_pages(seq))
+    def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
+        ref_count = self.pool.ref_count
+        coming = sum(ref_count[page] == 1 for other in leaving for page in other.pages)  # shared ones stay, to be safe
+        return bool(self._free_rows or leaving) and self._has_pages(seq, running, self._prefix_pages(seq), coming)
 
     def admit(self, seq: Sequence, running: int) -> bool:
         """Take a row, share what is on the device, bring back what is on the host; the rest is computed."""
         found = self._prefix_pages(seq)
-        if not self._may_admit(seq, running, found):
+        if not self._free_rows or not self._has_pages(seq, running, found):
             return False
         self._take_row(seq)
         table, size = self.page_table[seq.row], self.page_size
@@ -68,19 +70,17 @@ class PagedKVManager(RowTable):
         self._count_hit(seq)
         return True
 
-    def _may_admit(self, seq: Sequence, running: int, found: list[int | None]) -> bool:
-        """Whether all of ``seq`` fits now with room left for the running ones.
+    def _has_pages(self, seq: Sequence, running: int, found: list[int | None], coming: int = 0) -> bool:
+        """Whether all of ``seq`` fits, once ``coming`` more pages are free, with room left for the running ones.
 
         The room keeps an admission from causing a preemption in the very next steps: a sequence that is admitted only
         to be thrown out computes its prompt for nothing. It is counted in tokens, so that page sizes compare alike.
         """
-        if not self._free_rows:
-            return False
         spare = -(-running * SPARE_TOKENS // self.page_size)
         ref_count = self.pool.ref_count
         shared = sum(page is not None and ref_count[page] > 0 for page in found)  # cost nothing; free ones cost a page
         needed = -(-seq.num_tokens // self.page_size) - shared
-        return needed + spare <= self.pool.num_available
+        return needed + spare <= self.pool.num_available + coming
 
     def _prefix_pages(self, seq: Sequence) -> list[int | None]:
         """The longest prefix of ``seq`` that exists: a device page to share, or None where a host page will be."""

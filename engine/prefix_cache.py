@@ -13,14 +13,13 @@ _KEY_BYTES = 16
 
 
 class _Node:
-    """One prefix whose last page is, or was, in the cache. ``page`` -1: evicted, kept because a child's is not."""
+    """One prefix whose last page is in the cache, and so are all the pages before it."""
 
     __slots__ = ("children", "key", "page", "parent", "tokens")
 
-    def __init__(self, key: bytes, tokens: bytes, parent: _Node | None):
-        self.key, self.tokens, self.parent = key, tokens, parent
-        self.page = -1
-        self.children = 0
+    def __init__(self, key: bytes, tokens: bytes, parent: _Node | None, page: int):
+        self.key, self.tokens, self.parent, self.page = key, tokens, parent, page
+        self.children: dict[_Node, None] = {}  # a dict for its order: the same in every run
 
 
 class PrefixCache:
@@ -31,20 +30,20 @@ class PrefixCache:
 
     A key only finds; what is served is verified. A hit compares the page's tokens and that its parent is the very node
     that was verified just before, so by induction the whole prefix is the same, and a collision of keys costs a hit
-    and never serves another prompt's KV. For this a node outlives its page as long as a child's page is cached.
+    and never serves another prompt's KV.
 
     A page whose key is already taken (two sequences computed the same prefix side by side) stays out of the cache:
-    two owners of one key would orphan the first.
-    Invariant: ``_node_of[p].page == p`` for every cached page, the pool marks exactly these pages, and each node has
-    a page or children.
+    two owners of one key would orphan the first. Its later pages then hang beneath the other's, so when a page is
+    given away, those beneath it are forgotten with it, or nobody could ever reach them; a sequence that still runs
+    offers its own pages again, from the first.
+    Invariant: ``_node_of[p].page == p`` for every cached page, the pool marks exactly these pages, and the parent of
+    every node is a node: whatever is cached can be reached.
     """
 
     def __init__(self, page_size: int):
         self.page_size = page_size
         self._nodes: dict[bytes, _Node] = {}
         self._node_of: dict[int, _Node] = {}
-        self.hits = 0  # tokens
-        self.queries = 0  # tokens
         self.evictions = 0  # pages
         self.hash_seconds = 0.0
 
@@ -53,69 +52,66 @@ class PrefixCache:
 
         One token at least is always computed: its logits are what the step is for. Counts nothing and takes nothing.
         """
-        matched: list[int] = []
-        parent = None
         limit = (len(seq.token_ids) - 1) // self.page_size
-        if self._node_of:
-            self._hash_pages(seq, limit)
-            nodes = self._nodes
-            for index, key in enumerate(seq.page_hashes[:limit]):
-                node = nodes.get(key)
-                if node is None or node.page < 0 or not self._verified(node, parent, seq, index):
-                    break
-                matched.append(node.page)
-                parent = node
-        seq.prefix_node, seq.prefix_depth = parent, len(matched)
-        return matched
+        if not self._nodes or not limit:
+            seq.prefix_node, seq.prefix_depth = None, 0
+            return []
+        self._hash_pages(seq, limit)
+        parent, depth = self._known(seq, limit)
+        for index in range(depth, limit):
+            node = self._nodes.get(seq.page_hashes[index])
+            if node is None or not self._verified(node, parent, seq, index):
+                break
+            parent, depth = node, index + 1
+        seq.prefix_node, seq.prefix_depth = parent, depth
+        return _pages_to(parent)
+
+    def _known(self, seq: Sequence, limit: int) -> tuple[_Node | None, int]:
+        """How far ``seq`` was verified before, if that is still there: a waiting prompt is not compared every step."""
+        node = seq.prefix_node
+        if node is None or seq.prefix_depth > limit or self._nodes.get(node.key) is not node:
+            return None, 0
+        return node, seq.prefix_depth
 
     def insert(self, seq: Sequence, num_full: int, pool: PagePool) -> None:
         """Offer the first ``num_full`` pages of ``seq``, all fully computed, from where it was left the last time."""
         self._hash_pages(seq, num_full)
-        parent, depth = seq.prefix_node, seq.prefix_depth
-        if parent is not None and self._nodes.get(parent.key) is not parent:
-            parent, depth = None, 0  # forgotten meanwhile (another sequence's page carried it): once more from the root
+        parent, depth = self._known(seq, num_full)
         for index in range(depth, num_full):
             page, key = seq.pages[index], seq.page_hashes[index]
             node = self._nodes.get(key)
             if node is None:
-                node = self._nodes[key] = _Node(key, self._packed(seq, index), parent)
+                assert page not in self._node_of, f"page {page} is cached under another prefix"
+                node = self._nodes[key] = self._node_of[page] = _Node(key, self._packed(seq, index), parent, page)
                 if parent is not None:
-                    parent.children += 1
+                    parent.children[node] = None
+                pool.mark_cached(page)
             elif not self._verified(node, parent, seq, index):
                 return  # a collision: whoever came first keeps the key
-            if node.page < 0:
-                assert page not in self._node_of, f"page {page} is cached under another prefix"
-                node.page = page
-                self._node_of[page] = node
-                pool.mark_cached(page)
             parent = node
             seq.prefix_node, seq.prefix_depth = node, index + 1
 
     def _verified(self, node: _Node, parent: _Node | None, seq: Sequence, index: int) -> bool:
         return node.parent is parent and node.tokens == self._packed(seq, index)
 
-    def evict(self, page: int) -> None:
-        """Forget a page that the pool gives away."""
-        self.evictions += 1
-        self._forget(page)
+    def evict(self, page: int) -> list[int]:
+        """Forget a page that the pool gives away; the pages beneath it, which are forgotten with it."""
+        top = self._node_of[page]
+        if top.parent is not None:
+            del top.parent.children[top]
+        nodes = [top]
+        for node in nodes:  # grows as it goes: the whole subtree
+            nodes.extend(node.children)
+            del self._nodes[node.key], self._node_of[node.page]
+        self.evictions += len(nodes)
+        return [node.page for node in nodes[1:]]
 
     def clear(self, pool: PagePool) -> None:
         """Forget everything."""
-        for page in list(self._node_of):
-            self._forget(page)
+        for page in self._node_of:
             pool.drop_cached(page)
-
-    def _forget(self, page: int) -> None:
-        node = self._node_of.pop(page)
-        node.page = -1
-        self._prune(node)
-
-    def _prune(self, node: _Node | None) -> None:
-        while node is not None and node.page < 0 and not node.children:
-            del self._nodes[node.key]
-            node = node.parent
-            if node is not None:
-                node.children -= 1
+        self._nodes.clear()
+        self._node_of.clear()
 
     def _packed(self, seq: Sequence, index: int) -> bytes:
         """What makes page ``index`` this one, given its parent: its tokens; the first also has the salt."""
@@ -142,18 +138,24 @@ class PrefixCache:
 
     def check_integrity(self, pool: PagePool) -> None:
         """Assert that nodes, pages and the pool's marks agree both ways. O(pages)."""
-        with_page = {node.page: node for node in self._nodes.values() if node.page >= 0}
-        assert with_page == self._node_of, "hash map and page hashes disagree"
-        assert all(self._nodes[key].key == key for key in self._nodes)
-        children: dict[int, int] = {}
-        for node in self._nodes.values():
-            assert node.page >= 0 or node.children, "a node has neither a page nor children"
+        assert {node.page: node for node in self._nodes.values()} == self._node_of, "hash map and pages disagree"
+        for key, node in self._nodes.items():
+            assert node.key == key
+            assert all(self._nodes.get(child.key) is child and child.parent is node for child in node.children)
             if node.parent is not None:
-                assert self._nodes.get(node.parent.key) is node.parent, "a node's parent is gone"
-                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
-        assert all(node.children == children.get(id(node), 0) for node in self._nodes.values())
+                assert self._nodes.get(node.parent.key) is node.parent, "a cached page cannot be reached"
+                assert node in node.parent.children
         marked = {p for p in range(pool.num_pages) if pool.is_cached(p)}
         assert marked == set(self._node_of), "the pool and the prefix cache disagree about what is cached"
+
+
+def _pages_to(node: _Node | None) -> list[int]:
+    pages = []
+    while node is not None:
+        pages.append(node.page)
+        node = node.parent
+    pages.reverse()
+    return pages
 
 
 def _salt(seq: Sequence) -> bytes:

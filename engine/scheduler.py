@@ -63,7 +63,9 @@ class Scheduler:
         self.passed_over = WaitingQueue(self.rank)  # long prompts that wait for a share, see _next_waiting
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._parked: dict[int, Sequence] = {}  # id -> beam that was preempted while it waited for its siblings
         self._arrivals = 0
+        self._left_waiting = 0  # after the last step
         self._promised_rows = 0  # forks to come of running sequences
         self._share = config.max_num_batched_tokens // config.max_num_partial_prefills
 
@@ -75,9 +77,15 @@ class Scheduler:
         return len(self.waiting) + len(self.passed_over)
 
     @property
+    def num_parked(self) -> int:
+        """Beams that were preempted while they waited for their siblings: in no queue until the group goes on."""
+        return len(self._parked)
+
+    @property
     def num_swapped(self) -> int:
-        """Waiting sequences with KV on the host."""
-        return sum(bool(seq.host_pages) for queue in (self.waiting, self.passed_over) for seq in queue.unordered())
+        """Sequences with KV on the host."""
+        places = (self.waiting.unordered(), self.passed_over.unordered(), self._parked.values())
+        return sum(bool(seq.host_pages) for place in places for seq in place)
 
     @property
     def has_work(self) -> bool:
@@ -109,14 +117,19 @@ class Scheduler:
                 f"{params.width} sequences side by side (n, best_of or the beam width) are more than max_num_seqs "
                 f"{self.config.max_num_seqs}: ask for fewer or raise max_num_seqs"
             )
-        if self.config.max_num_waiting is not None and self.num_waiting >= self.config.max_num_waiting:
-            raise QueueFull(
-                f"{self.num_waiting} requests are waiting and max_num_waiting is {self.config.max_num_waiting}: send "
-                "the request again later"
-            )
+        if self.config.max_num_waiting is not None:
+            self._check_queue(self.config.max_num_waiting)
         self._arrivals += 1
         seq.arrival = self._arrivals
         self.waiting.push(seq)
+
+    def _check_queue(self, limit: int) -> None:
+        """Who arrives between two steps does not wait yet if there was room for more after the last one."""
+        room = self._free_rows() if self._left_waiting == 0 else 0
+        if self.num_waiting >= limit + room:
+            raise QueueFull(
+                f"{self.num_waiting} requests are waiting and max_num_waiting is {limit}: send the request again later"
+            )
 
     def schedule(self) -> StepPlan:
         """Plan one step. The caller computes it, commits each item, and settles the moves."""
@@ -131,19 +144,26 @@ class Scheduler:
             budget = self._admit_waiting(plan, budget)
         if budget and self.config.max_num_partial_prefills > 1:
             self._spend_rest(plan, budget)
+        self._left_waiting = self.num_waiting
         plan.moves = self.kv.take_moves()
         return plan
 
     def _yield_to_urgent(self, plan: StepPlan) -> None:
-        """A waiting request of a better class takes the place of running ones of a worse class."""
-        head = self.waiting.peek()
-        while (
-            head is not None
-            and self.running
-            and self.running[-1].request.priority > head.request.priority
-            and not (self._has_row_for(head) and self.kv.can_admit(head, len(self.running)))
-        ):
-            self._preempt(self.running.pop(), plan)
+        """A waiting request of a better class takes the place of running ones of a worse class.
+
+        Nobody has to go if even that would not be enough.
+        """
+        running = self.running
+        head = self._next_waiting(self._num_long())
+        if head is None or not running or running[-1].request.priority <= head.request.priority:
+            return
+        worse = [seq for seq in running if seq.request.priority > head.request.priority]
+        rows = self._free_rows() + len(worse) + sum(seq.pending_forks for seq in worse)
+        if rows <= head.pending_forks or not self.kv.can_admit(head, len(running) - len(worse), worse):
+            return
+        while worse and not (self._free_rows() > head.pending_forks and self.kv.can_admit(head, len(running), [])):
+            self._preempt(running.pop(), plan)
+            worse.pop()
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Returns what is left of ``budget``, and whether nobody had to go for lack of memory."""
@@ -179,9 +199,9 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> int:
-        longs = sum(self._is_long(seq) for seq in self.running) if self.config.max_num_partial_prefills > 1 else 0
+        longs = self._num_long()
         while budget > 0 and (seq := self._next_waiting(longs)) is not None:
-            if not self._prompt_may_start(seq, budget) or not self._has_row_for(seq):
+            if not self._prompt_may_start(seq, budget) or self._free_rows() <= seq.pending_forks:
                 break
             if not self.kv.admit(seq, len(self.running)):
                 break
@@ -210,15 +230,20 @@ class Scheduler:
             return first or passed
         return min(first, passed, key=self.rank)
 
+    def _num_long(self) -> int:
+        if self.config.max_num_partial_prefills == 1:
+            return 0
+        return sum(self._is_long(seq) for seq in self.running)
+
     def _is_long(self, seq: Sequence) -> bool:
         return seq.num_uncomputed > self._share
 
     def _prompt_may_start(self, seq: Sequence, budget: int) -> bool:
         return self.config.enable_chunked_prefill or seq.num_tokens <= budget
 
-    def _has_row_for(self, seq: Sequence) -> bool:
-        """Room in the batch for ``seq`` and the forks it will have, beside those promised to others."""
-        return len(self.running) + self._promised_rows + 1 + seq.pending_forks <= self.config.max_num_seqs
+    def _free_rows(self) -> int:
+        """Room in the batch, less what is promised to the forks to come of running sequences."""
+        return self.config.max_num_seqs - len(self.running) - self._promised_rows
 
     def _spend_rest(self, plan: StepPlan, budget: int) -> None:
         """What no other prompt wanted goes to those that are cut short by their share, in order of rank."""
@@ -244,12 +269,14 @@ class Scheduler:
         seq.num_preemptions += 1
         self.num_preemptions += 1
         plan.preempted.append(seq)
-        if not seq.blocked:
+        if seq.blocked:
+            self._parked[id(seq)] = seq
+        else:
             self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """``child`` has the parent's history. It runs beside it, or waits for room, or as long as the parent waits."""
-        has_row = parent.status is not Status.RUNNING or self._has_row_for(child)  # a free one may be promised
+        has_row = parent.status is not Status.RUNNING or self._free_rows() > 0
         if has_row and self.kv.fork(parent, child):
             self._enter(child)
         else:
@@ -266,7 +293,7 @@ class Scheduler:
     def unblock(self, seq: Sequence) -> None:
         """A beam has been given its next token."""
         seq.blocked = False
-        if seq.status is not Status.RUNNING:
+        if self._parked.pop(id(seq), None) is not None:
             self.waiting.push(seq)
 
     def finish(self, seq: Sequence) -> None:
@@ -278,13 +305,15 @@ class Scheduler:
             self.waiting.remove(seq)
         elif seq in self.passed_over:
             self.passed_over.remove(seq)
+        self._parked.pop(id(seq), None)
         self.kv.free(seq)
         seq.status = Status.FINISHED
 
     def check_integrity(self, live: list[Sequence]) -> None:
         """Assert that each of the ``live`` sequences is in one place, and what must hold there."""
         waiting = [*self.waiting.unordered(), *self.passed_over.unordered()]
-        parked = [seq for seq in live if seq.status is Status.PREEMPTED and seq.blocked]
+        parked = list(self._parked.values())
+        assert all(seq.blocked and seq.status is Status.PREEMPTED for seq in parked)
         places = [id(seq) for seq in (*self.running, *waiting, *parked)]
         assert sorted(places) == sorted(map(id, live)), "a sequence is in two places, or in none"
         assert self.running == sorted(self.running, key=self.rank), "running is out of order"

@@ -18,6 +18,12 @@ class Slab:
         self._bases: list[int] = [0]
         self._sizes: list[int] = [size]
 
+    def copy(self) -> Slab:
+        """The same holes, to try something out on."""
+        other = Slab(self.size)
+        other.free, other._bases, other._sizes = self.free, self._bases.copy(), self._sizes.copy()
+        return other
+
     @property
     def largest_hole(self) -> int:
         return max(self._sizes, default=0)

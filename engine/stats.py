@@ -8,7 +8,8 @@ PHASES = ("schedule", "prepare", "execute", "sample", "output")
 
 LEDGER = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 """Where the KV slots are, all of them, each once: holding a token of a sequence; reserved and empty (internal waste);
-kept for the prefix cache; pinned by a copy; free and usable; free and too scattered for a reservation (contiguous)."""
+kept for the prefix cache; owned by nobody and read by a copy of this step; free; and free, enough for the reservation
+that is waited for, but not in one piece (external fragmentation, contiguous only)."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,14 @@ class KVStats:
     pages_free: int  # never written or no longer wanted, cached pages not among them
     pages_owned: int  # named by at least one sequence
     pages_cached: int  # owned by nobody, kept for the prefix cache, evictable
-    pages_pinned: int  # owned by nobody, kept until a copy from them is done
+    pages_pinned: int  # owned by nobody, kept until a copy from them is done: none between two steps
     slots_total: int
     slots_reserved: int  # slots of owned pages
     slots_used: int  # of those, slots that hold a token's KV (a shared page counts once)
     slots_shared: int  # slots that sharing saves: tokens of all sequences, less slots_used
     slots_cached: int
     slots_pinned: int
-    slots_fragmented: int  # contiguous: free slots outside the largest hole; paged: none, any page will do
+    slots_fragmented: int  # free, but too scattered for whom is waiting; paged: none, any page will do
     page_table_bytes: int
     host_slots_total: int = 0  # swap space, in slots
     host_slots_used: int = 0  # of those, slots that swapped-out sequences hold
@@ -59,11 +60,11 @@ class KVCounters:
     allocated_pages: int = 0  # that came to be owned, new ones and ones found in the prefix cache
     freed_pages: int = 0  # that nobody owns any more; allocated less freed are the owned ones
     copied_pages: int = 0  # copy-on-write; contiguous: forks copied whole
-    copied_slots: int = 0
+    copied_slots: int = 0  # filled ones; with them the rest of their pages is moved too, as it is in swaps
     swapped_out_slots: int = 0
     swapped_in_slots: int = 0
     swap_lost_slots: int = 0  # had no place on the host, or lost it: computed again
-    refused_fragmented: int = 0  # contiguous: admissions refused although enough slots were free
+    refused_fragmented: int = 0  # contiguous: sequences that had to wait although enough slots were free
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class EngineStats:
     swap_space_bytes: int
     bytes_per_slot: int
     scale_bytes_per_slot: int  # of bytes_per_slot, scales of a quantised KV
-    num_preemptions: int
-    recomputed_tokens: int
+    num_preemptions: int  # sequences put back to waiting, for want of memory or for a more urgent one
+    recomputed_tokens: int  # computed before: preempted sequences, and forks that found no room beside their parent
     counters: KVCounters
     prompt_tokens: int
     generation_tokens: int

@@ -82,8 +82,9 @@ class SwapSpace:
         self._part(host_page)
         self.pool.drop_cached(host_page)
 
-    def _part(self, host_page: int) -> None:
+    def _part(self, host_page: int) -> tuple[()]:
         del self._host_of[self._device_of.pop(host_page)]
+        return ()
 
     def check_integrity(self) -> None:
         """Assert the twins, and the pool against the host pages of the swapped sequences."""

@@ -73,7 +73,6 @@ def _post(
     """
 
     async def handle(request: Request) -> Response:
-        status = 500  # of an error that nobody foresaw
         status: int | None = 500  # of an error that nobody foresaw
         try:
             response = await endpoint(state, request, await read_body(request))

@@ -45,7 +45,7 @@ _GAUGES: tuple[_Row, ...] = (
     ("kv_slots_cached", "Token slots of the cached pages.", lambda s: s.kv.slots_cached),
     ("kv_slots_pinned", "Token slots of the pinned pages.", lambda s: s.kv.slots_pinned),
     ("kv_slots_free", "Token slots free, scattered ones too.", lambda s: s.kv.slots_free),
-    ("kv_slots_fragmented", "Free slots outside the largest hole (contiguous).", lambda s: s.kv.slots_fragmented),
+    ("kv_slots_fragmented", "Free slots, too scattered for who waits (contiguous).", lambda s: s.kv.slots_fragmented),
     ("kv_waste_slots", "Slots reserved and not used.", lambda s: s.kv_waste_slots),
     ("kv_waste_bytes", "Bytes of the slots reserved and not used.", lambda s: s.kv_waste_slots * s.bytes_per_slot),
     ("page_table_bytes", "Bytes of the page table.", lambda s: s.kv.page_table_bytes),
@@ -57,8 +57,16 @@ _GAUGES: tuple[_Row, ...] = (
     ("swap_slots_used", "Token slots that swapped-out requests hold.", lambda s: s.kv.host_slots_used),
 )
 _COUNTERS: tuple[_Row, ...] = (
-    ("num_preemptions", "Requests put back to waiting because memory ran out.", lambda s: s.num_preemptions),
-    ("recomputed_tokens", "Tokens computed again after a preemption.", lambda s: s.recomputed_tokens),
+    (
+        "num_preemptions",
+        "Sequences put back to waiting for want of memory, or for a more urgent one.",
+        lambda s: s.num_preemptions,
+    ),
+    (
+        "recomputed_tokens",
+        "Tokens computed again: of preempted sequences, and of forks that found no room.",
+        lambda s: s.recomputed_tokens,
+    ),
     ("prefix_cache_hits", "Prompt tokens that the prefix cache served.", lambda s: s.counters.prefix_hits),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.counters.prefix_queries),
     ("prefix_cache_evictions", "Pages the prefix cache lost to others.", lambda s: s.counters.prefix_evictions),
@@ -82,7 +90,7 @@ _COUNTERS: tuple[_Row, ...] = (
     ("swapped_in_slots", "Token slots swapped in again.", lambda s: s.counters.swapped_in_slots),
     ("swap_lost_slots", "Token slots the swap space had no place for.", lambda s: s.counters.swap_lost_slots),
     ("swap_seconds", "Seconds of moving KV: copies on write and swaps.", lambda s: s.swap_seconds),
-    ("refused_fragmented", "Admissions put off though enough was free.", lambda s: s.counters.refused_fragmented),
+    ("refused_fragmented", "Sequences that waited though enough was free.", lambda s: s.counters.refused_fragmented),
     ("hash_seconds", "Seconds of hashing pages for the prefix cache.", lambda s: s.counters.hash_seconds),
 )
 

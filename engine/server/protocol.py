@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from engine.server.errors import from_validation, invalid, unprocessable
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 64  # each new token is compared with all of them, and each beam brings as many candidates more
 MAX_SALT_CHARACTERS = 1024
 
 # Options the engine does not have, with the values that ask for nothing.
@@ -82,7 +83,7 @@ class GenerationBody(_Body):
     top_k: int | None = Field(None, ge=-1)
     seed: Int64 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1)
     best_of: int | None = Field(None, ge=1)

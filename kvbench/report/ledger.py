@@ -37,13 +37,13 @@ PLACES = (
     Place("cached", "cached", "owned by nobody, kept for the prefix cache, given up when needed"),
     Place("pinned", "pinned", "kept until a copy from them is done"),
     Place("free", "free", "free and usable"),
-    Place("fragmented", "free, scattered", "free, but outside the largest hole of the contiguous slab"),
+    Place("fragmented", "free, scattered", "free, enough for a request that waits, but not in one piece (contiguous)"),
     Place("table", "page table", "the page table"),
     Place("rest", "left over", "too little for another page"),
 )
 _STEPS = "kv_slot_steps_total_"
 _OBSERVED = "place_"
-_MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv_slots_shared")
+_MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv_slots_shared", "kv_slots_total")
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,7 @@ def observe(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
     found = {_OBSERVED + place: slots for place, slots in mean_slots(gauges, start, end).items()}
     inside = gauges[gauges["t"].between(start, end)]
     inside = gauges if inside.empty else inside
-    for name in (
-        "kv_budget_bytes",
-        "kv_bytes_per_slot",
-        "kv_scale_bytes_per_slot",
-        "kv_slots_shared",
-        "kv_slots_total",
-    ):
+    for name in _MEANS:
         if found and name in inside and inside[name].notna().any():
             found[name] = float(inside[name].mean())
     return found
