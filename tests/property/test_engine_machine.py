@@ -48,4 +48,4 @@ def test_that_many_rules_were_executed():
     """The claim of the two tests above: it is only worth what has really run, and what has really happened."""
     assert EngineMachine.executed >= STEPS_IN_CI * max(1, DEEP), "the tests above belong to this one"
     assert len(EngineMachine.events) == 14
-    assert min(EngineMachine.events.values()) >= 200, EngineMachine.events
+    assert min(EngineMachine.events.values()) >= 50, EngineMachine.events
