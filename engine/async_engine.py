@@ -18,8 +18,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
+from engine.commands import Command, describe, resolve
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.output_stream import Delivery, OpenSequences, OutputStream
@@ -35,11 +36,6 @@ _log = logging.getLogger(__name__)
 
 class EngineUnavailable(RuntimeError):
     """The engine takes no requests any more; the text says why."""
-
-
-class _Command(NamedTuple):
-    work: Callable[[], Any]
-    reply: asyncio.Future[Any] | None
 
 
 class AsyncEngine:
@@ -59,7 +55,7 @@ class AsyncEngine:
         self._failed_steps = 0  # in a row
         self._last_failure = ""
         self._condition = threading.Condition()  # guards the next three
-        self._commands: list[_Command] = []
+        self._commands: list[Command] = []
         self._stopping = False
         self._dead: str | None = None
         self._thread = thread or EngineThread()
@@ -156,7 +152,7 @@ class AsyncEngine:
                 raise EngineUnavailable(self._dead)
             if self._stopping:
                 raise EngineUnavailable(SHUTTING_DOWN)
-            self._commands.append(_Command(work, reply))
+            self._commands.append(Command(work, reply))
             self._condition.notify()
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
@@ -186,7 +182,7 @@ class AsyncEngine:
                 pass
         except BaseException as error:  # the thread is all there is: whatever ended it ends the requests
             _log.exception("the engine cannot go on")
-            self._die(f"the engine cannot go on: {_describe(error)}")
+            self._die(f"the engine cannot go on: {describe(error)}")
 
     def _turn(self) -> bool:
         """Commands, then a step. False when it is time to stop."""
@@ -203,7 +199,7 @@ class AsyncEngine:
             self._step()
         return True
 
-    def _obey(self, commands: list[_Command]) -> None:
+    def _obey(self, commands: list[Command]) -> None:
         """Run ``commands`` and reply to all; only then let an error that is not a refusal end the engine."""
         replies = []
         fatal: Exception | None = None
@@ -215,11 +211,11 @@ class AsyncEngine:
                 error = refused
             except Exception as failed:
                 fatal = failed
-                error = EngineUnavailable(f"the engine cannot go on: {_describe(failed)}")
+                error = EngineUnavailable(f"the engine cannot go on: {describe(failed)}")
             if reply is not None:
                 replies.append((reply, result, error))
         if replies:
-            self._to_loop(_resolve, replies)
+            self._to_loop(resolve, replies)
         if fatal is not None:
             raise fatal
 
@@ -228,7 +224,7 @@ class AsyncEngine:
             outputs = self.engine.step()
         except Exception as error:
             _log.exception("a step failed")
-            self._fail_step(_describe(error))
+            self._fail_step(describe(error))
             return
         self._failed_steps = 0
         if not outputs:
@@ -293,7 +289,7 @@ class AsyncEngine:
             self._dead = reason
             commands, self._commands = self._commands, []
         unavailable = EngineUnavailable(reason)
-        self._to_loop(_resolve, [(reply, None, unavailable) for _, reply in commands if reply is not None])
+        self._to_loop(resolve, [(reply, None, unavailable) for _, reply in commands if reply is not None])
         self._to_loop(self._end_all_streams, "error", reason)
 
     def _to_loop(self, function: Callable[..., None], *args: Any) -> None:
@@ -303,17 +299,3 @@ class AsyncEngine:
         except RuntimeError:  # the loop has closed: nobody is there to hear it
             with self._condition:
                 self._stopping = True
-
-
-def _resolve(replies: list[tuple[asyncio.Future[Any], Any, Exception | None]]) -> None:
-    for reply, result, error in replies:
-        if reply.done():  # cancelled meanwhile
-            continue
-        if error is None:
-            reply.set_result(result)
-        else:
-            reply.set_exception(error)
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
