@@ -37,9 +37,11 @@ class PagedKVManager(RowTable):
     # Residence.
 
     def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
-        ref_count = self.pool.ref_count
-        coming = sum(ref_count[page] == 1 for other in leaving for page in other.pages)  # shared ones stay, to be safe
-        return bool(self._free_rows or leaving) and self._has_pages(seq, running, self._prefix_pages(seq), coming)
+        found, ref_count = self._prefix_pages(seq), self.pool.ref_count
+        taken = set(found)  # no gain: seq takes over what it shares with them
+        pages = (page for other in leaving for page in other.pages)
+        coming = sum(ref_count[page] == 1 and page not in taken for page in pages)  # shared ones stay, to be safe
+        return bool(self._free_rows or leaving) and self._has_pages(seq, running, found, coming)
 
     def admit(self, seq: Sequence, running: int) -> bool:
         """Take a row, share what is on the device, bring back what is on the host; the rest is computed."""

@@ -51,6 +51,21 @@ def test_an_urgent_request_takes_the_place_of_the_least_urgent_one(layout):
     assert engine.stats().num_preemptions == 1
 
 
+def test_nobody_has_to_go_when_even_that_would_not_be_enough():
+    """What the urgent one shares with the one that would go is no page gained: it would need it itself."""
+    engine = small_engine(36, page_size=4, enable_prefix_caching=True, scheduling_policy="priority")  # 9 pages
+    requests = [request("first", 3, max_tokens=10), request("low", 13, max_tokens=6, priority=2)]
+    requests += [request("urgent", range(1, 18), max_tokens=2, priority=1)]  # begins as low does
+    for one in requests[:2]:
+        engine.add_request(one)
+    engine.step()
+    engine.add_request(requests[2])
+    engine.step()
+    assert [seq.request_id for seq in engine.scheduler.running] == ["first", "low"]
+    assert engine.stats().num_preemptions == 0
+    drain(engine)
+
+
 def test_equal_priorities_and_fcfs_take_nobodys_place():
     for policy, priority in (("priority", 3), ("fcfs", 0)):
         engine = small_engine(256, page_size=4, max_num_seqs=1, scheduling_policy=policy)
