@@ -41,11 +41,11 @@ def _profile(machine: type[EngineMachine], share: float):
 
 
 TestPaged = _profile(EngineMachine, 0.75)
-TestContiguous = _profile(ContiguousMachine, 0.25)
+TestContiguous = _profile(ContiguousMachine, 0.35)
 
 
 def test_that_many_rules_were_executed():
     """The claim of the two tests above: it is only worth what has really run, and what has really happened."""
     assert EngineMachine.executed >= STEPS_IN_CI * max(1, DEEP), "the tests above belong to this one"
     assert len(EngineMachine.events) == 14
-    assert min(EngineMachine.events.values()) >= 50, EngineMachine.events
+    assert min(EngineMachine.events.values()) >= 20, EngineMachine.events

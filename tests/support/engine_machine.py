@@ -35,8 +35,10 @@ def prompt_of(stem: int, length: int, tail: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-WIDTHS = ({}, {}, {}, {"n": 2}, {"n": 3}, {"n": 4}, {"n": 2, "best_of": 3}, {"best_of": 4},
-          {"beam_width": 2}, {"n": 2, "beam_width": 3}, {"n": 3, "beam_width": 3, "early_stopping": True})  # fmt: skip
+SIBLINGS = ({"n": 2}, {"n": 3}, {"n": 4}, {"n": 2, "best_of": 3}, {"best_of": 4})
+BEAMS = ({"beam_width": 2}, {"beam_width": 3}, {"n": 2, "beam_width": 3},
+         {"n": 3, "beam_width": 3, "early_stopping": True})  # fmt: skip
+THEMES = {"mixed": ({}, {}, {}, {}, *SIBLINGS, *BEAMS), "plain": ({},), "siblings": SIBLINGS, "beams": BEAMS}
 SALTS = (None, None, None, "a", "b")
 
 
@@ -49,19 +51,20 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 4, 5, 8]),
-        spare=st.sampled_from([0, 0, 1, 4, 8, 16, 40, 64]),
+        spare=st.sampled_from([0, 0, 1, 4, 8, 16, 40, 64, 64]),
         host_slots=st.sampled_from([0, 0, 1, 1, 4, 16, 40, 200]),
         caching=st.booleans(),
         prefills=st.sampled_from([0, 1, 1, 2, 3]),  # 0: not chunked
         policy=st.sampled_from(["fcfs", "priority"]),
-        max_num_seqs=st.sampled_from([2, 3, 4, 4, 6]),
+        max_num_seqs=st.sampled_from([2, 3, 3, 4, 4, 6]),
         max_num_waiting=st.sampled_from([None, None, 3]),
-        reservation=st.sampled_from(["max", "pow2", "oracle"]),
+        reservation=st.sampled_from(["max", "pow2", "oracle", "oracle"]),
+        theme=st.sampled_from(["mixed", "mixed", "plain", "siblings", "beams"]),
     )
     def start(
-        self, page_size, spare, host_slots, caching, prefills, policy, max_num_seqs, max_num_waiting, reservation
+        self, page_size, spare, host_slots, caching, prefills, policy, max_num_seqs, max_num_waiting, reservation, theme
     ):
-        contiguous = self.layout == "contiguous"
+        contiguous, self.widths = self.layout == "contiguous", THEMES[theme]
         unit = 1 if contiguous else page_size
         self.executor = CountingExecutor(VOCAB, (EOS,))
         self.engine = small_engine(
@@ -93,20 +96,21 @@ class EngineMachine(RuleBasedStateMachine):
         length=st.integers(0, 24),
         tail=st.integers(0, 26),
         max_tokens=st.integers(1, 20),
-        width=st.sampled_from(WIDTHS),
+        width=st.integers(0, 11),
         other=st.integers(0, 29),
     )
     def add(self, stem, length, tail, max_tokens, width, other):
         salt, ignore_eos, priority = SALTS[other % 5], other % 2 == 0, other % 3
         prompt = prompt_of(stem, length, tail) or (1,)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, **width)
+        wide = self.widths[width % len(self.widths)]
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, **wide)
         self._add(Request(str(len(self.requests)), prompt, params, priority=priority, cache_salt=salt))
         self._check()
 
-    @rule(stem=st.integers(0, 2), length=st.integers(20, 30))
-    def add_urgent(self, stem, length):
-        """Long, and before everybody else."""
-        params = SamplingParams(max_tokens=3, temperature=0.0)
+    @rule(stem=st.integers(0, 2), length=st.integers(20, 30), n=st.integers(1, 3))
+    def add_urgent(self, stem, length, n):
+        """Long, wide, and before everybody else."""
+        params = SamplingParams(max_tokens=3, temperature=0.0, n=n)
         self._add(Request(str(len(self.requests)), prompt_of(stem, length, 0), params))
         self._check()
 
