@@ -194,3 +194,21 @@ def test_wider_than_the_vocabulary_is_refused():
     assert not engine.has_work()
     engine.add_request(request("a", 3, beam_width=4, n=4, max_tokens=1))
     assert len(drain(engine)) == 4
+
+
+def test_siblings_have_keys_of_their_own():
+    engine = small_engine(256, page_size=4, enable_prefix_caching=True)
+    engine.add_request(request("a", 6, max_tokens=12, n=2))
+    for _ in range(11):
+        engine.step()
+    one, other = engine.scheduler.running
+    assert one.page_hashes[0] == other.page_hashes[0]
+    assert not set(one.page_hashes[1:]) & set(other.page_hashes[1:])
+    assert len(one.page_hashes) == len(other.page_hashes) == 4
+
+
+def test_what_a_fork_without_room_computes_is_counted_as_computed_again():
+    engine = small_engine(32, layout="contiguous")
+    engine.add_request(request("a", 13, max_tokens=4, n=2))
+    drain(engine)
+    assert engine.stats().recomputed_tokens == 13
