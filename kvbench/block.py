@@ -183,8 +183,9 @@ class Load:
         log_from = self.server_log.stat().st_size if self.server_log.is_file() else 0
         with runner.run.scratch_load(cell.cell_id, self.repeat) as out:
             spec = loadrun.load_spec(
-                load, cell.load, base_url=target.base_url, model=target.model.name, requests_file=path, out_dir=out
-            )
+                load, cell.load, base_url=target.base_url, model=target.model.name, requests_file=path, out_dir=out,
+                send_priority=loadrun.takes_priority(cell.configuration.settings, self.info),
+            )  # fmt: skip
             started_at, began = utc_now(), time.monotonic()
             machine = MachineWatch(target.server())
             before = server_state.read_metrics(target)

@@ -240,7 +240,7 @@ def load_command(*, workload: str, url: str, at: str | None, output_dir: Path | 
         path, _ = loadrun.store_requests(requests, out, f"{point.load_id}-1")
         spec = loadrun.load_spec(
             loaded.load, point, base_url=target.base_url, model=model.name, requests_file=path.resolve(),
-            out_dir=out.resolve(),
+            out_dir=out.resolve(), send_priority=loadrun.takes_priority({"target": url}, target.server_info()),
         )  # fmt: skip
         with console.status(f"{point.load_id}: {len(requests)} requests") as status:
             loadrun.drive(

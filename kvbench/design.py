@@ -11,35 +11,13 @@ import functools
 import hashlib
 import itertools
 import random
-import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbench.config_names import config_id_of, label_of, slug
 from kvbench.errors import UsageError
-from kvbench.settings import DEFAULTS, IN_LAYOUT, ONLY_WITH, applies, effective, phrase
-
-# Short words for cell ids; anything else is spelled out.
-_SHORT = {
-    "max_num_seqs": "seqs",
-    "max_num_batched_tokens": "tokens",
-    "max_model_len": "len",
-    "kv_budget": "kv",
-    "kv_cache_dtype": "",
-    "preemption_mode": "",
-    "swap_space": "host",
-    "scheduling_policy": "",
-    "max_num_partial_prefills": "partial",
-    "max_num_waiting": "waiting",
-    "kernel_backend": "",
-    "reservation": "",
-    "dtype": "",
-}
-_FLAG = {
-    "enable_prefix_caching": ("prefix", "noprefix"),
-    "enable_chunked_prefill": ("chunked", "unchunked"),
-}
-_MAX_ID = 80  # file systems allow 255 bytes for a name; a terminal table does not
+from kvbench.settings import DEFAULTS, ONLY_WITH, applies, effective
 
 
 @dataclass(frozen=True)
@@ -200,58 +178,18 @@ def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Co
     named = []
     for settings in unique:
         varied = _changed(settings, baseline, swept)
-        config_id = _config_id(settings, varied)
+        config_id = config_id_of(settings, varied)
         if config_id.lower() in taken:  # also on file systems that fold case
             digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
             config_id = f"{config_id}-{digest}"
         taken.add(config_id.lower())
-        named.append(Configuration(config_id, _label(settings, varied), dict(settings), varied, settings is baseline))
+        named.append(Configuration(config_id, label_of(settings, varied), dict(settings), varied, settings is baseline))
     return tuple(named)
-
-
-def _config_id(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
-    if "target" in settings:  # a server that runs already: its settings are not ours to name
-        return "target"
-    layout = settings.get("layout", "paged")
-    parts = [_slug(layout)]
-    if layout == "paged" and "page_size" in settings:
-        parts.append(f"p{_slug(settings['page_size'])}")
-    if layout == "contiguous" and "reservation" in settings:
-        parts.append(_slug(settings["reservation"]))
-    for key, value in varied.items():
-        if key in IN_LAYOUT:
-            continue
-        if key in _FLAG and isinstance(value, bool):
-            parts.append(_FLAG[key][0 if value else 1])
-        else:
-            parts.append(f"{_SHORT.get(key, key.replace('_', '') + '_')}{_slug(value)}")
-    config_id = "-".join(parts)
-    if len(config_id) > _MAX_ID:
-        config_id = f"{config_id[: _MAX_ID - 7]}-{hashlib.sha256(config_id.encode()).hexdigest()[:6]}"
-    return config_id
-
-
-def _slug(value: Any) -> str:
-    """Letters, digits, dot and underscore only: safe in a file name, a URL and a shell on any system."""
-    text = re.sub(r"[^A-Za-z0-9._]+", "_", str(value)).strip("._")
-    return text or "none"
-
-
-def _label(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
-    if "target" in settings:
-        return str(settings["target"])
-    layout = settings.get("layout", "paged")
-    words = [str(layout)]
-    if layout == "paged" and "page_size" in settings:
-        words.append(f"page {settings['page_size']}")
-    if layout == "contiguous" and "reservation" in settings:
-        words.append(phrase("reservation", settings["reservation"]))
-    return ", ".join([*words, *(phrase(key, value) for key, value in varied.items() if key not in IN_LAYOUT)])
 
 
 def load_point(mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None) -> LoadPoint:
     """The load point with its id: ``c24`` for 24 users, ``r4`` for 4 requests/s, ``trace`` for a trace's own rate."""
-    open_id = "trace" if rate is None else f"r{_slug(f'{rate:g}')}"
+    open_id = "trace" if rate is None else f"r{slug(f'{rate:g}')}"
     load_id = f"c{concurrency}" if mode == "closed" else open_id
     return LoadPoint(load_id, mode, concurrency, rate, num_requests)
 

@@ -20,6 +20,7 @@ from kvbench.load.prompts import build_requests
 from kvbench.load.requests import notes_path, write_requests
 from kvbench.load.schema import LoadConfig
 from kvbench.results import write_json
+from kvbench.settings import effective
 
 _MARGIN_S = 60.0  # start of the client, its last writes, a slow machine
 _WATCH_S = 0.5
@@ -57,9 +58,16 @@ def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
 
 
 def load_spec(
-    load: LoadConfig, point: LoadPoint, *, base_url: str, model: str, requests_file: Path, out_dir: Path
+    load: LoadConfig,
+    point: LoadPoint,
+    *,
+    base_url: str,
+    model: str,
+    requests_file: Path,
+    out_dir: Path,
+    send_priority: bool,
 ) -> dict[str, Any]:
-    """What the client process is told (SPEC.json)."""
+    """What the client process is told (SPEC.json). ``send_priority``: see ``takes_priority``."""
     return {
         "base_url": base_url,
         "model": model,
@@ -71,7 +79,20 @@ def load_spec(
         "timeout_s": load.timeout_s,
         "ignore_eos": load.ignore_eos,
         "temperature": load.temperature,
+        "send_priority": send_priority,
     }
+
+
+def takes_priority(settings: Mapping[str, Any], info: Mapping[str, Any] | None) -> bool:
+    """Whether the server is sent the requests' priorities: one that works first come, first served refuses them.
+
+    ``settings``: the configuration under test; ``info``: /server_info. A server that was running before
+    (``target`` in ``settings``) and does not tell how it schedules is sent what the workload sets.
+    """
+    policy = ((info or {}).get("engine") or {}).get("scheduling_policy")
+    if policy is None and "target" not in settings:
+        policy = effective(settings, "scheduling_policy")
+    return policy in (None, "priority")
 
 
 def drive(

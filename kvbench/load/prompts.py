@@ -8,6 +8,7 @@ of their distribution, so that no repeat happens to be the heavier one.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from pathlib import Path
@@ -61,9 +62,9 @@ def build_requests(
         requests, notes = _trace(prompts, count, vocab_size, max_model_len, rng)
     if load.mode == "open" and load.arrivals != "trace":
         times = arrivals(load.arrivals, float(rate or 0), len(requests), rng)
-        requests = [_replace_arrival(r, float(t)) for r, t in zip(requests, times, strict=True)]
+        requests = [dataclasses.replace(r, arrival_s=float(t)) for r, t in zip(requests, times, strict=True)]
     elif load.mode == "closed":
-        requests = [_replace_arrival(r, None) for r in requests]
+        requests = [dataclasses.replace(r, arrival_s=None) for r in requests]
     _check_fit(requests, max_model_len)
     return RequestList(requests, notes)
 
@@ -108,7 +109,7 @@ def _synthetic(
     with_prefix = _shared_counts(shared.share, counts) if shared else [0] * len(classes)
     families = [_random_tokens(prefix_len, vocab_size, rng) for _ in range(shared.families if shared else 0)]
     turns = itertools.cycle(families)
-    drawn: list[tuple[str, tuple[int, ...], int, int]] = []
+    drawn: list[RequestSpec] = []
     for item, total, prefixed in zip(classes, counts, with_prefix, strict=True):
         lengths = traces.scale_lengths(draw_lengths(item.prompt_tokens, total, rng), scale)
         outputs = traces.scale_lengths(draw_lengths(item.output_tokens, total, rng), scale)
@@ -116,12 +117,13 @@ def _synthetic(
         for prompt_len, output_len, flag in zip(lengths, outputs, flags, strict=True):
             body = _random_tokens(int(prompt_len), vocab_size, rng)
             family = next(turns) if flag else ()
-            drawn.append((item.name, family + body, int(output_len), len(family)))
-    order = rng.permutation(len(drawn))
-    requests = [
-        RequestSpec(i, drawn[j][0], drawn[j][1], None, drawn[j][2], prefix_tokens=drawn[j][3])
-        for i, j in enumerate(order)
-    ]
+            drawn.append(
+                RequestSpec(
+                    len(drawn), item.name, family + body, None, int(output_len),
+                    prefix_tokens=len(family), priority=item.priority,
+                )
+            )  # fmt: skip
+    requests = [dataclasses.replace(drawn[j], index=i) for i, j in enumerate(rng.permutation(len(drawn)))]
     return requests, {"length_scale": scale} if scale != 1.0 else {}
 
 
@@ -241,18 +243,6 @@ def _trace(
         "longest_total_tokens_in_trace": longest,
     }
     return requests, notes
-
-
-def _replace_arrival(request: RequestSpec, arrival_s: float | None) -> RequestSpec:
-    return RequestSpec(
-        request.index,
-        request.cls,
-        request.prompt_token_ids,
-        request.prompt,
-        request.max_tokens,
-        arrival_s,
-        request.prefix_tokens,
-    )
 
 
 def _check_fit(requests: list[RequestSpec], max_model_len: int) -> None:

@@ -16,6 +16,7 @@ class RequestSpec:
     Beside a text the ids are those it was made of: for its length and its shared prefix, not sent.
     ``arrival_s``: intended start [s after the load's start] in open loop, None in closed loop.
     ``prefix_tokens``: how many leading tokens are shared with other requests of the load.
+    ``priority``: 0 is the most urgent; sent only where the load's spec says so.
     """
 
     index: int
@@ -25,6 +26,7 @@ class RequestSpec:
     max_tokens: int
     arrival_s: float | None = None
     prefix_tokens: int = 0
+    priority: int = 0
 
     def to_row(self) -> dict[str, Any]:
         """The JSONL row."""
@@ -36,6 +38,7 @@ class RequestSpec:
             "max_tokens": self.max_tokens,
             "arrival_s": self.arrival_s,
             "prefix_tokens": self.prefix_tokens,
+            **({"priority": self.priority} if self.priority else {}),
         }
 
     @classmethod
@@ -52,6 +55,7 @@ class RequestSpec:
             max_tokens=int(row["max_tokens"]),
             arrival_s=None if row.get("arrival_s") is None else float(row["arrival_s"]),
             prefix_tokens=int(row.get("prefix_tokens") or 0),
+            priority=int(row.get("priority") or 0),
         )
 
 

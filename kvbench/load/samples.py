@@ -16,6 +16,7 @@ SCHEMA = pa.schema(
     [
         ("index", pa.int64()),
         ("class", pa.string()),
+        ("priority", pa.int64()),
         ("user", pa.int64()),
         ("prompt_tokens", pa.int64()),
         ("output_tokens", pa.int64()),
@@ -61,6 +62,7 @@ class Sample:
         return {
             "index": request.index,
             "class": request.cls,
+            "priority": request.priority,
             "user": self.user,
             "prompt_tokens": sent if done.prompt_tokens is None else done.prompt_tokens,
             "output_tokens": done.output_tokens or 0,

@@ -169,6 +169,8 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
     }
     if spec.return_token_ids:
         body["return_token_ids"] = True
+    if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
+        body["priority"] = request.priority
     payload = json.dumps(body, separators=(",", ":")).encode()
     head = [
         f"POST {address.prefix}{_ENDPOINT} HTTP/1.1",

@@ -12,7 +12,7 @@ from kvbench.load.strict import StrictModel, explain
 
 
 class LoadSpec(StrictModel):
-    """One load. Times in seconds; unset time-outs equal ``timeout_s``."""
+    """One load. Times in seconds; unset time-outs equal ``timeout_s``. ``send_priority``: requests tell theirs."""
 
     base_url: str
     model: str
@@ -28,6 +28,7 @@ class LoadSpec(StrictModel):
     ignore_eos: bool = True
     temperature: float = Field(default=0.0, ge=0)
     return_token_ids: bool = True
+    send_priority: bool = False
     better_priority: bool = True
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
 from kvbench.report.conclusions import conclusions, reservation
 from kvbench.report.data import Run
-from kvbench.report.findings import paging, validity
+from kvbench.report.findings import paging
 from kvbench.report.ledger import ledger_sentence
 from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
 from kvbench.report.manifest import environment, made_from, reproduce, warnings
@@ -17,6 +17,7 @@ from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows
 from kvbench.report.sentence import headline, upper_first
 from kvbench.report.style import RATIO_MARKS
 from kvbench.report.table import UNCERTAIN_NOTE, Value, columns, rows
+from kvbench.report.validity import validity
 
 STATUS_WORDS = {
     "valid": "The measurement is valid.",

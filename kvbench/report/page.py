@@ -14,13 +14,14 @@ from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, ef
 from kvbench.report.conclusions import CODE_PATHS, conclusions, reservation, tiles
 from kvbench.report.data import Cell, Run
 from kvbench.report.figures import drawings
-from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging, validity
+from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging
 from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
 from kvbench.report.manifest import brief, environment, made_from, reproduce, warnings
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows
 from kvbench.report.sentence import headline, upper_first
 from kvbench.report.style import RATIO_MARKS, Drawing, looks
 from kvbench.report.table import UNCERTAIN_NOTE, columns, rows
+from kvbench.report.validity import validity
 
 BANNERS = {
     "valid": "Valid measurement, complete run",

@@ -23,9 +23,9 @@ from kvbench.report.findings import (
     paging,
     scatters,
     spread,
-    validity,
 )
 from kvbench.report.ledger import swapped_bytes
+from kvbench.report.validity import validity
 
 WORDS = {SAME: "level", HIGHER: "ahead", LOWER: "behind", UNCLEAR: NOT_TOLD}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
@@ -82,6 +83,18 @@ def test_shared_prefix_is_really_shared_and_nothing_else_is() -> None:
     assert max(families.values()) - min(families.values()) <= 1
     bodies = [r.prompt_token_ids[r.prefix_tokens :][:16] for r in requests]
     assert len(set(bodies)) == len(bodies)
+
+
+@pytest.mark.parametrize("load", [{}, {"mode": "open", "concurrency": None, "request_rate": 4.0}])
+def test_priorities_follow_the_class_and_change_nothing_else(load: dict, tmp_path: Path) -> None:
+    at = {"concurrency": None, "rate": 4.0} if load else {}
+    classes = [item | {"priority": i} for i, item in enumerate(CLASSES)]
+    urgent = build(mix(**load, prompts={"kind": "synthetic", "classes": classes}), **at)
+    plain = build(mix(**load, prompts={"kind": "synthetic", "classes": CLASSES}), **at)
+    assert {(r.cls, r.priority) for r in urgent} == {("chat", 0), ("question", 1), ("document", 2)}
+    assert [dataclasses.replace(r, priority=0) for r in urgent] == plain
+    write_requests(tmp_path / "r.jsonl", urgent)
+    assert read_requests(tmp_path / "r.jsonl") == urgent
 
 
 def test_largest_remainder_matches_a_hand_count() -> None:

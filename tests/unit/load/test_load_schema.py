@@ -88,6 +88,8 @@ def test_dump_and_load_again_is_the_same() -> None:
         ("prompts", TRACE | {"length_scale": 0}, "above 0"),
         ("prompts.classes", [], "at least 1 item"),
         ("prompts.classes.0.share", 0.4, "add up to 0.4"),
+        ("prompts.classes.0.priority", -1, "priority cannot be -1; write 0"),
+        ("prompts.classes.0.priority", 0.5, "0.5 is not a whole number"),
         ("prompts.classes.0.prompt_tokens", [64, 16], "runs backwards"),
         ("prompts.classes.0.prompt_tokens", 0, "the least is 1"),
         ("prompts.classes.0.prompt_tokens", [1, 2, 3], "two whole numbers"),

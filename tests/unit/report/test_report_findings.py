@@ -17,8 +17,8 @@ from kvbench.report.findings import (
     paired_ratio,
     scatters,
     spread,
-    validity,
 )
+from kvbench.report.validity import validity
 from tests.support.report_cells import cell, run
 
 

@@ -31,7 +31,8 @@ def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
     )
     point = load_point(mode, concurrency=concurrency, rate=rate, num_requests=5)
     spec = loadrun.load_spec(
-        load, point, base_url="http://127.0.0.1:1", model="m", requests_file=tmp_path / "r", out_dir=tmp_path
+        load, point, base_url="http://127.0.0.1:1", model="m", requests_file=tmp_path / "r", out_dir=tmp_path,
+        send_priority=True,
     )
     read = LoadSpec.model_validate(spec)
     assert (read.mode, read.concurrency, read.request_rate) == (mode, concurrency, rate)
@@ -44,6 +45,28 @@ def test_text_is_sent_as_text_though_its_ids_are_known(tmp_path):
         request = RequestSpec(0, "a", (5, 6), text, 3)
         body = http_request(spec, Address("127.0.0.1", 1, ""), request).partition(b"\r\n\r\n")[2]
         assert json.loads(body)["prompt"] == sent
+
+
+@pytest.mark.parametrize(
+    ("settings", "info", "sent"),
+    [
+        ({"scheduling_policy": "priority"}, None, True),
+        ({"scheduling_policy": "fcfs"}, None, False),
+        ({}, None, False),
+        ({"target": "http://x"}, None, True),
+        ({"target": "http://x"}, {"engine": {"scheduling_policy": "fcfs"}}, False),
+    ],
+)
+def test_the_body_has_the_priority_only_where_the_server_takes_it(settings, info, sent):
+    told = {"base_url": "http://127.0.0.1:1", "model": "m", "mode": "closed", "concurrency": 1}
+    takes = loadrun.takes_priority(settings, info)
+    spec = LoadSpec(**told, requests_file="", out_dir="", timeout_s=1, send_priority=takes)
+    bodies = [
+        json.loads(http_request(spec, Address("127.0.0.1", 1, ""), request).partition(b"\r\n\r\n")[2])
+        for request in (RequestSpec(0, "a", (5, 6), None, 3, priority=7), RequestSpec(0, "a", (5, 6), None, 3))
+    ]
+    assert bodies[0].pop("priority", None) == (7 if sent else None)
+    assert bodies[0] == bodies[1]
 
 
 def client(monkeypatch, code):
