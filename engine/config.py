@@ -108,6 +108,16 @@ class EngineConfig:
                 f"{self.max_num_seqs}, so a full batch could not decode in one step: raise the first or lower "
                 "the second"
             )
+        if self.layout == "paged" and self.reservation != "max":
+            raise ValueError(
+                f"reservation {self.reservation!r} means nothing with layout 'paged', which reserves nothing: use "
+                "layout 'contiguous' or leave reservation out"
+            )
+        if self.swap_space is not None and self.preemption_mode != "swap":
+            raise ValueError(
+                f"swap_space {self.swap_space} means nothing with preemption_mode {self.preemption_mode!r}: use "
+                "preemption_mode 'swap' or leave swap_space out"
+            )
         self._check_partial_prefills()
         self._check_unchunked(self.max_model_len)
 

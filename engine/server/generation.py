@@ -219,10 +219,10 @@ def check_width(state: ServerState, body: GenerationBody, num_prompts: int) -> N
     if body.use_beam_search and body.width > vocab:
         sentence = f"{body.width} beams cannot begin with different tokens of a vocabulary of {vocab}: ask for fewer"
         raise unprocessable(sentence, "n", "too_many_sequences")
-    if config.max_num_waiting is not None and num_prompts > config.max_num_waiting:
+    if config.max_num_waiting is not None and num_prompts > config.max_num_waiting + config.max_num_seqs:
         raise unprocessable(
-            f"{num_prompts} prompts can never be in the waiting queue of {config.max_num_waiting} (max_num_waiting) "
-            "together: send fewer in one request",
+            f"{num_prompts} prompts are more than the {config.max_num_seqs} that run at once (max_num_seqs) and the "
+            f"{config.max_num_waiting} that may wait (max_num_waiting): send fewer in one request",
             "prompt",
             "too_many_prompts",
         )

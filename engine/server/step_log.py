@@ -53,7 +53,8 @@ class StepLog:
                 return
             try:
                 self._file.write(",".join(values) + "\n")
-                if now - self._flushed >= FLUSH_SECONDS:
+                idle = not record.running and not record.waiting  # nothing may come for long
+                if idle or now - self._flushed >= FLUSH_SECONDS:
                     self._file.flush()
                     self._flushed = now
             except OSError as error:

@@ -198,8 +198,20 @@ def test_swap_space_holds_whole_pages_of_the_stored_dtype():
     assert by_slot.host_slots == 3, "a slab is swapped slot by slot"
     as_much = capacity_of(EngineConfig(**common), shape, budget)
     assert as_much.swap_space_bytes == budget
-    none = capacity_of(EngineConfig(swap_space=3 * page, max_model_len=64), shape, budget)
+    none = capacity_of(EngineConfig(max_model_len=64), shape, budget)
     assert (none.host_slots, none.swap_space_bytes) == (0, 0), "recompute needs none"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"swap_space": 4096}, r"swap_space 4096 means nothing with preemption_mode 'recompute'"),
+        ({"reservation": "oracle"}, r"reservation 'oracle' means nothing with layout 'paged'"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        EngineConfig(**settings)
 
 
 def test_swap_space_below_a_page_is_refused_with_the_numbers():

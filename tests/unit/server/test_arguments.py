@@ -41,7 +41,7 @@ def test_flags_and_settings_translate_both_ways() -> None:
         "max_num_partial_prefills": 1,
         "max_num_waiting": 12,
         "kv_cache_dtype": "int8_per_token_head",
-        "reservation": "pow2",
+        "reservation": "max",
         "num_threads": None,
     }
     config, _ = options_of(build_parser().parse_args(command_line(settings)))
