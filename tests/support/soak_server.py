@@ -50,11 +50,13 @@ SETTINGS = {
 }
 
 
-def memory_flags(slot_bytes: int) -> tuple[str, ...]:
-    """``PAGES`` pages on the device and a third as many on the host, whatever a slot takes."""
+def memory_flags(slot_bytes: int, swap: bool) -> tuple[str, ...]:
+    """``PAGES`` pages on the device and, to swap to, a third as many on the host, whatever a slot takes."""
     slots = PAGES * PAGE_SIZE
-    budget, swap_space = slots * slot_bytes + TABLE_BYTES, slots // 3 * slot_bytes
-    return ("--kv-budget", str(budget), "--swap-space", str(swap_space))
+    budget = ("--kv-budget", str(slots * slot_bytes + TABLE_BYTES))
+    if not swap:
+        return (*budget, "--preemption-mode", "recompute")
+    return (*budget, "--preemption-mode", "swap", "--swap-space", str(slots // 3 * slot_bytes))
 
 
 @dataclass(frozen=True)
