@@ -50,19 +50,20 @@ def _check_memory(budget: int, swap_space: int, device: torch.device) -> None:
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        _check_room("kv_budget", budget, free, "GPU has free")
-        _check_room("swap_space", swap_space, host, "machine has")
-    elif swap_space:
-        _check_room("kv_budget and swap_space together", budget + swap_space, host, "machine has")
+        _check_room(("kv_budget",), budget, free, "GPU has free")
+        _check_room(("swap_space",), swap_space, host, "machine has")
     else:
-        _check_room("kv_budget", budget, host, "machine has")
+        names = ("kv_budget", "swap_space") if swap_space else ("kv_budget",)
+        _check_room(names, budget + swap_space, host, "machine has")
 
 
-def _check_room(name: str, size: int, limit: int, whose: str) -> None:
+def _check_room(names: tuple[str, ...], size: int, limit: int, whose: str) -> None:
+    """``names``: the settings whose bytes come to ``size``."""
     if size > limit:
+        what = " and ".join(names) + (" together" if len(names) > 1 else "")
         raise ValueError(
-            f"{name} {size} ({format_bytes(size)}) is more than the {format_bytes(limit)} that this {whose}: lower "
-            f"{name.split()[0]}" + (" or swap_space" if " and " in name else "")
+            f"{what} {size} ({format_bytes(size)}) is more than the {format_bytes(limit)} that this {whose}: lower "
+            + " or ".join(names)
         )
 
 

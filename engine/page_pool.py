@@ -64,11 +64,11 @@ class PagePool:
 
     A page with ``ref_count == 0`` and no pin is in the free queue; if it is also cached, its content is kept until it
     is given away, and ``on_evict(page)`` is called at that moment so that no cache entry outlives the content. It
-    may return pages that cannot be found any more without this one.
+    returns the pages that cannot be found any more without this one.
     A pin keeps a page that a planned move still reads from being given away, whoever names it.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], Iterable[int] | None] | None = None):
+    def __init__(self, num_pages: int, on_evict: Callable[[int], Iterable[int]] | None = None):
         if num_pages < 1:
             raise ValueError(f"a pool of {num_pages} pages holds nothing: raise kv_budget or lower page_size")
         self.num_pages = num_pages
@@ -106,7 +106,7 @@ class PagePool:
             self._cached[page] = 0
             self._num_cached_free -= 1
             if self._on_evict:
-                for orphan in self._on_evict(page) or ():
+                for orphan in self._on_evict(page):
                     self.drop_cached(orphan)
         self.ref_count[page] = 1
         return page

@@ -83,6 +83,7 @@ class SwapSpace:
         self.pool.drop_cached(host_page)
 
     def _part(self, host_page: int) -> tuple[()]:
+        """Forget the twin. No other page is found by it."""
         del self._host_of[self._device_of.pop(host_page)]
         return ()
 

@@ -16,27 +16,28 @@ _UNKNOWN = "at start"  # the GPU's free memory decides
 
 @dataclass(frozen=True)
 class _Column:
-    """``optional``: shown only where a configuration has something other than 0 there."""
+    """``optional``: shown only where a configuration has something other than 0 there. ``by_length``: what stands there
+    for reservations by a request's own length, of which no size and no number is known: given their kind."""
 
     title: str
     of: Callable[[Mapping[str, Any]], float]
     render: Callable[[float], str] = "{:,.0f}".format
     optional: bool = False
+    by_length: Callable[[str], str] | None = None
 
 
 _COLUMNS = (
     _Column("budget MiB", lambda k: k["kv_budget_bytes"] / 2**20, "{:,.1f}".format),
     _Column("bytes/\ntoken", lambda k: k["bytes_per_token"]),
     _Column("of it\nscales", lambda k: k["scale_bytes_per_token"], optional=True),
-    _Column("page\nsize", lambda k: k["page_size"]),
-    _Column("pages", lambda k: k["num_pages"]),
+    _Column("page\nsize", lambda k: k["page_size"], by_length=str),
+    _Column("pages", lambda k: k["num_pages"], by_length=lambda kind: "–"),
     _Column("tokens", lambda k: k["capacity_tokens"]),
     _Column("page table\nKiB", lambda k: k["page_table_bytes"] / 1024, "{:,.1f}".format),
     _Column("at once*", lambda k: k["max_concurrency_at_max_len"]),
     _Column("swap\nMiB", lambda k: k["swap_space_bytes"] / 2**20, "{:,.1f}".format, optional=True),
     _Column("swap\ntokens", lambda k: k["swap_tokens"], optional=True),
 )
-_OF_PAGES = ("page\nsize", "pages")
 
 
 def capacity_table(
@@ -61,12 +62,11 @@ def capacity_table(
 
 
 def _entry(column: _Column, configuration: Configuration, known: Mapping[str, Any]) -> str:
-    """A reservation by a request's own length has no size of its own, and the slab no number of them."""
     settings = configuration.settings
-    if column.title in _OF_PAGES and settings.get("layout") == "contiguous":
+    if column.by_length and settings.get("layout") == "contiguous":
         reservation = effective(settings, "reservation")
         if reservation != "max":
-            return reservation if column.title == _OF_PAGES[0] else "–"
+            return column.by_length(reservation)
     return column.render(column.of(known))
 
 

@@ -185,17 +185,12 @@ def show_report(run_dir: Path, console: Console) -> None:
 def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     """``kvbench plan``. Raises UsageError for an impossible configuration."""
     from kvbench.capacity_table import capacity_table
-    from kvbench.planning import plan_sweep
+    from kvbench.planning import capacities, plan_sweep
     from kvbench.targets.builtin import check_configuration
 
     loaded = load_workload(workload, profile=profile, overrides=overrides)
     design, _ = plan_sweep(loaded, (), check_configuration)
-    capacity = {}
-    for configuration in design.configurations:
-        try:
-            capacity[configuration.config_id] = check_configuration(configuration.settings)
-        except ValueError as error:
-            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
+    capacity = capacities(design, check_configuration)
     table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, capacity)
     console = Console()
     whole = console.measure(table, options=console.options.update(max_width=10_000)).maximum

@@ -71,18 +71,24 @@ def without_impossible(design: Design, check: Check) -> Design:
     return without(design, {one for ids in reasons.values() for one in ids}, notes)
 
 
+def capacities(design: Design, check: Check) -> dict[str, dict[str, Any]]:
+    """What ``check`` tells of each configuration, by its id. Raises UsageError for one that cannot be."""
+    found = {}
+    for configuration in design.configurations:
+        try:
+            found[configuration.config_id] = dict(check(configuration.settings))
+        except ValueError as error:
+            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
+    return found
+
+
 def preflight(workload: Workload, design: Design, options: SweepOptions) -> tuple[dict[str, Any], dict[str, float]]:
     """Everything that can be refused before a launch: each configuration, and the prompts of each load.
 
     Returns capacity by configuration id and guessed seconds by load id. Raises UsageError.
     """
-    capacity: dict[str, Any] = {}
-    for configuration in design.configurations:
-        try:
-            capacity[configuration.config_id] = dict(options.check(configuration.settings))
-        except ValueError as error:
-            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
-    rate = _GUESS_TOKENS_PER_S.get(workload.profile, 400.0)
+    capacity = capacities(design, options.check)
+    rate = _GUESS_TOKENS_PER_S.get(workload.profile, _GUESS_TOKENS_PER_S["cpu"])
     guesses: dict[str, float] = {}
     drawn: set[tuple[Any, ...]] = set()
     for cell in design.cells:

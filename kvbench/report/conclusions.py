@@ -195,12 +195,13 @@ def _by_the_way(group: list[Effect]) -> str:
         if [cell.counter("num_preemptions_total") for cell in (pair.a, pair.b)] == [0, 0]:
             return f"; nothing was preempted at {pair.load.short}"
         again = [cell.counter("recomputed_tokens_total") for cell in (pair.a, pair.b)]
-        moved = swapped_bytes(pair.a) if first.value == "swap" else swapped_bytes(pair.b)
+        swapping = pair.a if first.value == "swap" else pair.b
+        moved = swapped_bytes(swapping)
         if None not in again and moved is not None:
             return (
                 f"; at {pair.load.short} {words.data_size(moved)} swapped out, and "
                 f"{words.plural(again[0] or 0, 'token')} recomputed instead of {words.count(again[1])}"
-            ) + _of_steps(pair.a if first.value == "swap" else pair.b, "swap_seconds", "moving")
+            ) + _of_steps(swapping, "swap_seconds", "moving")
     return ""
 
 

@@ -213,6 +213,14 @@ def _instead(c: Comparison, metric: str, which: str) -> str:
     return f"{words.ms(mine[0])} instead of {words.ms(theirs[0])}{doubt}"
 
 
+def _preempted(cell: Cell, preemptions: float) -> str:
+    recomputed, moved = cell.counter("recomputed_tokens_total"), swapped_bytes(cell)
+    details = [f"{words.count(recomputed)} tokens recomputed"] if recomputed else []
+    details += [f"{words.data_size(moved)} swapped out"] if moved else []
+    repeats = f" in {len(cell.repeats)} repeats" if len(cell.repeats) > 1 else ""
+    return words.plural(preemptions, "preemption") + repeats + (f" ({words.listing(details)})" if details else "")
+
+
 def _price_clauses(c: Comparison) -> list[str]:
     """What paged paid at this load. "No price" needs a TPOT that is level by the rule, and counted preemptions."""
     preemptions = c.a.counter("num_preemptions_total")
@@ -221,13 +229,7 @@ def _price_clauses(c: Comparison) -> list[str]:
     if c.tpot is not None and c.tpot.verdict == HIGHER:
         price.append(f"median TPOT {_instead(c, 'tpot_ms', 'p50')}")
     if preemptions:
-        recomputed, moved = c.a.counter("recomputed_tokens_total"), swapped_bytes(c.a)
-        details = [f"{words.count(recomputed)} tokens recomputed"] if recomputed else []
-        details += [f"{words.data_size(moved)} swapped out"] if moved else []
-        repeats = f" in {len(c.a.repeats)} repeats" if len(c.a.repeats) > 1 else ""
-        price.append(
-            f"{words.plural(preemptions, 'preemption')}{repeats}{f' ({words.listing(details)})' * bool(details)}"
-        )
+        price.append(_preempted(c.a, preemptions))
     clauses = [f"{'the price' if ahead else 'on top of that'}: {' and '.join(price)}"] if price else []
     if c.tpot is None or c.tpot.verdict == HIGHER:
         return clauses

@@ -44,9 +44,7 @@ def prompts(rng: np.random.Generator, share: float) -> list[tuple[int, ...]]:
 
 def run(engine: Engine, turn: int, texts: list[tuple[int, ...]]) -> float:
     """Seconds for all prompts, after the shared part has been computed once (primed), with and without the cache."""
-    install(
-        engine.executor.model, engine.executor.host
-    )  # both share the model, which has one host
+    install(engine.executor.model, engine.executor.host)  # both share the model, which has one host
     assert engine.reset_prefix_cache()
     params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
     engine.add_request(Request(f"{turn}-prime", texts[0], SamplingParams(max_tokens=1, temperature=0.0)))

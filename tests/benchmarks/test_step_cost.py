@@ -133,7 +133,7 @@ def test_hashing(benchmark, page_size):
 def test_allocate_and_release(benchmark, pages, cached):
     """1,000 pages taken and given back; ``cached``: each is marked, so that every allocation evicts."""
     benchmark.group = "allocate and release a page, by pages in the pool"
-    pool = PagePool(pages, (lambda page: None) if cached else None)
+    pool = PagePool(pages, (lambda page: ()) if cached else None)
 
     def cycle() -> None:
         taken = [pool.allocate() for _ in range(1_000)]

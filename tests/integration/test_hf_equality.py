@@ -17,13 +17,23 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model_loader import load_model
 from engine.sequence import Request, SamplingParams
-from tests.support.hf_parts import FAMILIES, VOCAB, Run, greedy_outputs, loaded, make_engine, model_folder, one_thread
+from tests.support.hf_parts import (
+    FAMILIES,
+    PREEMPTION,
+    VOCAB,
+    Run,
+    greedy_outputs,
+    loaded,
+    make_engine,
+    model_folder,
+    one_thread,
+    preempting,
+)
 
 MAX_LEN = 112
 OUTPUT_TOKENS = 36  # more than the room that an admission leaves to the running ones, so that they collide
 PAGE_SIZES = (1, 7, 16, 64)
 PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-PREEMPTION = ("recompute", "swap", "swap-small")  # small: part of what is swapped out is lost and recomputed
 
 
 def _prompts() -> dict[str, tuple[int, ...]]:
@@ -72,12 +82,6 @@ def engine_for(root: str, family: str = "llama", backend: str = "auto", chunked:
 
 def requests(priority: int = 0, names=tuple(PROMPTS)) -> list[Request]:
     return [Request(name, PROMPTS[name], PARAMS, priority=priority) for name in names]
-
-
-def preempting(how: str, small_swap_slots: int) -> dict:
-    if how == "recompute":
-        return {}
-    return {"preemption_mode": "swap", "swap_slots": small_swap_slots if how == "swap-small" else 1024}
 
 
 def assert_preempted(engine: Engine, preemption: str) -> None:

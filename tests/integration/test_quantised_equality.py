@@ -23,14 +23,22 @@ from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import QuantizedKV
-from tests.support.hf_parts import VOCAB, Run, loaded, make_engine, model_folder, one_thread
+from tests.support.hf_parts import (
+    PREEMPTION,
+    VOCAB,
+    Run,
+    loaded,
+    make_engine,
+    model_folder,
+    one_thread,
+    preempting,
+)
 
 MAX_LEN = 63
 OUTPUT_TOKENS = 24  # more than the room that an admission leaves to the running ones, so that they collide
 TIE = 0.02  # standard deviations of the logits; one code that differs moves them by up to about 0.003
 GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=4.0, seed=70)
-PREEMPTION = ("recompute", "swap", "swap-small")  # small: part of what is swapped out is lost and recomputed
 TIGHT = 80  # slots: the longest sequence and a little more
 
 
@@ -64,6 +72,12 @@ def engine_for(model: LoadedModel, folder: str, kv_format: str, **settings) -> E
     return make_engine(model, folder, **{**sizes, "kv_cache_dtype": kv_format, **settings})
 
 
+def tight_engine(folder: str, kv_format: str, page_size: int, preemption: str) -> Engine:
+    """With prefix caching, on a pool that cannot hold them all."""
+    settings = {"page_size": page_size, "enable_prefix_caching": True, **preempting(preemption, 32)}
+    return engine_for(in_float64(folder), folder, kv_format, slots=TIGHT, **settings)
+
+
 def undisturbed_engine(model: LoadedModel, folder: str, kv_format: str) -> Engine:
     return engine_for(model, folder, kv_format, slots=1024, max_num_batched_tokens=MAX_LEN)
 
@@ -74,12 +88,6 @@ def undisturbed(folder: str, kv_format: str, params: SamplingParams = GREEDY) ->
     answers = {name: Run(engine, [Request(name, prompt, params)]).tokens() for name, prompt in PROMPTS.items()}
     assert engine.stats().num_preemptions == engine.stats().counters.prefix_hits == 0
     return {name: tokens[name] for name, tokens in answers.items()}
-
-
-def preempting(how: str, small_swap_slots: int) -> dict:
-    if how == "recompute":
-        return {}
-    return {"preemption_mode": "swap", "swap_slots": small_swap_slots if how == "swap-small" else 1024}
 
 
 def requests(params: SamplingParams = GREEDY, names=tuple(PROMPTS), priority: int = 0) -> list[Request]:
@@ -106,15 +114,7 @@ def test_quantised_cached_preempted_on_a_full_pool(folder, kv_format, page_size,
     (vllm#50702); and damage that depended on prompt length mod page size (vllm#50749). The same prompts come twice,
     the second time backwards, so that what the first round left in the cache is used."""
     expected = undisturbed(folder, kv_format)
-    engine = engine_for(
-        in_float64(folder),
-        folder,
-        kv_format,
-        slots=TIGHT,
-        page_size=page_size,
-        enable_prefix_caching=True,
-        **preempting(preemption, 32),
-    )
+    engine = tight_engine(folder, kv_format, page_size, preemption)
     assert Run(engine, requests()).tokens() == expected
     assert Run(engine, requests()[::-1]).tokens() == expected
     assert_everything_met(engine, preemption)
@@ -124,15 +124,7 @@ def test_quantised_cached_preempted_on_a_full_pool(folder, kv_format, page_size,
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_quantised_forks_on_a_full_pool(folder, kv_format, preemption):
     """A copy on write copies codes and scales: each sibling is what a request of its own with seed + i is."""
-    engine = engine_for(
-        in_float64(folder),
-        folder,
-        kv_format,
-        slots=TIGHT,
-        page_size=7,
-        enable_prefix_caching=True,
-        **preempting(preemption, 32),
-    )
+    engine = tight_engine(folder, kv_format, 7, preemption)
     run = Run(engine, requests(replace(SAMPLED, n=2)))
     for index in range(2):
         params = replace(SAMPLED, seed=SAMPLED.seed + index)

@@ -17,20 +17,15 @@ import transformers
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.server.tokenizer import load_tokenizer
+from tests.support.hf_parts import SMALL
 from tests.support.http_server import RunningServer, running_server
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **SMALL,
     "vocab_size": 8192,
     "max_position_embeddings": 512,
-    "initializer_range": 0.3,
     "bos_token_id": 0,
     "eos_token_id": 0,
 }

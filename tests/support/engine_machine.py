@@ -253,7 +253,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert host.num_available + host.num_owned + host.num_pinned == host.num_pages
                 assert not host.num_pinned
         counters = self._counters()
-        assert all(now >= before for now, before in zip(counters, self.known, strict=True)), "a counter fell"
+        assert all(new >= old for new, old in zip(counters, self.known, strict=True)), "a counter fell"
         self.known = counters
 
     def _counters(self) -> tuple[float, ...]:

@@ -7,19 +7,13 @@ import random
 from engine.engine import Engine
 from engine.model_loader import LoadedModel
 from engine.sequence import Request, SamplingParams
-from tests.support.hf_parts import VOCAB, loaded, make_engine
+from tests.support.hf_parts import PREEMPTION, VOCAB, loaded, make_engine, preempting
 
 MAX_LEN = 64
 PAGE_SIZES = (1, 7, 16)
-SWAP = {"preemption_mode": "swap", "swap_slots": 1024}
 ROOMY, TIGHT = 1024, 96  # slots; the tight pool holds one longest sequence and half of another
 # pool and preemption: name -> (slots, settings)
-POOLS = {
-    "roomy": (ROOMY, {}),
-    "recompute": (TIGHT, {}),
-    "swap": (TIGHT, SWAP),
-    "swap-small": (TIGHT, {**SWAP, "swap_slots": 16}),  # part of what is swapped out is lost and recomputed
-}
+POOLS = {"roomy": (ROOMY, {})} | {how: (TIGHT, preempting(how, 16)) for how in PREEMPTION}
 
 
 def _prompts() -> dict[str, tuple[int, ...]]:

@@ -23,16 +23,19 @@ from engine.sequence import Request
 
 VOCAB = 211
 EOS = 1
-COMMON = {
+SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "initializer_range": 0.3,
+}
+COMMON = {
+    **SMALL,
     "vocab_size": VOCAB,
     "max_position_embeddings": 256,
-    "initializer_range": 0.3,
     "bos_token_id": 0,
     "eos_token_id": EOS,
     "pad_token_id": 0,
@@ -44,6 +47,7 @@ FAMILIES = {
     "gemma2": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 4},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 24, "num_hidden_layers": 6},
 }
+PREEMPTION = ("recompute", "swap", "swap-small")  # small: part of what is swapped out is lost and recomputed
 CLEAR_GAP = 1e-3  # between the two largest logits; float32 sums in another order differ by about 1e-5 here
 
 
@@ -111,6 +115,13 @@ def make_engine(model: LoadedModel, folder: str, *, slots: int, swap_slots: int 
     swap_space = None if swap_slots is None else swap_slots * slot_bytes
     sized = {**settings, "kv_budget": slots * slot_bytes + table, "swap_space": swap_space}
     return assemble_engine(EngineConfig(model=folder, device="cpu", **sized), model)
+
+
+def preempting(how: str, small_swap_slots: int) -> dict[str, object]:
+    """The settings of ``make_engine`` for one of ``PREEMPTION``."""
+    if how == "recompute":
+        return {}
+    return {"preemption_mode": "swap", "swap_slots": small_swap_slots if how == "swap-small" else 1024}
 
 
 @dataclass

@@ -140,6 +140,12 @@ def test_a_budget_beyond_the_memory_is_refused_before_anything_is_allocated():
 
     with pytest.raises(ValueError, match=r"kv_budget .* is more than the .* that this machine has: lower kv_budget"):
         build_engine(EngineConfig(device="cpu", kv_budget=10**15, max_model_len=64))
+    swapping = EngineConfig(
+        device="cpu", kv_budget=10**8, max_model_len=64, preemption_mode="swap", swap_space=10**15
+    )
+    together = r"kv_budget and swap_space together .* that this machine has: lower kv_budget or swap_space$"
+    with pytest.raises(ValueError, match=together):
+        build_engine(swapping)
 
 
 @pytest.mark.parametrize(

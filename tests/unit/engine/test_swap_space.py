@@ -1,5 +1,6 @@
 import pytest
 
+from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.swap_space import SwapSpace
 from tests.support.engine_parts import CountingExecutor, collect, drain, request, small_engine, undisturbed
@@ -113,10 +114,8 @@ def test_with_room_on_the_host_nothing_is_computed_again():
     assert stats.counters.swapped_in_slots == stats.counters.swapped_out_slots > 0
 
 
-@pytest.mark.parametrize(("host_slots", "fits"), [(400, True), (11, True), (10, False)])
-def test_a_reservation_is_swapped_whole_or_not_at_all(host_slots, fits):
-    requests = [request("low", 10, max_tokens=8, priority=1), request("urgent", 20, max_tokens=4)]
-    engine = small_engine(
+def swapping_reservations(host_slots: int) -> Engine:
+    return small_engine(
         32,
         layout="contiguous",
         reservation="oracle",
@@ -124,6 +123,12 @@ def test_a_reservation_is_swapped_whole_or_not_at_all(host_slots, fits):
         preemption_mode="swap",
         host_slots=host_slots,
     )
+
+
+@pytest.mark.parametrize(("host_slots", "fits"), [(400, True), (11, True), (10, False)])
+def test_a_reservation_is_swapped_whole_or_not_at_all(host_slots, fits):
+    requests = [request("low", 10, max_tokens=8, priority=1), request("urgent", 20, max_tokens=4)]
+    engine = swapping_reservations(host_slots)
     got, stats = play(engine, requests, steps_before_the_last=2)  # low has computed 11 tokens by then
     assert got == undisturbed(requests)
     moved = stats.counters.swapped_out_slots, stats.counters.swapped_in_slots, stats.counters.swap_lost_slots
@@ -132,16 +137,9 @@ def test_a_reservation_is_swapped_whole_or_not_at_all(host_slots, fits):
 
 
 def test_contiguous_host_space_goes_to_the_latest_and_the_oldest_loses_all():
-    requests = [request(n, 6, max_tokens=8, priority=p) for n, p in (("x", 2), ("y", 2), ("urgent", 1))]
-    engine = small_engine(
-        32,
-        layout="contiguous",
-        reservation="oracle",
-        scheduling_policy="priority",
-        preemption_mode="swap",
-        host_slots=7,  # one of the two
-    )
-    requests[2] = request("urgent", 20, max_tokens=8, priority=1)  # 28 slots: both have to go
+    requests = [request(name, 6, max_tokens=8, priority=2) for name in ("x", "y")]
+    requests.append(request("urgent", 20, max_tokens=8, priority=1))  # 28 slots: both have to go
+    engine = swapping_reservations(host_slots=7)  # room for one of the two
     got, stats = play(engine, requests, steps_before_the_last=2)
     assert got == undisturbed(requests)
     assert stats.num_preemptions == 2
