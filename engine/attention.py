@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.kv_budget import KVShape, LayerKV
-from kernels.api import AttentionBackend, KVCache
+from kernels.api import AttentionBackend, AttentionOptions, KVCache
 from kernels.kv_formats import find_format
 from kernels.quantized import QuantizedKV, raw_tensors
 
@@ -94,7 +94,9 @@ class AttentionHost:
                 step.prefill_page_starts, step.query_starts, step.prefill_seq_lens, self.page_size
             )
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
         """``q [T, H, D]``, ``k [T, Hkv, D]``, ``v [T, Hkv, Dv]`` -> ``[T, H, Dv]``."""
         step = self._step
         assert step is not None, "begin() comes before the model's forward"
@@ -110,9 +112,9 @@ class AttentionHost:
                 step.decode_page_starts,
                 step.decode_seq_lens,
                 self.page_size,
+                options,
                 out=out[:split],
                 plan=self._decode_plan,
-                **options,
             )
         if split < q.shape[0]:
             self.backend.prefill_attention(
@@ -123,10 +125,10 @@ class AttentionHost:
                 step.query_starts,
                 step.prefill_seq_lens,
                 self.page_size,
+                options,
                 out=out[split:],
                 new_kv=(k[split:], v[split:]),
                 plan=self._prefill_plan,
-                **options,
             )
         return out
 
@@ -139,7 +141,9 @@ class ShapeRecorder:
     calls: Counter[int] = field(default_factory=Counter)
     query_heads: dict[int, int] = field(default_factory=dict)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
         self.calls[layer] += 1
         self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2])
         self.query_heads[layer] = q.shape[1]
@@ -185,10 +189,7 @@ def forward(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux),
     )
     return out.unsqueeze(0), None
 

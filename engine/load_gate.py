@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import AttentionHost, ForeignMaskError, ShapeRecorder, StepTensors, install
 from engine.kv_budget import KVShape
-from kernels.api import AttentionBackend
+from kernels.api import AttentionBackend, AttentionOptions
 
 SAFE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # longrope and dynamic choose their frequencies from the longest sequence of the batch, so that a sequence's
@@ -108,9 +108,11 @@ class _CallRecorder(ShapeRecorder):
         super().__init__()
         self.windows: dict[int, int | None] = {}
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        self.windows[layer] = options["sliding_window"]
-        return super().__call__(layer, q, k, v, **options)
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        self.windows[layer] = options.sliding_window
+        return super().__call__(layer, q, k, v, options)
 
 
 @torch.inference_mode()

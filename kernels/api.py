@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +13,26 @@ KVCache = torch.Tensor | QuantizedKV  # one side of one layer
 KVPair = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What one layer's attention is, apart from its tensors.
+
+    ``scale``: of q . k. ``sliding_window`` w: token i attends to i-w < j <= i. ``softcap`` c: c * tanh(s / c) after
+    the scale. ``sinks [H]``, any float dtype: one more logit per query head that joins the softmax denominator and
+    has no value.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 class AttentionBackend(Protocol):
     """Stateless from outside; one object serves all layers, and one thread at a time calls it.
 
     Unused slots (beyond ``seq_lens``, or in pages nobody owns) may hold anything, NaN included.
-    A sequence of length 0 gets zeros. ``sliding_window`` w: token i attends to i-w < j <= i.
-    ``softcap`` c: c * tanh(s / c) after the scale. ``sinks [H]``: one more logit per query head
-    that joins the softmax denominator and has no value.
+    A sequence of length 0 gets zeros.
 
     Both caches of a layer are plain tensors, or both ``QuantizedKV`` of one format. **Attention always
     sees K and V through the cache's format**, the new tokens of a prefill chunk too: what a token attends
@@ -64,11 +78,8 @@ class AttentionBackend(Protocol):
         page_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
+        options: AttentionOptions,
         *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         plan: Any | None = None,
     ) -> torch.Tensor:
@@ -88,11 +99,8 @@ class AttentionBackend(Protocol):
         query_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
+        options: AttentionOptions,
         *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         new_kv: KVPair | None = None,
         plan: Any | None = None,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.api import KVCache, KVPair, check_heads, dense_rows
+from kernels.api import AttentionOptions, KVCache, KVPair, check_heads, dense_rows
 from kernels.kv_formats import find_format
 from kernels.numba_codes import KIND_FLOAT, KIND_OF, UNIT
 from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
@@ -134,11 +134,8 @@ class NumbaBackend(TorchBackend):
         page_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
+        options: AttentionOptions,
         *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         plan: Any | None = None,
     ) -> torch.Tensor:
@@ -167,11 +164,11 @@ class NumbaBackend(TorchBackend):
             page_starts = page_starts.to(torch.int64)
         if seq_lens.dtype != torch.int64:
             seq_lens = seq_lens.to(torch.int64)
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         threads = torch.get_num_threads()
         scratch, team = self._scratch, self._team
         work_stride, _ = work_layout(heads, dim, v_dim)
-        _FLOATS.pack_into(scratch.floats_view, 0, scale * rows.k_scale, softcap or 0.0, rows.v_scale)
+        _FLOATS.pack_into(scratch.floats_view, 0, options.scale * rows.k_scale, options.softcap or 0.0, rows.v_scale)
         args, size = scratch.args.data_ptr(), rows.k.element_size()
         _DECODE_ARGS.pack_into(
             scratch.args_view, 0,
@@ -180,7 +177,7 @@ class NumbaBackend(TorchBackend):
             0 if sinks is None else sinks.data_ptr(), scratch.floats.data_ptr(),
             batch, heads, heads // kv_heads, v_dim, page_starts.stride(0) * 8, page_size,
             rows.k.stride(0) * size, rows.v.stride(0) * size, q.stride(0) * 4, q.stride(1) * 4, out.stride(0) * 4,
-            sliding_window or 0, 0, threads, 0, work_stride,
+            options.sliding_window or 0, 0, threads, 0, work_stride,
             build_worker(heads // kv_heads, dim, v_dim, rows.kind).address,
             team.parallel, team.thread_num, team.num_threads, rows.k_scales, rows.v_scales, 4 * kv_heads,
         )  # fmt: skip
@@ -196,21 +193,15 @@ class NumbaBackend(TorchBackend):
         query_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
+        options: AttentionOptions,
         *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         new_kv: KVPair | None = None,
         plan: PrefillPlan | None = None,
     ) -> torch.Tensor:
         if plan is None:
             plan = PrefillPlan(page_starts, query_starts, seq_lens, page_size)
-        return self._scratch.prefill.attend(
-            q, k_cache, v_cache, plan,
-            scale=scale, window=sliding_window, softcap=softcap, sinks=sinks, out=out, new_kv=new_kv,
-        )  # fmt: skip
+        return self._scratch.prefill.attend(q, k_cache, v_cache, plan, options, out=out, new_kv=new_kv)
 
     def plan_prefill(
         self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.api import KVCache, KVPair
+from kernels.api import AttentionOptions, KVCache, KVPair
 from kernels.numba_quantised import load_rows
 from kernels.quantized import QuantizedKV
 from kernels.reference import attend_explicit, token_slots, visible_mask
@@ -89,17 +89,14 @@ class CpuPrefill:
         k_cache: KVCache,
         v_cache: KVCache,
         plan: PrefillPlan,
+        options: AttentionOptions,
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
         out: torch.Tensor | None,
         new_kv: KVPair | None,
     ) -> torch.Tensor:
         """``q [T, H, D]`` -> ``[T, H, Dv]``; see kernels.api.AttentionBackend.prefill_attention."""
-        chunks = plan.chunks(window)
-        explicit = softcap is not None or sinks is not None
+        chunks = plan.chunks(options.sliding_window)
+        explicit = options.softcap is not None or options.sinks is not None
         for chunk in chunks:
             if chunk.num_keys == 0:
                 out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[2]) if out is None else out
@@ -108,9 +105,9 @@ class CpuPrefill:
             rows = q[chunk.rows]
             k, v = self._keys_and_values(chunk, k_cache, v_cache, new_kv)
             if explicit:
-                result = _attend_in_blocks(rows, k, v, chunk, scale, window, softcap, sinks)
+                result = _attend_in_blocks(rows, k, v, chunk, options)
             else:
-                result = _sdpa(rows, k, v, chunk, scale)
+                result = _sdpa(rows, k, v, chunk, options.scale)
             if out is None and chunk.num_queries == q.shape[0]:
                 return result
             out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2]) if out is None else out
@@ -165,17 +162,11 @@ def _attend_in_blocks(
     k: torch.Tensor,
     v: torch.Tensor,
     chunk: Chunk,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Explicit attention in blocks of queries, so that the scores stay small."""
     n, keys = chunk.num_queries, chunk.num_keys
-    visible = visible_mask(n, keys, keys, window, q.device)
+    visible = visible_mask(n, keys, keys, options.sliding_window, q.device)
     step = max(1, EXPLICIT_SCORES // (q.shape[1] * keys))
-    blocks = [
-        attend_explicit(q[i : i + step], k, v, visible[i : i + step], scale=scale, softcap=softcap, sinks=sinks)
-        for i in range(0, n, step)
-    ]
+    blocks = [attend_explicit(q[i : i + step], k, v, visible[i : i + step], options) for i in range(0, n, step)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)

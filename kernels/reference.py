@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.api import KVCache, KVPair, check_heads
+from kernels.api import AttentionOptions, KVCache, KVPair, check_heads
 from kernels.kv_formats import find_format
 from kernels.quantized import QuantizedKV
 
@@ -42,20 +42,18 @@ def attend_explicit(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Softmax attention of one sequence, written out: q ``[n, H, D]``, k ``[S, Hkv, D]``,
-    v ``[S, Hkv, Dv]``, mask ``[n, S]`` -> ``[n, H, Dv]`` in q's dtype.
+    v ``[S, Hkv, Dv]``, mask ``[n, S]`` -> ``[n, H, Dv]`` in q's dtype. The window is in the mask.
 
     Computed in float32 (float64 for float64 inputs); KV heads are broadcast, not repeated.
     """
+    softcap, sinks = options.softcap, options.sinks
     n, heads, _ = q.shape
     kv_heads, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     qg = q.to(dtype).view(n, kv_heads, heads // kv_heads, -1)
-    scores = torch.einsum("nkgd,skd->kgns", qg, k.to(dtype)) * scale  # [Hkv, G, n, S]
+    scores = torch.einsum("nkgd,skd->kgns", qg, k.to(dtype)) * options.scale  # [Hkv, G, n, S]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -math.inf)
@@ -120,19 +118,15 @@ class TorchBackend:
         page_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
+        options: AttentionOptions,
         *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         plan: Any | None = None,
     ) -> torch.Tensor:
         query_starts = torch.arange(q.shape[0] + 1)
         return self.prefill_attention(
-            q, k_cache, v_cache, page_starts, query_starts, seq_lens, page_size,
-            scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, out=out,
-        )  # fmt: skip
+            q, k_cache, v_cache, page_starts, query_starts, seq_lens, page_size, options, out=out
+        )
 
     def prefill_attention(
         self,
@@ -143,17 +137,15 @@ class TorchBackend:
         query_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
+        options: AttentionOptions,
         *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         new_kv: KVPair | None = None,
         plan: Any | None = None,
     ) -> torch.Tensor:
         if out is None:
             out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
+        window = options.sliding_window
         starts, lens = query_starts.tolist(), seq_lens.tolist()
         for b, seq_len in enumerate(lens):
             lo, hi = starts[b], starts[b + 1]
@@ -163,13 +155,10 @@ class TorchBackend:
                 out[lo:hi] = 0
                 continue
             oldest = seq_len - (hi - lo)  # first query's token
-            first = 0 if sliding_window is None else max(0, oldest + 1 - sliding_window)
+            first = 0 if window is None else max(0, oldest + 1 - window)
             slots = token_slots(page_starts[b], first, seq_len, page_size)
-            mask = visible_mask(hi - lo, seq_len - first, seq_len, sliding_window, q.device)
-            out[lo:hi] = attend_explicit(
-                q[lo:hi], load_rows(k_cache, slots), load_rows(v_cache, slots), mask,
-                scale=scale, softcap=softcap, sinks=sinks,
-            )  # fmt: skip
+            mask = visible_mask(hi - lo, seq_len - first, seq_len, window, q.device)
+            out[lo:hi] = attend_explicit(q[lo:hi], load_rows(k_cache, slots), load_rows(v_cache, slots), mask, options)
         return out
 
     def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:

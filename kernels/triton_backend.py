@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from triton import knobs
 
-from kernels.api import KVPair, check_heads, dense_rows
+from kernels.api import AttentionOptions, KVPair, check_heads, dense_rows
 from kernels.kv_formats import find_format
 from kernels.launch import num_kv_splits
 from kernels.reference import TorchBackend
@@ -72,13 +72,11 @@ class TritonBackend(TorchBackend):
             )
         if dtype not in _DTYPES:
             raise ValueError(
-                f"the triton kernel backend cannot compute with a {dtype} KV cache: "
-                "use float16, bfloat16 or float32"
+                f"the triton kernel backend cannot compute with a {dtype} KV cache: use float16, bfloat16 or float32"
             )
         if torch.device(device).type != "cuda" and not knobs.runtime.interpret:
             raise ValueError(
-                f"the triton kernel backend needs a CUDA device, not {device}: "
-                "use default_backend(device, dtype)"
+                f"the triton kernel backend needs a CUDA device, not {device}: use default_backend(device, dtype)"
             )
 
     def write_kv(
@@ -100,11 +98,8 @@ class TritonBackend(TorchBackend):
         page_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
+        options: AttentionOptions,
         *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         plan: DecodePlan | None = None,
     ) -> torch.Tensor:
@@ -116,16 +111,16 @@ class TritonBackend(TorchBackend):
             return out
         # Without a plan, the page table's width bounds the length: no synchronisation with the GPU.
         max_tokens = page_starts.shape[1] * page_size if plan is None else plan.max_tokens
-        if sliding_window is not None:
-            max_tokens = min(max_tokens, sliding_window)
+        if options.sliding_window is not None:
+            max_tokens = min(max_tokens, options.sliding_window)
         splits = num_kv_splits(batch, k_cache.shape[1], max_tokens, _num_sms(q.device))
         parts = lse = None
         if splits > 1:
             parts = torch.empty((batch, heads, splits, v_dim), dtype=torch.float32, device=q.device)
             lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
         launch_decode(
-            dense_rows(q), k_cache, v_cache, page_starts, seq_lens, page_size, out, parts, lse, splits,
-            scale=scale, window=sliding_window, softcap=softcap, sinks=sinks,
+            dense_rows(q), k_cache, v_cache, page_starts, seq_lens, page_size, options,
+            out, parts, lse, splits,
         )  # fmt: skip
         return out
 
@@ -138,11 +133,8 @@ class TritonBackend(TorchBackend):
         query_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
+        options: AttentionOptions,
         *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         new_kv: KVPair | None = None,
         plan: PrefillPlan | None = None,
@@ -154,8 +146,8 @@ class TritonBackend(TorchBackend):
         # Without a plan, all new tokens could be of one sequence: surplus programs end at once.
         max_queries = q.shape[0] if plan is None else plan.max_queries
         launch_prefill(
-            dense_rows(q), k_cache, v_cache, page_starts, query_starts, seq_lens, page_size,
-            out, max_queries, scale=scale, window=sliding_window, softcap=softcap, sinks=sinks,
+            dense_rows(q), k_cache, v_cache, page_starts, query_starts, seq_lens, page_size, options,
+            out, max_queries,
         )  # fmt: skip
         return out
 

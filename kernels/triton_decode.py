@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.api import AttentionOptions
 from kernels.launch import decode_tiles, next_power_of_two
 from kernels.triton_common import online_softmax, scores_log2, token_slots
 
@@ -87,9 +88,7 @@ def decode_kernel(
         in_range = full_end + tl.arange(0, BLOCK_N) < last
         # Masked loads give 0 and not what lies there: 0 * NaN from an unused slot would be NaN.
         k = tl.load(k_base + slots[None, :] * k_stride, mask=in_range[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(
-            v_base + slots[:, None] * v_stride, mask=in_range[:, None] & (dv < DV)[None, :], other=0.0
-        )
+        v = tl.load(v_base + slots[:, None] * v_stride, mask=in_range[:, None] & (dv < DV)[None, :], other=0.0)
         s = scores_log2(q, k, scale, softcap, HAS_SOFTCAP)
         s = tl.where(in_range[None, :], s, float("-inf"))
         acc, top, total = online_softmax(acc, top, total, s, v)
@@ -175,28 +174,25 @@ def launch_decode(
     page_starts: torch.Tensor,
     seq_lens: torch.Tensor,
     page_size: int,
+    options: AttentionOptions,
     out: torch.Tensor,
     parts: torch.Tensor | None,
     lse: torch.Tensor | None,
     splits: int,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
 ) -> None:
     """Run decode into ``out [B, H, Dv]``; with splits > 1 through ``parts [B, H, splits, Dv]`` and
     ``lse [B, H, splits]``, both float32 (any contents)."""
     batch, heads, dim = q.shape
+    sinks = options.sinks
     kv_heads, v_dim = k_cache.shape[1], v_cache.shape[2]
     constants = decode_constants(
         heads, kv_heads, dim, v_dim, q.element_size(), page_size, splits,
-        window, softcap is not None, sinks is not None,
+        options.sliding_window, options.softcap is not None, sinks is not None,
     )  # fmt: skip
     direct = splits == 1
     decode_kernel[(batch, kv_heads, splits)](
         q, k_cache, v_cache, page_starts, seq_lens, q if sinks is None else sinks,
-        out if direct else parts, out if direct else lse, scale, softcap or 1.0,
+        out if direct else parts, out if direct else lse, options.scale, options.softcap or 1.0,
         q.stride(0), q.stride(1), k_cache.stride(0), v_cache.stride(0), page_starts.stride(0),
         **constants,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.api import AttentionOptions
 from kernels.launch import cdiv, prefill_tiles
 from kernels.triton_common import online_softmax, scores_log2, token_slots
 
@@ -94,9 +95,7 @@ def prefill_kernel(
         slots = token_slots(page_row, tokens, in_range, PAGE_SIZE)
         # Masked loads give 0 and not what lies there: 0 * NaN from an unused slot would be NaN.
         k = tl.load(k_base + slots[None, :] * k_stride, mask=in_range[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(
-            v_base + slots[:, None] * v_stride, mask=in_range[:, None] & (dv < DV)[None, :], other=0.0
-        )
+        v = tl.load(v_base + slots[:, None] * v_stride, mask=in_range[:, None] & (dv < DV)[None, :], other=0.0)
         visible = in_range[None, :] & (tokens[None, :] <= position[:, None])
         if WINDOW > 0:
             visible = visible & (tokens[None, :] > position[:, None] - WINDOW)
@@ -145,25 +144,22 @@ def launch_prefill(
     query_starts: torch.Tensor,
     seq_lens: torch.Tensor,
     page_size: int,
+    options: AttentionOptions,
     out: torch.Tensor,
     max_queries: int,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
 ) -> None:
     """Run prefill into ``out [T, H, Dv]``; no sequence has more than ``max_queries`` queries."""
     _, heads, dim = q.shape
+    sinks = options.sinks
     kv_heads, v_dim = k_cache.shape[1], v_cache.shape[2]
     constants = prefill_constants(
         heads, kv_heads, dim, v_dim, q.element_size(), page_size,
-        window, softcap is not None, sinks is not None,
+        options.sliding_window, options.softcap is not None, sinks is not None,
     )  # fmt: skip
     blocks = cdiv(max_queries, constants["BLOCK_M"] // constants["GROUP"])
     prefill_kernel[(blocks, kv_heads, seq_lens.shape[0])](
         q, k_cache, v_cache, page_starts, query_starts, seq_lens, q if sinks is None else sinks, out,
-        scale, softcap or 1.0,
+        options.scale, options.softcap or 1.0,
         q.stride(0), q.stride(1), k_cache.stride(0), v_cache.stride(0), page_starts.stride(0),
         **constants,
     )  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import default_backend, get_backend
+from kernels.api import AttentionOptions
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import FP8_MAX, QuantizedKV
 
@@ -24,6 +25,7 @@ CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 HEADS, KV_HEADS, DIM = (32, 8, 128) if CUDA else (8, 4, 64)
 SHAPES = [(64, 4096), (1, 32768)] if CUDA else [(32, 1024), (8, 4096), (1, 32768)]  # (batch, context)
+OPTIONS = AttentionOptions(scale=DIM**-0.5)
 CONTIGUOUS = 0  # as a page size: one unaligned run of slots per sequence
 
 
@@ -111,7 +113,7 @@ def test_decode(benchmark, batch, context, page_size):
     args = (b.q, b.k, b.v, b.page_starts, b.seq_lens, b.page_size)
     plan = backend.plan_decode(b.page_starts, b.seq_lens, b.page_size)
     benchmark.group = f"decode {batch} x {context}"
-    measure(benchmark, b, lambda: backend.decode_attention(*args, scale=DIM**-0.5, out=out, plan=plan))
+    measure(benchmark, b, lambda: backend.decode_attention(*args, OPTIONS, out=out, plan=plan))
 
 
 @pytest.mark.skipif(CUDA, reason="no backend decodes quantised KV on a GPU but the reference")
@@ -126,10 +128,10 @@ def test_decode_quantised(benchmark, batch, context, name):
     for _ in range(40):
         for kind, caches in (("float32", (b.k, b.v)), (name, (k, v))):
             start = time.perf_counter()
-            backend.decode_attention(b.q, *caches, *args, scale=DIM**-0.5)
+            backend.decode_attention(b.q, *caches, *args, OPTIONS)
             best[kind] = min(best.get(kind, 1e9), time.perf_counter() - start)
     benchmark.group = f"decode {batch} x {context}"
-    benchmark.pedantic(lambda: backend.decode_attention(b.q, k, v, *args, scale=DIM**-0.5), rounds=20)
+    benchmark.pedantic(lambda: backend.decode_attention(b.q, k, v, *args, OPTIONS), rounds=20)
     read = 2 * batch * context * KV_HEADS * KV_FORMATS[name].row_bytes(DIM)
     ratio = best[name] / best["float32"]
     benchmark.extra_info.update(
@@ -194,7 +196,7 @@ def test_prefill(benchmark, new, context, page_size, name):
     benchmark.group = f"prefill {new} after {context}"
 
     def step() -> None:
-        backend.prefill_attention(*args, scale=DIM**-0.5, out=out, new_kv=new_kv, plan=plan)
+        backend.prefill_attention(*args, OPTIONS, out=out, new_kv=new_kv, plan=plan)
         wait()
 
     benchmark.pedantic(step, rounds=30, warmup_rounds=3)

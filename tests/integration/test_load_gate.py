@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
@@ -32,20 +34,20 @@ def spoil(monkeypatch, fault: str) -> None:
     """Make our attention wrong in one way, as a family would that sends it something else than it does in eager."""
     right = engine.attention.AttentionHost.__call__
 
-    def wrong(self, layer, q, k, v, **options):
+    def wrong(self, layer, q, k, v, options):
         if fault == "scale":
-            options["scale"] *= 1.1
+            options = replace(options, scale=options.scale * 1.1)
         if fault == "neighbour's value":
             v = torch.roll(v, 1, dims=0)
         if fault == "forgotten window":
-            options["sliding_window"] = None
+            options = replace(options, sliding_window=None)
         if fault == "forgotten sinks":
-            options["sinks"] = None
+            options = replace(options, sinks=None)
         if fault == "state lost between chunks":
             v = torch.cat([torch.zeros_like(v[:1]), v[1:]])
         if fault == "rotated by one position":
             k = torch.roll(k, 1, dims=-1)
-        return right(self, layer, q, k, v, **options)
+        return right(self, layer, q, k, v, options)
 
     monkeypatch.setattr(engine.attention.AttentionHost, "__call__", wrong)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kernels import get_backend
+from kernels.api import AttentionOptions
 
 SHAPES = [(1, 16, 16), (2, 64, 64), (3, 20, 36), (4, 128, 128), (8, 32, 32), (5, 80, 48)]  # (group, D, Dv)
 
@@ -69,51 +70,45 @@ def build_cache(p: Problem) -> Cache:
         v[slots[-1]] = p.random(length, p.kv_heads, v_dim)
     # Entries after a sequence's pages are garbage in a real table: point them far outside.
     used = -(-torch.tensor(p.lens) // page_size)
-    starts = torch.where(
-        torch.arange(pages)[None, :] < used[:, None], starts, torch.full_like(starts, 1 << 40)
-    )
+    starts = torch.where(torch.arange(pages)[None, :] < used[:, None], starts, torch.full_like(starts, 1 << 40))
     return Cache(k, v, starts.to(p.device), page_size, slots)
 
 
-def options(p: Problem) -> dict:
-    """Keyword arguments of both attention calls."""
+def draw_options(p: Problem) -> AttentionOptions:
+    """The problem's options, its sinks drawn."""
     group, dim, _ = p.shape
-    return {
-        "scale": dim**-0.5,
-        "sliding_window": p.window,
-        "softcap": p.softcap,
-        "sinks": p.random(group * p.kv_heads) if p.with_sinks else None,
-    }
+    sinks = p.random(group * p.kv_heads) if p.with_sinks else None
+    return AttentionOptions(dim**-0.5, p.window, p.softcap, sinks)
 
 
-def widen(kw: dict) -> dict:
+def widen(options: AttentionOptions) -> AttentionOptions:
     """The same options for float64 inputs."""
-    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
+    return options if options.sinks is None else replace(options, sinks=options.sinks.double())
 
 
 def check_decode(backend_name: str, p: Problem, tolerance: float, planned: bool = False) -> None:
     """One decode step against float64, with `out` poisoned beforehand."""
-    backend, cache, kw = get_backend(backend_name), build_cache(p), options(p)
+    backend, cache, options = get_backend(backend_name), build_cache(p), draw_options(p)
     heads = p.shape[0] * p.kv_heads
     q = p.random(len(p.lens), heads, p.shape[1])
     lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
     expected = get_backend("torch").decode_attention(
-        q.double(), cache.k.double(), cache.v.double(), cache.page_starts, lens, cache.page_size, **widen(kw)
+        q.double(), cache.k.double(), cache.v.double(), cache.page_starts, lens, cache.page_size, widen(options)
     )
     out = torch.full((len(p.lens), heads, p.shape[2]), float("nan"), dtype=p.dtype, device=p.device)
     plan = backend.plan_decode(cache.page_starts, lens, cache.page_size) if planned else None
     result = backend.decode_attention(
-        q, cache.k, cache.v, cache.page_starts, lens, cache.page_size, out=out, plan=plan, **kw
+        q, cache.k, cache.v, cache.page_starts, lens, cache.page_size, options, out=out, plan=plan
     )
     assert result is out
     torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
-    fresh = backend.decode_attention(q, cache.k, cache.v, cache.page_starts, lens, cache.page_size, **kw)
+    fresh = backend.decode_attention(q, cache.k, cache.v, cache.page_starts, lens, cache.page_size, options)
     assert torch.equal(fresh, result)
 
 
 def check_prefill(backend_name: str, p: Problem, tolerance: float, planned: bool = False) -> None:
     """One prefill step against float64, with and without the packed new KV."""
-    backend, cache, kw = get_backend(backend_name), build_cache(p), options(p)
+    backend, cache, options = get_backend(backend_name), build_cache(p), draw_options(p)
     heads = p.shape[0] * p.kv_heads
     starts = torch.tensor([0, *torch.tensor(p.new).cumsum(0).tolist()], device=p.device, dtype=p.index_dtype)
     lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
@@ -130,18 +125,18 @@ def check_prefill(backend_name: str, p: Problem, tolerance: float, planned: bool
         starts,
         lens,
         cache.page_size,
-        **widen(kw),
+        widen(options),
     )
     plan = backend.plan_prefill(cache.page_starts, starts, lens, cache.page_size) if planned else None
     for given in (None, new_kv):
         out = torch.full((total, heads, p.shape[2]), float("nan"), dtype=p.dtype, device=p.device)
         result = backend.prefill_attention(
             q, cache.k, cache.v, cache.page_starts, starts, lens, cache.page_size,
-            out=out, new_kv=given, plan=plan, **kw,
+            options, out=out, new_kv=given, plan=plan,
         )  # fmt: skip
         assert result is out
         torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
     fresh = backend.prefill_attention(
-        q, cache.k, cache.v, cache.page_starts, starts, lens, cache.page_size, plan=plan, **kw
+        q, cache.k, cache.v, cache.page_starts, starts, lens, cache.page_size, options, plan=plan
     )
     torch.testing.assert_close(fresh.double(), expected, atol=tolerance, rtol=tolerance)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kernel_cases import SHAPES, Problem, check_decode, check_prefill
 
 from kernels import get_backend
+from kernels.api import AttentionOptions
 
 TOLERANCE = 1e-5
 QUIET = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -84,7 +85,7 @@ def test_nan_of_a_live_token_is_not_hidden():
     poisoned = kv.clone()
     poisoned[5, 0, 3] = float("nan")
     for k, v in ((poisoned, kv), (kv, poisoned)):
-        out = backend.decode_attention(q, k, v, *args, scale=0.1)
+        out = backend.decode_attention(q, k, v, *args, AttentionOptions(scale=0.1))
         assert out[0, :2].isnan().any(-1).all() and not out[0, 2:].isnan().any()
 
 
@@ -105,7 +106,7 @@ def test_numba_addresses_slots_beyond_two_gibibytes():
     backend.write_kv(k, k, cache, cache, where)
     assert torch.equal(cache[where], k)
     out = backend.decode_attention(
-        q, cache, cache, where[:1][None], torch.tensor([20]), 64, scale=0.1, sinks=None
+        q, cache, cache, where[:1][None], torch.tensor([20]), 64, AttentionOptions(scale=0.1)
     )
     weights = torch.softmax(0.1 * (k[:, 0] @ q[0, 0]), 0)
     torch.testing.assert_close(out[0, 0], weights @ k[:, 0], atol=TOLERANCE, rtol=TOLERANCE)
@@ -115,7 +116,7 @@ def test_lengths_that_leave_out_new_tokens_are_refused():
     with pytest.raises(ValueError, match="sequence 0 has 5 new tokens but a length of 3"):
         get_backend("numba").prefill_attention(
             torch.randn(5, 2, 64), torch.randn(8, 2, 64), torch.randn(8, 2, 64), torch.tensor([[0]]),
-            torch.tensor([0, 5]), torch.tensor([3]), 8, scale=0.1,
+            torch.tensor([0, 5]), torch.tensor([3]), 8, AttentionOptions(scale=0.1),
         )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def test_mixed_dtypes_are_refused_and_not_read_as_floats():
     q, cache = torch.randn(1, 2, 64), torch.randn(8, 2, 64).bfloat16()
     with pytest.raises(ValueError, match=r"computes in torch\.float32, not with .*k_cache torch\.bfloat16"):
         get_backend("numba").decode_attention(
-            q, cache, cache, torch.tensor([[0]]), torch.tensor([3]), 8, scale=0.1
+            q, cache, cache, torch.tensor([[0]]), torch.tensor([3]), 8, AttentionOptions(scale=0.1)
         )
 
 
@@ -131,7 +132,13 @@ def test_caches_with_gaps_between_heads_are_refused():
     k_cache = torch.randn(8, 2, 128)[:, :, :64]
     with pytest.raises(ValueError, match="must be dense"):
         get_backend("numba").decode_attention(
-            torch.randn(1, 2, 64), k_cache, k_cache, torch.tensor([[0]]), torch.tensor([3]), 8, scale=0.1
+            torch.randn(1, 2, 64),
+            k_cache,
+            k_cache,
+            torch.tensor([[0]]),
+            torch.tensor([3]),
+            8,
+            AttentionOptions(scale=0.1),
         )
 
 
@@ -140,6 +147,6 @@ def test_prefill_of_neighbouring_pages_in_another_order():
     torch.manual_seed(0)
     q, k, v = torch.randn(10, 4, 64), torch.randn(16, 2, 64), torch.randn(16, 2, 64)
     args = (torch.tensor([[0, 8, 4, 12]]), torch.tensor([0, 10]), torch.tensor([16]), 4)
-    expected = get_backend("torch").prefill_attention(q, k, v, *args, scale=0.1)
-    result = get_backend("numba").prefill_attention(q, k, v, *args, scale=0.1)
+    expected = get_backend("torch").prefill_attention(q, k, v, *args, AttentionOptions(scale=0.1))
+    result = get_backend("numba").prefill_attention(q, k, v, *args, AttentionOptions(scale=0.1))
     torch.testing.assert_close(result, expected, atol=TOLERANCE, rtol=TOLERANCE)

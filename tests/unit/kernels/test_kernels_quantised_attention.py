@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kernel_cases import Cache, Problem, build_cache, options, widen
+from kernel_cases import Cache, Problem, build_cache, draw_options, widen
 
 from kernels import get_backend
+from kernels.api import AttentionOptions
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, KVFormat
 from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
 
@@ -55,15 +56,19 @@ def loud(cache: Cache) -> None:
             plain[slots[::40]] *= 100
 
 
-def decode(backend: str, p: Problem, cache: Cache, k, v, q: torch.Tensor, kw: dict, lens=None) -> torch.Tensor:
+def decode(
+    backend: str, p: Problem, cache: Cache, k, v, q: torch.Tensor, options: AttentionOptions, lens=None
+) -> torch.Tensor:
     lens = torch.tensor(p.lens) if lens is None else lens
-    return get_backend(backend).decode_attention(q, k, v, cache.page_starts, lens, cache.page_size, **kw)
+    return get_backend(backend).decode_attention(q, k, v, cache.page_starts, lens, cache.page_size, options)
 
 
-def prefill(backend: str, p: Problem, cache: Cache, k, v, q: torch.Tensor, kw: dict, new_kv=None) -> torch.Tensor:
+def prefill(
+    backend: str, p: Problem, cache: Cache, k, v, q: torch.Tensor, options: AttentionOptions, new_kv=None
+) -> torch.Tensor:
     starts = torch.tensor([0, *torch.tensor(p.new).cumsum(0).tolist()])
     args = (q, k, v, cache.page_starts, starts, torch.tensor(p.lens), cache.page_size)
-    return get_backend(backend).prefill_attention(*args, new_kv=new_kv, **kw)
+    return get_backend(backend).prefill_attention(*args, options, new_kv=new_kv)
 
 
 @st.composite
@@ -91,18 +96,20 @@ def problems(draw) -> Problem:
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_numba_agrees_with_the_reference_in_the_same_format(format, problem):
     """Decode and prefill, both over the very same codes; poison in unused slots reaches nothing."""
-    p, cache, kw = problem, build_cache(problem), options(problem)
+    p, cache, options = problem, build_cache(problem), draw_options(problem)
     k, v = quantise(cache, format)
     heads = p.shape[0] * p.kv_heads
     q = p.random(len(p.lens), heads, p.shape[1])
-    expected = decode("torch", p, cache, k, v, q, kw)
+    expected = decode("torch", p, cache, k, v, q, options)
     assert expected.isfinite().all()
-    torch.testing.assert_close(decode("numba", p, cache, k, v, q, kw), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(decode("numba", p, cache, k, v, q, options), expected, atol=TOLERANCE, rtol=TOLERANCE)
     if sum(p.new):
         q = p.random(heads, sum(p.new), p.shape[1]).transpose(0, 1)
-        expected = prefill("torch", p, cache, k, v, q, kw)
+        expected = prefill("torch", p, cache, k, v, q, options)
         assert expected.isfinite().all()
-        torch.testing.assert_close(prefill("numba", p, cache, k, v, q, kw), expected, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(
+            prefill("numba", p, cache, k, v, q, options), expected, atol=TOLERANCE, rtol=TOLERANCE
+        )
 
 
 @by_name
@@ -111,11 +118,13 @@ def test_decode_split_over_threads(format, threads):
     torch.set_num_threads(threads)  # the fixture puts it back
     for lens in [(2,), (500,), (3, 350, 1, 0, 64)]:
         p = Problem(lens=lens, new=lens, page_size=5, with_sinks=True)
-        cache, kw = build_cache(p), options(p)
+        cache, options = build_cache(p), draw_options(p)
         k, v = quantise(cache, format)
         q = p.random(len(lens), 4, 64)
-        expected = decode("torch", p, cache, k, v, q, kw)
-        torch.testing.assert_close(decode("numba", p, cache, k, v, q, kw), expected, atol=TOLERANCE, rtol=TOLERANCE)
+        expected = decode("torch", p, cache, k, v, q, options)
+        torch.testing.assert_close(
+            decode("numba", p, cache, k, v, q, options), expected, atol=TOLERANCE, rtol=TOLERANCE
+        )
 
 
 # Half a step of each format, relative to the row's largest value, or for fp8 to the value itself.
@@ -144,7 +153,7 @@ def test_error_of_attention_is_bounded(format, outliers):
             Problem(lens=(length,), new=(length,), window=50, with_sinks=True),
             Problem(lens=(length,), new=(length,), softcap=30.0, shape=(3, 7, 33)),
         ):
-            cache, kw, group = build_cache(p), options(p), p.shape[0]
+            cache, options, group = build_cache(p), draw_options(p), p.shape[0]
             if outliers:
                 loud(cache)
             k, v = quantise(cache, format)
@@ -152,15 +161,15 @@ def test_error_of_attention_is_bounded(format, outliers):
             keys, values = cache.k[seen].double(), cache.v[seen].double()
             q = p.random(1, 2 * group, p.shape[1])
             size = q[0].double().abs().view(2, group, -1)
-            e_score = kw["scale"] * torch.einsum("kgd,skd->kgs", size, steps_of(format, k, keys)).amax()
+            e_score = options.scale * torch.einsum("kgd,skd->kgs", size, steps_of(format, k, keys)).amax()
             q *= SCORE_ERROR / e_score
             largest, e_value = values.abs().amax((0, 2)), steps_of(format, v, values).amax((0, 2))  # [Hkv]
             allowed = e_value + math.expm1(2 * SCORE_ERROR) * largest
             assert (allowed < 0.2 * largest).all()
             plain = [x.double() for x in (cache.k, cache.v)]
-            truth = decode("torch", p, cache, *plain, q.double(), widen(kw))
+            truth = decode("torch", p, cache, *plain, q.double(), widen(options))
             for backend in ("torch", "numba"):
-                error = (decode(backend, p, cache, k, v, q, kw) - truth).abs().view(2, -1).amax(-1)
+                error = (decode(backend, p, cache, k, v, q, options) - truth).abs().view(2, -1).amax(-1)
                 assert (error <= allowed).all()
 
 
@@ -170,11 +179,11 @@ def test_error_of_attention_is_bounded(format, outliers):
 def test_relative_error_of_attention_on_normal_data(format, limit):
     """Root mean square error over root mean square output: what each format costs where nothing stands out."""
     p = Problem(lens=(400, 250, 90), new=(400, 250, 90))
-    cache, kw = build_cache(p), options(p)
+    cache, options = build_cache(p), draw_options(p)
     q = p.random(3, 4, 64)
-    truth = decode("torch", p, cache, cache.k, cache.v, q, kw)
+    truth = decode("torch", p, cache, cache.k, cache.v, q, options)
     for backend in ("torch", "numba"):
-        error = decode(backend, p, cache, *quantise(cache, format, backend), q, kw) - truth
+        error = decode(backend, p, cache, *quantise(cache, format, backend), q, options) - truth
         relative = float(error.square().mean().sqrt() / truth.square().mean().sqrt())
         assert limit / 4 < relative < limit
 
@@ -185,22 +194,22 @@ def test_a_token_attends_the_same_however_it_was_chunked(backend, format):
     """Prefill at once, prefill in chunks, and decode token by token: one answer, unquantised new KV notwithstanding."""
     length, group, dim = 45, 2, 64
     p = Problem(lens=(length,), new=(length,), page_size=7, window=30)
-    cache, kw = build_cache(p), options(p)
+    cache, options = build_cache(p), draw_options(p)
     k, v = quantise(cache, format, backend)
     q = p.random(length, group * 2, dim)
     new_kv = cache.k[cache.slots[0]], cache.v[cache.slots[0]]
-    whole = prefill(backend, p, cache, k, v, q, kw, new_kv)
+    whole = prefill(backend, p, cache, k, v, q, options, new_kv)
     for chunks in ((11, 34), (44, 1), (1,) * length):
         done, rows = 0, []
         for n in chunks:
             part, done = slice(done, done + n), done + n
             step = Problem(lens=(done,), new=(n,), page_size=7, window=30)
             given_kv = new_kv[0][part], new_kv[1][part]
-            rows.append(prefill(backend, step, cache, k, v, q[part], kw, given_kv))
+            rows.append(prefill(backend, step, cache, k, v, q[part], options, given_kv))
         torch.testing.assert_close(torch.cat(rows), whole, atol=TOLERANCE, rtol=TOLERANCE)
-    single = [decode(backend, p, cache, k, v, q[t : t + 1], kw, lens=torch.tensor([t + 1])) for t in range(length)]
+    single = [decode(backend, p, cache, k, v, q[t : t + 1], options, lens=torch.tensor([t + 1])) for t in range(length)]
     torch.testing.assert_close(torch.cat(single), whole, atol=TOLERANCE, rtol=TOLERANCE)
-    plain = prefill(backend, p, cache, cache.k, cache.v, q, kw, new_kv)
+    plain = prefill(backend, p, cache, cache.k, cache.v, q, options, new_kv)
     assert (plain - whole).abs().max() > 1e-3  # the cache's format is really what attention sees
 
 
@@ -212,7 +221,9 @@ def test_nan_of_a_live_token_is_not_hidden(format):
     for k, v in ((poisoned, kv), (kv, poisoned)):
         caches = [QuantizedKV.zeros(format, 8, 2, 64, "cpu", scale=0.1 if format in FP8_MAX else None) for _ in "kv"]
         get_backend("numba").write_kv(k, v, *caches, torch.arange(8))
-        out = get_backend("numba").decode_attention(q, *caches, torch.tensor([[0]]), torch.tensor([8]), 8, scale=0.1)
+        out = get_backend("numba").decode_attention(
+            q, *caches, torch.tensor([[0]]), torch.tensor([8]), 8, AttentionOptions(scale=0.1)
+        )
         assert out[0, :2].isnan().any(-1).all() and not out[0, 2:].isnan().any()
 
 
@@ -229,8 +240,8 @@ def test_numba_addresses_slots_beyond_two_gibibytes():
     assert (stored - k).abs().max() < k.abs().max() / 254 + 1e-6
     args = (torch.tensor([[slots - 20]]), torch.tensor([20]), 64)
     weights = torch.softmax(0.1 * (stored[:, 0] @ q[0, 0]), 0)
-    out = backend.decode_attention(q, cache, cache, *args, scale=0.1)
+    out = backend.decode_attention(q, cache, cache, *args, AttentionOptions(scale=0.1))
     torch.testing.assert_close(out[0, 0], weights @ stored[:, 0], atol=TOLERANCE, rtol=TOLERANCE)
     query_starts = torch.tensor([0, 1])
-    out = backend.prefill_attention(q, cache, cache, args[0], query_starts, *args[1:], scale=0.1)
+    out = backend.prefill_attention(q, cache, cache, args[0], query_starts, *args[1:], AttentionOptions(scale=0.1))
     torch.testing.assert_close(out[0, 0], weights @ stored[:, 0], atol=TOLERANCE, rtol=TOLERANCE)

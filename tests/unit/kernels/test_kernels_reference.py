@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import default_backend, get_backend
+from kernels.api import AttentionOptions
 
 
 def by_loops(q, k, v, position, scale, window, softcap, sink):
@@ -37,7 +38,7 @@ def test_reference_is_the_definition(window, softcap, with_sinks):
     get_backend("torch").write_kv(k, v, k_cache, v_cache, slots)
     out = get_backend("torch").prefill_attention(
         q, k_cache, v_cache, page_starts, torch.tensor([0, new]), torch.tensor([seq_len]), page_size,
-        scale=0.3, sliding_window=window, softcap=softcap, sinks=sinks if with_sinks else None,
+        AttentionOptions(0.3, window, softcap, sinks if with_sinks else None),
     )  # fmt: skip
     for i in range(new):
         for h in range(heads):
@@ -52,7 +53,7 @@ def test_reference_agrees_with_sdpa():
     q, k, v = torch.randn(40, 8, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
     starts = torch.tensor([[0]])
     out = get_backend("torch").prefill_attention(
-        q, k, v, starts, torch.tensor([0, 40]), torch.tensor([40]), 64, scale=0.25
+        q, k, v, starts, torch.tensor([0, 40]), torch.tensor([40]), 64, AttentionOptions(scale=0.25)
     )
     heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
     expected = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=0.25, enable_gqa=True)
