@@ -250,7 +250,7 @@ def cache_sim(**options: Any) -> int:
     \b
     Examples:
       kvbench cache-sim conversation_trace.jsonl
-      kvbench cache-sim conversation_trace.jsonl --pages 1k,5k,20k --model llama-8b --html curve.html
+      kvbench cache-sim conversation_trace.jsonl --pages 1k,5k,20k --model llama-3.1-8b --html curve.html
     \b
     Exit codes: 0 shown, 2 bad input. No files are written but --html's.
     """

@@ -202,7 +202,7 @@ def test_the_table_has_capacities_hit_rates_and_the_ceiling(capsys, small):
 
 
 def test_json_says_the_same_in_numbers(capsys, small):
-    code, out, _ = run(capsys, small, "--pages", "5", "--json", "--model", "llama-8b", "--warm-up", "2")
+    code, out, _ = run(capsys, small, "--pages", "5", "--json", "--model", "llama-3.1-8b", "--warm-up", "2")
     told = json.loads(out)
     assert code == 0
     assert (told["requests"], told["pages"], told["prompt_tokens"], told["page_size"]) == (3, 12, 188, 16)
@@ -217,7 +217,7 @@ def test_json_says_the_same_in_numbers(capsys, small):
 
 
 def test_int8_kv_counts_its_scales(capsys, small):
-    code, out, _ = run(capsys, small, "--json", "--model", "llama-8b", "--kv-cache-dtype", "int8_per_token_head")
+    code, out, _ = run(capsys, small, "--json", "--model", "llama-3.1-8b", "--kv-cache-dtype", "int8_per_token_head")
     assert code == 0 and json.loads(out)["kv_bytes_per_token"] == 32 * 8 * 2 * (128 + 4)
 
 
@@ -239,10 +239,10 @@ def test_html_holds_the_curve_and_the_ceiling_offline(capsys, small, tmp_path):
         (["T", "--page-size", "64"], ["line 1", "leave it out"]),
         (["T", "--page-size", "0"], ["--page-size"]),
         (["T", "--warm-up", "3"], ["after 3 of 3", "lower --warm-up"]),
-        (["T", "--model", "none"], ["model 'none'", "llama-8b"]),
-        (["T", "--model", "llama-8b", "--kv-cache-dtype", "fp9"], ["'fp9'", "fp8_e4m3"]),
+        (["T", "--model", "none"], ["model 'none'", "llama-3.1-8b"]),
+        (["T", "--model", "llama-3.1-8b", "--kv-cache-dtype", "fp9"], ["'fp9'", "fp8_e4m3"]),
         (["T", "--kv-cache-dtype", "fp8_e4m3"], ["needs --model"]),
-        (["T", "--kv-bytes-per-token", "8", "--model", "llama-8b"], ["give one of them"]),
+        (["T", "--kv-bytes-per-token", "8", "--model", "llama-3.1-8b"], ["give one of them"]),
         (["T", "--html", "no/such/folder/x.html"], ["--html", "cannot be written"]),
     ],
 )

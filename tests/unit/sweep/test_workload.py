@@ -29,7 +29,7 @@ GOOD = {
     },
     "profiles": {
         "cpu": {"engine": {"max_num_seqs": 4}},
-        "gpu": {"model": {"config": "llama-8b", "dtype": "bfloat16"}, "load": {"concurrency": [8]}},
+        "gpu": {"model": {"config": "llama-3.1-8b", "dtype": "bfloat16"}, "load": {"concurrency": [8]}},
     },
 }
 
@@ -66,7 +66,7 @@ def test_profile_then_overrides_then_options(tmp_path):
     path = write(tmp_path, GOOD)
     assert load_workload(path, profile="cpu").engine["max_num_seqs"] == 4
     gpu = load_workload(path, profile="gpu")
-    assert gpu.engine["model"] == "llama-8b" and gpu.engine["dtype"] == "bfloat16"
+    assert gpu.engine["model"] == "llama-3.1-8b" and gpu.engine["dtype"] == "bfloat16"
     assert gpu.load.concurrency == (8,)  # a list replaces, it does not merge
     workload = load_workload(
         path, profile="cpu", overrides=["engine.max_num_seqs=7", "load.concurrency=[2, 3]", "load.repeats=9"],
