@@ -30,6 +30,8 @@ class StepTensors:
 
     ``slots [T]`` int64 where the new KV goes; ``page_starts [B, pages]`` int64 first slot of each page;
     ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts [prefills + 1]`` int64, from 0, prefills only.
+    The ``max_`` numbers bound what the tensors hold, so that nobody has to read the tensors: no decode or prefill is
+    longer, none has more new tokens (0 where there is none; a larger bound costs programs that end at once).
     """
 
     num_decodes: int
@@ -39,6 +41,9 @@ class StepTensors:
     prefill_page_starts: torch.Tensor
     prefill_seq_lens: torch.Tensor
     query_starts: torch.Tensor
+    max_decode_tokens: int
+    max_prefill_tokens: int
+    max_queries: int
 
 
 class AttentionHost:
@@ -88,10 +93,17 @@ class AttentionHost:
         """Everything that all layers share is prepared once."""
         self._step = step
         if step.num_decodes:
-            self._decode_plan = self.backend.plan_decode(step.decode_page_starts, step.decode_seq_lens, self.page_size)
+            self._decode_plan = self.backend.plan_decode(
+                step.decode_page_starts, step.decode_seq_lens, self.page_size, max_tokens=step.max_decode_tokens
+            )
         if step.prefill_seq_lens.numel():
             self._prefill_plan = self.backend.plan_prefill(
-                step.prefill_page_starts, step.query_starts, step.prefill_seq_lens, self.page_size
+                step.prefill_page_starts,
+                step.query_starts,
+                step.prefill_seq_lens,
+                self.page_size,
+                max_queries=step.max_queries,
+                max_tokens=step.max_prefill_tokens,
             )
 
     def __call__(

@@ -83,7 +83,7 @@ class TorchExecutor:
             input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=last_tokens
         ).logits[0]
         times.append(time.perf_counter())
-        drawn = sample(logits, [items[i].seq for i in sampling], self.config.seed) if sampling else []
+        drawn = sample(logits, [items[i].seq for i in sampling], self.config.seed).read() if sampling else []
         times.append(time.perf_counter())
         result: list[Drawn | None] = [None] * len(items)
         for i, brought in zip(sampling, drawn, strict=True):
@@ -119,6 +119,9 @@ class TorchExecutor:
             prefill_page_starts=self._tensor(page_starts[num_decodes:]),
             prefill_seq_lens=self._tensor(lengths[num_decodes:]),
             query_starts=self._tensor(query_starts),
+            max_decode_tokens=int(lengths[:num_decodes].max(initial=0)),
+            max_prefill_tokens=int(lengths[num_decodes:].max(initial=0)),
+            max_queries=int(counts[num_decodes:].max(initial=0)),
         )
         return self._tensor(ids), self._tensor(positions), step
 

@@ -58,6 +58,9 @@ def calibrate_kv_scales(
             prefill_page_starts=torch.zeros(1, 1, dtype=torch.int64, device=device),
             prefill_seq_lens=torch.tensor([count], device=device),
             query_starts=torch.tensor([0, count], device=device),
+            max_decode_tokens=0,
+            max_prefill_tokens=count,
+            max_queries=count,
         )
     )
     last = torch.tensor([count - 1], device=device)

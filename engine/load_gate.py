@@ -260,4 +260,7 @@ def _probe_step(page_starts: torch.Tensor, items: list[tuple[int, int, int]]) ->
         prefill_page_starts=rows[num_decodes:],
         prefill_seq_lens=lengths[num_decodes:],
         query_starts=counts.cumsum(0),
+        max_decode_tokens=max((stop for _, _, stop in items[:num_decodes]), default=0),
+        max_prefill_tokens=max((stop for _, _, stop in items[num_decodes:]), default=0),
+        max_queries=max((stop - start for _, start, stop in items[num_decodes:]), default=0),
     )

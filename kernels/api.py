@@ -115,14 +115,27 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> Any:
-        """What decode can know before the first layer, once per step (pass it as ``plan=``)."""
+    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int, *, max_tokens: int) -> Any:
+        """What decode can know before the first layer, once per step (pass it as ``plan=``).
+
+        ``max_tokens``: no ``seq_lens`` is larger. A bound known on the host: planning never waits for the device.
+        """
         ...
 
     def plan_prefill(
-        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+        self,
+        page_starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        max_queries: int,
+        max_tokens: int,
     ) -> Any:
-        """What prefill can know before the first layer, once per step (pass it as ``plan=``)."""
+        """What prefill can know before the first layer, once per step (pass it as ``plan=``).
+
+        ``max_queries``: no sequence has more new tokens; ``max_tokens``: no ``seq_lens`` is larger.
+        """
         ...
 
 

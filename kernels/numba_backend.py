@@ -204,7 +204,14 @@ class NumbaBackend(TorchBackend):
         return self._scratch.prefill.attend(q, k_cache, v_cache, plan, options, out=out, new_kv=new_kv)
 
     def plan_prefill(
-        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+        self,
+        page_starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        max_queries: int,
+        max_tokens: int,
     ) -> PrefillPlan:
         """Slots and masks of every sequence, made once and used by all layers."""
         return PrefillPlan(page_starts, query_starts, seq_lens, page_size)

@@ -161,12 +161,21 @@ class TorchBackend:
             out[lo:hi] = attend_explicit(q[lo:hi], load_rows(k_cache, slots), load_rows(v_cache, slots), mask, options)
         return out
 
-    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> None:
+    def plan_decode(
+        self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int, *, max_tokens: int
+    ) -> None:
         """Nothing to prepare."""
         return
 
     def plan_prefill(
-        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+        self,
+        page_starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        max_queries: int,
+        max_tokens: int,
     ) -> None:
         """Nothing to prepare."""
         return

@@ -33,9 +33,10 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """``max_queries``: no sequence of the step has more new tokens (a bound is enough)."""
+    """No sequence of the step has more new tokens than ``max_queries``, or is longer than ``max_tokens``."""
 
     max_queries: int
+    max_tokens: int
 
 
 @cache
@@ -151,12 +152,21 @@ class TritonBackend(TorchBackend):
         )  # fmt: skip
         return out
 
-    def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int) -> DecodePlan:
-        """Longest length of the step; waits for the GPU if ``seq_lens`` lies there."""
-        return DecodePlan(int(seq_lens.max()) if seq_lens.numel() else 0)
+    def plan_decode(
+        self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int, *, max_tokens: int
+    ) -> DecodePlan:
+        """The bound itself: the number of splits follows from it."""
+        return DecodePlan(max_tokens)
 
     def plan_prefill(
-        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
+        self,
+        page_starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_size: int,
+        *,
+        max_queries: int,
+        max_tokens: int,
     ) -> PrefillPlan:
-        """Longest chunk of the step; waits for the GPU if ``query_starts`` lies there."""
-        return PrefillPlan(int(query_starts.diff().max()) if seq_lens.numel() else 0)
+        """The bounds themselves: the number of programs follows from them."""
+        return PrefillPlan(max_queries, max_tokens)

@@ -111,7 +111,7 @@ def test_decode(benchmark, batch, context, page_size):
     backend, b = get_backend(default_backend(DEVICE, DTYPE)), make_batch(batch, context, page_size)
     out = torch.empty_like(b.q)
     args = (b.q, b.k, b.v, b.page_starts, b.seq_lens, b.page_size)
-    plan = backend.plan_decode(b.page_starts, b.seq_lens, b.page_size)
+    plan = backend.plan_decode(b.page_starts, b.seq_lens, b.page_size, max_tokens=context)
     benchmark.group = f"decode {batch} x {context}"
     measure(benchmark, b, lambda: backend.decode_attention(*args, OPTIONS, out=out, plan=plan))
 
@@ -192,7 +192,8 @@ def test_prefill(benchmark, new, context, page_size, name):
     k, v = (b.k, b.v) if name == "auto" else (quantised(name, x) for x in (b.k, b.v))
     starts, out = torch.tensor([0, new], device=DEVICE), torch.empty_like(q)
     args = (q, k, v, b.page_starts, starts, b.seq_lens, b.page_size)
-    plan = backend.plan_prefill(b.page_starts, starts, b.seq_lens, b.page_size)
+    bounds = {"max_queries": new, "max_tokens": new + context}
+    plan = backend.plan_prefill(b.page_starts, starts, b.seq_lens, b.page_size, **bounds)
     benchmark.group = f"prefill {new} after {context}"
 
     def step() -> None:

@@ -45,7 +45,7 @@ def prefill_logits(model, shape, kv_cache_dtype: str, kv_scales=None) -> tuple[t
     host.begin(
         StepTensors(
             0, positions, nobody[:, None], nobody, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([TOKENS]),
-            torch.tensor([0, TOKENS]),
+            torch.tensor([0, TOKENS]), max_decode_tokens=0, max_prefill_tokens=TOKENS, max_queries=TOKENS,
         )
     )  # fmt: skip
     ids = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(5))

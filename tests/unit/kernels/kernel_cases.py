@@ -96,7 +96,7 @@ def check_decode(backend_name: str, p: Problem, tolerance: float, planned: bool 
         q.double(), cache.k.double(), cache.v.double(), cache.page_starts, lens, cache.page_size, widen(options)
     )
     out = torch.full((len(p.lens), heads, p.shape[2]), float("nan"), dtype=p.dtype, device=p.device)
-    plan = backend.plan_decode(cache.page_starts, lens, cache.page_size) if planned else None
+    plan = backend.plan_decode(cache.page_starts, lens, cache.page_size, max_tokens=max(p.lens)) if planned else None
     result = backend.decode_attention(
         q, cache.k, cache.v, cache.page_starts, lens, cache.page_size, options, out=out, plan=plan
     )
@@ -127,7 +127,10 @@ def check_prefill(backend_name: str, p: Problem, tolerance: float, planned: bool
         cache.page_size,
         widen(options),
     )
-    plan = backend.plan_prefill(cache.page_starts, starts, lens, cache.page_size) if planned else None
+    plan = None
+    if planned:
+        bounds = {"max_queries": max(p.new), "max_tokens": max(p.lens)}
+        plan = backend.plan_prefill(cache.page_starts, starts, lens, cache.page_size, **bounds)
     for given in (None, new_kv):
         out = torch.full((total, heads, p.shape[2]), float("nan"), dtype=p.dtype, device=p.device)
         result = backend.prefill_attention(

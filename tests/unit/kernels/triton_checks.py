@@ -57,7 +57,9 @@ def test_a_plan_with_a_larger_bound_changes_nothing():
     backend = get_backend("triton")
     q, kv = torch.randn(2, 4, 32, device=DEVICE), torch.randn(40, 2, 32, device=DEVICE)
     args = torch.tensor([[0], [20]], device=DEVICE), torch.tensor([20, 3], device=DEVICE), 20
-    exact = backend.decode_attention(q, kv, kv, *args, AttentionOptions(scale=0.2), plan=backend.plan_decode(*args))
+    exact = backend.decode_attention(
+        q, kv, kv, *args, AttentionOptions(scale=0.2), plan=backend.plan_decode(*args, max_tokens=20)
+    )
     bounded = backend.decode_attention(q, kv, kv, *args, AttentionOptions(scale=0.2), plan=DecodePlan(4096))
     torch.testing.assert_close(exact, bounded, atol=1e-6, rtol=1e-6)
 
