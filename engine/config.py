@@ -82,6 +82,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     preemption_mode: str = "recompute"
     swap_space: int | None = None  # bytes of host memory
+    async_scheduling: bool | None = None  # plan the next step while this one runs; None: on CUDA, where they overlap
 
     kernel_backend: str = "auto"
     num_threads: int | None = None  # CPU threads; None: all cores this process may use
@@ -95,6 +96,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enable_chunked_prefill"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true or false")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ValueError(f"async_scheduling cannot be {self.async_scheduling!r}: it is true, false or left out")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed cannot be {self.seed!r}: it is an integer")
         if self.layout == "contiguous" and self.enable_prefix_caching:

@@ -43,6 +43,8 @@ HELP = {
     "preemption_mode": "what becomes of the newest request when memory runs out. recompute: its KV is given up and "
     "computed again later; swap: it goes to host memory and comes back, as far as swap_space reaches.",
     "swap_space": "host memory for swapped-out KV, in bytes or as 512MiB. Left out: as much as kv_budget.",
+    "async_scheduling": "plan the next step and send it to the GPU while this one runs there, without waiting for its "
+    "tokens. Left out: on for a GPU, off for a CPU, where nothing would overlap.",
     "kernel_backend": "whose attention: triton on GPUs, numba on CPUs, torch as the reference. auto picks by device.",
     "num_threads": "CPU threads of the arithmetic. Left out: all cores that this process may use.",
 }
@@ -143,7 +145,7 @@ def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if field.default is not None:
         text += " (default: %(default)s)"
     keywords: dict[str, Any] = {"default": field.default, "help": text}
-    if field.type == "bool":
+    if field.type in ("bool", "bool | None"):
         keywords["action"] = argparse.BooleanOptionalAction
     elif field.name in _CHOICES:
         keywords["choices"] = _CHOICES[field.name]
