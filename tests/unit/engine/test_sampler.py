@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.sampler import restrict, sample
+from engine.sampler import keep_top_k, keep_top_p, sample
 from engine.sequence import Drawn, Request, SamplingParams, Sequence
 
 
@@ -13,8 +13,10 @@ def sequence(name: str = "a", tokens: int = 4, **params) -> Sequence:
 
 def tokens_of(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int = 0) -> list[int]:
     """The one token that each of them draws."""
-    drawn = sample(logits, sequences, engine_seed)
+    sampled = sample(logits, sequences, engine_seed)
+    drawn = sampled.read()
     assert all(len(d.token_ids) == 1 and not d.logprobs for d in drawn)
+    assert sampled.tokens.tolist() == [d.token_ids[0] for d in drawn]
     return [d.token_ids[0] for d in drawn]
 
 
@@ -37,35 +39,41 @@ def test_sampled_frequencies_follow_the_softmax(temperature):
     assert stats.chisquare(counts, expected / expected.sum() * 3000).pvalue > 1e-4
 
 
+def kept(probabilities: list[float], top_k: int | None = None, top_p: float = 1.0) -> list[int]:
+    logits = torch.log(torch.tensor([probabilities]))
+    k = torch.tensor([top_k or len(probabilities)])
+    by_sort = keep_top_p(logits, k, torch.tensor([top_p], dtype=torch.float64))
+    if top_p == 1.0:
+        assert torch.equal(by_sort, keep_top_k(logits, k, int(k))), "both ways keep the same"
+    return torch.isfinite(by_sort[0]).nonzero()[:, 0].tolist()
+
+
 def test_top_k_and_top_p_allow_exactly_the_right_tokens():
-    logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
-
-    def kept(**params):
-        return torch.isfinite(restrict(logits, SamplingParams(**params))).tolist()
-
-    assert kept(top_k=2) == [True, True, False, False]
-    assert kept(top_p=0.5) == [True, True, False, False]
-    assert kept(top_p=0.4) == [True, False, False, False]
-    assert kept(top_p=0.95) == [True, True, True, True]
-    assert kept(top_k=3, top_p=0.75) == [True, True, False, False]  # 0.4 + 0.3 of 0.9 reach 0.75
-    assert kept(top_p=1e-9) == [True, False, False, False]
-    assert set(draws(logits, 300, top_k=2)) == {0, 1}
+    shares = [0.2, 0.4, 0.1, 0.3]
+    assert kept(shares, top_k=2) == [1, 3]
+    assert kept(shares, top_p=0.5) == [1, 3]
+    assert kept(shares, top_p=0.4) == [1]
+    assert kept(shares, top_p=0.95) == [0, 1, 2, 3]
+    assert kept(shares, top_k=3, top_p=0.75) == [1, 3]  # 0.4 + 0.3 of 0.9 reach 0.75
+    assert kept(shares, top_p=1e-9) == [1]
+    assert kept([0.3, 0.2, 0.3, 0.2], top_k=3) == [0, 1, 2, 3], "who is as probable as the k-th stays"
+    assert kept([0.25] * 4, top_p=0.5) == [0, 1], "the fewest that reach it, and of equals the first"
 
 
 def test_a_row_does_not_depend_on_its_batch_mates():
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
     sequences = [sequence(f"r{i}", tokens=3 + i) for i in range(6)]
-    together = sample(logits, sequences, engine_seed=5)
-    alone = [sample(logits[i : i + 1], [sequences[i]], engine_seed=5)[0] for i in range(6)]
+    together = sample(logits, sequences, engine_seed=5).read()
+    alone = [sample(logits[i : i + 1], [sequences[i]], engine_seed=5).read()[0] for i in range(6)]
     assert together == alone
 
 
 def test_seeds_matter():
-    logits = torch.zeros(1, 1000)
-    first = sample(logits, [sequence(seed=1)], 0)
-    assert first == sample(logits, [sequence("other", seed=1)], 9)
-    assert first != sample(logits, [sequence(seed=2)], 0)
+    logits = torch.zeros(1, 100_000)
+    first = tokens_of(logits, [sequence(seed=1)])
+    assert first == tokens_of(logits, [sequence("other", seed=1)], 9)
+    assert first != tokens_of(logits, [sequence(seed=2)])
     unseeded = [*tokens_of(logits, [sequence("a")]), *tokens_of(logits, [sequence("b")])]
     unseeded += [*tokens_of(logits, [sequence("a")], engine_seed=1), *tokens_of(logits, [sequence("a", tokens=5)])]
     assert len(set(unseeded)) == 4, "name, engine seed and position each matter"
@@ -77,7 +85,7 @@ def test_a_fork_draws_what_a_request_of_its_own_would(seed):
     torch.manual_seed(1)
     logits = torch.randn(2, 400)
     parent = sequence("a", seed=seed, n=4)
-    (together,) = sample(logits[:1], [parent], engine_seed=9)
+    (together,) = sample(logits[:1], [parent], engine_seed=9).read()
     children = [parent.fork(index) for index in range(4)]
     for child in children:
         child.pending_forks = 0
@@ -96,7 +104,7 @@ def test_a_fork_draws_what_a_request_of_its_own_would(seed):
 
 def test_greedy_forks_take_the_largest_logit():
     logits = torch.tensor([[0.0, 3.0, 1.0]])
-    assert sample(logits, [sequence(temperature=0.0, n=3)], 0) == [Drawn((1, 1, 1))]
+    assert sample(logits, [sequence(temperature=0.0, n=3)], 0).read() == [Drawn((1, 1, 1))]
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 3.0, "top_k": 2}, {"seed": 4, "top_p": 0.7}])
@@ -107,7 +115,7 @@ def test_candidates_of_best_of_bring_the_model_s_own_log_probabilities(params):
     parent = sequence(n=1, best_of=3, **params)
     child = parent.fork(2)
     for seq, count in ((parent, 3), (child, 1)):
-        (drawn,) = sample(logits, [seq], 0)
+        (drawn,) = sample(logits, [seq], 0).read()
         assert len(drawn.token_ids) == count
         assert drawn.logprobs == pytest.approx([float(logprobs[token]) for token in drawn.token_ids], abs=1e-6)
 
@@ -119,7 +127,7 @@ def test_a_beam_gets_its_best_continuations(count):
     beams = [sequence(name, n=2, beam_width=2, temperature=9.0) for name in ("a", "b")]
     for beam in beams:
         beam.num_candidates = count
-    for row, drawn in zip(logits, sample(logits, beams, 0), strict=True):
+    for row, drawn in zip(logits, sample(logits, beams, 0).read(), strict=True):
         order = sorted(range(5), key=lambda token: -float(row[token]))[:count]
         assert list(drawn.token_ids) == order
         assert drawn.logprobs == pytest.approx([float(torch.log_softmax(row, -1)[token]) for token in order])
@@ -138,3 +146,107 @@ def test_a_beam_gets_its_best_continuations(count):
 def test_impossible_sampling_is_refused(params, says):
     with pytest.raises(ValueError, match=says):
         SamplingParams(**params)
+
+
+MIXED = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_k": 7},
+    {"temperature": 1.3, "top_p": 0.8, "seed": 3},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
+    {"temperature": 2.0, "top_k": 1},
+    {"temperature": 0.3, "top_p": 0.5, "n": 3, "seed": 5},
+    {"temperature": 1.0, "best_of": 4},
+    {"temperature": 0.0, "n": 2, "best_of": 2},
+    {"beam_width": 3, "n": 3},
+    {"temperature": 1e-300},
+    {"temperature": 100.0, "top_k": 3, "n": 2, "best_of": 3},
+    {"beam_width": 2},
+]
+
+
+def mixed_sequences() -> list[Sequence]:
+    sequences = [sequence(f"r{i}", tokens=3 + i, **params) for i, params in enumerate(MIXED)]
+    for seq in sequences:
+        seq.num_candidates = 2 * (seq.request.params.beam_width or 0)
+    return sequences
+
+
+@pytest.mark.parametrize("vocab", [37, 40_000])
+def test_all_kinds_of_rows_together_are_each_kind_alone(vocab):
+    """Greedy, filtered in every way, forks, best_of and beams in one call; the larger vocabulary goes in blocks."""
+    torch.manual_seed(2)
+    logits = torch.randn(len(MIXED), vocab) * 3
+    sequences = mixed_sequences()
+    together = sample(logits, sequences, 1)
+    drawn = together.read()
+    for row, seq in enumerate(sequences):
+        alone = sample(logits[row : row + 1], [seq], 1)
+        assert alone.read() == [drawn[row]], MIXED[row]
+        assert int(alone.tokens) == int(together.tokens[row]) == drawn[row].token_ids[0]
+    order = torch.randperm(len(MIXED)).tolist()
+    shuffled = sample(logits[order], [sequences[i] for i in order], 1).read()
+    assert shuffled == [drawn[i] for i in order]
+
+
+def test_positions_of_one_s_own():
+    """A caller that knows of tokens the sequence has not got yet says so."""
+    logits = torch.zeros(2, 5000)
+    sequences = [sequence("a", tokens=9), sequence("b", tokens=4)]
+    expected = tokens_of(logits, sequences)
+    for seq in sequences:
+        seq.token_ids.pop()
+    assert tokens_of(logits, sequences) != expected
+    assert sample(logits, sequences, 0, np.array([9, 4])).tokens.tolist() == expected
+
+
+def oracle(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Probabilities after temperature, top-k and top-p in float64, one token after the other."""
+    shares = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    order = sorted(range(len(logits)), key=lambda token: -shares[token])
+    if top_k:
+        order = order[:top_k]
+    total, kept = shares[order].sum(), []
+    for token in order:
+        kept.append(token)
+        if shares[kept].sum() / total >= top_p:
+            break
+    result = np.zeros(len(logits))
+    result[kept] = shares[kept] / shares[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 1.0), (0, 0.7), (12, 0.8), (3, 0.99)])
+def test_draws_follow_the_float64_oracle(temperature, top_k, top_p):
+    logits = torch.from_numpy(np.random.default_rng(8).normal(0, 2, 40).astype(np.float32))
+    expected = oracle(logits.numpy(), temperature, top_k, top_p)
+    counts = np.bincount(draws(logits, 4000, temperature=temperature, top_k=top_k, top_p=top_p), minlength=40)
+    assert not counts[expected == 0].any(), "a token outside top-k and top-p was drawn"
+    common = expected * 4000 >= 5  # where chi-square's approximation holds; the rest is one class
+    observed = [*counts[common], counts[~common].sum()]
+    wanted = [*expected[common], expected[~common].sum()]
+    rare = wanted[-1] * 4000 >= 5
+    observed, wanted = np.array(observed[: None if rare else -1]), np.array(wanted[: None if rare else -1])
+    assert stats.chisquare(observed, wanted / wanted.sum() * observed.sum()).pvalue > 1e-4
+
+
+def test_rows_and_positions_are_drawn_apart():
+    """Two requests' tokens at the same positions, and one request's tokens at following ones, are independent."""
+    logits = torch.zeros(4000, 8)
+    ours = np.array(tokens_of(logits, [sequence("a", tokens=1 + i) for i in range(4000)]))
+    theirs = np.array(tokens_of(logits, [sequence("b", tokens=1 + i) for i in range(4000)]))
+    for first, second in ((ours, theirs), (ours[:-1], ours[1:]), (ours[:-1], theirs[1:])):
+        table = np.zeros((8, 8))
+        np.add.at(table, (first, second), 1)
+        assert stats.chi2_contingency(table).pvalue > 1e-4
+
+
+def test_half_precision_logits_with_ties_are_drawn_alike_in_any_batch():
+    """bfloat16 has many equal logits: what stays at the edge of top-k and top-p may not hang on the batch."""
+    torch.manual_seed(3)
+    logits = (torch.randn(5, 300) * 2).bfloat16()
+    settings = [{"top_k": 40}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8}, {}]
+    for position in range(1, 20):
+        sequences = [sequence(f"r{i}", tokens=position, **params) for i, params in enumerate(settings)]
+        assert tokens_of(logits, sequences) == [tokens_of(logits[i : i + 1], [s])[0] for i, s in enumerate(sequences)]
