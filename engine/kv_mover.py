@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.kv_budget import KVCapacity
@@ -13,33 +16,61 @@ from engine.kv_moves import Move, MoveKind, batches
 class KVMover:
     """``caches``: every slot-major tensor of the KV cache, ``[slots, ...]``, whose rows belong together.
 
-    The host has a tensor like each of them, with ``capacity.host_slots`` rows, page-locked where the caches are on a
-    GPU. ``paged``: every move is of one page, and nobody else has anything on the page that it is moved to. The ranges
-    of a slab go alone and slot by slot: what follows them is a neighbour's.
+    ``paged``: every move is of one page, and nobody else has anything on the page that it is moved to. The ranges of a
+    slab go alone and slot by slot: what follows them is a neighbour's.
+
+    On a CPU all is done when ``move`` returns. On a GPU ``move`` only queues (kernels.triton_move): the order of the
+    current stream is the guarantee that what the model's kernels, or a later move, write there or on the same host page
+    is written after it was read here. So model and moves must use one stream, and the time around ``move`` says
+    nothing: ``take_seconds`` does. ``use_triton``: None for wherever the caches are on a GPU (Triton's interpreter
+    takes those of a CPU).
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor], capacity: KVCapacity, paged: bool):
-        self._page_size = capacity.page_size
+    def __init__(
+        self, caches: Sequence[torch.Tensor], capacity: KVCapacity, paged: bool, use_triton: bool | None = None
+    ):
+        on_gpu = bool(caches) and caches[0].is_cuda
         self._paged = paged
-        self._caches = list(caches)
-        pinned = bool(caches) and caches[0].is_cuda
-        self._host = [
-            torch.zeros((capacity.host_slots, *cache.shape[1:]), dtype=cache.dtype, pin_memory=pinned)
-            for cache in (caches if capacity.host_slots else ())
-        ]
+        self._timer = _DeviceTimer() if on_gpu else _HostTimer()
+        mover = _TritonMoves if (on_gpu if use_triton is None else use_triton) else _TorchMoves
+        self._moves = mover(caches, capacity, paged)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Do ``moves`` in order."""
+        self._timer.start()
         for batch in batches(moves) if self._paged else ([move] for move in moves):
-            kind = batch[0].kind
-            sources = self._host if kind is MoveKind.SWAP_IN else self._caches
-            targets = self._host if kind is MoveKind.SWAP_OUT else self._caches
-            if len(batch) == 1:
-                _, source, target, count = batch[0]
-                for a, b in zip(sources, targets, strict=True):
-                    b[target : target + count].copy_(a[source : source + count])
-            else:
-                self._move_pages(batch, sources, targets)
+            self._moves.do(batch)
+        self._timer.stop()
+
+    def take_seconds(self) -> float:
+        """Seconds that moves took since the last call: of the device on a GPU, else of the clock.
+
+        It waits for nothing: moves that the GPU has not finished yet are counted by a later call.
+        """
+        return self._timer.take()
+
+
+class _TorchMoves:
+    """Indexing in torch. The host has a tensor like each of the caches, with ``capacity.host_slots`` rows."""
+
+    def __init__(self, caches: Sequence[torch.Tensor], capacity: KVCapacity, paged: bool):
+        self._page_size = capacity.page_size
+        self._caches = list(caches)
+        self._host = [
+            torch.zeros((capacity.host_slots, *cache.shape[1:]), dtype=cache.dtype)
+            for cache in (caches if capacity.host_slots else ())
+        ]
+
+    def do(self, batch: list[Move]) -> None:
+        kind = batch[0].kind
+        sources = self._host if kind is MoveKind.SWAP_IN else self._caches
+        targets = self._host if kind is MoveKind.SWAP_OUT else self._caches
+        if len(batch) == 1:
+            _, source, target, count = batch[0]
+            for a, b in zip(sources, targets, strict=True):
+                b[target : target + count].copy_(a[source : source + count])
+        else:
+            self._move_pages(batch, sources, targets)
 
     def _move_pages(self, batch: list[Move], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         """Whole pages, also where they are partly filled: what lies behind the last token is never read."""
@@ -47,8 +78,75 @@ class KVMover:
         source = torch.tensor([move.source // size for move in batch])
         target = torch.tensor([move.target // size for move in batch])
         for a, b in zip(sources, targets, strict=True):
-            rows = _pages(a, size).index_select(0, source.to(a.device))
-            _pages(b, size).index_copy_(0, target.to(b.device), rows.to(b.device))
+            _pages(b, size).index_copy_(0, target, _pages(a, size).index_select(0, source))
+
+
+class _TritonMoves:
+    """The kernel, on whole pages or on single slots of a slab."""
+
+    def __init__(self, caches: Sequence[torch.Tensor], capacity: KVCapacity, paged: bool):
+        from kernels.triton_move import TritonMover  # Triton is not everywhere where there is a CPU
+
+        self._paged, self._unit = paged, capacity.page_size if paged else 1
+        self._mover = TritonMover(caches, self._unit, capacity.host_slots // self._unit)
+
+    def do(self, batch: list[Move]) -> None:
+        kind = batch[0].kind
+        sources = self._units([move.source for move in batch], batch)
+        targets = self._units([move.target for move in batch], batch)
+        if kind is MoveKind.COPY:
+            self._mover.copy(sources, targets)
+        elif kind is MoveKind.SWAP_OUT:
+            self._mover.swap_out(sources, targets)
+        else:
+            self._mover.swap_in(sources, targets)
+
+    def _units(self, slots: list[int], batch: list[Move]) -> np.ndarray:
+        """Numbers of the units that begin at ``slots``: a page each, or the slots of a range."""
+        if self._paged:
+            return np.array(slots, dtype=np.int64) // self._unit
+        return np.arange(slots[0], slots[0] + batch[0].num_slots, dtype=np.int64)
+
+
+class _HostTimer:
+    """Time between ``start`` and ``stop`` on this clock."""
+
+    def __init__(self) -> None:
+        self._seconds = self._started = 0.0
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._seconds += time.perf_counter() - self._started
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class _DeviceTimer:
+    """Time between ``start`` and ``stop`` on the current stream, by events."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        pair = self._spare.pop() if self._spare else tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._pending.append(pair)
+        pair[0].record()
+
+    def stop(self) -> None:
+        self._pending[-1][1].record()
+
+    def take(self) -> float:
+        milliseconds = 0.0
+        while self._pending and self._pending[0][1].query():
+            pair = self._pending.popleft()
+            milliseconds += pair[0].elapsed_time(pair[1])
+            self._spare.append(pair)
+        return milliseconds / 1e3
 
 
 def _pages(cache: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -1,0 +1,174 @@
+"""Moves in Triton against torch indexing: in Triton's interpreter on CPU tensors, on the GPU where there is one.
+
+Not collected by itself (no test_ prefix): TRITON_INTERPRET must be set before Triton is imported, so
+test_triton_move.py runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import triton_move
+from kernels.kv_formats import KV_FORMATS
+from kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
+from kernels.triton_move import TritonMover
+from tests.support.move_oracle import HOST_PAGES, PAGES, check_moves, page_moves, slab_moves
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
+ALWAYS, NEVER = 0, 1 << 62  # runs from which the copy engine takes over
+UNITS, RECORDS = 7, 5
+
+
+def random_bytes(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    flat = tensor.view(torch.uint8)
+    flat.copy_(torch.randint(256, flat.shape, generator=generator, dtype=torch.uint8))
+    return tensor
+
+
+def caches_of(slots: int, row: tuple[int, int], seed: int = 0) -> list[torch.Tensor]:
+    """A tensor of every dtype and KV format, rows of ``row`` values, of bytes that are all different."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = [torch.zeros(slots, *row, dtype=dtype) for dtype in DTYPES]
+    sides += [
+        QuantizedKV.zeros(kv_format, slots, *row, "cpu", 0.5 if kv_format in FP8_DTYPE else None)
+        for kv_format in KV_FORMATS.values()
+    ]
+    return [random_bytes(t, generator).to(DEVICE) for side in sides for t in raw_tensors(side)]
+
+
+def as_units(cache: torch.Tensor, unit_slots: int) -> torch.Tensor:
+    """``[units, bytes]`` on the CPU: the oracle's own view."""
+    units = cache.shape[0] // unit_slots
+    return cache[: units * unit_slots].cpu().contiguous().view(torch.uint8).reshape(units, -1).clone()
+
+
+def check(caches, unit_slots, expected) -> None:
+    for i, (cache, wanted) in enumerate(zip(caches, expected, strict=True)):
+        held = as_units(cache, unit_slots)
+        assert torch.equal(held, wanted), f"cache {i}, {cache.dtype}, units {(held != wanted).any(1).nonzero()}"
+
+
+def numbers(values) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.mark.parametrize("row", [(1, 1), (2, 3), (1, 5), (2, 8)], ids=str)
+@pytest.mark.parametrize("unit_slots", [1, 3, 16])
+def test_copies_touch_their_targets_only(unit_slots, row):
+    caches = caches_of(UNITS * unit_slots + 1, row)  # a slot too many: no whole unit, never touched
+    rest = [cache[UNITS * unit_slots :].clone() for cache in caches]
+    expected = [as_units(cache, unit_slots) for cache in caches]
+    TritonMover(caches, unit_slots, 0).copy(numbers([0, 3, 3]), numbers([6, 1, 2]))
+    for wanted in expected:
+        wanted[[6, 1, 2]] = wanted[[0, 3, 3]]
+    check(caches, unit_slots, expected)
+    for cache, before in zip(caches, rest, strict=True):
+        assert torch.equal(cache[UNITS * unit_slots :].view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("page_size", "row"), [(256, (2, 8)), (128, (8, 24)), (256, (1, 3))], ids=str)
+def test_large_pages_in_several_tiles(page_size, row):
+    caches = [c for c in caches_of(4 * page_size, row) if c[0].numel() * c.element_size() * page_size > 512]
+    expected = [as_units(cache, page_size) for cache in caches]
+    TritonMover(caches, page_size, 0).copy(numbers([3, 1]), numbers([0, 2]))
+    for wanted in expected:
+        wanted[[0, 2]] = wanted[[3, 1]]
+    check(caches, page_size, expected)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), unit_slots=st.sampled_from([1, 2, 5]))
+def test_copies_are_as_if_one_after_the_other(data, unit_slots):
+    """Chains, units written twice, and a unit that is read and then written: in parallel each would be a race."""
+    pairs = st.tuples(st.integers(0, UNITS - 1), st.integers(0, UNITS - 1)).filter(lambda p: p[0] != p[1])
+    moves = data.draw(st.lists(pairs, min_size=1, max_size=10))
+    caches = caches_of(UNITS * unit_slots, (1, 3))[:3]
+    expected = [as_units(cache, unit_slots) for cache in caches]
+    TritonMover(caches, unit_slots, 0).copy(numbers([s for s, _ in moves]), numbers([t for _, t in moves]))
+    for wanted in expected:
+        for source, target in moves:
+            wanted[target] = wanted[source]
+    check(caches, unit_slots, expected)
+
+
+@pytest.mark.parametrize("staged_records", [1, 2, 100])
+@pytest.mark.parametrize("segment_records", [1, 3, 100])
+@pytest.mark.parametrize("copy_engine_bytes", [ALWAYS, NEVER])
+def test_swaps(monkeypatch, copy_engine_bytes, segment_records, staged_records):
+    """Out to scattered records, other KV into their places, in again into other units: staged or not, over segments."""
+    unit_slots, row = 3, (2, 5)
+    caches = caches_of(UNITS * unit_slots, row)
+    record = TritonMover(caches, unit_slots, 0).record_bytes
+    monkeypatch.setattr(triton_move, "COPY_ENGINE_BYTES", copy_engine_bytes)
+    monkeypatch.setattr(triton_move, "SEGMENT_BYTES", segment_records * record)
+    monkeypatch.setattr(triton_move, "STAGING_BYTES", staged_records * record)
+    mover = TritonMover(caches, unit_slots, RECORDS)
+    expected = [as_units(cache, unit_slots) for cache in caches]
+    host = [torch.zeros(RECORDS, wanted.shape[1], dtype=torch.uint8) for wanted in expected]
+    plan = [("out", [0, 2, 5, 6], [4, 1, 0, 2]), ("in", [4, 1], [1, 3]), ("out", [1, 4], [3, 1])]
+    plan += [("in", [1, 3, 2, 0, 4], [6, 0, 5, 2, 4])]
+    for way, sources, targets in plan:
+        (mover.swap_out if way == "out" else mover.swap_in)(numbers(sources), numbers(targets))
+        for wanted, kept in zip(expected, host, strict=True):
+            if way == "out":
+                kept[targets] = wanted[sources]
+            else:
+                wanted[targets] = kept[sources]
+        check(caches, unit_slots, expected)
+
+
+def test_swaps_of_nothing_and_of_everything(monkeypatch):
+    monkeypatch.setattr(triton_move, "COPY_ENGINE_BYTES", ALWAYS)
+    caches = caches_of(RECORDS, (2, 4))
+    expected = [as_units(cache, 1) for cache in caches]
+    mover = TritonMover(caches, 1, RECORDS)
+    everything = np.arange(RECORDS)
+    mover.swap_out(everything, everything[::-1].copy())
+    for cache in caches:
+        cache.view(torch.uint8).fill_(255)
+    mover.swap_out(everything[:0], everything[:0])
+    mover.swap_in(everything[::-1].copy(), everything)
+    check(caches, 1, expected)
+
+
+def test_offsets_beyond_2_to_the_31():
+    """Pages of 1 MiB, the last of them at a byte offset past 2**31. Only pages that are written exist."""
+    page, pages = 1 << 20, 2100
+    cache = torch.empty(pages, page, dtype=torch.uint8, device=DEVICE)
+    pattern = random_bytes(torch.empty(3, page, dtype=torch.uint8), torch.Generator().manual_seed(1)).to(DEVICE)
+    cache[[0, 1050, 2099]] = pattern
+    mover = TritonMover([cache], 1, 0)
+    mover.copy(numbers([2099, 0, 1050]), numbers([1, 2098, 1049]))
+    assert torch.equal(cache[[2098, 1049, 1]], pattern)
+    assert torch.equal(cache[[0, 1050, 2099]], pattern)
+
+
+def test_a_record_holds_every_part_once():
+    caches = caches_of(8, (2, 5))
+    mover = TritonMover(caches, 2, 1)
+    total = sum(as_units(cache, 2).shape[1] for cache in caches)
+    assert total <= mover.record_bytes < total + 16
+
+
+@settings(max_examples=8, deadline=None)
+@given(planned=page_moves(), copy_engine_bytes=st.sampled_from([ALWAYS, NEVER]))
+def test_pages_as_the_engine_moves_them(planned, copy_engine_bytes):
+    size, moves = planned
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_move, "COPY_ENGINE_BYTES", copy_engine_bytes)
+        check_moves(moves, PAGES * size, HOST_PAGES * size, size, True, DEVICE, use_triton=True)
+
+
+@settings(max_examples=8, deadline=None)
+@given(moves=slab_moves(), copy_engine_bytes=st.sampled_from([ALWAYS, NEVER]))
+def test_ranges_of_a_slab_as_the_engine_moves_them(moves, copy_engine_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_move, "COPY_ENGINE_BYTES", copy_engine_bytes)
+        check_moves(moves, 24, 12, 8, False, DEVICE, use_triton=True)
