@@ -163,10 +163,11 @@ class ShapeRecorder:
 
 
 def install(model: PreTrainedModel, host: AttentionHost | ShapeRecorder) -> None:
-    """Route every attention module of ``model`` to ``host``."""
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            setattr(module, _HOST, host)
+    """Route every attention module of ``model`` to ``host``; nothing to do, and quick, if it is there already."""
+    if getattr(model, _HOST, None) is not host:
+        for module in model.modules():
+            if module is model or hasattr(module, "layer_idx"):
+                setattr(module, _HOST, host)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
 

@@ -1,0 +1,67 @@
+"""One packed forward pass of the model: eager, compiled, or a replay of a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from engine.attention import NAME, AttentionHost, StepTensors, install
+from engine.attention import forward as attention_forward
+from engine.graphs import Capture, DecodeGraphs
+
+
+class ModelForward:
+    """``(ids [T], positions [T], step, last_tokens [N])`` -> logits ``[N, vocab]`` of those of the T tokens.
+
+    Several of them may share a model, each with a KV cache of its own: every pass sees to it that the model's
+    attention goes to this one's ``host``. ``compiler``: makes of the model what is called in its place.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        host: AttentionHost,
+        compiler: Callable[[PreTrainedModel], Callable[..., Any]] | None = None,
+    ):
+        self.model = model
+        self.host = host
+        self._call = model if compiler is None else compiler(model)
+        self._graphs: DecodeGraphs | None = None
+        install(model, host)
+
+    def capture_decodes(self, page_table_shape: tuple[int, int], max_model_len: int, capture: Capture) -> bool:
+        """From now on steps of single tokens replay graphs; False, and nothing changes, if the model cannot."""
+        device = next(self.model.parameters()).device
+        graphs = DecodeGraphs(self._all_tokens, page_table_shape, max_model_len, device, capture)
+        self._graphs = graphs if graphs.capture() else None
+        return self._graphs is not None
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, last_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """On the device, not waited for. Of a replayed graph: good until the next call."""
+        if self._graphs is not None:
+            logits = self._graphs.run(ids, positions, step)
+            if logits is not None:  # a prompt's last chunk but one may be a single token too, and draws nothing
+                return logits if len(last_tokens) == len(logits) else logits[last_tokens]
+        return self._eager(ids, positions, step, last_tokens)
+
+    def _all_tokens(self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors) -> torch.Tensor:
+        return self._eager(ids, positions, step, 0)  # 0: transformers' word for all
+
+    def _eager(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, keep: torch.Tensor | int
+    ) -> torch.Tensor:
+        install(self.model, self.host)
+        self.host.begin(step)
+        output = self._call(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep)
+        return output.logits[0]
+
+
+def compile_model(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:
+    """torch.compile for any number of tokens; our attention, which keeps a state of its own, stays outside."""
+    AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
+    return torch.compile(model, dynamic=True, backend=backend)
