@@ -56,7 +56,7 @@ def cli() -> None:
     \b
     Exit codes:
       0    done
-      1    `bench-engine --require-ratio` only: the ratio was missed
+      1    `bench-engine --require` only: a ratio was missed
       2    usage or bad input; nothing was measured
       4    the measurement is invalid, a server died, or something unexpected went wrong
       130  interrupted
@@ -140,9 +140,10 @@ def bench_engine(arguments: tuple[str, ...]) -> int:
 
     \b
     Example:
-      kvbench bench-engine --sides kvbench,hf-continuous --repeats 5 --require-ratio 1.0
+      kvbench bench-engine --sides kvbench,hf-continuous --repeats 5 --require hf-continuous=5
     \b
-    Exit codes: 0 measured, 1 --require-ratio was missed, 2 bad input, 4 the sides did not do the same work.
+    Exit codes: 0 measured, 1 a --require was missed, 2 bad input, 4 the sides did not do the same work or
+    other processes took the machine.
     """
     check_house()
     from kvbench.commands import bench_engine_command

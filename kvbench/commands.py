@@ -154,10 +154,11 @@ def serve_command(arguments: list[str]) -> int:
 
 def bench_engine_command(arguments: list[str]) -> int:
     """``kvbench bench-engine``: the engine's own parser and benchmark. Raises UsageError."""
-    from engine.bench import main as bench_main
+    from engine.bench.command import main as bench_main
+    from kvbench.bench_watch import ForeignWatch
 
     try:
-        return int(bench_main(arguments) or 0)
+        return bench_main(arguments, ForeignWatch().report)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

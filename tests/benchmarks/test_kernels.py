@@ -1,205 +1,227 @@
-"""Decode and prefill kernels on this machine: KV bytes per second against the machine's own read ceiling.
+"""Attention and KV-write kernels: bytes per second against the machine's own read ceiling, and against torch.
 
     python -m pytest tests/benchmarks/test_kernels.py
 
-The ceiling is the fastest that torch sums or dots the very same KV memory. Figures are in `extra_info`
-(`--benchmark-json`): kv_gb_per_s and ceiling_gb_per_s (1 GB = 1e9 bytes, from the fastest round), ratio.
-On a shared machine trust the fastest round. Runs on the CUDA device if there is one, else on the CPU.
+Runs on the CUDA device if there is one, else on the CPU. In ``extra_info``, everything from the fastest of alternating
+rounds (``bench_timing``): kv_gb_per_s and ceiling_gb_per_s (1 GB = 1e9 bytes; the ceiling is the faster of torch's sum
+and dot over the same bytes), ratio of the two; vs_X: how many times as fast as X, where X is gather_sdpa (what there
+was before paged kernels: gather all KV, then SDPA) or contiguous_sdpa (SDPA where nothing is paged, the GQA group
+packed as query rows: the best that torch does); over_contiguous: time over that of the same kernel on the contiguous
+layout; over_float: time over that of the same step on a float cache.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
-
-from kernels import default_backend, get_backend
-from kernels.api import AttentionOptions
-from kernels.kv_formats import KV_FORMATS
-from kernels.quantized import FP8_MAX, QuantizedKV
-
-CUDA = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-HEADS, KV_HEADS, DIM = (32, 8, 128) if CUDA else (8, 4, 64)
-SHAPES = [(64, 4096), (1, 32768)] if CUDA else [(32, 1024), (8, 4096), (1, 32768)]  # (batch, context)
-OPTIONS = AttentionOptions(scale=DIM**-0.5)
-CONTIGUOUS = 0  # as a page size: one unaligned run of slots per sequence
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A decode step over sequences of one length, pages in random order."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    page_starts: torch.Tensor
-    seq_lens: torch.Tensor
-    page_size: int
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of KV that one decode step has to read."""
-        return int(self.seq_lens.sum()) * KV_HEADS * DIM * 2 * self.k.element_size()
-
-
-def make_batch(batch: int, context: int, page_size: int) -> Batch:
-    """Random KV for ``batch`` sequences of ``context`` tokens."""
-    torch.manual_seed(0)
-    if page_size == CONTIGUOUS:
-        page_size, pages = context + 1, 1  # a gap of one slot, so that bases are not aligned
-    else:
-        pages = -(-context // page_size)
-    starts = torch.randperm(batch * pages).view(batch, pages) * page_size
-    k, v = (torch.randn(batch * pages * page_size, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for _ in "kv")
-    q = torch.randn(batch, HEADS, DIM, dtype=DTYPE, device=DEVICE)
-    return Batch(q, k, v, starts.to(DEVICE), torch.full((batch,), context, device=DEVICE), page_size)
-
-
-def quantised(name: str, x: torch.Tensor) -> QuantizedKV:
-    """The rows of ``x [slots, Hkv, D]`` in a cache of the format called ``name``."""
-    kv_format = KV_FORMATS[name]
-    scale = 2 * max(float(x.abs().max()), 1.0) / FP8_MAX[kv_format] if kv_format in FP8_MAX else None
-    cache = QuantizedKV.zeros(kv_format, *x.shape, x.device, scale)
-    cache.store(torch.arange(len(x), device=x.device), x)
-    return cache
-
-
-def wait() -> None:
-    """Until the GPU is done; nothing on a CPU."""
-    if CUDA:
-        torch.cuda.synchronize()
-
-
-def ceiling(b: Batch) -> float:
-    """GB/s at which torch reads this batch's KV, the better of sum and dot, fastest of 10."""
-    flat = [x.view(-1) for x in (b.k, b.v)]
-    best = 0.0
-    for read in (torch.sum, lambda x: torch.dot(x, x)):
-        for _ in range(10):
-            wait()
-            start = time.perf_counter()
-            for x in flat:
-                read(x)
-            wait()
-            best = max(best, sum(x.nbytes for x in flat) / (time.perf_counter() - start) / 1e9)
-    return best
-
-
-def measure(benchmark, b: Batch, step) -> None:
-    """Time ``step`` and put KV throughput beside the ceiling, measured right before."""
-    top = ceiling(b)
-
-    def timed() -> None:
-        step()
-        wait()
-
-    benchmark.pedantic(timed, rounds=40, warmup_rounds=5)
-    achieved = b.kv_bytes / benchmark.stats.stats.min / 1e9
-    benchmark.extra_info.update(
-        kv_gb_per_s=round(achieved, 2), ceiling_gb_per_s=round(top, 2), ratio=round(achieved / top, 3)
-    )
-    print(f"\n  {achieved:.1f} GB/s of KV, ceiling {top:.1f} GB/s, ratio {achieved / top:.2f}")
-
-
-@pytest.mark.parametrize("page_size", [1, 7, 8, 16, 64, 256, CONTIGUOUS])
-@pytest.mark.parametrize(("batch", "context"), SHAPES)
-def test_decode(benchmark, batch, context, page_size):
-    backend, b = get_backend(default_backend(DEVICE, DTYPE)), make_batch(batch, context, page_size)
-    out = torch.empty_like(b.q)
-    args = (b.q, b.k, b.v, b.page_starts, b.seq_lens, b.page_size)
-    plan = backend.plan_decode(b.page_starts, b.seq_lens, b.page_size, max_tokens=context)
-    benchmark.group = f"decode {batch} x {context}"
-    measure(benchmark, b, lambda: backend.decode_attention(*args, OPTIONS, out=out, plan=plan))
-
-
-@pytest.mark.skipif(CUDA, reason="no backend decodes quantised KV on a GPU but the reference")
-@pytest.mark.parametrize("name", list(KV_FORMATS))
-@pytest.mark.parametrize(("batch", "context"), SHAPES)
-def test_decode_quantised(benchmark, batch, context, name):
-    """`time_of_float32`: its time over that of the same step on float32 KV, rounds alternating, fastest of each."""
-    backend, b = get_backend("numba"), make_batch(batch, context, 16)
-    k, v = (quantised(name, x) for x in (b.k, b.v))
-    args = (b.page_starts, b.seq_lens, b.page_size)
-    best = {}
-    for _ in range(40):
-        for kind, caches in (("float32", (b.k, b.v)), (name, (k, v))):
-            start = time.perf_counter()
-            backend.decode_attention(b.q, *caches, *args, OPTIONS)
-            best[kind] = min(best.get(kind, 1e9), time.perf_counter() - start)
-    benchmark.group = f"decode {batch} x {context}"
-    benchmark.pedantic(lambda: backend.decode_attention(b.q, k, v, *args, OPTIONS), rounds=20)
-    read = 2 * batch * context * KV_HEADS * KV_FORMATS[name].row_bytes(DIM)
-    ratio = best[name] / best["float32"]
-    benchmark.extra_info.update(
-        kv_bytes=read, kv_gb_per_s=round(read / best[name] / 1e9, 2), time_of_float32=round(ratio, 3)
-    )
-    print(f"\n  {read / best[name] / 1e9:.1f} GB/s of codes and scales, {ratio:.2f} of the time over float32")
-
-
-@pytest.mark.skipif(CUDA, reason="no backend writes quantised KV on a GPU but the reference")
-@pytest.mark.parametrize("name", ["auto", *KV_FORMATS])
-@pytest.mark.parametrize("tokens", [16, 512])
-def test_write(benchmark, tokens, name):
-    """K and V of one layer's new tokens, heads first in memory; float_gb_per_s counts what is read."""
-    rows = torch.randn(KV_HEADS, tokens, DIM).transpose(0, 1)
-    caches = [torch.zeros(4096, KV_HEADS, DIM) for _ in "kv"]
-    if name != "auto":
-        caches = [quantised(name, x) for x in caches]
-    slots = torch.randperm(4096)[:tokens]
-    benchmark.group = f"write {tokens}"
-    benchmark.pedantic(lambda: get_backend("numba").write_kv(rows, rows, *caches, slots), rounds=200, warmup_rounds=5)
-    benchmark.extra_info["float_gb_per_s"] = round(2 * rows.nbytes / benchmark.stats.stats.min / 1e9, 2)
-
-
-@pytest.mark.parametrize(("batch", "context"), SHAPES)
-def test_decode_by_gather_and_sdpa(benchmark, batch, context):
-    """What there was before paged kernels: gather all KV, then SDPA."""
-    b = make_batch(batch, context, 16)
-    tokens = torch.arange(context, device=DEVICE)
-    slots = b.page_starts[:, tokens // 16] + tokens % 16
-
-    def step() -> torch.Tensor:
-        k, v = (x[slots].transpose(1, 2) for x in (b.k, b.v))
-        return F.scaled_dot_product_attention(b.q[:, :, None], k, v, enable_gqa=True)
-
-    benchmark.group = f"decode {batch} x {context}"
-    measure(benchmark, b, step)
-
-
-@pytest.mark.parametrize(("batch", "context"), SHAPES)
-def test_decode_by_sdpa_on_contiguous_kv(benchmark, batch, context):
-    """The best that torch does when nothing is paged: the GQA group packed as query rows."""
-    b = make_batch(batch, context, 16)
-    k, v = (x.view(batch, context, KV_HEADS, DIM).transpose(1, 2) for x in (b.k, b.v))
-    q = b.q.view(batch, KV_HEADS, HEADS // KV_HEADS, DIM)
-    benchmark.group = f"decode {batch} x {context}"
-    measure(benchmark, b, lambda: F.scaled_dot_product_attention(q, k, v))
-
-
-@pytest.mark.parametrize(("new", "context"), [(128, 0), (512, 0), (128, 512), (512, 1536)])
-@pytest.mark.parametrize(
-    ("page_size", "name"), [(16, "auto"), (CONTIGUOUS, "auto"), (16, "fp8_e4m3"), (16, "int8_per_token_head")]
+from bench_kv import (
+    CONTIGUOUS,
+    DIM,
+    FLOAT,
+    FLOATS,
+    HEADS,
+    KV_DTYPES,
+    KV_HEADS,
+    OPTIONS,
+    PAGE_SIZES,
+    Cache,
+    backend_for,
+    bytes_per_token,
+    ceiling,
+    compute_dtype,
+    make_cache,
+    quantise,
+    readers,
+    side_by_side,
+    slots_of,
 )
-def test_prefill(benchmark, new, context, page_size, name):
-    """One sequence's chunk after ``context`` tokens."""
-    backend, b = get_backend(default_backend(DEVICE, DTYPE, name)), make_batch(1, new + context, page_size)
-    q = torch.randn(new, HEADS, DIM, dtype=DTYPE, device=DEVICE)
-    new_kv = tuple(torch.randn(new, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE) for _ in "kv")
-    k, v = (b.k, b.v) if name == "auto" else (quantised(name, x) for x in (b.k, b.v))
-    starts, out = torch.tensor([0, new], device=DEVICE), torch.empty_like(q)
-    args = (q, k, v, b.page_starts, starts, b.seq_lens, b.page_size)
-    bounds = {"max_queries": new, "max_tokens": new + context}
-    plan = backend.plan_prefill(b.page_starts, starts, b.seq_lens, b.page_size, **bounds)
-    benchmark.group = f"prefill {new} after {context}"
+from bench_mode import CUDA, DEVICE, choose
+from bench_timing import Step, note, race
 
-    def step() -> None:
-        backend.prefill_attention(*args, OPTIONS, out=out, new_kv=new_kv, plan=plan)
-        wait()
+SHAPES = choose(  # (batch, context): 8 x 4096 on a CPU and 64 x 4096 on a GPU have bars
+    full=[(64, 4096), (64, 8192), (1, 32768)] if CUDA else [(32, 1024), (8, 4096), (1, 32768)],
+    quick=[(64, 4096)] if CUDA else [(8, 4096)],
+    smoke=[(2, 48)],
+)
 
-    benchmark.pedantic(step, rounds=30, warmup_rounds=3)
-    pairs = new * context + new * (new + 1) / 2  # query x key pairs under the causal mask
-    benchmark.extra_info["gflop_per_s"] = round(4 * pairs * HEADS * DIM / benchmark.stats.stats.min / 1e9, 1)
+
+def require_kernel(kv: str) -> None:
+    """Skip what only the reference computes: it is right, and no kernel to be measured."""
+    if backend_for(kv).name == "torch":
+        pytest.skip(f"no kernel serves a cache of {kv} with {compute_dtype(kv)} on {DEVICE}, only the torch reference")
+
+
+def decode_step(kv: str, cache: Cache, q: torch.Tensor, context: int) -> Step:
+    """One layer's decode of the engine, planned as the engine plans."""
+    backend, out = backend_for(kv), torch.empty_like(q)
+    plan = backend.plan_decode(*cache.where, max_tokens=context)
+    return lambda: backend.decode_attention(q, cache.k, cache.v, *cache.where, OPTIONS, out=out, plan=plan)
+
+
+def sdpa_rivals(cache: Cache, q: torch.Tensor, batch: int, context: int) -> dict[str, Step]:
+    """Decode by torch's own attention on a float cache."""
+    slots, packed = slots_of(cache, context), q.view(batch, KV_HEADS, HEADS // KV_HEADS, DIM)
+    k, v = side_by_side(cache, batch, context)
+
+    def gather() -> torch.Tensor:
+        k, v = (x[slots].transpose(1, 2) for x in (cache.k, cache.v))
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
+
+    return {"gather_sdpa": gather, "contiguous_sdpa": lambda: F.scaled_dot_product_attention(packed, k, v)}
+
+
+def ratios(own: float, fastest: dict[str, float]) -> dict[str, float]:
+    """``vs_X``: the rival's time over ours; ``over_X``: ours over that of our own kernel on other memory."""
+    told = {f"vs_{name}": s / own for name, s in fastest.items() if name.endswith(("_sdpa", "_attn", "copy"))}
+    return told | {f"over_{name}": own / s for name, s in fastest.items() if name in ("contiguous", "float")}
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize(("batch", "context"), SHAPES)
+def test_decode(benchmark, batch, context, kv, page_size):
+    require_kernel(kv)
+    cache = make_cache(kv, batch, context, page_size)
+    q = torch.randn(batch, HEADS, DIM, dtype=compute_dtype(kv), device=DEVICE)
+    num_bytes = batch * context * bytes_per_token(kv)
+    rivals = readers(cache, num_bytes)
+    if page_size != CONTIGUOUS:
+        rivals["contiguous"] = decode_step(kv, make_cache(kv, batch, context, CONTIGUOUS), q, context)
+    if kv in FLOATS:
+        rivals |= sdpa_rivals(cache, q, batch, context)
+    else:
+        rivals["float"] = decode_step(FLOAT, make_cache(FLOAT, batch, context, page_size), q, context)
+    benchmark.group = f"decode, {batch} sequences of {context} tokens"
+    own, fastest = race(benchmark, decode_step(kv, cache, q, context), rivals)
+    top = ceiling(fastest, num_bytes)
+    note(
+        benchmark, backend=backend_for(kv).name, kv_gb_per_s=num_bytes / own / 1e9, ceiling_gb_per_s=top / 1e9,
+        ratio=num_bytes / own / top, **ratios(own, fastest),
+    )  # fmt: skip
+
+
+PREFILLS = choose(  # (batch, new tokens each, context before them)
+    full=[(1, 512, 0), (4, 128, 0), (1, 128, 1920), (1, 512, 1536), *([(8, 2048, 0)] if CUDA else [])],
+    quick=[(1, 512, 0), (1, 512, 1536)],
+    smoke=[(2, 16, 32)],
+)
+
+
+def prefill_step(kv: str, cache: Cache, q: torch.Tensor, new_kv: tuple, batch: int, new: int, total: int) -> Step:
+    """One layer's chunked prefill of the engine."""
+    backend, out = backend_for(kv), torch.empty_like(q)
+    starts = torch.arange(batch + 1, device=DEVICE) * new
+    plan = backend.plan_prefill(
+        cache.page_starts, starts, cache.seq_lens, cache.page_size, max_queries=new, max_tokens=total
+    )
+    args = (q, cache.k, cache.v, cache.page_starts, starts, cache.seq_lens, cache.page_size, OPTIONS)
+    return lambda: backend.prefill_attention(*args, out=out, new_kv=new_kv, plan=plan)
+
+
+def prefill_rivals(cache: Cache, q: torch.Tensor, batch: int, new: int, total: int) -> dict[str, Step]:
+    """Prefill by torch's own attention on a float cache."""
+    padded = q.view(batch, new, HEADS, DIM).transpose(1, 2)
+    k, v = side_by_side(cache, batch, total)
+    mask = torch.ones(new, total, dtype=torch.bool, device=DEVICE).tril(total - new)
+    how = {"enable_gqa": True} | ({"is_causal": True} if new == total else {"attn_mask": mask})
+    slots = slots_of(cache, total)
+
+    def gather() -> torch.Tensor:
+        k, v = (x[slots].transpose(1, 2) for x in (cache.k, cache.v))
+        return F.scaled_dot_product_attention(padded, k, v, **how)
+
+    return {"gather_sdpa": gather, "contiguous_sdpa": lambda: F.scaled_dot_product_attention(padded, k, v, **how)}
+
+
+def varlen_rival(cache: Cache, q: torch.Tensor, batch: int, new: int, total: int) -> dict[str, Step]:
+    """torch's own variable-length attention on contiguous KV, where this torch and this device have it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return {}
+    k, v = (x[: batch * total] for x in (cache.k, cache.v))
+    q_starts, k_starts = (torch.arange(batch + 1, device=DEVICE, dtype=torch.int32) * n for n in (new, total))
+
+    def attend() -> object:
+        return varlen_attn(q, k, v, q_starts, k_starts, new, total, window_size=(-1, 0), enable_gqa=True)
+
+    try:
+        attend()
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        print(f"  without torch's varlen_attn: {error}")
+        return {}
+    return {"varlen_attn": attend}
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize(("batch", "new", "context"), PREFILLS)
+def test_prefill(benchmark, batch, new, context, kv, page_size):
+    """A chunk of ``new`` tokens after ``context``. The ceiling is torch's matrix product of the same dtype."""
+    require_kernel(kv)
+    if kv not in FLOATS and page_size not in (16, CONTIGUOUS):
+        pytest.skip("a quantised prefill is measured at page size 16 and contiguous")
+    total = new + context
+    cache = make_cache(kv, batch, total, page_size)
+    q = torch.randn(batch * new, HEADS, DIM, dtype=compute_dtype(kv), device=DEVICE)
+    new_kv = tuple(torch.randn(batch * new, KV_HEADS, DIM, dtype=q.dtype, device=DEVICE) for _ in "kv")
+    a = torch.randn(choose(full=1024, quick=1024, smoke=32), 1024, dtype=q.dtype, device=DEVICE)
+    product = torch.empty(len(a), len(a), dtype=q.dtype, device=DEVICE)
+    rivals: dict[str, Step] = {"product": lambda: torch.mm(a, a.T, out=product)}
+    if page_size != CONTIGUOUS:
+        rivals["contiguous"] = prefill_step(kv, make_cache(kv, batch, total, CONTIGUOUS), q, new_kv, batch, new, total)
+    if kv in FLOATS:
+        rivals |= prefill_rivals(cache, q, batch, new, total)
+        rivals |= varlen_rival(cache, q, batch, new, total) if CUDA else {}
+    else:
+        floats = make_cache(FLOAT, batch, total, page_size)
+        rivals["float"] = prefill_step(FLOAT, floats, q, new_kv, batch, new, total)
+    benchmark.group = f"prefill, {batch} sequences of {new} tokens after {context}"
+    own, fastest = race(benchmark, prefill_step(kv, cache, q, new_kv, batch, new, total), rivals)
+    pairs = batch * (new * context + new * (new + 1) / 2)  # query x key pairs under the causal mask
+    speed, top = 4 * pairs * HEADS * DIM / own, 2 * len(a) ** 2 * 1024 / fastest["product"]
+    note(
+        benchmark, backend=backend_for(kv).name, kv_gb_per_s=batch * total * bytes_per_token(kv) / own / 1e9,
+        gflop_per_s=speed / 1e9, ceiling_gflop_per_s=top / 1e9, ratio=speed / top, **ratios(own, fastest),
+    )  # fmt: skip
+
+
+WRITES = choose(full=[16, 512, 32768], quick=[512, 32768], smoke=[16])
+
+
+@pytest.mark.parametrize("page_size", [p for p in PAGE_SIZES if p != CONTIGUOUS])
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize("tokens", WRITES)
+def test_write(benchmark, tokens, kv, page_size):
+    """K and V of one layer's new tokens, heads first in memory, into pages in random order.
+
+    gb_per_s counts what is read and what is written; vs_copy: against a plain copy of as many bytes in a row.
+    """
+    require_kernel(kv)
+    if kv not in FLOATS and page_size != 16:
+        pytest.skip("a quantised write is measured at page size 16")
+    dtype = compute_dtype(kv)
+    k, v = (torch.randn(KV_HEADS, tokens, DIM, dtype=dtype, device=DEVICE).transpose(0, 1) for _ in "kv")
+    pages = -(-tokens // page_size) + 1
+    shape = (pages * page_size, KV_HEADS, DIM)
+    caches = [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in "kv"]
+    if kv not in FLOATS:
+        caches = [quantise(kv, x) for x in caches]
+    starts = torch.randperm(pages, device=DEVICE) * page_size
+    slots = (starts[:, None] + torch.arange(page_size, device=DEVICE)).view(-1)[:tokens]
+    num_bytes = 2 * k.nbytes + tokens * bytes_per_token(kv)
+    source, target = torch.ones(2, num_bytes // 8, dtype=torch.float32, device=DEVICE)
+    rivals = {
+        "copy": lambda: target.copy_(source),
+        "read_sum": lambda: (torch.sum(source), torch.sum(target)),
+        "read_dot": lambda: (torch.dot(source, source), torch.dot(target, target)),
+    }
+    backend = backend_for(kv)
+    benchmark.group = f"KV write of {tokens} tokens"
+    own, fastest = race(benchmark, lambda: backend.write_kv(k, v, *caches, slots), rivals)
+    top = ceiling(fastest, num_bytes)
+    note(
+        benchmark, backend=backend.name, gb_per_s=num_bytes / own / 1e9, ceiling_gb_per_s=top / 1e9,
+        ratio=num_bytes / own / top, **ratios(own, fastest),
+    )  # fmt: skip

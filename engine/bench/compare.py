@@ -1,0 +1,111 @@
+"""Sides side by side: turns, ratios, whether they did the same work, and bars."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine.bench.case import Outputs
+from engine.bench.sides import OURS
+
+SAME_TOKENS_LIMIT = 0.9  # float32 rounding can break a near tie; more than that is not the same work
+
+Turn = Callable[[], tuple[float, Outputs]]  # output tokens/s and tokens; ValueError: it could not be measured
+Report = Callable[[str, int, float], None]  # side, repeat from 0, output tokens/s
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured, by side. ``ratio``: kvbench's speed over the side's, repeat by repeat."""
+
+    output_tokens_per_s: dict[str, list[float]]
+    ratio: dict[str, list[float]]
+    same_tokens: dict[str, float]  # share of requests whose tokens all equal kvbench's, lowest of the repeats
+
+    def lines(self) -> list[str]:
+        """One a side."""
+        lines = []
+        for side, speeds in self.output_tokens_per_s.items():
+            line = f"{side:18} median {statistics.median(speeds):8.1f} output tokens/s"
+            line += f" ({min(speeds):.1f} to {max(speeds):.1f})"
+            if ratios := self.ratio.get(side):
+                line += f"   kvbench is {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+                line += f", {self.same_tokens[side]:.0%} of requests token for token equal"
+            lines.append(line)
+        return lines
+
+    def other_work(self) -> list[str]:
+        """Sides whose tokens are not kvbench's."""
+        return [side for side, share in self.same_tokens.items() if share < SAME_TOKENS_LIMIT]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """kvbench's median ratio to ``side`` is to be at least ``ratio``."""
+
+    side: str
+    ratio: float
+
+    def judge(self, comparison: Comparison) -> tuple[bool, str]:
+        """Whether it is reached, and the line that says so."""
+        reached = statistics.median(comparison.ratio[self.side])
+        met = reached >= self.ratio
+        return met, f"bar {self.ratio:.2f}x {self.side}: {reached:.2f}x, {'reached' if met else 'MISSED'}"
+
+
+def parse_bars(texts: Sequence[str], sides: Sequence[str]) -> list[Bar]:
+    """From texts such as ``hf-continuous=5``.
+
+    Raises:
+        ValueError: not of that form, or of a side that does not run.
+    """
+    bars = []
+    for text in texts:
+        side, _, value = text.partition("=")
+        try:
+            ratio = float(value)
+        except ValueError:
+            ratio = 0.0
+        if not 0.0 < ratio < float("inf"):
+            raise ValueError(f"--require cannot be {text!r}: write SIDE=RATIO, such as hf-continuous=5")
+        if side not in sides or OURS not in sides or side == OURS:
+            raise ValueError(
+                f"--require {text!r} compares {OURS} with {side}, and the sides that run are {', '.join(sides)}: "
+                "name two of them"
+            )
+        bars.append(Bar(side, ratio))
+    return bars
+
+
+def compare(turns: Mapping[str, Turn], repeats: int, report: Report) -> Comparison:
+    """Every side once a repeat, in an order drawn anew each time.
+
+    Raises:
+        ValueError: a side could not be measured; the text names it.
+    """
+    speeds: dict[str, list[float]] = {side: [] for side in turns}
+    same: dict[str, float] = {side: 1.0 for side in turns if side != OURS and OURS in turns}
+    for repeat in range(repeats):
+        outputs: dict[str, Outputs] = {}
+        for side in random.Random(repeat).sample(list(turns), len(turns)):
+            try:
+                speed, outputs[side] = turns[side]()
+            except ValueError as error:
+                raise ValueError(f"{side} could not be measured: {error}") from error
+            speeds[side].append(speed)
+            report(side, repeat, speed)
+        for side in same:
+            same[side] = min(same[side], _agreement(outputs[OURS], outputs[side]))
+    ratios = {side: [a / b for a, b in zip(speeds[OURS], speeds[side], strict=True)] for side in same}
+    return Comparison(speeds, ratios, same)
+
+
+def _agreement(ours: Outputs, theirs: Outputs) -> float:
+    """Share of requests whose greedy tokens are all equal."""
+    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)

@@ -1,0 +1,95 @@
+"""vLLM as a side: its CPU backend in an environment of its own, which has its own torch and none of our packages.
+
+What it is given, so that it runs at its best for this case: all cores for its OpenMP threads (it would reduce torch to
+one thread where OMP_NUM_THREADS is not set), the OpenMP runtime and allocator that its documentation asks for where
+they are found, no tokenizer, no prefix cache (the prompts share nothing), its own batch limit, and its engine in the
+calling process. ``vllm`` is its default, compiled by torch; ``vllm-eager`` is the same without compilation, which small
+models may run faster with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.bench.case import Case, Outputs, speed_of
+from engine.bench.turns import TURN_LIMIT_S, run_command
+
+VLLM_SIDES = ("vllm", "vllm-eager")
+SCRIPT = Path(__file__).with_name("vllm_turn.py")
+_PRELOADED = ("libtcmalloc*.so.4", "libiomp5.so")  # what vLLM's CPU backend looks for in LD_PRELOAD
+
+
+@dataclass(frozen=True)
+class VllmPeer:
+    """``python`` of an environment with vLLM for CPUs, a model folder with safetensors, and a scratch folder.
+
+    ``kv_budget`` in bytes; vLLM takes whole GiB, so it may get more than that, never less.
+    """
+
+    python: Path
+    model: Path
+    scratch: Path
+    dtype: str  # a torch dtype's name
+    kv_budget: int
+    max_model_len: int
+    max_num_seqs: int
+    threads: int
+    limit_s: float = TURN_LIMIT_S
+
+    def measure(self, side: str, case: Case) -> tuple[float, Outputs]:
+        """One turn: output tokens/s and tokens. ``side`` is one of ``VLLM_SIDES``.
+
+        Raises:
+            ValueError: it could not run, did not do the work, or not within ``limit_s``.
+        """
+        job, result = self.scratch / f"{side}-job.json", self.scratch / f"{side}-result.json"
+        result.unlink(missing_ok=True)
+        job.write_text(json.dumps(self.job(side, case)), encoding="utf-8")
+        command = [str(self.python), "-I", str(SCRIPT), str(job), str(result)]
+        run_command(command, self.environment(os.environ), self.scratch / f"{side}.log", self.limit_s)
+        told = json.loads(result.read_text(encoding="utf-8"))
+        return speed_of(case, told["outputs"], told["seconds"]), told["outputs"]
+
+    def job(self, side: str, case: Case) -> dict[str, Any]:
+        """What ``vllm_turn.py`` reads."""
+        llm = {
+            "model": str(self.model),
+            "skip_tokenizer_init": True,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_prefix_caching": False,
+            "enforce_eager": side == "vllm-eager",
+            "seed": 0,
+        }
+        return {"llm": llm, "prompts": case.prompts, "output_tokens": case.output_tokens}
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """``given`` and what it leaves open. Compiled code is kept for the next turn, in the scratch folder."""
+        defaults = {
+            "OMP_NUM_THREADS": str(self.threads),
+            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.kv_budget / 2**30)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CACHE_ROOT": str(self.scratch / "vllm-cache"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor-cache"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if libraries := preloaded(self.python.parent.parent):
+            defaults["LD_PRELOAD"] = ":".join(map(str, libraries))
+        return defaults | dict(given)
+
+
+def preloaded(prefix: Path, system: Path = Path("/usr/lib")) -> list[Path]:
+    """Of the libraries that vLLM asks for those that are here, in its environment ``prefix`` or the system's."""
+    found = []
+    for pattern in _PRELOADED:
+        places = [*sorted((prefix / "lib").glob(pattern)), *sorted(system.glob(f"*/{pattern}"))]
+        found += places[:1]
+    return found

@@ -1,0 +1,28 @@
+"""What every benchmark records of its sitting: the device, and what other processes took of the machine meanwhile."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+from kvbench.bench_watch import ForeignWatch
+
+
+@pytest.fixture(autouse=True)
+def sitting(request):
+    """``device`` and ``foreign_cpu_cores`` in ``extra_info``."""
+    if "benchmark" not in request.fixturenames:
+        yield
+        return
+    benchmark = request.getfixturevalue("benchmark")
+    benchmark.extra_info["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    watch = ForeignWatch()
+    yield
+    benchmark.extra_info.update(watch.report())
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """Results may be shown around: no host name."""
+    machine_info["node"] = platform.machine()
