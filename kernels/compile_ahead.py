@@ -41,8 +41,8 @@ def compile_for(
 
     ``constants``: every constexpr, with num_warps and num_stages. ``types``: Triton's names of the element types of
     pointers (arguments that end in ``_ptr``; of type ``default`` where it says nothing) and of scalars ("fp32" where
-    the name ends in ``scale`` or ``softcap``, else "i32"). Integers count as multiples of 16, as strides of heads and slots
-    are, unless the kernel asks not to be specialised for them.
+    the name ends in ``scale`` or ``softcap``, else "i32"). Integers count as multiples of 16, as strides of slots and
+    heads are, unless the kernel asks not to be specialised for them.
     """
     constants = dict(constants)
     options = {name: constants.pop(name) for name in _LAUNCH if name in constants}

@@ -1,0 +1,153 @@
+"""The gate on what compiled kernels take: ``python -m kernels.resources [--write] [--show]``.
+
+Compiles every kernel variant of ``kernels.variants`` for every architecture, without a GPU, and compares registers,
+spills and shared memory with the committed table ``ci/kernel_resources.json``. A change that starts to spill, or that
+loses occupancy to registers, shows here on a machine that could not time it. ``--write`` accepts what is there now.
+
+The numbers are those of one compiler: with another version of Triton than the table's they are not compared, and only
+the chips' own limits hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import triton
+
+from kernels.chips import shared_bytes_limit
+from kernels.compile_ahead import Resources, compile_for, read_resources
+from kernels.variants import ARCHITECTURES, Variant, variants
+
+TABLE = Path(__file__).resolve().parent.parent / "ci" / "kernel_resources.json"
+COMMAND = "python -m kernels.resources --write"
+REGISTER_TOLERANCE = 8  # registers are given out to warps in steps of 8 a thread
+MAX_WORKERS = 8
+
+Measured = dict[str, dict[str, Resources]]  # by "sm_90", then by variant
+
+
+@cache
+def _variants_of(arch: int) -> dict[str, Variant]:
+    return {variant.name: variant for variant in variants(arch)}
+
+
+def measure_one(arch: int, name: str) -> Resources:
+    """What the variant called ``name`` takes on sm_``arch``."""
+    variant = _variants_of(arch)[name]
+    return read_resources(compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default))
+
+
+def measure() -> Measured:
+    """Compile everything, a process a core. Triton's cache, keyed by source, options and target, makes it quick when
+    nothing changed."""
+    asked = [(arch, name) for arch in ARCHITECTURES for name in _variants_of(arch)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # spawn: a fork would inherit the locks of torch's and LLVM's threads
+    with ProcessPoolExecutor(min(cores, MAX_WORKERS), mp_context=get_context("spawn")) as pool:
+        taken = list(pool.map(measure_one, *zip(*asked, strict=True), chunksize=4))
+    measured: Measured = {f"sm_{arch}": {} for arch in ARCHITECTURES}
+    for (arch, name), resources in zip(asked, taken, strict=True):
+        measured[f"sm_{arch}"][name] = resources
+    return measured
+
+
+def beyond_limits(measured: Measured) -> list[str]:
+    """A sentence for each variant that asks for more shared memory than its chip gives a block."""
+    return [
+        f"{chip}, {name}: {taken.shared_bytes} bytes of shared memory, and a block has {limit}: choose smaller tiles"
+        for chip, kernels in measured.items()
+        for name, taken in kernels.items()
+        if taken.shared_bytes > (limit := shared_bytes_limit(int(chip.removeprefix("sm_"))))
+    ]
+
+
+def unlisted(table: Mapping, measured: Measured) -> list[str]:
+    """A sentence for each variant that only one of table and kernels has."""
+    listed = {(chip, name) for chip, kernels in table["kernels"].items() for name in kernels}
+    present = {(chip, name) for chip, kernels in measured.items() for name in kernels}
+    return [
+        f"{chip}, {name}: {'in the kernels' if (chip, name) in present else 'in the table'} only: {COMMAND}"
+        for chip, name in sorted(listed ^ present)
+    ]
+
+
+def worse_than(table: Mapping, measured: Measured) -> list[str]:
+    """A sentence for each number that grew: spills and shared memory at all, registers by more than the tolerance."""
+    found = []
+    for chip, kernels in measured.items():
+        for name, taken in kernels.items():
+            old = table["kernels"].get(chip, {}).get(name)
+            if old is None:
+                continue
+            for what, now in asdict(taken).items():
+                if now > old[what] + (REGISTER_TOLERANCE if what == "registers" else 0):
+                    found.append(f"{chip}, {name}: {what} {old[what]} -> {now}; if that is meant: {COMMAND}")
+    return found
+
+
+def read_table(path: Path = TABLE) -> dict:
+    """The committed table: {"triton": version, "kernels": {"sm_90": {variant: numbers}}}.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"there is no table {path}: {COMMAND}") from None
+
+
+def write_table(measured: Measured, path: Path = TABLE) -> None:
+    """One line a variant, so that a diff reads like a table."""
+    chips = []
+    for chip, kernels in measured.items():
+        lines = [f"   {json.dumps(name)}: {json.dumps(asdict(taken))}" for name, taken in kernels.items()]
+        chips.append(f"  {json.dumps(chip)}: {{\n" + ",\n".join(lines) + "\n  }")
+    path.parent.mkdir(exist_ok=True)
+    head = f'{{\n "triton": {json.dumps(triton.__version__)},\n "kernels": {{\n'
+    path.write_text(head + ",\n".join(chips) + "\n }\n}\n")
+
+
+def main(arguments: list[str]) -> int:
+    """0: as the table says; 1: worse, beyond a limit or unlisted; 2: cannot be told."""
+    if set(arguments) - {"--write", "--show"}:
+        print(__doc__.splitlines()[0], file=sys.stderr)
+        return 2
+    started = time.perf_counter()
+    measured = measure()
+    count = sum(map(len, measured.values()))
+    print(f"compiled {count} variants in {time.perf_counter() - started:.0f} s with Triton {triton.__version__}")
+    if "--show" in arguments:
+        for chip, kernels in measured.items():
+            for name, taken in kernels.items():
+                print(f"{chip}  {name:<60} {taken}")
+    problems = beyond_limits(measured)
+    spilling = [f"{c}, {n}: {t.spills} spills" for c, ks in measured.items() for n, t in ks.items() if t.spills]
+    for line in spilling:
+        print(f"note: {line}")
+    if "--write" in arguments:
+        write_table(measured)
+        print(f"wrote {TABLE}")
+    else:
+        table = read_table()
+        problems += unlisted(table, measured)
+        if table["triton"] == triton.__version__:
+            problems += worse_than(table, measured)
+        else:
+            print(f"the table is of Triton {table['triton']}: its numbers are not compared")
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""The gate on registers, spills and shared memory of every kernel variant, compiled for chips that are not here."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import asdict, replace
+
+import pytest
+import triton
+import triton.language as tl
+
+from kernels import resources
+from kernels.chips import shared_bytes_limit
+from kernels.compile_ahead import Resources, compile_for, read_resources
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"),
+    pytest.mark.timeout(900),  # a minute or two with an empty cache; seconds when no kernel changed
+]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return resources.measure()
+
+
+def test_every_variant_compiles_within_the_limits_of_its_chip(measured):
+    assert all(measured.values())
+    assert not (problems := resources.beyond_limits(measured)), "\n".join(problems)
+
+
+def test_table_lists_every_variant_and_no_other(measured):
+    assert not (problems := resources.unlisted(resources.read_table(), measured)), "\n".join(problems)
+
+
+def test_nothing_takes_more_than_the_table_says(measured):
+    table = resources.read_table()
+    if table["triton"] != triton.__version__:
+        pytest.skip(f"the table's numbers are of Triton {table['triton']}, and this is {triton.__version__}")
+    assert not (problems := resources.worse_than(table, measured)), "\n".join(problems)
+
+
+SMALL = Resources(registers=40, spills=0, stack_bytes=0, shared_bytes=1024)
+MEASURED = {"sm_80": {"a": SMALL, "b": SMALL}, "sm_90": {"a": SMALL}}
+
+
+def table_of(measured) -> dict:
+    return {"triton": "1.0", "kernels": {c: {n: asdict(r) for n, r in ks.items()} for c, ks in measured.items()}}
+
+
+def test_a_table_agrees_with_itself_and_with_less():
+    table = table_of(MEASURED)
+    better = {"sm_80": {"a": Resources(8, 0, 0, 0), "b": SMALL}, "sm_90": {"a": SMALL}}
+    for now in (MEASURED, better):
+        assert not resources.worse_than(table, now) and not resources.unlisted(table, now)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("registers", 49, "registers 40 -> 49"),
+        ("spills", 1, "spills 0 -> 1"),
+        ("stack_bytes", 16, "stack_bytes 0 -> 16"),
+        ("shared_bytes", 1025, "shared_bytes 1024 -> 1025"),
+    ],
+)
+def test_what_grows_is_named_with_the_command(field, value, words):
+    now = {"sm_80": {"a": SMALL, "b": replace(SMALL, **{field: value})}, "sm_90": {"a": SMALL}}
+    (problem,) = resources.worse_than(table_of(MEASURED), now)
+    assert problem.startswith("sm_80, b: ") and words in problem and resources.COMMAND in problem
+
+
+def test_registers_may_rise_within_what_is_given_out_at_once():
+    now = {**MEASURED, "sm_90": {"a": replace(SMALL, registers=48)}}
+    assert not resources.worse_than(table_of(MEASURED), now)
+
+
+def test_missing_and_surplus_variants_name_the_command():
+    table = table_of(MEASURED)
+    now = copy.deepcopy(MEASURED)
+    now["sm_90"] = {"c": SMALL}
+    surplus, missing = sorted(resources.unlisted(table, now))
+    assert surplus == f"sm_90, a: in the table only: {resources.COMMAND}"
+    assert missing == f"sm_90, c: in the kernels only: {resources.COMMAND}"
+    assert not resources.worse_than(table, now)
+
+
+@pytest.mark.parametrize(
+    ("chip", "kib"), [("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_90", 227), ("sm_100", 227)]
+)
+def test_shared_memory_of_a_block(chip, kib):
+    assert shared_bytes_limit(int(chip[3:])) == kib * 1024
+    fits, over = replace(SMALL, shared_bytes=kib * 1024), replace(SMALL, shared_bytes=kib * 1024 + 1)
+    assert not resources.beyond_limits({chip: {"a": fits}})
+    (problem,) = resources.beyond_limits({chip: {"a": over}})
+    assert problem.startswith(f"{chip}, a: {kib * 1024 + 1} bytes") and str(kib * 1024) in problem
+
+
+def test_table_survives_writing(tmp_path):
+    path = tmp_path / "ci" / "table.json"
+    resources.write_table(MEASURED, path)
+    table = resources.read_table(path)
+    assert table == {"triton": triton.__version__, "kernels": table_of(MEASURED)["kernels"]}
+    assert sum('"registers": 40' in line for line in path.read_text().splitlines()) == 3
+    with pytest.raises(ValueError, match=resources.COMMAND):
+        resources.read_table(tmp_path / "none.json")
+
+
+@triton.jit
+def many_values_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.debug_barrier()  # all of x is held by then
+    tl.store(out_ptr + N - 1 - i, x)
+
+
+def test_spills_and_registers_are_read_from_the_machine_code():
+    """A kernel that keeps 512 values a thread cannot have them all in 255 registers; with 16 it can."""
+    types = {"x_ptr": "fp32", "out_ptr": "fp32"}
+    large, small = (
+        read_resources(compile_for(many_values_kernel, {"N": 32 * each, "num_warps": 1}, 90, types))
+        for each in (512, 16)
+    )
+    assert large.spills > 512 and large.stack_bytes > 1024  # half of the values and more
+    assert small.spills == 0 and small.stack_bytes == 0 and 16 <= small.registers < 80
