@@ -10,8 +10,10 @@ import torch
 from engine.config import DEFAULT_CPU_BUDGET, EngineConfig, format_bytes
 from engine.engine import Engine
 from engine.executor import TorchExecutor, available_cpus
+from engine.forward import cannot_compile
+from engine.graphs import cuda_capture
 from engine.kv_budget import capacity_of
-from engine.kv_manager import make_kv_manager
+from engine.kv_manager import KVManager, make_kv_manager
 from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 
@@ -34,15 +36,30 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
     config = config.check_against_model(loaded.info.max_model_len)
     if config.kv_budget is None:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
+    if config.async_scheduling is None:  # on a CPU the step is computed by the very thread that would plan the next one
+        config = EngineConfig(**{**asdict(config), "async_scheduling": loaded.device.type == "cuda"})
     capacity = capacity_of(config, loaded.kv_shape, config.kv_budget)
     _check_memory(config.kv_budget, capacity.swap_space_bytes, loaded.device)
     kv = make_kv_manager(config, capacity)
     executor = TorchExecutor(config, loaded, capacity, kv.page_table)
-    warm_up(Engine(config, executor, kv))
+    _make_ready(config, executor, kv)
     executor.phase_seconds = dict.fromkeys(executor.phase_seconds, 0.0)
     kv = make_kv_manager(config, capacity)
     executor.use_page_table(kv.page_table)
     return Engine(config, executor, kv)
+
+
+def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager) -> None:
+    """Whatever compiles does so now, and decode steps are captured; the counters of ``kv`` are spoilt."""
+    try:
+        warm_up(Engine(config, executor, kv))
+    except Exception as error:
+        if config.torch_compile:
+            raise cannot_compile(executor.device, error) from error
+        raise
+    if executor.device.type == "cuda" and config.cuda_graphs is not False:
+        assert config.max_model_len is not None
+        executor.forward.capture_decodes(kv.page_table.shape, config.max_model_len, cuda_capture())
 
 
 def _check_memory(budget: int, swap_space: int, device: torch.device) -> None:

@@ -85,6 +85,8 @@ class EngineConfig:
     async_scheduling: bool | None = None  # plan the next step while this one runs; None: on CUDA, where they overlap
 
     kernel_backend: str = "auto"
+    cuda_graphs: bool | None = None  # replay captured decode steps; None: on CUDA
+    torch_compile: bool = False  # of the model's forward
     num_threads: int | None = None  # CPU threads; None: all cores this process may use
 
     def __post_init__(self) -> None:
@@ -93,11 +95,13 @@ class EngineConfig:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
         for name in _POSITIVE:
             _require_positive_int(name, getattr(self, name), optional=name in _OPTIONAL)
-        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "torch_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true or false")
-        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise ValueError(f"async_scheduling cannot be {self.async_scheduling!r}: it is true, false or left out")
+        for name in ("async_scheduling", "cuda_graphs"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true, false or left out")
+        self.check_against_device(self.device)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed cannot be {self.seed!r}: it is an integer")
         if self.layout == "contiguous" and self.enable_prefix_caching:
@@ -123,6 +127,14 @@ class EngineConfig:
             )
         self._check_partial_prefills()
         self._check_unchunked(self.max_model_len)
+
+    def check_against_device(self, device: str) -> None:
+        """``device``: cpu, cuda, or auto while that is not known yet."""
+        if self.cuda_graphs and device == "cpu":
+            raise ValueError(
+                "cuda_graphs cannot be true with device 'cpu', which has no CUDA graphs: use device cuda or leave "
+                "cuda_graphs out"
+            )
 
     def _check_partial_prefills(self) -> None:
         if self.max_num_partial_prefills > 1 and not self.enable_chunked_prefill:

@@ -65,3 +65,23 @@ def compile_model(model: PreTrainedModel, backend: str = "inductor") -> Callable
     """torch.compile for any number of tokens; our attention, which keeps a state of its own, stays outside."""
     AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
     return torch.compile(model, dynamic=True, backend=backend)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile next to nothing, so that a missing compiler shows before a model is loaded.
+
+    Raises:
+        ValueError: torch.compile does not work here; the text says why.
+    """
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:  # dynamo's, inductor's, Triton's or the compiler's own
+        raise cannot_compile(device, error) from error
+
+
+def cannot_compile(device: torch.device, error: Exception) -> ValueError:
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ValueError(
+        f"torch_compile cannot be true on device {device.type!r} here, because compiling fails ({reason}): install a "
+        "C++ compiler that torch.compile finds, or leave torch_compile out"
+    )

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig
-from engine.kv_budget import KVShape
+from engine.forward import check_compiler
+from engine.kv_budget import KVShape, LayerKV
 from engine.load_gate import check_family, check_logits, measure_kv
 from engine.model_spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
 from kernels import default_backend, get_backend
@@ -35,40 +36,73 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """
     spec = find_model(config.model, config.load_format)
     config.check_against_model(spec.max_positions)
-    device = _pick_device(config.device)
+    device = _pick_device(config)
     dtype = _pick_dtype(config.dtype, spec, device)
+    chosen = config.kernel_backend
+    backend = get_backend(default_backend(device, dtype, config.kv_cache_dtype) if chosen == "auto" else chosen)
+    support = Support(spec.name, backend, dtype, device, config.kv_cache_dtype)
+    planned = spec.attention_shape()
+    if planned is not None:  # before minutes of loading; what is measured afterwards has the last word
+        support.check(*planned)
+    if config.torch_compile:
+        check_compiler(device)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     model = _make_model(config, spec, device, dtype)
     check_family(model)
     kv_shape, query_heads = measure_kv(model, DTYPE_BYTES[str(dtype).removeprefix("torch.")])
-    chosen = config.kernel_backend
-    backend = get_backend(default_backend(device, dtype, config.kv_cache_dtype) if chosen == "auto" else chosen)
     for layer, heads in zip(kv_shape.layers, query_heads, strict=True):
-        backend.check_support(
-            num_heads=heads,
-            num_kv_heads=layer.kv_heads,
-            head_dim=layer.head_dim,
-            v_head_dim=layer.value_dim,
-            dtype=dtype,
-            device=device,
-            kv_cache_dtype=config.kv_cache_dtype,
-        )
+        support.check(heads, layer)
     check_logits(model, backend, kv_shape)
     return LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype)
 
 
-def _pick_device(name: str) -> torch.device:
+@dataclass(frozen=True)
+class Support:
+    """Whether a backend serves a model's attention on a device; every refusal names the model as well."""
+
+    model: str
+    backend: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+    kv_cache_dtype: str
+
+    def check(self, query_heads: int, layer: LayerKV) -> None:
+        """Raises ValueError: of this layer's shape, or of the dtypes on this device's architecture."""
+        try:
+            self.backend.check_support(
+                num_heads=query_heads,
+                num_kv_heads=layer.kv_heads,
+                head_dim=layer.head_dim,
+                v_head_dim=layer.value_dim,
+                dtype=self.dtype,
+                device=self.device,
+                kv_cache_dtype=self.kv_cache_dtype,
+            )
+        except ValueError as error:
+            raise ValueError(f"model {self.model!r} cannot be served: {error}") from error
+
+
+def _pick_device(config: EngineConfig) -> torch.device:
+    name = config.device
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for and torch sees no CUDA device: use device auto or cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    config.check_against_device(name)
     return torch.device(name)
 
 
 def _pick_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "float32" if device.type == "cpu" else spec.default_dtype
+    if device.type == "cuda" and name == "bfloat16":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):  # emulated there: many times slower, and Triton has no instructions for it
+            raise ValueError(
+                f"dtype bfloat16 of model {spec.name!r} needs compute capability 8.0, and this GPU "
+                f"({torch.cuda.get_device_name(device)}) has {capability[0]}.{capability[1]}: use dtype float16"
+            )
     return getattr(torch, name)
 
 

@@ -74,6 +74,16 @@ class ModelSpec:
             value_dim = text.get("v_head_dim") or head_dim
         return KVShape((LayerKV(kv_heads, head_dim, value_dim),) * layers, DTYPE_BYTES[dtype])
 
+    def attention_shape(self) -> tuple[int, LayerKV] | None:
+        """Query heads and KV of a layer as the config's common keys give them; None where they do not."""
+        text = self.text_config
+        heads = text.get("num_attention_heads") or text.get("n_head")
+        try:
+            layer = self.kv_shape("float32").layers[0]
+        except (ValueError, IndexError, TypeError):  # some families have a list, one entry a layer
+            return None
+        return (heads, layer) if isinstance(heads, int) else None
+
 
 def shipped_models() -> list[str]:
     return sorted(path.stem for path in CONFIG_DIR.glob("*.json"))

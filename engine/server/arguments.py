@@ -46,6 +46,10 @@ HELP = {
     "async_scheduling": "plan the next step and send it to the GPU while this one runs there, without waiting for its "
     "tokens. Left out: on for a GPU, off for a CPU, where nothing would overlap.",
     "kernel_backend": "whose attention: triton on GPUs, numba on CPUs, torch as the reference. auto picks by device.",
+    "cuda_graphs": "replay decode steps as CUDA graphs, captured at the start for some thirty batch sizes; a model "
+    "that cannot be captured runs without. Left out: on for a GPU.",
+    "torch_compile": "compile the model with torch.compile at the start, which takes minutes for a large one; on a CPU "
+    "it needs a C++ compiler.",
     "num_threads": "CPU threads of the arithmetic. Left out: all cores that this process may use.",
 }
 _CHOICES = {
