@@ -101,6 +101,9 @@ class ContiguousKVManager(RowTable):
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         self._hold(seq, num_tokens)
 
+    def publish(self, seq: Sequence) -> None:
+        """There is no cache."""
+
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Nothing can be shared: a reservation of its own, and a copy of everything."""
         if parent.row < 0 or not self._free_rows or not self._reserve(child):
@@ -151,7 +154,7 @@ class ContiguousKVManager(RowTable):
     def settle(self) -> None:
         """Nothing is pinned: moves are done in order, and a slot's next owner writes after them."""
 
-    def distrust_copies(self) -> None:
+    def distrust(self, published: bool) -> None:
         """Nothing is shared, so what a failed move left behind is its own sequence's alone."""
 
     def reset_prefix_cache(self) -> bool:

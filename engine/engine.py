@@ -1,22 +1,36 @@
-"""The engine: schedule, execute, grow, finish. Single-threaded; ``async_engine`` gives it a thread."""
+"""The engine: schedule, launch, read, grow, finish. Single-threaded; ``async_engine`` gives it a thread.
+
+With ``async_scheduling`` the steps overlap:
+
+    host      plan N+1 | launch N+1 | read N .......... | plan N+2 | launch N+2 | read N+1 ...
+    device    ... step N ........................... | step N+1 ............................ | step N+2
+
+When step N+1 is planned, the tokens of step N are not known yet: each has a place (``PENDING``) in its sequence, which
+is scheduled like any other, and the executor fills in the id on the device. What turns out at the read to have ended is
+dropped from the step in flight; its pages may be somebody else's by then, because the device does the steps in order:
+whoever gets them writes later. Forks and beams are decided by the tokens themselves, so a step that brings such tokens
+is read before the next one is planned.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from engine.accounts import Accounts, Work
 from engine.config import EngineConfig
 from engine.groups import BeamGroup, Group
 from engine.kv_budget import KVCapacity
 from engine.kv_manager import KVManager
-from engine.kv_moves import MoveKind
 from engine.model_spec import ModelInfo
-from engine.scheduler import Scheduled, Scheduler, StepPlan
-from engine.sequence import Drawn, Request, Sequence, TokenOutput
-from engine.stats import LEDGER, PHASES, EngineStats, KVStats, StepRecord
+from engine.scheduler import Scheduler
+from engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutput
+from engine.stats import EngineStats, StepRecord
+from engine.step_plan import StepHandle, StepPlan
 
 
 class Executor(Protocol):
@@ -25,16 +39,30 @@ class Executor(Protocol):
     model_info: ModelInfo
     phase_seconds: dict[str, float]  # PHASES, and "move": what moving KV took, which "prepare" counts as well
 
-    def execute(self, plan: StepPlan) -> list[Drawn | None]:
-        """Do ``plan.moves`` in order, then compute; for each scheduled item that samples, what its sequence needs."""
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Do ``plan.moves`` in order, then compute, and draw for each item that samples what its sequence needs.
+
+        May return before any of it is done; all of it is done before what is launched later. A token that is
+        ``PENDING`` was drawn by the launch before this one, for the same sequence.
+        """
         ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step from its planning until its tokens are read."""
+
+    plan: StepPlan
+    work: Work
+    handle: StepHandle | None = None  # None: not launched, or nothing to do
+    decides: bool = False  # its tokens decide who goes on: they are read before anything else is planned
 
 
 class Engine:
     """One model, one KV pool, one queue.
 
     ``KVBENCH_CHECK=1`` asserts every invariant of scheduler and pool after each step. ``on_step``, when set, is given
-    a record of every step.
+    a record of every step, once its tokens are read.
     """
 
     def __init__(
@@ -49,18 +77,14 @@ class Engine:
         self.model_info = executor.model_info
         self.kv = kv
         self.scheduler = Scheduler(config, kv)
+        self.pipelined = bool(config.async_scheduling)
         self.on_step: Callable[[StepRecord], None] | None = None
         self._clock = clock
         self._groups: dict[str, Group] = {}
-        self._plan = StepPlan()
+        self._in_flight: deque[_Step] = deque()  # at most one between two steps, none if not pipelined
         self._eos = frozenset(self.model_info.eos_token_ids)
         self._check = os.environ.get("KVBENCH_CHECK") == "1"
-        self._counts: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
-        self._phases = dict.fromkeys(PHASES, 0.0)
-        self._slot_steps = dict.fromkeys(LEDGER, 0)
-        self._step_counts = (0, 0, 0)  # of the last step: prefill, decode and recomputed tokens
-        self._known_hits = 0
+        self._accounts = Accounts(clock)
 
     @property
     def capacity(self) -> KVCapacity:
@@ -119,176 +143,159 @@ class Engine:
             self.scheduler.finish(seq)
             del group.live[seq.index]
         group.remaining -= ended
-        self._finished[reason] += ended
+        self._accounts.finished[reason] += ended
         if not group.live:
             del self._groups[request_id]
         return True
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> list[TokenOutput]:
-        """One iteration: the tokens it brought, at most one output a sequence."""
-        started = time.perf_counter()
-        self._plan = plan = self.scheduler.schedule()
-        self._count(plan)
-        self._phases["schedule"] += time.perf_counter() - started
-        drawn = self.executor.execute(plan) if plan.scheduled or plan.moves else []
-        started = time.perf_counter()
-        outputs: list[TokenOutput] = []
-        for item, brought in zip(plan.scheduled, drawn, strict=True):
-            self._advance(item, brought, outputs)
-        self._keep_accounts(plan)
+        """One iteration: the tokens of one step, at most one output a sequence.
+
+        Pipelined, it launches a step and returns what the one before brought; where there is nothing to launch, or the
+        step in flight has to be read first, it only reads.
+        """
+        in_flight = self._in_flight
+        launched = not (in_flight and in_flight[-1].decides) and self._launch()
+        unread = 1 if launched and self.pipelined else 0
+        outputs = self._read(in_flight[0]) if len(in_flight) > unread else []
         self.kv.settle()  # after the accounts, which show what the step had pinned
-        self._phases["output"] += time.perf_counter() - started
         if self._check:
             self.check_integrity()
         return outputs
 
     def fail_step(self) -> list[str]:
-        """After ``step`` raised: ids of the requests whose KV may be damaged. The caller aborts them."""
+        """After ``step`` raised: ids of the requests whose KV may be damaged. The caller aborts them.
+
+        All steps in flight have failed, the one that was read as well as the one behind it.
+        """
         self.kv.settle()
-        self.kv.distrust_copies()
-        touched = [item.seq for item in self._plan.scheduled] + self._plan.preempted + self.scheduler.running
-        return [i for i in dict.fromkeys(seq.request_id for seq in touched) if i in self._groups]
+        self.kv.distrust(published=any(step.handle is not None for step in self._in_flight))
+        touched = list(self.scheduler.running)
+        for step in self._in_flight:
+            touched += [item.seq for item in step.plan.scheduled] + step.plan.preempted
+        self._in_flight.clear()
+        ids = dict.fromkeys(seq.request_id for seq in touched if seq.status is not Status.FINISHED)
+        return [i for i in ids if i in self._groups]
 
-    def _count(self, plan: StepPlan) -> None:
-        prefill = decode = recomputed = 0
-        for seq, num_tokens in plan.scheduled:
-            computed, ever = seq.num_computed, seq.num_ever_computed
-            end = computed + num_tokens
-            if seq.first_scheduled is None:
-                seq.first_scheduled = self._clock()
-                self._counts["prompt_tokens"] += seq.num_prompt
-            length = len(seq.token_ids)
-            if length - computed == 1 and length > seq.num_prompt:
-                decode += 1
-            else:
-                prefill += num_tokens
-            if ever > computed:
-                recomputed += min(end, ever) - computed
-            if end > ever:
-                seq.num_ever_computed = end
-        self._step_counts = prefill, decode, recomputed
-        counts = self._counts
-        counts["steps"] += bool(plan.scheduled)
-        counts["decode_tokens"] += decode
-        counts["prefill_tokens"] += prefill
-        counts["recomputed_tokens"] += recomputed
+    def _launch(self) -> bool:
+        """Plan a step and send it off; False if there is nothing to do."""
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        something = bool(plan.scheduled or plan.moves or plan.preempted)
+        if something:
+            self._in_flight.append(_Step(plan, self._accounts.count(plan)))
+        self._accounts.phases["schedule"] += time.perf_counter() - started
+        if plan.scheduled or plan.moves:
+            self._in_flight[-1].handle = self.executor.launch(plan)
+            started = time.perf_counter()
+            self._commit(self._in_flight[-1])
+            self._accounts.phases["output"] += time.perf_counter() - started
+        return something
 
-    def _advance(self, item: Scheduled, drawn: Drawn | None, outputs: list[TokenOutput]) -> None:
-        seq = item.seq
-        self.kv.commit(seq, item.num_tokens)
-        if drawn is None:
+    def _commit(self, step: _Step) -> None:
+        """The KV of the step's tokens is there, for all that is launched later."""
+        commit = self.kv.commit
+        if not self.pipelined:
+            for seq, num_tokens in step.plan.scheduled:
+                commit(seq, num_tokens)
             return
+        for seq, num_tokens in step.plan.scheduled:
+            commit(seq, num_tokens)
+            if seq.num_computed == len(seq.token_ids):  # a token is being drawn
+                if seq.num_candidates or seq.pending_forks:
+                    step.decides = True
+                else:
+                    seq.expect_token()
+
+    def _read(self, step: _Step) -> list[TokenOutput]:
+        """Wait for the tokens of the oldest step, give them to their sequences, and close its accounts."""
+        drawn = step.handle.tokens() if step.handle is not None else []
+        started = time.perf_counter()
+        outputs: list[TokenOutput] = []
+        generated, finished = 0, Status.FINISHED
+        for (seq, _), brought in zip(step.plan.scheduled, drawn, strict=True):
+            if brought is not None and seq.status is not finished:  # else ended or aborted since
+                generated += self._advance(seq, brought, outputs)
+        self._accounts.counts["generation_tokens"] += generated
+        self._in_flight.popleft()
+        kv = self.kv.stats()
+        self._accounts.keep(kv)
+        if self.on_step is not None:
+            self.on_step(self._accounts.record(step.plan, step.work, self.kv, kv, self.scheduler))
+        self._accounts.phases["output"] += time.perf_counter() - started
+        return outputs
+
+    def _advance(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:
+        """Returns how many tokens that were."""
         if seq.first_token is None:
             seq.first_token = self._clock()
         if seq.num_candidates:
-            self._advance_beam(seq, drawn, outputs)
-            return
-        if seq.pending_forks:
-            family = self._groups[seq.request_id].fork(seq, self.scheduler)
-            self._counts["forks"] += len(family) - 1
-        else:
-            family = (seq,)
+            return self._advance_beam(seq, drawn, outputs)
+        family = self._fork(seq) if seq.pending_forks else (seq,)
         for i, member in enumerate(family):
             if drawn.logprobs:
                 member.logprob += drawn.logprobs[i]
             self._append(member, drawn.token_ids[i], outputs)
+        return len(family)
+
+    def _fork(self, seq: Sequence) -> list[Sequence]:
+        family = self._groups[seq.request_id].fork(seq, self.scheduler)
+        self._accounts.counts["forks"] += len(family) - 1
+        return family
 
     def _append(self, seq: Sequence, token: int, outputs: list[TokenOutput]) -> None:
-        seq.token_ids.append(token)
-        self._counts["generation_tokens"] += 1
-        reason = seq.finish_reason(self._eos, self.config.max_model_len)
+        waited_for = seq.num_pending
+        if waited_for:
+            seq.take_token(token)
+        else:
+            seq.token_ids.append(token)
+        reason = seq.finish_reason(self._eos)
         if reason is None:
+            if waited_for and self.config.enable_prefix_caching:
+                self.kv.publish(seq)
             if not seq.silent:
                 outputs.append(TokenOutput(seq.request_id, (token,), None, seq.num_cached, index=seq.index))
             return
+        seq.drop_pending()
         self.scheduler.finish(seq)
         group = self._groups[seq.request_id]
         output = TokenOutput(seq.request_id, (token,), reason, seq.num_cached, index=seq.index)
         self._return(group, group.ended(seq, output), outputs)
 
-    def _advance_beam(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> None:
+    def _advance_beam(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:
         group = self._groups[seq.request_id]
         assert isinstance(group, BeamGroup)
         known = group.num_forks
         self._return(group, group.take(seq, drawn, self.scheduler), outputs)
-        self._counts["forks"] += group.num_forks - known
-        self._counts["generation_tokens"] += 1
+        self._accounts.counts["forks"] += group.num_forks - known
+        return 1
 
     def _return(self, group: Group, ended: list[TokenOutput], outputs: list[TokenOutput]) -> None:
         for output in ended:
-            self._finished[output.finish_reason] += 1
+            self._accounts.finished[output.finish_reason] += 1
         outputs.extend(ended)
         if not group.live:
             del self._groups[group.request.request_id]
-
-    def _keep_accounts(self, plan: StepPlan) -> None:
-        """What the step left: sequences that it ended hold nothing any more."""
-        kv = self.kv.stats()
-        for place, slots in kv.ledger().items():
-            self._slot_steps[place] += slots
-        if self.on_step is not None:
-            self.on_step(self._record(plan, kv))
-
-    def _record(self, plan: StepPlan, kv: KVStats) -> StepRecord:
-        moved = dict.fromkeys(MoveKind, 0)
-        for move in plan.moves:
-            moved[move.kind] += move.num_slots
-        prefill, decode, recomputed = self._step_counts
-        hits = self.kv.read_counters().prefix_hits
-        new_hits, self._known_hits = hits - self._known_hits, hits
-        return StepRecord(
-            step=self._counts["steps"],
-            prefill_tokens=prefill,
-            decode_tokens=decode,
-            running=len(self.scheduler.running),
-            waiting=self.scheduler.num_waiting,
-            preempted=len(plan.preempted),
-            recomputed_tokens=recomputed,
-            copied_slots=moved[MoveKind.COPY],
-            swapped_out_slots=moved[MoveKind.SWAP_OUT],
-            swapped_in_slots=moved[MoveKind.SWAP_IN],
-            prefix_hits=new_hits,
-            kv=kv,
-        )
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; False, and nothing done, while a sequence owns pages."""
         return self.kv.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Assert every invariant of scheduler, groups and KV memory."""
+        """Assert every invariant of scheduler, groups, tokens and KV memory, between two steps."""
         live = [seq for group in self._groups.values() for seq in group.live.values()]
         self.scheduler.check_integrity(live)
         self.kv.check_integrity(live)
         assert all(group.live and group.remaining > 0 for group in self._groups.values())
+        assert len(self._in_flight) <= self.pipelined
+        for seq in live:
+            places = [i for i, token in enumerate(seq.token_ids) if token == PENDING]
+            assert places == list(range(seq.num_known, seq.num_tokens)), "a token is pending that has no right to"
+            assert seq.num_pending + seq.ending <= len(self._in_flight), "nothing in flight will bring the token"
 
     def stats(self) -> EngineStats:
         """One reading, to keep: nothing in it changes later."""
-        phases = {name: self._phases[name] + self.executor.phase_seconds.get(name, 0.0) for name in PHASES}
-        counts = self._counts
-        return EngineStats(
-            num_requests_running=len(self.scheduler.running),
-            num_requests_waiting=self.scheduler.num_waiting + self.scheduler.num_parked,
-            num_requests_swapped=self.scheduler.num_swapped,
-            kv=self.kv.stats(),
-            kv_budget_bytes=self.capacity.budget_bytes,
-            swap_space_bytes=self.capacity.swap_space_bytes,
-            bytes_per_slot=self.capacity.bytes_per_slot,
-            scale_bytes_per_slot=self.capacity.scale_bytes_per_slot,
-            num_preemptions=self.scheduler.num_preemptions,
-            recomputed_tokens=counts["recomputed_tokens"],
-            counters=self.kv.read_counters(),
-            prompt_tokens=counts["prompt_tokens"],
-            generation_tokens=counts["generation_tokens"],
-            steps=counts["steps"],
-            prefill_tokens_scheduled=counts["prefill_tokens"],
-            decode_tokens_scheduled=counts["decode_tokens"],
-            forks=counts["forks"],
-            swap_seconds=self.executor.phase_seconds.get("move", 0.0),
-            slot_steps=dict(self._slot_steps),
-            finished=dict(self._finished),
-            phase_seconds=phases,
-        )
+        return self._accounts.stats(self.kv, self.scheduler, self.executor.phase_seconds)

@@ -8,15 +8,17 @@ import time
 import numpy as np
 import torch
 
-from engine.attention import AttentionHost, StepTensors, install
+from engine.attention import AttentionHost
 from engine.config import EngineConfig
+from engine.forward import ModelForward, compile_model
 from engine.kv_budget import KVCapacity
 from engine.kv_mover import KVMover
 from engine.kv_scales import calibrate_kv_scales
 from engine.model_loader import LoadedModel
-from engine.sampler import sample
-from engine.scheduler import Scheduled, StepPlan
-from engine.sequence import Drawn
+from engine.sampler import Sampled, sample
+from engine.sequence import Drawn, Sequence
+from engine.step_inputs import InputBuffers
+from engine.step_plan import Computed, Scheduled, StepHandle, StepPlan
 from kernels.kv_formats import find_format
 
 
@@ -31,6 +33,10 @@ class TorchExecutor:
     """Runs the model on CPU or CUDA.
 
     ``page_table`` is the KV manager's own array, int64 ``[max_num_seqs, max_pages_per_seq]``: read here, written there.
+
+    On CUDA a launch queues everything on the current stream and waits for nothing; the tokens' way to the host is part
+    of it, and reading the handle waits for that alone. What one launch draws is kept on the device for the next, which
+    may be planned before it is read. On a CPU a launch has computed when it returns; all else is the same.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, capacity: KVCapacity, page_table: np.ndarray):
@@ -39,11 +45,13 @@ class TorchExecutor:
         self.model_info = loaded.info
         self.device = loaded.device
         self.phase_seconds = {"move": 0.0, "prepare": 0.0, "execute": 0.0, "sample": 0.0}
-        self._page_size = capacity.page_size
         self._page_table = page_table
+        self._inputs = InputBuffers(self.device, capacity.page_size)
+        self._drawn = torch.empty(0, dtype=torch.int64, device=self.device)  # by the last launch that sampled
+        self._drawn_at: dict[Sequence, int] = {}  # where in it; kept only if steps overlap
         self.host = self._make_host(config, loaded, capacity)
         self.mover = KVMover(self.host.raw_tensors(), capacity, config.layout == "paged")
-        install(self.model, self.host)
+        self.forward = ModelForward(loaded.model, self.host, compile_model if config.torch_compile else None)
 
     @staticmethod
     def _make_host(config: EngineConfig, loaded: LoadedModel, capacity: KVCapacity) -> AttentionHost:
@@ -60,8 +68,8 @@ class TorchExecutor:
         self._page_table = page_table
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[Drawn | None]:
-        """What was drawn, in the plan's order; None for a sequence whose prompt is not finished yet."""
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Move, compute and sample, in this order on the device."""
         times = [time.perf_counter()]
         if plan.moves:
             self.mover.move(plan.moves)
@@ -69,61 +77,52 @@ class TorchExecutor:
             self.phase_seconds["move"] += moved
             if not plan.scheduled:
                 self.phase_seconds["prepare"] += moved
-                return []
-        # single tokens first: the decode kernel takes them as one block, whoever they belong to
-        order = sorted(range(len(plan.scheduled)), key=lambda i: plan.scheduled[i].num_tokens > 1)
+                return Computed([])
+        order = _decodes_first(plan.scheduled)
         items = [plan.scheduled[i] for i in order]
-        ids, positions, step = self._prepare(items)
-        ends = np.cumsum([item.num_tokens for item in items]) - 1
-        sampling = [i for i, item in enumerate(items) if item.samples]
-        last_tokens = torch.from_numpy(ends[sampling]).to(self.device)
-        self.host.begin(step)
+        inputs = self._inputs.make(items, self._page_table, self._drawn_at)
+        if len(inputs.pending_at):
+            inputs.fill_in(self._drawn)
+        places = [i for i, item in zip(order, items, strict=True) if item.samples]
+        sequences = [plan.scheduled[i].seq for i in places]
         times.append(time.perf_counter())
-        logits = self.model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=last_tokens
-        ).logits[0]
+        logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)
         times.append(time.perf_counter())
-        drawn = sample(logits, [items[i].seq for i in sampling], self.config.seed).read() if sampling else []
+        sampled = sample(logits, sequences, self.config.seed) if sequences else None
+        if self.config.async_scheduling and sampled is not None:
+            self._drawn = sampled.tokens
+            self._drawn_at = {seq: at for at, seq in enumerate(sequences)}
         times.append(time.perf_counter())
-        result: list[Drawn | None] = [None] * len(items)
-        for i, brought in zip(sampling, drawn, strict=True):
-            result[order[i]] = brought
         for phase, start, end in zip(("prepare", "execute", "sample"), times, times[1:], strict=False):
             self.phase_seconds[phase] += end - start
+        return _Launched(self, sampled, places, len(items))
+
+
+class _Launched:
+    """One step on its way. ``places``: of what was sampled, in the plan of ``num_items``."""
+
+    def __init__(self, executor: TorchExecutor, sampled: Sampled | None, places: list[int], num_items: int):
+        self._executor = executor
+        self._sampled = sampled
+        self._places = places
+        self._num_items = num_items
+
+    def tokens(self) -> list[Drawn | None]:
+        """Waits for the step to be computed: on CUDA that is its phase "execute"."""
+        result: list[Drawn | None] = [None] * self._num_items
+        if self._sampled is None:
+            return result
+        started = time.perf_counter()
+        for place, drawn in zip(self._places, self._sampled.read(), strict=True):
+            result[place] = drawn
+        phase = "execute" if self._executor.device.type == "cuda" else "sample"
+        self._executor.phase_seconds[phase] += time.perf_counter() - started
         return result
 
-    def _prepare(self, items: list[Scheduled]) -> tuple[torch.Tensor, torch.Tensor, StepTensors]:
-        """Token ids and positions ``[T]``, and where everything lies."""
-        rows = np.array([item.seq.row for item in items])
-        starts = np.array([item.seq.num_computed for item in items])
-        counts = np.array([item.num_tokens for item in items])
-        lengths = starts + counts
-        num_decodes = int((counts == 1).sum())
-        first_of = np.cumsum(counts) - counts
-        row_of_token = np.repeat(rows, counts)
-        positions = np.arange(counts.sum()) - np.repeat(first_of - starts, counts)
-        slots = self._page_table[row_of_token, positions // self._page_size] + positions % self._page_size
-        ids = np.fromiter(
-            (t for item in items for t in item.seq.token_ids[item.seq.num_computed :][: item.num_tokens]),
-            dtype=np.int64,
-            count=len(positions),
-        )
-        pages = -(-int(lengths.max()) // self._page_size)
-        page_starts = self._page_table[rows, :pages]
-        query_starts = np.concatenate([[0], np.cumsum(counts[num_decodes:])])
-        step = StepTensors(
-            num_decodes=num_decodes,
-            slots=self._tensor(slots),
-            decode_page_starts=self._tensor(page_starts[:num_decodes]),
-            decode_seq_lens=self._tensor(lengths[:num_decodes]),
-            prefill_page_starts=self._tensor(page_starts[num_decodes:]),
-            prefill_seq_lens=self._tensor(lengths[num_decodes:]),
-            query_starts=self._tensor(query_starts),
-            max_decode_tokens=int(lengths[:num_decodes].max(initial=0)),
-            max_prefill_tokens=int(lengths[num_decodes:].max(initial=0)),
-            max_queries=int(counts[num_decodes:].max(initial=0)),
-        )
-        return self._tensor(ids), self._tensor(positions), step
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+def _decodes_first(scheduled: list[Scheduled]) -> list[int]:
+    """Order of computation: the decode kernel takes single tokens as one block, whoever they belong to."""
+    single = [i for i, (_, num_tokens) in enumerate(scheduled) if num_tokens == 1]
+    if len(single) == len(scheduled):
+        return single
+    return single + [i for i, (_, num_tokens) in enumerate(scheduled) if num_tokens > 1]

@@ -51,7 +51,11 @@ class KVManager(Protocol):
         ...
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """``num_tokens`` more tokens of ``seq`` have their KV."""
+        """``num_tokens`` more tokens of ``seq`` have their KV, or will before anything that is launched later."""
+        ...
+
+    def publish(self, seq: Sequence) -> None:
+        """One more token of ``seq`` is known, after its KV: others may now find what it completes."""
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
@@ -71,11 +75,14 @@ class KVManager(Protocol):
         ...
 
     def settle(self) -> None:
-        """The moves taken have been done: what they read from may be given away."""
+        """The moves taken have been done, or are queued before all that comes: what they read may be given away."""
         ...
 
-    def distrust_copies(self) -> None:
-        """A step failed, and its moves with it: let nothing that they should have copied be shared from now on."""
+    def distrust(self, published: bool) -> None:
+        """A step failed, and its moves with it: let nothing that they should have copied be shared from now on.
+
+        ``published``: nor anything that the prefix cache offers, some of which the step should have computed.
+        """
         ...
 
     def reset_prefix_cache(self) -> bool:

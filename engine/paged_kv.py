@@ -143,13 +143,22 @@ class PagedKVManager(RowTable):
         self.counters.copied_slots += filled
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """Full pages are offered to the prefix cache."""
+        """Full pages of known tokens are offered to the prefix cache."""
         before = seq.num_computed
         seq.num_computed = now = before + num_tokens
         self._used_slots += num_tokens
         self._resident_tokens += num_tokens
-        if self.prefix_cache is not None and now // self.page_size > before // self.page_size:
-            self.prefix_cache.insert(seq, now // self.page_size, self.pool)
+        size = self.page_size
+        if self.prefix_cache is not None and now // size > before // size:
+            full = min(now, seq.num_known) // size
+            if full > before // size:
+                self.prefix_cache.insert(seq, full, self.pool)
+
+    def publish(self, seq: Sequence) -> None:
+        """A page that was full before its last token was known is offered to the prefix cache."""
+        known = seq.num_known
+        if self.prefix_cache is not None and known % self.page_size == 0 and known <= seq.num_computed:
+            self.prefix_cache.insert(seq, known // self.page_size, self.pool)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Name the parent's pages once more; of a swapped-out parent, its host pages."""
@@ -235,9 +244,11 @@ class PagedKVManager(RowTable):
         self._pinned.clear()
         self._pinned_host.clear()
 
-    def distrust_copies(self) -> None:
+    def distrust(self, published: bool) -> None:
         if self.swap is not None:
             self.swap.distrust()
+        if published and self.prefix_cache is not None:
+            self.prefix_cache.clear(self.pool)
 
     def reset_prefix_cache(self) -> bool:
         if self.pool.num_owned:
@@ -289,7 +300,8 @@ class PagedKVManager(RowTable):
             for index, page in enumerate(seq.pages):
                 assert self.page_table[seq.row, index] == page * size
                 used[page] = max(used.get(page, 0), min(size, max(0, seq.num_computed - index * size)))
-            own = seq.num_computed // size
-            assert not any(self.pool.is_cached(page) for page in seq.pages[own:]), "a page that is not full is cached"
+            own = min(seq.num_computed, seq.num_known) // size
+            cached = any(self.pool.is_cached(page) for page in seq.pages[own:])
+            assert not cached, "a page is cached that is not full of known tokens"
         assert sum(used.values()) == self._used_slots, "used slots do not add up"
         assert self.counters.allocated_pages - self.counters.freed_pages == self.pool.num_owned

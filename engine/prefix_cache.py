@@ -125,6 +125,7 @@ class PrefixCache:
         first = len(keys)
         if first >= count:
             return
+        assert count * size <= seq.num_known, "a page whose tokens are not known has no key"
         started = time.perf_counter()
         parent = keys[-1] if keys else _salt(seq)
         packed = memoryview(array("q", seq.token_ids[first * size : count * size]).tobytes())  # once, not page by page

@@ -7,13 +7,11 @@ Prefill and decode are the same thing: a sequence catches up with its tokens. A 
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.kv_manager import KVManager
-from engine.kv_moves import Move
 from engine.sequence import Sequence, Status
+from engine.step_plan import Scheduled, StepPlan
 from engine.waiting_queue import Rank, WaitingQueue
 
 
@@ -21,38 +19,15 @@ class QueueFull(ValueError):
     """The waiting queue is at ``max_num_waiting``: the request was refused and may be sent again later."""
 
 
-class Scheduled(NamedTuple):
-    """``num_tokens`` of ``seq`` to compute, from ``seq.num_computed`` on."""
-
-    seq: Sequence
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the sequence then needs a new token."""
-        return self.seq.num_computed + self.num_tokens == len(self.seq.token_ids)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step's work: ``moves`` in order, then the tokens. A sequence is scheduled at most once."""
-
-    scheduled: list[Scheduled] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.scheduled)
-
-
 class Scheduler:
     """First come first served, or by priority; chunked prefill mixed into decodes; preemption of the last in rank.
 
     Rank is (priority, arrival, index among siblings); without the priority policy, priority counts as 0. ``running``
     is in order of rank, so the victim is always its last one, and whoever ranks first always makes progress: no
-    livelock. A beam that waits for its siblings (``blocked``) stays resident and computes nothing; once preempted it
-    is in no queue until its group goes on.
+    livelock. A sequence that is ``blocked`` (a beam that waits for its siblings, or one whose last token is on its way)
+    stays resident and computes nothing; once preempted it is in no queue until it goes on or ends.
+
+    While a step is in flight a sequence may end in a token whose id nobody here knows yet: it counts like any other.
     """
 
     def __init__(self, config: EngineConfig, kv: KVManager):
@@ -63,7 +38,7 @@ class Scheduler:
         self.passed_over = WaitingQueue(self.rank)  # long prompts that wait for a share, see _next_waiting
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._parked: dict[int, Sequence] = {}  # id -> beam that was preempted while it waited for its siblings
+        self._parked: dict[int, Sequence] = {}  # id -> sequence that was preempted while it was blocked
         self._arrivals = 0
         self._left_waiting = 0  # after the last step
         self._promised_rows = 0  # forks to come of running sequences
@@ -78,7 +53,7 @@ class Scheduler:
 
     @property
     def num_parked(self) -> int:
-        """Beams that were preempted while they waited for their siblings: in no queue until the group goes on."""
+        """Sequences that were preempted while they were blocked: in no queue until they go on or end."""
         return len(self._parked)
 
     @property
@@ -120,7 +95,7 @@ class Scheduler:
         if self.config.max_num_waiting is not None:
             self._check_queue(self.config.max_num_waiting)
         self._arrivals += 1
-        seq.arrival = self._arrivals
+        seq.arrival, seq.max_length = self._arrivals, longest
         self.waiting.push(seq)
 
     def _check_queue(self, limit: int) -> None:
@@ -132,14 +107,14 @@ class Scheduler:
             )
 
     def schedule(self) -> StepPlan:
-        """Plan one step. The caller computes it, commits each item, and settles the moves."""
+        """Plan one step. The caller launches it, commits each item, and settles the moves."""
         plan = StepPlan()
         if self._by_priority:
             self._yield_to_urgent(plan)
         budget, roomy = self._schedule_running(plan, self.config.max_num_batched_tokens)
         if roomy:  # else memory just ran out: whoever is admitted now would be the next to go
             budget = self._admit_waiting(plan, budget)
-        while not plan.scheduled and self.running and self.num_waiting:
+        while not plan.scheduled and self.running and self.num_waiting and not any(s.ending for s in self.running):
             self._preempt(self.running.pop(), plan)  # beams that wait for a sibling hold what it needs
             budget = self._admit_waiting(plan, budget)
         if budget and self.config.max_num_partial_prefills > 1:
@@ -261,7 +236,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence, plan: StepPlan) -> None:
         """``seq`` has just left ``running``. Its tokens stay; its KV goes to the host, or is computed again."""
         self._promised_rows -= seq.pending_forks
-        if self.config.preemption_mode == "swap":
+        if self.config.preemption_mode == "swap" and not seq.ending:
             self.kv.swap_out(seq)
         else:
             self.kv.free(seq)

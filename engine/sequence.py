@@ -6,6 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+PENDING = -1
+"""Stands in ``Sequence.token_ids`` for a token that is drawn on the device and not read yet."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -122,6 +125,9 @@ class Sequence:
     ``token_ids`` is prompt then output. ``num_computed`` tokens have their KV in the cache; prefill and decode are
     the same thing, a sequence catching up with its tokens. ``num_cached`` of them came from the prefix cache.
     A request starts as one sequence; its siblings are forked when the prompt has been computed.
+
+    While a step is in flight, the last ``num_pending`` tokens are ``PENDING``: they have a place, and their KV may even
+    be computed, but only the device knows their ids. At most one is pending whenever the scheduler looks.
     """
 
     request: Request
@@ -130,6 +136,7 @@ class Sequence:
     status: Status = Status.WAITING
     index: int = 0  # among the sequences of its request
     arrival: int = -1  # the scheduler's running number
+    max_length: int = 0  # tokens of prompt and output at which it ends; set when it is queued
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
@@ -137,7 +144,8 @@ class Sequence:
     pending_forks: int = 0  # siblings to come once the prompt is computed
     num_candidates: int = 0  # beam: continuations to bring from each step; 0: no beam
     silent: bool = False  # its request returns nothing before the end
-    blocked: bool = False  # beam: brought its candidates, waits for its siblings'
+    num_pending: int = 0  # tokens at the end whose ids are not read yet
+    blocked: bool = False  # computes nothing: a beam that waits for its siblings, or the last token is on its way
     logprob: float = 0.0  # sum over the output, where the request needs it
     pages: list[int] = field(default_factory=list)  # physical page ids; contiguous: the reservation's base slot
     host_pages: list[int] = field(default_factory=list)  # swapped out: the same on the host
@@ -163,6 +171,7 @@ class Sequence:
             self.num_prompt,
             index=index,
             arrival=self.arrival,
+            max_length=self.max_length,
             num_cached=self.num_cached,
             num_ever_computed=self.num_ever_computed,
             num_candidates=self.num_candidates,
@@ -191,11 +200,39 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
 
-    def finish_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> str | None:
-        """Whether the newest token ends the sequence. The token itself stays part of the output, as in vLLM."""
-        params, newest, length = self.request.params, self.token_ids[-1], len(self.token_ids)
+    @property
+    def num_known(self) -> int:
+        """Tokens from the first one on whose ids are known."""
+        return len(self.token_ids) - self.num_pending
+
+    @property
+    def ending(self) -> bool:
+        """Its last token is on its way, whatever it will be: nothing is computed of it any more."""
+        return self.blocked and not self.num_candidates
+
+    def expect_token(self) -> None:
+        """A token is being drawn for it. It gets a place, unless it is the last one: of that nothing is computed."""
+        if len(self.token_ids) + 1 < self.max_length:
+            self.token_ids.append(PENDING)
+            self.num_pending += 1
+        else:
+            self.blocked = True
+
+    def take_token(self, token: int) -> None:
+        """The first pending token is known."""
+        self.token_ids[-self.num_pending] = token
+        self.num_pending -= 1
+
+    def drop_pending(self) -> None:
+        """It has ended: what was begun beyond the end is nothing."""
+        if self.num_pending:
+            del self.token_ids[-self.num_pending :]
+            self.num_pending = 0
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> str | None:
+        """Whether the last known token ends the sequence. The token itself stays part of the output, as in vLLM."""
+        length = len(self.token_ids) - self.num_pending
+        newest, params = self.token_ids[length - 1], self.request.params
         if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):
             return "stop"
-        if length - self.num_prompt >= params.max_tokens or length >= max_model_len:
-            return "length"
-        return None
+        return "length" if length >= self.max_length else None

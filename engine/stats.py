@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PHASES = ("schedule", "prepare", "execute", "sample", "output")
+"""Where the time of the engine's thread goes. schedule: planning the step. prepare: moving KV, and making the step's
+inputs. execute: the forward pass. sample: drawing the tokens. output: the sequences grow and end, and the accounts.
+
+On CUDA the device computes while the thread does other things. There execute is the time to queue the forward pass
+plus what the thread then waits for the step's tokens, and sample the time to queue the sampler; with asynchronous
+scheduling the next step is planned, prepared and queued before the wait, so a short wait means that the host, and not
+the device, is what the engine waits for."""
 
 LEDGER = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 """Where the KV slots are, all of them, each once: holding a token of a sequence; reserved and empty (internal waste);

@@ -19,8 +19,8 @@ from engine.kv_manager import make_kv_manager
 from engine.model_spec import ModelInfo
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
-from engine.scheduler import StepPlan
 from engine.sequence import Drawn, Request, SamplingParams, Sequence
+from engine.step_plan import Computed, StepPlan
 
 SLOT_BYTES = 4096
 STEPS = 64  # a round: each sequence takes a new page four times at page size 16
@@ -34,8 +34,8 @@ class NullExecutor:
         self.phase_seconds: dict[str, float] = {}
         self._drawn = Drawn((7,))
 
-    def execute(self, plan: StepPlan) -> list[Drawn | None]:
-        return [self._drawn if item.samples else None for item in plan.scheduled]
+    def launch(self, plan: StepPlan) -> Computed:
+        return Computed([self._drawn if item.samples else None for item in plan.scheduled])
 
 
 def make_engine(sequences: int, pages: int, page_size: int, length: int, **settings) -> Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Listing
 from functools import reduce
 from operator import add
@@ -14,8 +15,8 @@ from engine.kv_manager import KVManager, make_kv_manager
 from engine.kv_moves import Move, MoveKind
 from engine.model_spec import ModelInfo
 from engine.paged_kv import PagedKVManager
-from engine.scheduler import StepPlan
-from engine.sequence import Drawn, Request, SamplingParams, Sequence
+from engine.sequence import PENDING, Drawn, Request, SamplingParams, Sequence
+from engine.step_plan import StepPlan
 
 SHAPE = KVShape((LayerKV(2, 4, 4),) * 2, 4)  # 2 layers x 2 heads x (4 + 4) x 4 bytes = 128 bytes a slot
 DAMAGED = -1  # what a failed step leaves in the slots it was to write
@@ -33,8 +34,12 @@ class CountingExecutor:
     and prefix), each step checks that every slot a sequence reads holds that sequence's own prefix, and that every
     slot it writes is its alone. ``watch`` gives it the manager to go by.
 
+    Everything is done at the launch, but what it drew is shown by the handle alone. Where the engine does not know it
+    yet, it is what this very sequence drew in the launch before: nothing older is remembered.
+
     ``fail_at``: the next step fails, before anything is done ("start"), amid its moves ("moves") or amid its writes
-    ("writes"); what was to be moved or written there is damaged.
+    ("writes"), or the next one that is read ("read"); what was to be moved or written there is damaged, and at a read
+    also what has been launched since.
     """
 
     def __init__(self, vocab_size: int = 97, eos: tuple[int, ...] = ()):
@@ -44,6 +49,9 @@ class CountingExecutor:
         self.plans: list[list[tuple[str, int]]] = []
         self.moved = dict.fromkeys(MoveKind, 0)  # slots
         self.fail_at: str | None = None
+        self.num_drawn = 0  # tokens, forks' and beams' not among them
+        self.filled_in = Counter()  # tokens that the engine did not know, by where: "decode" or "chunk"
+        self._handles: list[CountingHandle] = []  # of the last two launches
         self._numbers: dict[tuple, int] = {}  # (number of the prefix before, token) -> number
         self._histories: dict[Sequence, list[int]] = {}
 
@@ -53,23 +61,43 @@ class CountingExecutor:
         self.host_shadow = [EMPTY] * kv.capacity.host_slots
         self._histories.clear()
 
-    def execute(self, plan: StepPlan) -> list[Drawn | None]:
-        fail_at, self.fail_at = self.fail_at, None
+    def launch(self, plan: StepPlan) -> CountingHandle:
+        fail_at = self.fail_at
+        if fail_at in ("start", "moves", "writes"):
+            self.fail_at = None
         if fail_at == "start":
             raise StepFailed("told to fail at the start")
+        handle = CountingHandle(self)
         if self.kv is not None:
             self._check_plan(plan)
-            self._move(plan.moves, fail_at)
-            self._write(plan, fail_at)
+            self._move(plan.moves, fail_at, handle)
+            self._write(plan, fail_at, handle)
             self._read(plan)
         self.plans.append([(item.seq.request_id, item.num_tokens) for item in plan.scheduled])
-        return [self.draw(item.seq) if item.samples else None for item in plan.scheduled]
+        handle.drawn = [self.draw(item.seq) if item.samples else None for item in plan.scheduled]
+        for item, drawn in zip(plan.scheduled, handle.drawn, strict=True):
+            if item.seq.num_pending and item.samples:
+                self.filled_in["decode" if item.num_tokens == 1 else "chunk"] += 1
+            if drawn is not None:
+                handle.token_of[item.seq] = drawn.token_ids[0]
+                self.num_drawn += not item.seq.num_candidates and not item.seq.pending_forks
+        self._handles = [*self._handles[-1:], handle]
+        return handle
+
+    def _tokens(self, seq: Sequence) -> list[int]:
+        """As the device has them."""
+        tokens = seq.token_ids
+        if seq.num_pending:
+            tokens = [*tokens[:-1], self._handles[-1].token_of[seq]]
+        assert PENDING not in tokens
+        return tokens
 
     def _check_plan(self, plan: StepPlan) -> None:
         seqs = [item.seq for item in plan.scheduled]
         assert len(set(seqs)) == len(seqs), "a sequence is scheduled twice"
         assert all(0 < item.num_tokens <= item.seq.num_uncomputed for item in plan.scheduled)
         assert all(seq.row >= 0 for seq in seqs), "a sequence is scheduled without a row"
+        assert not any(seq.blocked for seq in seqs), "a sequence is scheduled that has nothing to compute"
         if isinstance(self.kv, PagedKVManager):
             size, pool, swap = self.kv.page_size, self.kv.pool, self.kv.swap
             for kind, source, target, _ in plan.moves:
@@ -80,7 +108,7 @@ class CountingExecutor:
                     assert source // size not in swap.pool._free, "a host page was given away before it was read"
                     assert pool.ref_count[target // size] > 0, "a swap-in's target is free"  # a sibling may share it
 
-    def _move(self, moves: list[Move], fail_at: str | None) -> None:
+    def _move(self, moves: list[Move], fail_at: str | None, handle: CountingHandle) -> None:
         """What the real executor does with tensors, done with the shadow: in order, slot by slot."""
         for done, (kind, source, target, count) in enumerate(moves):
             sources = self.host_shadow if kind is MoveKind.SWAP_IN else self.shadow
@@ -93,11 +121,12 @@ class CountingExecutor:
             if fail_at == "moves" and done >= len(moves) // 2:
                 held = [DAMAGED] * count
             targets[target : target + count] = held
+            handle.touched.append((targets, target, count))
             self.moved[kind] += count
         if fail_at == "moves":
             raise StepFailed("told to fail amid the moves")
 
-    def _write(self, plan: StepPlan, fail_at: str | None) -> None:
+    def _write(self, plan: StepPlan, fail_at: str | None, handle: CountingHandle) -> None:
         """The new tokens' prefixes go to their slots."""
         for seq, num_tokens in plan.scheduled:
             history = self._history(seq)
@@ -106,6 +135,7 @@ class CountingExecutor:
                 self._check_writable(seq, first, at + count)
                 held = [DAMAGED] * count if fail_at == "writes" else history[at : at + count]
                 self.shadow[first : first + count] = held
+                handle.touched.append((self.shadow, first, count))
         if fail_at == "writes":
             raise StepFailed("told to fail amid the writes")
 
@@ -140,16 +170,17 @@ class CountingExecutor:
         known, numbers = self._histories.setdefault(seq, []), self._numbers
         if len(known) < len(seq.token_ids):
             before = known[-1] if known else seq.request.cache_salt
-            for token in seq.token_ids[len(known) :]:
+            for token in self._tokens(seq)[len(known) :]:
                 before = numbers.setdefault((before, token), len(numbers))
                 known.append(before)
         return known
 
     def draw(self, seq: Sequence) -> Drawn:
+        history = self._tokens(seq)
         if seq.num_candidates:
-            return self.continuations(seq.token_ids, seq.num_candidates)
+            return self.continuations(history, seq.num_candidates)
         indices = range(seq.index, seq.index + seq.pending_forks + 1)
-        tokens = tuple(self.sample(seq.token_ids, index) for index in indices)
+        tokens = tuple(self.sample(history, index) for index in indices)
         return Drawn(tokens, tuple(map(self.logprob, tokens)) if seq.silent else ())
 
     def sample(self, history: Listing[int], index: int) -> int:
@@ -169,6 +200,27 @@ class CountingExecutor:
 
     def next_token(self, history: Listing[int]) -> int:
         return (sum((i + 1) * t for i, t in enumerate(history)) + len(history)) % self.model_info.vocab_size
+
+
+class CountingHandle:
+    """A launch of a ``CountingExecutor``: what it drew, and the shadow slots it wrote or moved to."""
+
+    def __init__(self, executor: CountingExecutor):
+        self.drawn: list[Drawn | None] = []
+        self.token_of: dict[Sequence, int] = {}
+        self.touched: list[tuple[list[int], int, int]] = []  # shadow, first slot, count
+        self._executor = executor
+
+    def tokens(self) -> list[Drawn | None]:
+        executor = self._executor
+        if executor.fail_at == "read":
+            executor.fail_at = None
+            launches = executor._handles
+            for handle in launches[launches.index(self) :]:
+                for shadow, first, count in handle.touched:
+                    shadow[first : first + count] = [DAMAGED] * count
+            raise StepFailed("told to fail at the read")
+        return self.drawn
 
 
 def expected_outputs(one: Request, max_model_len: int, executor: CountingExecutor) -> dict[int, tuple]:

@@ -14,9 +14,9 @@ from engine.engine import Engine
 from engine.kv_budget import KVShape, LayerKV, capacity_of
 from engine.kv_manager import make_kv_manager
 from engine.model_spec import ModelInfo
-from engine.scheduler import StepPlan
 from engine.sequence import Drawn
 from engine.sequence import Sequence as EngineSequence
+from engine.step_plan import Computed, StepPlan
 
 Script = Callable[[EngineSequence], int]  # the next token of a sequence; siblings draw their first one together
 Logprob = Callable[[EngineSequence], float]  # of the token drawn now
@@ -53,13 +53,13 @@ class ScriptedExecutor:
     steps: int = 0
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
-    def execute(self, plan: StepPlan) -> list[Drawn | None]:
+    def launch(self, plan: StepPlan) -> Computed:
         self.steps += 1
         if self.step_s:
             time.sleep(self.step_s)
         if self.fail is not None:
             raise self.fail
-        return [self._draw(item.seq) if item.samples else None for item in plan.scheduled]
+        return Computed([self._draw(item.seq) if item.samples else None for item in plan.scheduled])
 
     def _draw(self, seq: EngineSequence) -> Drawn:
         token = self.script(seq)

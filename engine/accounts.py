@@ -1,0 +1,114 @@
+"""What the engine did, added up step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.kv_manager import KVManager
+from engine.kv_moves import MoveKind
+from engine.scheduler import Scheduler
+from engine.stats import LEDGER, PHASES, EngineStats, KVStats, StepRecord
+from engine.step_plan import StepPlan
+
+
+class Work(NamedTuple):
+    """Tokens that one step computes. ``recomputed`` are among the first two."""
+
+    step: int  # its number, from 1; of a step that only moves KV, the number of the one before
+    prefill: int
+    decode: int
+    recomputed: int
+
+
+class Accounts:
+    """Counters that only grow. A step's work is counted when it is planned, its slots when its tokens are read."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.counts: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()  # finish reason -> sequences
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self._clock = clock
+        self._slot_steps = dict.fromkeys(LEDGER, 0)
+        self._known_hits = 0
+
+    def count(self, plan: StepPlan) -> Work:
+        """Call before anything of ``plan`` is computed."""
+        prefill = decode = recomputed = 0
+        for seq, num_tokens in plan.scheduled:
+            computed, ever = seq.num_computed, seq.num_ever_computed
+            end = computed + num_tokens
+            if seq.first_scheduled is None:
+                seq.first_scheduled = self._clock()
+                self.counts["prompt_tokens"] += seq.num_prompt
+            length = len(seq.token_ids)
+            if length - computed == 1 and length > seq.num_prompt:
+                decode += 1
+            else:
+                prefill += num_tokens
+            if ever > computed:
+                recomputed += min(end, ever) - computed
+            if end > ever:
+                seq.num_ever_computed = end
+        counts = self.counts
+        counts["steps"] += bool(plan.scheduled)
+        counts["decode_tokens"] += decode
+        counts["prefill_tokens"] += prefill
+        counts["recomputed_tokens"] += recomputed
+        return Work(counts["steps"], prefill, decode, recomputed)
+
+    def keep(self, kv: KVStats) -> None:
+        """Where the slots are at the end of a step: sequences that it ended hold nothing any more."""
+        for place, slots in kv.ledger().items():
+            self._slot_steps[place] += slots
+
+    def record(self, plan: StepPlan, work: Work, kv: KVManager, at_end: KVStats, scheduler: Scheduler) -> StepRecord:
+        """One step in numbers. Of hits, those since the last record."""
+        moved = dict.fromkeys(MoveKind, 0)
+        for move in plan.moves:
+            moved[move.kind] += move.num_slots
+        hits = kv.read_counters().prefix_hits
+        new_hits, self._known_hits = hits - self._known_hits, hits
+        return StepRecord(
+            step=work.step,
+            prefill_tokens=work.prefill,
+            decode_tokens=work.decode,
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
+            preempted=len(plan.preempted),
+            recomputed_tokens=work.recomputed,
+            copied_slots=moved[MoveKind.COPY],
+            swapped_out_slots=moved[MoveKind.SWAP_OUT],
+            swapped_in_slots=moved[MoveKind.SWAP_IN],
+            prefix_hits=new_hits,
+            kv=at_end,
+        )
+
+    def stats(self, kv: KVManager, scheduler: Scheduler, executor_seconds: dict[str, float]) -> EngineStats:
+        """One reading, to keep: nothing in it changes later."""
+        phases = {name: self.phases[name] + executor_seconds.get(name, 0.0) for name in PHASES}
+        counts, capacity = self.counts, kv.capacity
+        return EngineStats(
+            num_requests_running=len(scheduler.running),
+            num_requests_waiting=scheduler.num_waiting + scheduler.num_parked,
+            num_requests_swapped=scheduler.num_swapped,
+            kv=kv.stats(),
+            kv_budget_bytes=capacity.budget_bytes,
+            swap_space_bytes=capacity.swap_space_bytes,
+            bytes_per_slot=capacity.bytes_per_slot,
+            scale_bytes_per_slot=capacity.scale_bytes_per_slot,
+            num_preemptions=scheduler.num_preemptions,
+            recomputed_tokens=counts["recomputed_tokens"],
+            counters=kv.read_counters(),
+            prompt_tokens=counts["prompt_tokens"],
+            generation_tokens=counts["generation_tokens"],
+            steps=counts["steps"],
+            prefill_tokens_scheduled=counts["prefill_tokens"],
+            decode_tokens_scheduled=counts["decode_tokens"],
+            forks=counts["forks"],
+            swap_seconds=executor_seconds.get("move", 0.0),
+            slot_steps=dict(self._slot_steps),
+            finished=dict(self.finished),
+            phase_seconds=phases,
+        )

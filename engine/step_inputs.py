@@ -1,0 +1,143 @@
+"""What a step's forward pass is fed: made in NumPy in one buffer, sent to the device in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention import StepTensors
+from engine.sequence import Sequence
+from engine.step_plan import Scheduled
+
+_ALIGN = 8  # int64: 64 bytes. Triton compiles a kernel anew for a pointer that 16 bytes do not divide
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """int64 views into one buffer on the device. ``T`` tokens of all items, ``S`` items that sample.
+
+    ``pending_at [P]``: places in ``ids`` whose token the host does not know; ``pending_from [P]``: where it stands
+    among the tokens that the launch before drew.
+    """
+
+    ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    last_tokens: torch.Tensor  # [S] places of the tokens that are sampled from
+    pending_at: torch.Tensor
+    pending_from: torch.Tensor
+    step: StepTensors
+
+    def fill_in(self, drawn: torch.Tensor) -> None:
+        """Put the pending ids into their places, from what the launch before drew; nothing waits for it."""
+        self.ids.index_copy_(0, self.pending_at, drawn.index_select(0, self.pending_from))
+
+
+class InputBuffers:
+    """Makes ``StepInputs``. For a GPU the host's side is page-locked, and there are two of it that take turns: one is
+    written anew only when the copy out of it has been done.
+
+    ``page_size`` in tokens. Inputs on a CPU are views of the host's side: they hold until the next call but one.
+    """
+
+    def __init__(self, device: torch.device, page_size: int):
+        self._device = device
+        self._page_size = page_size
+        self._on_gpu = device.type == "cuda"
+        self._sides = [_HostSide(self._on_gpu), _HostSide(self._on_gpu)]
+
+    def make(self, items: list[Scheduled], page_table: np.ndarray, drawn_at: Mapping[Sequence, int]) -> StepInputs:
+        """``items``: single tokens first. ``page_table [rows, pages]``: first slots, int64. ``drawn_at``: where the
+        launch before drew the token of each sequence that has one pending."""
+        counts = np.array([count for _, count in items])
+        rows = np.array([seq.row for seq, _ in items])
+        starts = np.array([seq.num_computed for seq, _ in items])
+        known = np.array([len(seq.token_ids) for seq, _ in items])
+        lengths, ends = starts + counts, np.cumsum(counts)
+        total, decodes = int(ends[-1]), int((counts == 1).sum())
+        size = self._page_size
+        if decodes == total:
+            row_of_token, positions = rows, starts
+        else:
+            row_of_token = np.repeat(rows, counts)
+            positions = np.arange(total) - np.repeat(ends - lengths, counts)
+        ids = np.array(_ids_of(items, decodes))
+        last = ends - 1
+        pending = np.flatnonzero(ids[last] < 0)
+        page_starts = page_table[rows, : -(-int(lengths.max()) // size)]
+        prefill_lengths, prefill_counts = lengths[decodes:], counts[decodes:]
+        views = self._send(
+            ids,
+            positions,
+            page_table[row_of_token, positions // size] + positions % size,
+            last[lengths == known],
+            last[pending],
+            np.array([drawn_at[items[i].seq] for i in pending.tolist()], dtype=np.int64),
+            page_starts[:decodes],
+            lengths[:decodes],
+            page_starts[decodes:],
+            prefill_lengths,
+            np.concatenate([[0], np.cumsum(prefill_counts)]),
+        )
+        ids, positions, slots, last, pending_at, pending_from, *attention = views
+        step = StepTensors(
+            decodes,
+            slots,
+            *attention,
+            max_decode_tokens=int(lengths[:decodes].max(initial=0)),
+            max_prefill_tokens=int(prefill_lengths.max(initial=0)),
+            max_queries=int(prefill_counts.max(initial=0)),
+        )
+        return StepInputs(ids, positions, last, pending_at, pending_from, step)
+
+    def _send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """The arrays, packed, on the device."""
+        offsets = np.cumsum([0, *(-(-array.size // _ALIGN) * _ALIGN for array in arrays)]).tolist()
+        self._sides.reverse()
+        side = self._sides[0]
+        packed = side.take(offsets[-1])
+        filled = side.array
+        for array, offset in zip(arrays, offsets, strict=False):
+            filled[offset : offset + array.size] = array.ravel()
+        if self._on_gpu:
+            packed = packed.to(self._device, non_blocking=True)
+            side.sent()
+        return [
+            packed[offset : offset + array.size].view(array.shape)
+            for array, offset in zip(arrays, offsets, strict=False)
+        ]
+
+
+class _HostSide:
+    """One int64 buffer on the host. It grows and never shrinks; an old one lives on while inputs are views of it."""
+
+    def __init__(self, pinned: bool):
+        self._pinned = pinned
+        self._copied = torch.cuda.Event() if pinned else None
+        self._resize(0)
+
+    def _resize(self, size: int) -> None:
+        self._tensor = torch.empty(size, dtype=torch.int64, pin_memory=self._pinned)
+        self.array = self._tensor.numpy()
+
+    def take(self, size: int) -> torch.Tensor:
+        """``[size]`` to write on. Waits for the copy of the last time, which is two steps ago and long done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if size > len(self.array):
+            self._resize(1 << (size - 1).bit_length())
+        return self._tensor[:size]
+
+    def sent(self) -> None:
+        """The copy to the device is queued."""
+        self._copied.record()
+
+
+def _ids_of(items: list[Scheduled], decodes: int) -> list[int]:
+    """Token ids of all items, one after the other; ``PENDING`` where the host does not know it."""
+    ids = [seq.token_ids[seq.num_computed] for seq, _ in items[:decodes]]
+    for seq, count in items[decodes:]:
+        ids += seq.token_ids[seq.num_computed : seq.num_computed + count]
+    return ids

@@ -1,0 +1,51 @@
+"""What the scheduler hands to the executor, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from engine.kv_moves import Move
+from engine.sequence import Drawn, Sequence
+
+
+class Scheduled(NamedTuple):
+    """``num_tokens`` of ``seq`` to compute, from ``seq.num_computed`` on."""
+
+    seq: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sequence then needs a new token. Of a step that is not launched yet."""
+        return self.seq.num_computed + self.num_tokens == len(self.seq.token_ids)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's work: ``moves`` in order, then the tokens. A sequence is scheduled at most once."""
+
+    scheduled: list[Scheduled] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.scheduled)
+
+
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def tokens(self) -> list[Drawn | None]:
+        """What each scheduled item drew, in the plan's order; None where its prompt goes on. Waits for the device."""
+        ...
+
+
+class Computed(NamedTuple):
+    """The handle of a step whose results are there already."""
+
+    drawn: list[Drawn | None]
+
+    def tokens(self) -> list[Drawn | None]:
+        return self.drawn
