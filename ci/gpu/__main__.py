@@ -1,0 +1,208 @@
+"""``ci/gpu.sh``: run the parts on this machine's GPU and write OUTDIR. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ci.gpu import record, summary
+from ci.gpu.children import Child
+from ci.gpu.environment import Environment, prepare
+from ci.gpu.parts import GRACE_S, LEAST_S, PARTS, Part, plan_seconds, select_parts
+from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK_LIMIT_S, FULL_LIMIT_S = 570.0, 4 * 3600.0
+SUMMARY_S = 5.0  # kept for the summary
+GPU_PROBE_SECONDS = 180.0  # a first import of torch from a cold disk
+
+_GPU_PROBE = """
+import json, torch
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}))
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="ci/gpu.sh",
+        description="Check kernels and engine on an NVIDIA GPU against references, time them against the ceilings "
+        "measured in the same sitting, and write a summary of at most 8 files. No network is used and no setting of "
+        "the GPU is changed.",
+        epilog="Parts: " + "; ".join(f"{part.name} ({part.what})" for part in PARTS) + ". Exit codes: 0 all that could "
+        "run passed, 1 a check or part failed, 2 bad arguments or no GPU.",
+    )
+    found.add_argument("outdir", type=Path, metavar="OUTDIR", help="where the results go; made if it is not there")
+    found.add_argument(
+        "--quick", action="store_true", help="all of it in less than 10 minutes: fewer cases and repeats"
+    )
+    found.add_argument("--wheels", type=Path, metavar="DIR", help="a folder of wheels (ci/gpu_wheels.sh fills one)")
+    found.add_argument(
+        "--part", dest="parts", nargs="+", action="extend", default=[], metavar="NAME",
+        help="only these parts, and facts; `engine` for all models",
+    )  # fmt: skip
+    found.add_argument("--time-limit", type=float, metavar="SECONDS", help="for everything together (--quick: 570)")
+    found.add_argument("--commit", metavar="SHA", help="what to put down as the commit where this is no git checkout")
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny, to test the runner")
+    found.add_argument("--tiny", action="store_true", help="with --device cpu: shapes of seconds")
+    return found
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
+    """Arguments and parts; ends with code 2 for what cannot be meant."""
+    arguments = parser()
+    args = arguments.parse_args(argv)
+    if (args.device == "cpu") != args.tiny:
+        arguments.error("--device cpu and --tiny go together: full shapes on a CPU would take hours")
+    if args.wheels is not None and not args.wheels.is_dir():
+        arguments.error(f"--wheels {args.wheels} is no folder: fill one with ci/gpu_wheels.sh")
+    if args.time_limit is not None and not args.time_limit >= LEAST_S:
+        arguments.error(f"--time-limit {args.time_limit:g} is too short: give {LEAST_S:g} seconds or more")
+    if args.outdir.exists() and not args.outdir.is_dir():
+        arguments.error(f"{args.outdir} is a file: OUTDIR is a folder")
+    if args.outdir.is_dir() and (others := sorted({path.name for path in args.outdir.iterdir()} - set(summary.FILES))):
+        arguments.error(
+            f"{args.outdir} holds other files ({', '.join(others[:3])}): name an empty folder, or a new one"
+        )
+    try:
+        parts = select_parts(args.parts, args.quick)
+    except ValueError as error:
+        arguments.error(str(error))
+    return args, parts
+
+
+def no_gpu() -> str | None:
+    """Why there is no GPU to run on, in one sentence; None when there is one."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _GPU_PROBE], capture_output=True, text=True, timeout=GPU_PROBE_SECONDS
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return f"torch did not answer within {GPU_PROBE_SECONDS:.0f} s whether there is a GPU: look at nvidia-smi"
+    except (ValueError, IndexError):
+        return f"there is no torch that {sys.executable} can import: install a CUDA build of torch, or set PYTHON"
+    if not found["available"]:
+        built = f"for CUDA {found['cuda']}" if found["cuda"] else "for the CPU"
+        return (
+            f"no NVIDIA GPU here: torch {found['torch']}, built {built}, sees no CUDA device; run this on a machine "
+            "with a GPU and a CUDA build of torch"
+        )
+    return None
+
+
+class Runner:
+    """Runs the parts one after the other and keeps what came of them."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path, environment: Environment, deadline: float):
+        self.args, self.scratch, self.environment, self.deadline = args, scratch, environment, deadline
+        self.child = Child()
+        self.outcomes: list[Outcome] = []
+
+    @property
+    def time_left(self) -> float:
+        return self.deadline - time.monotonic() - SUMMARY_S
+
+    def run(self, parts: list[Part]) -> None:
+        """All of ``parts``; an interruption ends the one that runs and skips the rest."""
+        try:
+            for number, part in enumerate(parts):
+                print(f"{part.name}: {part.what} ...", flush=True)
+                self._keep(self._run_part(part, plan_seconds(parts[number:], self.args.quick, self.time_left)))
+        except KeyboardInterrupt:
+            done = len(self.outcomes)
+            for number, part in enumerate(parts[done:]):
+                status, reason = (FAILED, "stopped from outside") if number == 0 else (SKIPPED, "stopped before")
+                data = self._result(part) if number == 0 else {}
+                self._keep(Outcome(part.name, part.what, status, reason, result=part.result, data=data))
+
+    def _keep(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        print(outcome.line, flush=True)
+
+    def _run_part(self, part: Part, seconds: float) -> Outcome:
+        def skipped(reason: str) -> Outcome:
+            return Outcome(part.name, part.what, SKIPPED, reason, result=part.result)
+
+        if seconds < LEAST_S and part.name != "facts":
+            return skipped(f"no time left ({max(0.0, seconds):.0f} s)")
+        if missing := self.environment.missing(list(part.needed(self.args.device))):
+            return skipped(f"not installed: {', '.join(missing)} (see ci/gpu_wheels.sh and --wheels)")
+        command = [self.environment.python, "-m", f"ci.gpu.{part.module}", *part.arguments]
+        command += ["--out", str(self._out(part)), "--device", self.args.device, "--seconds", f"{seconds:.1f}"]
+        command += ["--facts", str(self.scratch / "facts.json"), "--scratch", str(self.scratch)]
+        command += [flag for flag, on in (("--quick", self.args.quick), ("--tiny", self.args.tiny)) if on]
+        log = self.scratch / f"{part.name}.log"
+        ended = self.child.run(command, log, max(LEAST_S, seconds + GRACE_S), ROOT, _child_environment())
+        data = self._result(part)
+        status, reason = PASSED, ""
+        if ended.timed_out:
+            status, reason = FAILED, f"stopped after {ended.seconds:.0f} s; what it had measured is kept"
+        elif data.get("failures"):
+            first = data["failures"][0]
+            others = f" and {len(data['failures']) - 1} more" if len(data["failures"]) > 1 else ""
+            status, reason = FAILED, f"{first['what']}: {first['reason']}{others}"
+        elif ended.code != 0:
+            status, reason = FAILED, f"ended with code {ended.code}: {_last_line(log)}"
+        elif data.get("not_run"):
+            status, reason = SKIPPED, data["not_run"]
+        return Outcome(part.name, part.what, status, reason, ended.seconds, part.result, data)
+
+    def _out(self, part: Part) -> Path:
+        return self.scratch / f"{part.name}.json"
+
+    def _result(self, part: Part) -> dict[str, Any]:
+        """What the part has written so far."""
+        try:
+            return json.loads(self._out(part).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+
+def _child_environment() -> dict[str, str]:
+    """Ours, so that parts find the repository's packages, never look for a network, and compile for the device."""
+    found = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    found.pop("TRITON_INTERPRET", None)
+    return found
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it printed nothing"
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None) -> int:
+    started = time.monotonic()
+    args, parts = parse(sys.argv[1:] if argv is None else argv)
+    if args.device == "cuda" and (sentence := no_gpu()):
+        print(f"ci/gpu.sh: {sentence}", file=sys.stderr)
+        return 2
+    args.outdir.mkdir(parents=True, exist_ok=True)
+    limit = args.time_limit or (QUICK_LIMIT_S if args.quick else FULL_LIMIT_S)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    with tempfile.TemporaryDirectory(prefix="kvbench-gpu-") as name:
+        scratch = Path(name)
+        manifest = record.begin(vars(args))
+        environment = prepare(scratch, args.wheels)
+        runner = Runner(args, scratch, environment, started + limit)
+        runner.run(parts)
+        record.finish(manifest, environment, runner.outcomes, time.monotonic() - started)
+        summary.write_results(args.outdir, scratch, manifest, runner.outcomes)
+    print((args.outdir / "summary.md").read_text(encoding="utf-8"), flush=True)
+    return 1 if any(outcome.status == FAILED for outcome in runner.outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""A part as a child process: its output in a log, its time bounded, its whole process group gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+STOP_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``code``: exit code, negative for a signal; ``timed_out``: it was stopped by us."""
+
+    code: int
+    timed_out: bool
+    seconds: float
+
+
+class Child:
+    """At most one process at a time; ``stop`` may be called from a signal handler's exception path."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, command: Sequence[str], log: Path, seconds: float, cwd: Path, env: Mapping[str, str]) -> Ended:
+        """Run to its end, or stop it after ``seconds``."""
+        started = time.monotonic()
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=cwd,
+                env=dict(env), start_new_session=True,
+            )  # fmt: skip
+            try:
+                code, timed_out = self._process.wait(timeout=seconds), False
+            except subprocess.TimeoutExpired:
+                code, timed_out = self.stop(), True
+            finally:
+                self._signal(signal.SIGKILL)  # what it started and left behind, or all of it when we are interrupted
+                self._process = None
+        return Ended(code, timed_out, time.monotonic() - started)
+
+    def stop(self) -> int:
+        """Ask, wait ``STOP_GRACE_S``, then insist."""
+        assert self._process is not None
+        for number in (signal.SIGINT, signal.SIGKILL):
+            self._signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(timeout=STOP_GRACE_S)
+        return -signal.SIGKILL  # stuck in the kernel: it goes as soon as it gets out
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)

@@ -1,0 +1,149 @@
+"""Part ``facts``: what the device is, and the ceilings that everything else is held against, measured here and now.
+
+Read: the fastest of torch's sum and dot and of a Triton kernel that only reads. Copy counts bytes read and written.
+Matrix product: random data (zeros run faster). Nothing is set or changed: the card is measured as it is found.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from ci.gpu.part import PartReport, attempt, part_parser
+from ci.gpu.timing import measure
+
+SMI_FIELDS = (
+    "name", "driver_version", "compute_cap", "memory.total", "memory.used", "clocks.sm", "clocks.mem", "clocks.max.sm",
+    "clocks.max.mem", "power.draw", "power.limit", "temperature.gpu", "persistence_mode", "mig.mode.current",
+    "ecc.mode.current", "pcie.link.gen.current", "pcie.link.width.current", "clocks_throttle_reasons.active",
+)  # fmt: skip
+SMI_TIMEOUT_S = 15.0
+
+
+def smi_query(fields: tuple[str, ...] = SMI_FIELDS) -> dict[str, str]:
+    """``nvidia-smi``'s answer for GPU 0; a field that this driver does not know is left out, no tool: empty."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    values = _smi(fields)
+    if values is not None:
+        return dict(zip(fields, values, strict=True))
+    return {field: one[0] for field in fields if (one := _smi((field,))) is not None}
+
+
+def _smi(fields: tuple[str, ...]) -> list[str] | None:
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    return values if len(values) == len(fields) else None
+
+
+def torch_facts(device: str) -> dict[str, Any]:
+    """What torch says of itself and, on a GPU, of the device."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if device == "cuda":
+        found = torch.cuda.get_device_properties(0)
+        free, total = torch.cuda.mem_get_info(0)
+        facts |= {
+            "name": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "multiprocessors": found.multi_processor_count,
+            "l2_bytes": found.L2_cache_size,
+            "memory_bytes": total,
+            "memory_free_bytes": free,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return facts
+
+
+class Ceilings:
+    """Each method measures one ceiling into ``report.data["ceilings"]`` (GB/s: 1e9 bytes; TFLOP/s: 1e12)."""
+
+    def __init__(self, report: PartReport, device: str, tiny: bool):
+        self.report, self.device = report, device
+        self.size = 8 * 2**20 if tiny else 4 * 2**30  # bytes, many times every cache
+        if device == "cuda":
+            self.size = min(self.size, torch.cuda.mem_get_info()[0] // 8 // 2**20 * 2**20)
+        self.seconds = 0.02 if tiny else 0.5
+        self.matrix = 256 if tiny else 8192
+        self.found: dict[str, float] = report.data.setdefault("ceilings", {})
+
+    def keep(self, name: str, value: float, how: str) -> None:
+        self.found[name] = value = float(f"{value:.4g}")
+        self.report.row(ceiling=name, value=value, how=how)
+
+    def read(self) -> None:
+        x = torch.randn(self.size // 4, device=self.device)
+        steps = {"torch.sum": lambda: torch.sum(x), "torch.dot": lambda: torch.dot(x, x)}
+        if self.device == "cuda":
+            steps |= self._triton_reads(x)
+        speeds = {how: x.nbytes / measure(step, self.device, self.seconds).median / 1e9 for how, step in steps.items()}
+        how = max(speeds, key=speeds.__getitem__)
+        self.keep("read_gb_per_s", speeds[how], ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items()))
+
+    @staticmethod
+    def _triton_reads(x: torch.Tensor) -> dict[str, Any]:
+        from ci.gpu.read_kernel import BLOCKS, launch_read
+
+        def step(block: int, loads: int, warps: int):
+            count = x.numel() // (block * loads)
+            out = torch.empty(count, device=x.device)
+            part = x[: count * block * loads]
+            return lambda: launch_read(part, out, block, loads, warps)
+
+        return {f"triton {block}x{loads}": step(block, loads, warps) for block, loads, warps in BLOCKS}
+
+    def copy(self) -> None:
+        x = torch.randn(self.size // 4, device=self.device)
+        y = torch.empty_like(x)
+        timing = measure(lambda: y.copy_(x), self.device, self.seconds)
+        self.keep("copy_gb_per_s", 2 * x.nbytes / timing.median / 1e9, "device to device, bytes read and written")
+
+    def matmul(self) -> None:
+        n = self.matrix
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in "ab")
+        timing = measure(lambda: a @ b, self.device, self.seconds)
+        name = "matmul_bf16_tflop_per_s" if dtype == torch.bfloat16 else "matmul_fp32_tflop_per_s"
+        self.keep(name, 2 * n**3 / timing.median / 1e12, f"{n} x {n} x {n}, random data")
+
+    def host_link(self) -> None:
+        """Page-locked host memory, both ways: the ceiling of swapping."""
+        size = min(self.size, 2**30)
+        on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
+        on_host = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+        for name, target, source in (
+            ("host_to_device_gb_per_s", on_device, on_host),
+            ("device_to_host_gb_per_s", on_host, on_device),
+        ):
+            timing = measure(lambda t=target, s=source: t.copy_(s, non_blocking=True), self.device, self.seconds)
+            self.keep(name, size / timing.median / 1e9, "page-locked memory, 1 GiB")
+
+
+def main() -> int:
+    args = part_parser(__doc__).parse_args()
+    report = PartReport(args.out, args.seconds)
+    report.data["device"] = torch_facts(args.device)
+    report.data["nvidia_smi"] = smi_query() if args.device == "cuda" else {}
+    report.save()
+    ceilings = Ceilings(report, args.device, args.tiny)
+    attempt(report, "read bandwidth", ceilings.read)
+    attempt(report, "copy bandwidth", ceilings.copy)
+    attempt(report, "matrix product", ceilings.matmul)
+    if args.device == "cuda":
+        attempt(report, "host link", ceilings.host_link)
+    report.data["nvidia_smi_after"] = smi_query() if args.device == "cuda" else {}
+    report.data["headline"] = ", ".join(f"{name} {value:,.0f}" for name, value in ceilings.found.items())
+    rows = [[row["ceiling"], f"{row['value']:,.4g}", row["how"]] for row in report.data["rows"]]
+    report.table("Measured ceilings", ["ceiling", "value", "how"], rows)
+    return 1 if report.data["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What the part ``kernels`` times: Llama-8B's heads (32 query, 8 KV, head dim 128), bfloat16 on a GPU.
+
+``bar``: the project's aim, as a share of the ceiling that is measured in the same sitting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ci.gpu.kernel_problems import CONTIGUOUS
+from kernels.api import KVCache
+from kernels.kv_formats import KV_FORMATS, find_format
+from kernels.quantized import FP8_MAX, QuantizedKV
+
+FILL_ROWS = 1 << 16  # slots filled at once: a large cache is quantised through float32 copies of its parts
+
+
+@dataclass(frozen=True)
+class Heads:
+    query: int
+    kv: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Decode:
+    """``bar``: of the read bandwidth. ``against``: the name of the case that its time is divided by."""
+
+    batch: int
+    context: int
+    page_size: int = 16
+    kv: str = "auto"
+    bar: float | None = None
+    against: str | None = None
+    bar_time: float | None = None  # of the ratio of times
+
+    @property
+    def name(self) -> str:
+        page = "contiguous" if self.page_size == CONTIGUOUS else f"page {self.page_size}"
+        return f"decode {self.kv}, {self.batch} x {self.context}, {page}"
+
+
+def decode_cases(quick: bool) -> list[Decode]:
+    """Most important first."""
+    base = Decode(64, 4096, bar=0.85)
+    long = Decode(64, 8192, bar=0.90)
+    contiguous = Decode(64, 4096, CONTIGUOUS)
+    cases = [base, long, Decode(1, 32768, bar=0.75), contiguous]
+    cases += [
+        Decode(64, 8192, kv=kv, bar=0.80 if kv == "fp8_e4m3" else None, against=long.name,
+               bar_time=0.58 if kv == "fp8_e4m3" else None)
+        for kv in KV_FORMATS
+    ]  # fmt: skip
+    cases += [
+        Decode(64, 4096, page, against=contiguous.name, bar_time=1.05 if page >= 16 else 1.15 if page == 1 else None)
+        for page in (1, 256, 8, 32, 64, 128)
+    ]
+    if not quick:
+        cases += [Decode(batch, context) for batch in (1, 8, 32, 256) for context in (1024, 4096)]
+        cases += [Decode(8, 32768), Decode(1, 131072), Decode(1, 8192, kv="fp8_e4m3"), Decode(256, 1024, 1)]
+    return cases
+
+
+def tiny_decode_cases() -> list[Decode]:
+    return [
+        Decode(2, 64),
+        Decode(2, 64, CONTIGUOUS),
+        Decode(2, 64, kv="int8_per_token_head", against=Decode(2, 64).name),
+    ]
+
+
+@dataclass(frozen=True)
+class DecodeTensors:
+    q: torch.Tensor
+    k: KVCache
+    v: KVCache
+    page_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    page_size: int
+    kv_bytes: int  # codes and scales that one step must read
+
+
+def filled_cache(kv: str, slots: int, heads: Heads, dtype: torch.dtype, device: str) -> KVCache:
+    """Random rows in every slot."""
+    if kv == "auto":
+        return torch.randn(slots, heads.kv, heads.dim, dtype=dtype, device=device)
+    kv_format = KV_FORMATS[kv]
+    scale = 2 * 8.0 / FP8_MAX[kv_format] if kv_format in FP8_MAX else None
+    cache = QuantizedKV.zeros(kv_format, slots, heads.kv, heads.dim, device, scale)
+    for first in range(0, slots, FILL_ROWS):
+        places = torch.arange(first, min(slots, first + FILL_ROWS), device=device)
+        cache.store(places, torch.randn(len(places), heads.kv, heads.dim, device=device))
+    return cache
+
+
+def row_bytes(kv: str, heads: Heads, dtype: torch.dtype) -> int:
+    """Bytes of one token's K and V of one layer."""
+    kv_format = find_format(kv)
+    one = heads.dim * dtype.itemsize if kv_format is None else kv_format.row_bytes(heads.dim)
+    return 2 * heads.kv * one
+
+
+def make_decode(case: Decode, heads: Heads, dtype: torch.dtype, device: str) -> DecodeTensors:
+    """Sequences of one length, their pages in random order."""
+    page_size = case.context + 1 if case.page_size == CONTIGUOUS else case.page_size
+    pages = -(-case.context // page_size)
+    slots = case.batch * pages * page_size
+    starts = torch.randperm(case.batch * pages).view(case.batch, pages) * page_size
+    k, v = (filled_cache(case.kv, slots, heads, dtype, device) for _ in "kv")
+    return DecodeTensors(
+        q=torch.randn(case.batch, heads.query, heads.dim, dtype=dtype, device=device),
+        k=k,
+        v=v,
+        page_starts=starts.to(device),
+        seq_lens=torch.full((case.batch,), case.context, device=device),
+        page_size=page_size,
+        kv_bytes=case.batch * case.context * row_bytes(case.kv, heads, dtype),
+    )
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """``batch`` sequences with ``new`` tokens each after ``context`` cached ones."""
+
+    batch: int
+    new: int
+    context: int
+    kv: str = "auto"
+
+    @property
+    def name(self) -> str:
+        return f"prefill {self.kv}, {self.batch} x {self.new} after {self.context}"
+
+    @property
+    def pairs(self) -> float:
+        """Query x key pairs under the causal mask."""
+        return self.batch * (self.new * self.context + self.new * (self.new + 1) / 2)
+
+
+def prefill_cases(quick: bool) -> list[Prefill]:
+    cases = [Prefill(1, 4096, 0), Prefill(4, 1024, 3072), Prefill(1, 512, 16384)]
+    if not quick:
+        cases += [Prefill(8, 1024, 0), Prefill(1, 16384, 0), Prefill(4, 1024, 3072, "fp8_e4m3"),
+                  Prefill(4, 1024, 3072, "int8_per_token_head")]  # fmt: skip
+    return cases

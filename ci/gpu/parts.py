@@ -1,0 +1,111 @@
+"""The parts in their order: what each needs, and how long it may take. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TORCH = ("torch", "numpy")
+MODEL = (*TORCH, "transformers", "tokenizers", "safetensors")
+SERVER = (*MODEL, "fastapi", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client", "jinja2")
+CLIENT = ("locust", "gevent", "httpx", "psutil", "yaml", "click", "rich")
+REPORT = ("pandas", "pyarrow", "plotly", "scipy")
+
+GRACE_S = 15.0  # past its time a part may finish what it has begun; then it is stopped
+LEAST_S = 20.0  # with less left a part is not begun
+
+
+@dataclass(frozen=True)
+class Part:
+    """``module`` of this package, run with ``arguments``. ``needs``: import names; ``gpu_needs``: on a GPU as well.
+
+    ``quick_s``, ``full_s``: seconds after which it begins no new measurement; 0: left out of such a run.
+    """
+
+    name: str
+    module: str
+    what: str
+    quick_s: float
+    full_s: float
+    needs: tuple[str, ...] = TORCH
+    gpu_needs: tuple[str, ...] = ("triton",)
+    arguments: tuple[str, ...] = ()
+    result: str = ""  # the result file that its JSON goes into
+
+    def seconds(self, quick: bool) -> float:
+        return self.quick_s if quick else self.full_s
+
+    def needed(self, device: str) -> tuple[str, ...]:
+        return self.needs + (self.gpu_needs if device == "cuda" else ("numba",) if self.module != "facts" else ())
+
+
+def _engine(model: str, quick_s: float) -> Part:
+    return Part(
+        f"engine-{model}", "engine_job", f"nano-vllm's batch job on {model}, random weights", quick_s, 400.0, MODEL,
+        arguments=("--model", model), result="engine.json",
+    )  # fmt: skip
+
+
+PARTS = (
+    Part("facts", "facts", "device and measured ceilings", 30.0, 60.0, result="manifest.json"),
+    Part("check", "check_kernels", "kernels against float64 on the device", 80.0, 400.0, result="kernels.json"),
+    Part("kernels", "time_kernels", "kernel times against the ceilings", 80.0, 400.0, result="kernels.json"),
+    _engine("qwen3-0.6b", 70.0),
+    _engine("llama-3.1-8b", 70.0),
+    _engine("qwen3-14b", 0.0),
+    Part(
+        "sweep",
+        "sweep",
+        "gpu profile of workloads/mixed.yaml through the server",
+        140.0,
+        3600.0,
+        needs=(*SERVER, *CLIENT, *REPORT),
+        result="sweep",
+    ),
+    Part(
+        "tune",
+        "tune",
+        "kernel configurations for this architecture",
+        0.0,
+        900.0,
+        needs=(*TORCH, "click", "rich"),
+        result="tuned.json",
+    ),
+)
+
+
+def select_parts(names: list[str], quick: bool) -> list[Part]:
+    """The parts asked for, in their own order, ``facts`` always among them; none asked for: all that such a run has.
+
+    A name stands for every part that it is the beginning of up to a dash: ``engine`` for all models.
+
+    Raises:
+        ValueError: no part has such a name.
+    """
+    for name in names:
+        if not any(_matches(part, name) for part in PARTS):
+            raise ValueError(f"there is no part {name!r}: the parts are {', '.join(part.name for part in PARTS)}")
+    if not names:
+        return [part for part in PARTS if part.seconds(quick)]
+    named = {name for name in names if any(part.name == name for part in PARTS)}
+    return [
+        part
+        for part in PARTS
+        if part.name == "facts"
+        or part.name in named
+        or (part.seconds(quick) and any(_matches(part, name) for name in names))
+    ]
+
+
+def _matches(part: Part, name: str) -> bool:
+    return part.name == name or part.name.startswith(f"{name}-")
+
+
+def plan_seconds(parts: list[Part], quick: bool, left: float) -> float:
+    """Seconds that the first of ``parts`` gets when ``left`` are left for all of them.
+
+    Its own, and up to as much again of what earlier ones saved; the last one gets all that is left.
+    """
+    own, later = parts[0].seconds(quick), parts[1:]
+    spare = left - GRACE_S - sum(part.seconds(quick) for part in later)
+    wanted = max(own, min(spare, 2 * own) if later and own else spare)
+    return min(wanted, left - GRACE_S)

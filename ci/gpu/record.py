@@ -1,0 +1,100 @@
+"""The manifest of a GPU run: code, versions, machine, device, ceilings, and how each part ended. Standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ci.gpu.environment import Environment
+from ci.gpu.summary import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("kernels", "engine", "kvbench", "ci")
+PACKAGES = (
+    "torch", "triton", "transformers", "tokenizers", "numpy", "numba", "locust", "fastapi", "uvicorn", "httptools",
+    "uvloop", "pandas", "plotly",
+)  # fmt: skip
+_VERSIONS = """
+import importlib.metadata, json, platform, sys
+found = {"python": platform.python_version()}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = None
+print(json.dumps(found))
+"""
+
+
+def begin(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What is known before anything runs."""
+    return {
+        "format": 1,
+        "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()},
+        "git": git_state(ROOT),
+        "sources": sources_hash(ROOT),
+        "machine": {"os": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count(),
+                    "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")},
+        "tools": {name: bool(shutil.which(name)) for name in ("nvidia-smi", "nvcc", "cc")},
+    }  # fmt: skip
+
+
+def finish(manifest: dict[str, Any], environment: Environment, outcomes: list[Outcome], seconds: float) -> None:
+    """Add what the parts told, those of ``facts`` at the top level."""
+    facts = next((outcome.data for outcome in outcomes if outcome.name == "facts"), {})
+    manifest |= {key: facts[key] for key in ("device", "nvidia_smi", "nvidia_smi_after", "ceilings") if key in facts}
+    manifest |= {
+        "ceilings_how": facts.get("rows", []),
+        "versions": versions(environment.python),
+        "notes": environment.notes,
+        "seconds": round(seconds, 1),
+        "parts": [
+            {"part": o.name, "status": o.status, "reason": o.reason, "seconds": round(o.seconds, 1),
+             "headline": o.data.get("headline", ""), "skipped": o.data.get("skipped", [])}
+            for o in outcomes
+        ],
+    }  # fmt: skip
+
+
+def versions(python: str) -> dict[str, str | None]:
+    """Of the packages that the parts saw."""
+    try:
+        done = subprocess.run(
+            [python, "-c", _VERSIONS, *PACKAGES], capture_output=True, text=True, timeout=60, check=True
+        )
+        return json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit, and whether tracked files differ from it; both None where this is no checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    sha = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no") if sha else None
+    return {"sha": sha, "dirty": None if changes is None else bool(changes)}
+
+
+def sources_hash(folder: Path) -> str:
+    """blake2b over paths and bytes of all Python sources that take part: ties figures to code without git, too."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(path for name in SOURCES for path in (folder / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()

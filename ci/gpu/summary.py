@@ -1,0 +1,136 @@
+"""What OUTDIR holds in the end: at most 8 files of at most 16 MiB each, and a summary.md that is read in a minute."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_FILES, MAX_BYTES = 8, 16 * 2**20
+LOG_BYTES_A_PART = 512 * 1024
+FILES = (
+    "manifest.json", "summary.md", "kernels.json", "engine.json", "report.html", "summary.csv", "tuned.json", "log.txt",
+)  # fmt: skip
+PASSED, FAILED, SKIPPED = "passed", "FAILED", "SKIPPED"
+
+
+@dataclass
+class Outcome:
+    """How a part ended. ``data``: its JSON, as far as it got."""
+
+    name: str
+    what: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    result: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        return f"{self.status} {self.name}: {self.reason or self.data.get('headline') or self.what}"
+
+
+def write_results(outdir: Path, scratch: Path, manifest: dict[str, Any], outcomes: list[Outcome]) -> None:
+    """Everything into ``outdir``; what is too large is left out, and the summary says so."""
+    assert len(FILES) <= MAX_FILES
+    left_out: list[str] = []
+    written = {"log.txt": _log(scratch, outcomes), "manifest.json": _json(manifest)}
+    for name in ("kernels.json", "engine.json", "tuned.json"):
+        parts = {outcome.name: outcome.data for outcome in outcomes if outcome.result == name and outcome.data}
+        if parts:
+            written[name] = _json(parts)
+    for name, content in written.items():
+        if len(content) > MAX_BYTES:
+            left_out.append(f"{name} ({len(content) / 2**20:.0f} MiB)")
+        else:
+            (outdir / name).write_bytes(content)
+    for name in ("report.html", "summary.csv"):
+        source = scratch / name
+        if source.is_file() and source.stat().st_size > MAX_BYTES:
+            left_out.append(f"{name} ({source.stat().st_size / 2**20:.0f} MiB)")
+        elif source.is_file():
+            shutil.copyfile(source, outdir / name)
+    text = render(manifest, outcomes, left_out)
+    (outdir / "summary.md").write_text(text, encoding="utf-8")
+
+
+def _json(data: Any) -> bytes:
+    return (json.dumps(data, indent=1) + "\n").encode()
+
+
+def _log(scratch: Path, outcomes: list[Outcome]) -> bytes:
+    """The end of each part's output."""
+    pieces = []
+    for outcome in outcomes:
+        path = scratch / f"{outcome.name}.log"
+        text = path.read_bytes() if path.is_file() else b""
+        cut = b"[...]\n" if len(text) > LOG_BYTES_A_PART else b""
+        pieces.append(f"=== {outcome.line}\n".encode() + cut + text[-LOG_BYTES_A_PART:] + b"\n")
+    return b"".join(pieces)
+
+
+def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str]) -> str:
+    """The summary as Markdown."""
+    device, versions = manifest.get("device") or {}, manifest.get("versions") or {}
+    name = device.get("name") or "no GPU"
+    lines = [f"# {name}: kvbench GPU run", ""]
+    if manifest["arguments"]["device"] == "cpu":
+        lines += ["**Run on the CPU: it shows that the runner works. No figure here is of a GPU.**", ""]
+    elif manifest["arguments"]["quick"]:
+        lines += ["Quick run: fewer cases, sequences and repeats than a full one; each table says which.", ""]
+    lines += [
+        f"{manifest['started']}, driver {manifest.get('nvidia_smi', {}).get('driver_version', '–')}, "
+        f"torch {versions.get('torch')}, triton {versions.get('triton')}, transformers {versions.get('transformers')}, "
+        f"Python {versions.get('python')}, code {_code(manifest)}",
+        "",
+        *_table(
+            ["part", "result", "seconds", "what"],
+            [[o.name, o.status, f"{o.seconds:.0f}", o.reason or o.data.get("headline") or o.what] for o in outcomes],
+        ),
+    ]
+    lines += _troubles("Failed", outcomes, "failures")
+    for outcome in outcomes:
+        for table in outcome.data.get("tables", []):
+            lines += [f"## {table['title']}", "", *_table(table["columns"], table["rows"])]
+    lines += _troubles("Skipped inside the parts", outcomes, "skipped")
+    notes = [*manifest.get("notes", []), *(f"left out, over {MAX_BYTES >> 20} MiB: {name}" for name in left_out)]
+    if notes:
+        lines += ["## Notes", "", *(f"- {_cell(note)}" for note in notes), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _code(manifest: dict[str, Any]) -> str:
+    git = manifest.get("git") or {}
+    sha = git.get("sha") or manifest["arguments"].get("commit")
+    state = " (with changes)" if git.get("dirty") else ""
+    return f"{(sha or 'of no known commit')[:12]}{state}, sources {manifest.get('sources', '–')}"
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    if not rows:
+        return ["(nothing)", ""]
+    cells = [[_cell(cell) for cell in row] for row in (columns, *rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|" + " --- |" * len(columns), *lines[1:], ""]
+
+
+def _cell(text: Any) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def _troubles(title: str, outcomes: list[Outcome], key: str) -> list[str]:
+    """Equal reasons once, with what they concern."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for outcome in outcomes:
+        for trouble in outcome.data.get(key, []):
+            grouped.setdefault((outcome.name, trouble["reason"]), []).append(trouble["what"])
+    if not grouped:
+        return []
+    lines = [f"## {title}", ""]
+    for (part, reason), concerned in grouped.items():
+        shown = "; ".join(concerned[:3]) + (f" and {len(concerned) - 3} more" if len(concerned) > 3 else "")
+        lines.append(f"- {part}: {_cell(shown)}: {_cell(reason)}")
+    return [*lines, ""]

@@ -1,0 +1,139 @@
+"""Part ``sweep``: the gpu profile of workloads/mixed.yaml through `kvbench sweep`, servers and load client and all.
+
+When its time is over the sweep is interrupted as by Ctrl-C, and the report is made of the loads that were finished.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ci.gpu.part import PartReport, part_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKLOAD = "workloads/mixed.yaml"
+QUICK = (
+    "--repeats", "1", "--only", "paged-p16-c*", "--only", "contiguous-c*",
+    "-o", "load.concurrency=[64]", "-o", "load.num_requests=[128]",
+)  # fmt: skip
+TINY = (
+    "--repeats", "1", "--only", "paged-p16-c*",
+    "-o", "load.concurrency=[2]", "-o", "load.num_requests=[4]", "-o", "engine.kv_budget=40MiB",
+)  # fmt: skip
+END_GRACE_S = 20.0  # to stop servers and close the run
+REPORT_SECONDS = 60.0
+KEPT = ("report.html", "summary.csv")
+EXIT_INVALID, EXIT_INTERRUPTED = 4, 130
+
+
+def sweep_command(device: str, quick: bool, tiny: bool, folder: Path) -> list[str]:
+    profile = "gpu" if device == "cuda" else "cpu"
+    command = [sys.executable, "-m", "kvbench", "sweep", WORKLOAD, "--profile", profile, "--output-dir", str(folder)]
+    return [*command, *(TINY if tiny else QUICK if quick else ())]
+
+
+def run_sweep(command: list[str], seconds: float) -> tuple[int, bool]:
+    """Exit code, and whether it had to be interrupted."""
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait(timeout=seconds), False
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(timeout=END_GRACE_S), True
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(), True
+
+
+def newest_run(folder: Path) -> Path | None:
+    runs = sorted(folder.glob("*/*/manifest.json"), key=os.path.getmtime)
+    return runs[-1].parent if runs else None
+
+
+def read_cells(path: Path) -> list[dict[str, Any]]:
+    """The rows of summary.csv, numbers as numbers."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def _number(text: str | None) -> Any:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return text
+
+
+def summarise(report: PartReport, cells: list[dict[str, Any]], label: str) -> None:
+    columns = [
+        "cell",
+        "valid",
+        "output tok/s",
+        "of the first",
+        "TTFT p50 / p95 ms",
+        "ITL p50 ms",
+        "running",
+        "preempted",
+    ]
+    rows = []
+    for cell in cells:
+        report.row(**{key: value for key, value in cell.items() if not key.startswith("setting_")})
+        if not cell.get("completed"):
+            continue  # not reached
+        rows.append(
+            [
+                str(cell["cell_id"]),
+                str(cell["valid"]),
+                _shown(cell, "output_tokens_per_s"),
+                _shown(cell, "ratio", "{:.2f}"),
+                f"{_shown(cell, 'ttft_ms_p50')} / {_shown(cell, 'ttft_ms_p95')}",
+                _shown(cell, "itl_ms_p50", "{:.1f}"),
+                _shown(cell, "running_mean", "{:.1f}"),
+                _shown(cell, "num_preemptions"),
+            ]
+        )
+    report.table(f"mixed.yaml through the server{label}", columns, rows)
+    report.data["headline"] = f"{len(rows)} of {len(cells)} cells measured{label}, see report.html"
+    report.save()
+
+
+def _shown(cell: dict[str, Any], key: str, form: str = "{:,.0f}") -> str:
+    value = cell.get(key)
+    return form.format(value) if isinstance(value, float) else "–"
+
+
+def main() -> int:
+    args = part_parser(__doc__).parse_args()
+    report = PartReport(args.out, args.seconds)
+    folder = args.scratch / "sweep"
+    command = sweep_command(args.device, args.quick, args.tiny, folder)
+    report.data["command"] = ["kvbench", *command[3:]]
+    code, interrupted = run_sweep(command, max(1.0, report.time_left - END_GRACE_S))
+    run = newest_run(folder)
+    if run is None:
+        report.fail("kvbench sweep", f"ended with code {code} before anything was measured: see the log")
+        return 1
+    if interrupted:
+        report.skip("cells of the sweep that were not finished", "no time left")
+        again = [sys.executable, "-m", "kvbench", "report", str(run)]
+        subprocess.run(again, cwd=ROOT, timeout=REPORT_SECONDS, check=False)
+    elif code == EXIT_INVALID:
+        report.fail("kvbench sweep", "a load is no measurement (exit code 4): see the report")
+    elif code != 0:
+        report.fail("kvbench sweep", f"ended with code {code}: see the log")
+    for name in KEPT:
+        if (run / name).is_file():
+            shutil.copy(run / name, args.scratch / name)
+    if (run / "summary.csv").is_file():
+        summarise(report, read_cells(run / "summary.csv"), " (quick)" if args.quick else "")
+    return 1 if report.data["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Part ``kernels``: times of every kernel, with achieved bytes/s or FLOP/s, the measured ceiling and the ratio.
+
+Decode reads all KV once: bytes of codes and scales over the time, against the read ceiling. Prefill: FLOP under the
+causal mask, beside torch's varlen_attn and SDPA on the same tokens in contiguous KV. Writes and copies count bytes read
+and written, against the copy ceiling; swaps the bytes that cross the link, against page-locked copies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ci.gpu import kernel_cases as cases
+from ci.gpu.check_moves import capacity
+from ci.gpu.kernel_cases import Decode, Heads, Prefill
+from ci.gpu.part import PartReport, attempt, part_parser, ratio_text, read_ceilings
+from ci.gpu.timing import Timing, measure
+from engine.kv_mover import KVMover
+from engine.kv_moves import Move, MoveKind
+from kernels import get_backend
+from kernels.api import AttentionOptions
+from kernels.kv_formats import KV_FORMATS
+from kernels.quantized import raw_tensors
+
+LAYERS_MOVED = 32  # a page is scattered over this many layers
+LINK_BAR_GB_PER_S = 45.0  # of swaps in pieces of 2 MiB and more, over PCIe of about 50 GB/s
+
+
+class KernelTimes:
+    """One method a kind of kernel; each adds rows."""
+
+    def __init__(self, report: PartReport, args: Any):
+        self.report, self.device, self.tiny = report, args.device, args.tiny
+        self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        self.heads = Heads(4, 2, 32) if args.tiny else Heads(32, 8, 128)
+        self.backend = get_backend("triton" if args.device == "cuda" else "numba")
+        self.ceilings = read_ceilings(args.facts)
+        self.seconds = 0.01 if args.tiny else 0.2 if args.quick else 0.5
+        self.times: dict[str, float] = {}
+
+    def supports(self, name: str, kv: str) -> bool:
+        try:
+            self.backend.check_support(
+                num_heads=self.heads.query, num_kv_heads=self.heads.kv, head_dim=self.heads.dim,
+                v_head_dim=self.heads.dim, dtype=self.dtype, device=self.device, kv_cache_dtype=kv,
+            )  # fmt: skip
+        except ValueError as error:
+            self.report.skip(name, str(error))
+            return False
+        return True
+
+    def timed(self, step: Callable[[], object], capture: bool = True) -> Timing:
+        return measure(step, self.device, self.seconds, capture)
+
+    def row(self, name: str, timing: Timing, **values: Any) -> None:
+        self.times[name] = timing.median
+        self.report.row(case=name, **timing.as_dict(), **values)
+
+    def bandwidth(self, name: str, timing: Timing, moved: int, ceiling: str, **values: Any) -> None:
+        """A row in GB/s against ``ceiling``, a key of the facts."""
+        speed = moved / timing.median / 1e9
+        top = self.ceilings.get(ceiling)
+        values |= {"gb_per_s": speed, "ceiling_gb_per_s": top, "ratio": speed / top if top else None}
+        self.row(name, timing, bytes=moved, ceiling=ceiling, **values)
+
+    def decode(self, case: Decode) -> None:
+        if not self.supports(case.name, case.kv):
+            return
+        t = cases.make_decode(case, self.heads, self.dtype, self.device)
+        args = (t.q, t.k, t.v, t.page_starts, t.seq_lens, t.page_size, AttentionOptions(self.heads.dim**-0.5))
+        plan = self.backend.plan_decode(t.page_starts, t.seq_lens, t.page_size, max_tokens=case.context)
+        out = torch.empty_like(t.q)
+        timing = self.timed(lambda: self.backend.decode_attention(*args, out=out, plan=plan))
+        other = self.times.get(case.against) if case.against else None
+        self.bandwidth(
+            case.name, timing, t.kv_bytes, "read_gb_per_s", bar=case.bar, against=case.against,
+            time_ratio=timing.median / other if other else None, bar_time=case.bar_time,
+        )  # fmt: skip
+
+    def decode_by_sdpa(self, batch: int, context: int) -> None:
+        """What torch does on contiguous KV, the GQA group packed as query rows."""
+        shape = (batch, self.heads.kv, context, self.heads.dim)
+        k, v = (torch.randn(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+        group = self.heads.query // self.heads.kv
+        q = torch.randn(batch, self.heads.kv, group, self.heads.dim, dtype=self.dtype, device=self.device)
+        timing = self.timed(lambda: F.scaled_dot_product_attention(q, k, v))
+        name = f"decode by torch SDPA, {batch} x {context}, contiguous"
+        self.bandwidth(name, timing, k.nbytes + v.nbytes, "read_gb_per_s")
+
+    def prefill(self, case: Prefill) -> None:
+        if not self.supports(case.name, case.kv):
+            return
+        total, length, heads = case.batch * case.new, case.context + case.new, self.heads
+        t = cases.make_decode(Decode(case.batch, length, 16, case.kv), heads, self.dtype, self.device)
+        q = torch.randn(total, heads.query, heads.dim, dtype=self.dtype, device=self.device)
+        new_kv = tuple(torch.randn(total, heads.kv, heads.dim, dtype=self.dtype, device=self.device) for _ in "kv")
+        starts = torch.arange(0, total + 1, case.new, device=self.device)
+        args = (t.page_starts, starts, t.seq_lens, t.page_size)
+        plan = self.backend.plan_prefill(*args, max_queries=case.new, max_tokens=length)
+        options, out = AttentionOptions(heads.dim**-0.5), torch.empty_like(q)
+        given = new_kv if case.kv == "auto" else None
+        timing = self.timed(
+            lambda: self.backend.prefill_attention(q, t.k, t.v, *args, options, out=out, new_kv=given, plan=plan)
+        )
+        flop = 4 * case.pairs * heads.query * heads.dim
+        theirs = self._torch_prefill(case, q)
+        top = self.ceilings.get("matmul_bf16_tflop_per_s" if self.device == "cuda" else "matmul_fp32_tflop_per_s")
+        speed = flop / timing.median / 1e12
+        best = min(theirs.values()) if theirs else None
+        self.row(
+            case.name, timing, tflop_per_s=speed, ceiling_tflop_per_s=top, ratio=speed / top if top else None,
+            torch_us={name: seconds * 1e6 for name, seconds in theirs.items()},
+            of_torch_speed=best / timing.median if best else None, bar_torch=0.8,
+        )  # fmt: skip
+
+    def _torch_prefill(self, case: Prefill, q: torch.Tensor) -> dict[str, float]:
+        """Seconds of torch on the same tokens, KV contiguous, its heads repeated for varlen_attn, which knows no groups
+        in every version; the repetition is not timed. What this torch or device does not do is left out and said."""
+        heads, length = self.heads, case.context + case.new
+        shape = (case.batch * length, heads.kv, heads.dim)
+        k, v = (torch.randn(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+        group = heads.query // heads.kv
+        wide = [x.repeat_interleave(group, dim=1) for x in (k, v)]
+        if self.device == "cpu":
+            return {}
+        starts, ends = (
+            torch.arange(0, case.batch * n + 1, n, device=self.device, dtype=torch.int32) for n in (case.new, length)
+        )
+
+        def varlen() -> object:
+            from torch.nn.attention.varlen import varlen_attn
+
+            return varlen_attn(q, *wide, starts, ends, case.new, length, window_size=(-1, 0))
+
+        def sdpa() -> object:
+            rows = q.view(case.batch, case.new, heads.query, heads.dim).transpose(1, 2)
+            columns = [x.view(case.batch, length, heads.query, heads.dim).transpose(1, 2) for x in wide]
+            return F.scaled_dot_product_attention(rows, *columns, is_causal=True)
+
+        found = {}
+        for name, step in (("varlen_attn", varlen), ("sdpa", sdpa)):
+            if name == "sdpa" and case.context:
+                continue  # its causal mask begins at the first key
+            try:
+                found[name] = self.timed(step).median
+            except Exception as error:
+                self.report.skip(f"torch {name} beside {case.name}", str(error).splitlines()[0][:200])
+        return found
+
+    def write(self, kv: str) -> None:
+        tokens, heads = (64 if self.tiny else 32768), self.heads
+        name = f"write {kv}, {tokens} tokens"
+        if not self.supports(name, kv):
+            return
+        k, v = (
+            torch.randn(heads.kv, tokens, heads.dim, dtype=self.dtype, device=self.device).transpose(0, 1) for _ in "kv"
+        )
+        caches = [cases.filled_cache(kv, 2 * tokens, heads, self.dtype, self.device) for _ in "kv"]
+        slots = torch.randperm(2 * tokens, device=self.device)[:tokens]
+        timing = self.timed(lambda: self.backend.write_kv(k, v, *caches, slots))
+        moved = k.nbytes + v.nbytes + tokens * cases.row_bytes(kv, heads, self.dtype)
+        self.bandwidth(name, timing, moved, "copy_gb_per_s", bar=0.80 if kv == "auto" else None)
+
+    def moves(self, page_size: int) -> None:
+        """Copies and swaps of pages that are scattered over the layers' tensors, in random order."""
+        layers = 2 if self.tiny else LAYERS_MOVED
+        heads = self.heads
+        slot_bytes = layers * cases.row_bytes("auto", heads, self.dtype)
+        pages = 4 if self.tiny else max(1, (256 << 20) // (slot_bytes * page_size))
+        slots = 2 * pages * page_size
+        caches = [cases.filled_cache("auto", slots, heads, self.dtype, self.device) for _ in range(2 * layers)]
+        tensors = [tensor for cache in caches for tensor in raw_tensors(cache)]
+        mover = KVMover(tensors, capacity(slots, pages * page_size, page_size), paged=True)
+        order = torch.randperm(pages).tolist()
+        moved = pages * page_size * slot_bytes
+        size = f"page {page_size} ({page_size * slot_bytes / 2**10:,.0f} KiB)"
+        copies = [Move(MoveKind.COPY, i * page_size, (pages + order[i]) * page_size, page_size) for i in range(pages)]
+        self.bandwidth(f"page copy, {size}", self.timed(lambda: mover.move(copies), False), 2 * moved,
+                       "copy_gb_per_s", bar=0.80)  # fmt: skip
+        for kind, ceiling in (
+            (MoveKind.SWAP_OUT, "device_to_host_gb_per_s"),
+            (MoveKind.SWAP_IN, "host_to_device_gb_per_s"),
+        ):
+            moves = [Move(kind, i * page_size, order[i] * page_size, page_size) for i in range(pages)]
+            timing = self.timed(lambda m=moves: mover.move(m), False)
+            bar = LINK_BAR_GB_PER_S if page_size * slot_bytes >= 2**21 else None
+            self.bandwidth(f"{kind.value}, {size}", timing, moved, ceiling, bar_gb_per_s=bar)
+
+
+def summarise(report: PartReport, aimed: bool) -> None:
+    """``aimed``: hold the rows against the project's aims, which are for GPUs and shapes of use."""
+    rows, missed = [], []
+    for row in report.data["rows"]:
+        speed = f"{row['gb_per_s']:,.4g} GB/s" if "gb_per_s" in row else f"{row['tflop_per_s']:,.3g} TFLOP/s"
+        aims = [
+            ("ratio", "bar", lambda value, bar: value >= bar, "≥"),
+            ("time_ratio", "bar_time", lambda value, bar: value <= bar, "≤"),
+            ("of_torch_speed", "bar_torch", lambda value, bar: value >= bar, "≥"),
+            ("gb_per_s", "bar_gb_per_s", lambda value, bar: value >= bar, "≥"),
+        ]
+        notes = []
+        for key, bar, met, sign in aims:
+            if aimed and row.get(key) is not None and row.get(bar) is not None:
+                good = met(row[key], row[bar])
+                notes.append(f"{key} {row[key]:.2f} {'meets' if good else 'MISSES'} {sign} {row[bar]:g}")
+                missed += [] if good else [row["case"]]
+            elif row.get(key) is not None and key in ("time_ratio", "of_torch_speed"):
+                notes.append(f"{key} {row[key]:.2f}")
+        rows.append([row["case"], f"{row['us']:,.1f}", speed, ratio_text(row["ratio"]), "; ".join(notes)])
+    report.data["missed"] = missed
+    report.data["headline"] = f"{len(rows)} kernels timed" + (f", {len(missed)} below their aim" if aimed else "")
+    report.table(
+        "Kernels (time: median; ratio: of the measured ceiling)", ["case", "us", "reached", "ratio", "aim"], rows
+    )
+
+
+def main() -> int:
+    args = part_parser(__doc__).parse_args()
+    report = PartReport(args.out, args.seconds)
+    times = KernelTimes(report, args)
+    decodes = cases.tiny_decode_cases() if args.tiny else cases.decode_cases(args.quick)
+    prefills = [Prefill(2, 16, 16)] if args.tiny else cases.prefill_cases(args.quick)
+    todo: list[tuple[str, Callable[[], None]]] = [(c.name, lambda c=c: times.decode(c)) for c in decodes[:8]]
+    sdpa = (2, 64) if args.tiny else (64, 4096)
+    todo.append(("decode by torch SDPA", lambda: times.decode_by_sdpa(*sdpa)))
+    todo += [(c.name, lambda c=c: times.prefill(c)) for c in prefills]
+    todo += [(f"write {kv}", lambda kv=kv: times.write(kv)) for kv in ("auto", *KV_FORMATS)]
+    todo += [
+        (f"moves of pages of {size}", lambda size=size: times.moves(size)) for size in ((16,) if args.tiny else (16, 1))
+    ]
+    todo += [(c.name, lambda c=c: times.decode(c)) for c in decodes[8:]]
+    for name, run in todo:
+        attempt(report, name, run)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    summarise(report, aimed=args.device == "cuda" and not args.tiny)
+    return 1 if report.data["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
