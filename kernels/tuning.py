@@ -1,0 +1,185 @@
+"""Which tiles a kernel runs with: what was measured on such a chip, or what launch.py works out.
+
+``kernels/tuned/sm_XX.json`` holds, per architecture, the tiles that ``kvbench tune`` found faster than the computed
+ones on a real device, with that device's name, driver and Triton. Only what was measured has an entry. **No table is
+shipped**: none was measured yet, so every choice is launch.py's until somebody runs ``kvbench tune`` and commits what
+it wrote.
+
+An entry serves the shapes that compile to the same tile: same kernel, KV kind, bytes of a query's value, padded head
+dims, and padded number of query heads a KV head. Of those, the one with the nearest page size is taken (by ratio; of
+two as near, the smaller page; a contiguous reservation is a very large page).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+
+from kernels.chips import shared_bytes_limit
+from kernels.kv_formats import find_format
+from kernels.launch import MIN_DOT, Tiles, decode_tiles, next_power_of_two, padded_dim, prefill_tiles
+
+FOLDER = Path(__file__).parent / "tuned"
+KERNELS = ("decode", "prefill")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tiles of one kernel for one bucket of shapes, and what they gained when they were measured.
+
+    ``rows``: query heads of a KV head, padded to a power of two of at least 16; ``d_pad``, ``v_pad``: padded head dims;
+    ``itemsize``: bytes of a query's value. ``microseconds`` and ``default_microseconds``: medians of the two.
+    """
+
+    kernel: str
+    kind: str
+    rows: int
+    d_pad: int
+    v_pad: int
+    itemsize: int
+    page_size: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_warps: int
+    microseconds: float
+    default_microseconds: float
+
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(self.block_m, self.block_n, self.d_pad, self.v_pad, self.num_stages, self.num_warps)
+
+    @property
+    def bucket(self) -> tuple:
+        """What a shape must share with the entry, but for the page size."""
+        return (self.kernel, self.kind, self.rows, self.d_pad, self.v_pad, self.itemsize)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What ``kvbench tune`` wrote on one machine. ``arch``: 10 x major + minor compute capability; ``date``: UTC."""
+
+    arch: int
+    device: str
+    num_sms: int
+    driver: str
+    triton: str
+    date: str
+    entries: tuple[Entry, ...]
+
+
+def table_path(arch: int, folder: Path = FOLDER) -> Path:
+    return folder / f"sm_{arch}.json"
+
+
+def write_table(table: Table, folder: Path = FOLDER) -> Path:
+    """Write ``table`` where ``read_table`` finds it, an entry a line."""
+    head = {field.name: getattr(table, field.name) for field in fields(Table) if field.name != "entries"}
+    lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in table.entries)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = table_path(table.arch, folder)
+    path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "entries": [\n{lines}\n ]\n}}\n')
+    return path
+
+
+@cache
+def read_table(arch: int, folder: Path = FOLDER) -> Table | None:
+    """The table of sm_``arch``; None where there is none.
+
+    Raises:
+        ValueError: the file is not such a table, or an entry could not run on the chip.
+    """
+    path = table_path(arch, folder)
+    if not path.exists():
+        return None
+    try:
+        told = json.loads(path.read_text())
+        table = Table(**told | {"entries": tuple(Entry(**entry) for entry in told["entries"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no table of tiles ({error}): write it with kvbench tune, or delete it") from None
+    for entry in table.entries:
+        if entry.kernel not in KERNELS or entry.page_size < 1:
+            raise ValueError(f"{path}: an entry of kernel {entry.kernel!r}, page size {entry.page_size}: delete it")
+        if reason := unusable(entry.tiles, entry.rows, entry.kind, entry.itemsize, arch):
+            raise ValueError(f"{path}: {entry.kernel} {entry.kind} with {entry.tiles}: {reason}: delete that entry")
+    return table
+
+
+def unusable(tiles: Tiles, rows: int, kind: str, itemsize: int, arch: int) -> str | None:
+    """Why sm_``arch`` could not run ``tiles``, by arithmetic alone; None when nothing speaks against it."""
+    for name, value, least in (
+        ("block_m", tiles.block_m, max(rows, MIN_DOT)), ("block_n", tiles.block_n, MIN_DOT),
+        ("num_warps", tiles.num_warps, 1),
+    ):  # fmt: skip
+        if value < least or value & (value - 1):
+            return f"{name} {value} is no power of two of at least {least}"
+    if tiles.num_stages < 1:
+        return f"num_stages {tiles.num_stages} is under 1"
+    needed, limit = shared_bytes_floor(tiles, kind, itemsize), shared_bytes_limit(arch)
+    if needed > limit:
+        return f"at least {needed} bytes of shared memory, and a block of sm_{arch} has {limit}"
+    return None
+
+
+def shared_bytes_floor(tiles: Tiles, kind: str, itemsize: int) -> int:
+    """Bytes of shared memory that ``tiles`` take at the very least: a pipeline of n stages keeps n - 1 tiles of K and V
+    in flight, as the cache stores them. The compiler adds to that; what is over the limit by this cannot launch."""
+    kv_format = find_format(kind)
+    bits = 8 * itemsize if kv_format is None else kv_format.code_bits
+    return (tiles.num_stages - 1) * tiles.block_n * (tiles.d_pad + tiles.v_pad) * bits // 8
+
+
+def nearest(entries: Iterable[Entry], bucket: tuple, page_size: int) -> Entry | None:
+    """The entry of ``bucket`` whose page size has the smallest ratio to ``page_size``; None without any."""
+    found = [entry for entry in entries if entry.bucket == bucket]
+    return min(found, key=lambda e: (abs(math.log2(e.page_size / page_size)), e.page_size), default=None)
+
+
+def bucket_of(kernel: str, kind: str, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> tuple:
+    """``Entry.bucket`` of a shape."""
+    rows = max(MIN_DOT, next_power_of_two(group))
+    return (kernel, kind, rows, padded_dim(head_dim), padded_dim(v_head_dim), itemsize)
+
+
+def choose_decode(
+    arch: int,
+    kind: str,
+    group: int,
+    head_dim: int,
+    v_head_dim: int,
+    itemsize: int,
+    page_size: int,
+    *,
+    folder: Path = FOLDER,
+) -> Tiles:
+    """Tiles of the decode kernel on sm_``arch`` (0: no chip, the interpreter).
+
+    ``kind``: "auto" or the name of a KV format; ``group``: query heads of a KV head; ``itemsize``: bytes of a value of
+    q. Raises ValueError for a table that cannot be used.
+    """
+    table = read_table(arch, folder)
+    bucket = bucket_of("decode", kind, group, head_dim, v_head_dim, itemsize)
+    entry = nearest(table.entries, bucket, page_size) if table else None
+    return entry.tiles if entry else decode_tiles(group, head_dim, v_head_dim, itemsize)
+
+
+def choose_prefill(
+    arch: int,
+    kind: str,
+    group: int,
+    head_dim: int,
+    v_head_dim: int,
+    itemsize: int,
+    page_size: int,
+    *,
+    folder: Path = FOLDER,
+) -> Tiles:
+    """Tiles of the prefill kernel for long chunks. Arguments and errors as of ``choose_decode``."""
+    table = read_table(arch, folder)
+    bucket = bucket_of("prefill", kind, group, head_dim, v_head_dim, itemsize)
+    entry = nearest(table.entries, bucket, page_size) if table else None
+    return entry.tiles if entry else prefill_tiles(group, head_dim, v_head_dim, itemsize)
