@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import torch
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
@@ -225,6 +224,8 @@ def describe_server(state: ServerState) -> dict[str, Any]:
 
 def _resolved(executor: Any) -> dict[str, Any]:
     """What the engine computes with; empty for an executor without tensors."""
+    import torch  # not above: the server's start sets what torch reads when it is imported
+
     if not isinstance(getattr(executor, "model", None), torch.nn.Module):
         return {}
     device = executor.device

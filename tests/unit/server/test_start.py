@@ -1,0 +1,51 @@
+"""What the server's start does in which order: nothing slow before the cheap refusals, torch after its environment."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from engine.server.__main__ import no_garbage_collection
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_server_s_modules_import_no_torch() -> None:
+    """It takes seconds, and reads settings when it is imported that are not made yet."""
+    code = "import sys, engine.server.__main__; sys.exit(bool({'torch', 'transformers', 'numba'} & {*sys.modules}))"
+    assert run(code).returncode == 0
+
+
+def test_the_spin_count_is_there_when_torch_is_imported() -> None:
+    """GNU OpenMP reads it once, when the library is loaded; set later it does nothing, without a word."""
+    code = """
+import os, sys, importlib.abc
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            sys.exit()
+sys.meta_path.insert(0, Watch())
+os.environ.pop("GOMP_SPINCOUNT", None)
+from engine.config import EngineConfig
+from engine.server.__main__ import load
+load(EngineConfig(device="cpu"))
+"""
+    assert run(code).stdout == "20000\n"
+
+
+def test_garbage_is_collected_again_after_the_load_and_what_was_loaded_left_out() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        with pytest.raises(ValueError, match="no such model"), no_garbage_collection():
+            assert not gc.isenabled()
+            raise ValueError("no such model")
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
