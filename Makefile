@@ -6,12 +6,18 @@ BIN := $(VENV)/bin
 WORKLOAD ?= workloads/mixed.yaml
 ARGS ?=
 
-.PHONY: help sweep test bench install lint clean
+QUICK ?=
+VLLM_PYTHON ?=
+
+.PHONY: help sweep test bench bench-peers install lint clean
 
 help:
 	@echo "make sweep          install if needed, run $(WORKLOAD), print the table and the path of the report"
 	@echo "make test           install if needed, run linters and tests"
-	@echo "make bench          kernel benchmarks and the engine against Hugging Face in one sitting"
+	@echo "make bench          kernels, engine, bookkeeping and peers: 10 minutes on 2 cores; a table into results/bench/"
+	@echo "make bench QUICK=1  the corners of it, 2 minutes"
+	@echo "make bench-peers    the engine beside Hugging Face and, with VLLM_PYTHON=/path/to/its/python, vLLM; the ratios,"
+	@echo "                    and exit code 1 below 5x HF continuous batching or 1.5x vLLM; 5 to 9 minutes"
 	@echo "make clean          remove .venv and caches (results/ stays)"
 	@echo "make sweep WORKLOAD=workloads/sonnet.yaml ARGS='--repeats 1'"
 
@@ -37,8 +43,11 @@ test: lint
 	@$(BIN)/python -m pytest $(ARGS)
 
 bench: install
-	@$(BIN)/python -m pytest tests/benchmarks $(ARGS)
-	@$(BIN)/kvbench bench-engine
+	@$(if $(QUICK),KVBENCH_BENCH=quick )$(BIN)/python -m kvbench.bench_run $(ARGS)
+
+bench-peers: install
+	@$(BIN)/kvbench bench-engine --require hf-continuous=5 \
+	  $(if $(VLLM_PYTHON),--vllm-python '$(VLLM_PYTHON)' --require vllm=1.5 --require vllm-eager=1.5) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info

@@ -63,9 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def available_sides(vllm_python: str | None) -> tuple[str, ...]:
+    """All sides that can run."""
+    return SIDES if vllm_python else tuple(side for side in SIDES if side not in VLLM_SIDES)
+
+
 def chosen_sides(args: argparse.Namespace) -> tuple[str, ...]:
     """The sides that run, and the other options checked. Raises ValueError."""
-    can = SIDES if args.vllm_python else tuple(side for side in SIDES if side not in VLLM_SIDES)
+    can = available_sides(args.vllm_python)
     sides = can if args.sides is None else tuple(dict.fromkeys(args.sides.split(",")))
     if unknown := sorted(set(sides) - set(SIDES)):
         raise ValueError(f"--sides knows {', '.join(SIDES)}, not {', '.join(map(repr, unknown))}")

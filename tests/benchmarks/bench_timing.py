@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from bench_mode import CUDA, choose
 
-BUDGET_S = choose(full=0.8, quick=0.4, smoke=0.01)
+BUDGET_S = choose(full=0.5, quick=0.4, smoke=0.01)
 MIN_ROUNDS, MAX_ROUNDS = 5, 300
 LAUNCHES = 10  # in one round on a GPU, so that waiting for it is not what is timed
 

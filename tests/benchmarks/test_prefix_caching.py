@@ -7,84 +7,69 @@ alternate in one sitting, and the figure is the median of the paired ratios. Run
 from __future__ import annotations
 
 import statistics
-import time
 
 import numpy as np
 import pytest
+from bench_engine import make_engine, prompts, run_load
+from bench_mode import choose
+from bench_timing import note
 
-from engine.attention import install
-from engine.build import assemble_engine
-from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_loader import load_model
-from engine.sequence import Request, SamplingParams
 
-PROMPT, OUTPUT, REQUESTS, TURNS = 512, 32, 24, 5
+PROMPT, OUTPUT = choose(full=(512, 32), quick=(512, 32), smoke=(64, 2))
+REQUESTS = choose(full=12, quick=8, smoke=2)
+TURNS = choose(full=5, quick=3, smoke=1)
+PAGE_SIZE = 16
 
 
 @pytest.fixture(scope="module")
 def engines() -> dict[bool, Engine]:
     """One engine without and one with prefix caching, on the same loaded model."""
-
-    def config(caching: bool) -> EngineConfig:
-        return EngineConfig(
-            model="llama-32m", load_format="dummy", device="cpu", max_model_len=1024, max_num_seqs=REQUESTS,
-            max_num_batched_tokens=512, kv_budget=400 * 2**20, enable_prefix_caching=caching,
-        )  # fmt: skip
-
-    loaded = load_model(config(False))
-    return {caching: assemble_engine(config(caching), loaded) for caching in (False, True)}
+    return {
+        caching: make_engine(
+            max_model_len=PROMPT + OUTPUT, max_num_seqs=REQUESTS, max_num_batched_tokens=512, page_size=PAGE_SIZE,
+            kv_budget=choose(full=400, quick=400, smoke=4) * 2**20, enable_prefix_caching=caching,
+        )
+        for caching in (False, True)
+    }  # fmt: skip
 
 
-def prompts(rng: np.random.Generator, share: float) -> list[tuple[int, ...]]:
-    """Prompts whose first ``share`` is the same for all, and new ones in every turn."""
-    common = rng.integers(0, 8192, int(PROMPT * share)).tolist()
-    return [(*common, *rng.integers(0, 8192, PROMPT - len(common)).tolist()) for _ in range(REQUESTS)]
+def run(engine: Engine, texts: list[tuple[int, ...]]) -> tuple[float, float]:
+    """Seconds for all prompts but the first, and the hit rate of their tokens.
 
-
-def run(engine: Engine, turn: int, texts: list[tuple[int, ...]]) -> float:
-    """Seconds for all prompts, after the shared part has been computed once (primed), with and without the cache."""
-    install(engine.executor.model, engine.executor.host)  # both share the model, which has one host
+    The first has put the shared part into the cache before (primed), with and without the cache.
+    """
     assert engine.reset_prefix_cache()
-    params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
-    engine.add_request(Request(f"{turn}-prime", texts[0], SamplingParams(max_tokens=1, temperature=0.0)))
-    while engine.has_work():
-        engine.step()
-    started = time.perf_counter()
-    for index, text in enumerate(texts[1:]):
-        engine.add_request(Request(f"{turn}-{index}", text, params))
-    while engine.has_work():
-        engine.step()
-    return time.perf_counter() - started
+    run_load(engine, texts[:1], 1, 1)
+    turn = run_load(engine, texts[1:], REQUESTS, OUTPUT)
+    return turn.seconds, turn.hit_rate
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.75])
+@pytest.mark.parametrize("share", choose(full=[0.0, 0.5, 0.75], quick=[0.0, 0.5], smoke=[0.5]))
 def test_prefix_caching(benchmark, engines, share):
     rng = np.random.default_rng(0)
-    ratios, seconds, hits = [], {False: [], True: []}, 0.0
+    vocab = engines[True].model_info.vocab_size
+    ratios, seconds, hits = [], {False: [], True: []}, []
 
-    def pair(turn: int) -> None:
-        texts = prompts(rng, share)
-        before = engines[True].stats()
-        for caching in (False, True) if turn % 2 else (True, False):
-            seconds[caching].append(run(engines[caching], turn, texts))
-        after = engines[True].stats()
+    def pair() -> None:
+        texts = prompts(rng, REQUESTS + 1, PROMPT, int(PROMPT * share), vocab)  # new ones in every turn
+        for caching in (False, True) if len(ratios) % 2 else (True, False):
+            took, hit_rate = run(engines[caching], texts)
+            seconds[caching].append(took)
+            if caching:
+                hits.append(hit_rate)
         ratios.append(seconds[False][-1] / seconds[True][-1])
-        nonlocal hits
-        hits = (after.prefix_cache_hits - before.prefix_cache_hits) / (PROMPT * (REQUESTS - 1))
 
-    turns = iter(range(-1, TURNS))
-    pair(next(turns))  # warm
-    ratios.clear()
-    benchmark.pedantic(lambda: pair(next(turns)), rounds=TURNS, iterations=1)
-    tokens = (REQUESTS - 1) * OUTPUT
-    benchmark.extra_info.update(
-        share=share,
-        hit_rate=round(hits, 3),
-        gain=round(statistics.median(ratios), 3),
-        gain_lowest=round(min(ratios), 3),
-        gain_highest=round(max(ratios), 3),
-        output_tokens_per_s={str(c): round(tokens / statistics.median(s[1:]), 1) for c, s in seconds.items()},
-    )
-    assert hits == pytest.approx(share, abs=16 / PROMPT)
+    pair()  # warm
+    for each in (ratios, hits, *seconds.values()):
+        each.clear()
+    benchmark.group = "prefix caching by the share of each prompt that is shared"
+    benchmark.pedantic(pair, rounds=TURNS, iterations=1)
+    tokens = REQUESTS * OUTPUT
+    note(
+        benchmark, hit_rate=hits[-1], gain=statistics.median(ratios), gain_lowest=min(ratios),
+        gain_highest=max(ratios), plain_tokens_per_s=tokens / statistics.median(seconds[False]),
+        caching_tokens_per_s=tokens / statistics.median(seconds[True]),
+    )  # fmt: skip
+    assert hits[-1] == pytest.approx(share, abs=PAGE_SIZE / PROMPT)

@@ -1,0 +1,115 @@
+"""What the benchmarks are measured against: printed beside the figures, never asserted.
+
+Kernel bars of a GPU are of an H100-class one, in bfloat16 with 8 KV heads of 128; those of a CPU are in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one benchmark, what a bar looks at."""
+
+    test: str
+    group: str
+    params: Mapping[str, Any]
+    figures: Mapping[str, Any]
+    device: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """``figure`` of every benchmark of ``test`` with these ``params`` is to reach ``limit``: the worst one counts.
+
+    A parameter may be given as a function that says whether a value is meant.
+    """
+
+    title: str
+    device: str  # cpu | cuda
+    test: str
+    params: Mapping[str, Any | Callable[[Any], bool]]
+    figure: str
+    limit: float
+    at_most: bool = False
+
+    @property
+    def wanted(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.limit:g}"
+
+    def fits_device(self, device: str) -> bool:
+        return device == "cpu" if self.device == "cpu" else device not in ("", "cpu")
+
+    def values(self, measured: Sequence[Measured]) -> list[float]:
+        """The figures that the bar is about."""
+        return [
+            float(each.figures[self.figure])
+            for each in measured
+            if each.test == self.test
+            and self.fits_device(each.device)
+            and each.figures.get(self.figure) is not None
+            and all(name in each.params and _meant(wanted, each.params[name]) for name, wanted in self.params.items())
+        ]
+
+    def worst(self, values: Sequence[float]) -> float:
+        return max(values) if self.at_most else min(values)
+
+    def best(self, values: Sequence[float]) -> float:
+        return min(values) if self.at_most else max(values)
+
+    def met(self, value: float) -> bool:
+        return value <= self.limit if self.at_most else value >= self.limit
+
+
+def _meant(wanted: Any, value: Any) -> bool:
+    return wanted(value) if callable(wanted) else wanted == value
+
+
+def _decode(batch: int, context: int, kv: str, **more: Any) -> dict[str, Any]:
+    return {"batch": batch, "context": context, "kv": kv, **more}
+
+
+def _at_least_16(page_size: int) -> bool:
+    return page_size >= 16
+
+
+_CPU_DECODE = _decode(8, 4096, "float32")
+_CPU = (
+    Bar("decode 8 x 4096: share of the read bandwidth", "cpu", "test_decode", _CPU_DECODE, "ratio", 0.5),
+    Bar("decode 8 x 4096: times gather + SDPA", "cpu", "test_decode", _CPU_DECODE, "vs_gather_sdpa", 5),
+    Bar("decode 8 x 4096: times SDPA on contiguous KV", "cpu", "test_decode", _CPU_DECODE, "vs_contiguous_sdpa", 1),
+    Bar("engine: times HF continuous batching", "cpu", "test_peers", {}, "vs hf-continuous", 5),
+    Bar("engine: times vLLM's CPU backend", "cpu", "test_peers", {}, "vs vllm", 1.5),
+    Bar("engine: times vLLM's CPU backend, eager", "cpu", "test_peers", {}, "vs vllm-eager", 1.5),
+    Bar("phase clock: % of a step", "cpu", "test_phases", {}, "clock_pct", 1, at_most=True),
+    Bar(
+        "bookkeeping of a step, 256 sequences: us", "cpu", "test_decode_step_by_running_sequences",
+        {"sequences": 256}, "us_per_step", 1000, at_most=True,
+    ),
+)  # fmt: skip
+_GPU = (
+    *(
+        Bar(f"decode {batch} x {context} bfloat16: share of the read bandwidth", "cuda", "test_decode",
+            _decode(batch, context, "bfloat16"), "ratio", limit)
+        for batch, context, limit in ((64, 4096, 0.85), (64, 8192, 0.90), (1, 32768, 0.75))
+    ),
+    Bar("decode 64 x 8192 fp8: share of the read bandwidth", "cuda", "test_decode",
+        _decode(64, 8192, "fp8_e4m3"), "ratio", 0.80),
+    Bar("decode 64 x 8192 fp8: time over bfloat16", "cuda", "test_decode",
+        _decode(64, 8192, "fp8_e4m3"), "over_float", 0.58, at_most=True),
+    Bar("decode 64 x 4096: time over contiguous, pages of 16 and more", "cuda", "test_decode",
+        _decode(64, 4096, "bfloat16", page_size=_at_least_16), "over_contiguous", 1.05, at_most=True),
+    Bar("decode 64 x 4096: time over contiguous, pages of 1", "cuda", "test_decode",
+        _decode(64, 4096, "bfloat16", page_size=1), "over_contiguous", 1.15, at_most=True),
+    Bar("prefill: times torch's varlen_attn", "cuda", "test_prefill", {"kv": "bfloat16"}, "vs_varlen_attn", 0.8),
+    Bar("KV write of 32768 tokens: times a plain copy", "cuda", "test_write",
+        {"kv": "bfloat16", "tokens": 32768, "page_size": _at_least_16}, "vs_copy", 0.8),
+    Bar("page copy: times a plain copy", "cuda", "test_move",
+        {"kind": "copy", "kv": "bfloat16", "page_size": _at_least_16}, "vs_copy", 0.8),
+    Bar("swap, pages of 16 and more: GB/s", "cuda", "test_move",
+        {"kind": lambda kind: kind != "copy", "kv": "bfloat16", "page_size": _at_least_16}, "moved_gb_per_s", 30),
+)  # fmt: skip
+BARS: tuple[Bar, ...] = (*_CPU, *_GPU)

@@ -1,0 +1,118 @@
+"""Engines for the benchmarks, and a closed-loop load in the engine's own process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from bench_mode import CUDA, choose
+
+from engine.build import assemble_engine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model_loader import LoadedModel, load_model
+from engine.sequence import Request, SamplingParams
+from engine.stats import PHASES
+
+_TINY = {  # a model for smoke
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@cache
+def model_name() -> str:
+    """What the mode and the device ask for; smoke's is written to a file that stays until the process ends."""
+    if choose(full=True, quick=True, smoke=False):
+        return "qwen3-0.6b" if CUDA else "llama-32m"
+    folder = Path(tempfile.mkdtemp(prefix="kvbench-tiny-"))
+    (folder / "tiny.json").write_text(json.dumps(_TINY))
+    return str(folder / "tiny.json")
+
+
+@cache
+def _loaded(kv_cache_dtype: str, max_model_len: int) -> LoadedModel:
+    return load_model(EngineConfig(model=model_name(), max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype))
+
+
+def make_engine(**settings) -> Engine:
+    """An engine of ``settings``; all of one KV dtype and length share a loaded model."""
+    config = EngineConfig(model=model_name(), load_format="dummy", **settings)
+    return assemble_engine(config, _loaded(config.kv_cache_dtype, config.max_model_len))
+
+
+@dataclass
+class Turn:
+    """What one turn of a load brought. Times in seconds."""
+
+    seconds: float = 0.0
+    output_tokens: int = 0
+    ttft: list[float] = field(default_factory=list)  # from adding the request to the end of the step with its token
+    steps: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    hit_rate: float = 0.0  # of the prompts' tokens
+
+
+_names = count()
+
+
+def prompts(rng: np.random.Generator, requests: int, length: int, shared: int, vocab: int) -> list[tuple[int, ...]]:
+    """Prompts of ``length`` random tokens, the first ``shared`` of which are the same for all."""
+    common = rng.integers(0, vocab, shared).tolist()
+    return [(*common, *rng.integers(0, vocab, length - shared).tolist()) for _ in range(requests)]
+
+
+def run_load(engine: Engine, texts: list[tuple[int, ...]], concurrency: int, output_tokens: int) -> Turn:
+    """All prompts, ``concurrency`` at a time: who ends is followed by the next one at once. Greedy."""
+    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    turn, waiting, added, first = Turn(), list(reversed(texts)), {}, {}
+    before = engine.stats()
+    started = time.perf_counter()
+
+    def send() -> None:
+        name = str(next(_names))
+        added[name] = time.perf_counter()
+        engine.add_request(Request(name, waiting.pop(), params))
+
+    for _ in range(min(concurrency, len(texts))):
+        send()
+    while engine.has_work():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            turn.output_tokens += len(output.token_ids)
+            first.setdefault(output.request_id, now)
+            if output.finish_reason is not None and waiting:
+                send()
+    turn.seconds = time.perf_counter() - started
+    turn.ttft = [first[name] - added[name] for name in added]
+    after = engine.stats()
+    turn.steps = after.steps - before.steps
+    turn.phases = {name: after.phase_seconds[name] - before.phase_seconds[name] for name in PHASES}
+    turn.hit_rate = (after.prefix_cache_hits - before.prefix_cache_hits) / sum(map(len, texts))
+    assert turn.output_tokens == output_tokens * len(texts)
+    return turn
+
+
+def summary(turns: list[Turn]) -> dict[str, float | int]:
+    """Figures of several turns of one load: medians, TTFT percentiles over all requests, phases as shares [%]."""
+    ttft = np.concatenate([turn.ttft for turn in turns])
+    phases = sum((Counter(turn.phases) for turn in turns), Counter())
+    seconds = sum(turn.seconds for turn in turns)
+    told: dict[str, float | int] = {
+        "output_tokens_per_s": float(np.median([turn.output_tokens / turn.seconds for turn in turns])),
+        "ttft_p50_ms": float(np.percentile(ttft, 50)) * 1e3,
+        "ttft_p95_ms": float(np.percentile(ttft, 95)) * 1e3,
+        "steps": int(np.median([turn.steps for turn in turns])),
+        "step_ms": seconds / sum(turn.steps for turn in turns) * 1e3,
+        "hit_rate": float(np.mean([turn.hit_rate for turn in turns])),
+    }
+    return told | {f"{name}_pct": 100 * phases[name] / seconds for name in PHASES}
