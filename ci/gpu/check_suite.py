@@ -11,7 +11,10 @@ from pathlib import Path
 from ci.gpu.part import PartReport
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/unit/kernels/triton_checks.py",)
+TESTS = (
+    "tests/unit/kernels/triton_checks.py", "tests/unit/kernels/triton_move_checks.py",
+    "tests/unit/engine/test_kv_mover.py",
+)  # fmt: skip
 LEAST_SECONDS = 10.0  # with less left it is not begun
 _RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 

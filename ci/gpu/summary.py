@@ -92,9 +92,8 @@ def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str
         ),
     ]
     lines += _troubles("Failed", outcomes, "failures")
-    for outcome in outcomes:
-        for table in outcome.data.get("tables", []):
-            lines += [f"## {table['title']}", "", *_table(table["columns"], table["rows"])]
+    for (title, columns), rows in _tables(outcomes).items():
+        lines += [f"## {title}", "", *_table(list(columns), rows)]
     lines += _troubles("Skipped inside the parts", outcomes, "skipped")
     notes = [*manifest.get("notes", []), *(f"left out, over {MAX_BYTES >> 20} MiB: {name}" for name in left_out)]
     if notes:
@@ -107,6 +106,15 @@ def _code(manifest: dict[str, Any]) -> str:
     sha = git.get("sha") or manifest["arguments"].get("commit")
     state = " (with changes)" if git.get("dirty") else ""
     return f"{(sha or 'of no known commit')[:12]}{state}, sources {manifest.get('sources', '–')}"
+
+
+def _tables(outcomes: list[Outcome]) -> dict[tuple[str, tuple[str, ...]], list[list[str]]]:
+    """Rows by title and columns: parts that tell the same of different things share a table."""
+    found: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
+    for outcome in outcomes:
+        for table in outcome.data.get("tables", []):
+            found.setdefault((table["title"], tuple(table["columns"])), []).extend(table["rows"])
+    return found
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:

@@ -5,6 +5,7 @@ When its time is over the sweep is interrupted as by Ctrl-C, and the report is m
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import shutil
@@ -27,9 +28,9 @@ TINY = (
     "-o", "load.concurrency=[2]", "-o", "load.num_requests=[4]", "-o", "engine.kv_budget=40MiB",
 )  # fmt: skip
 END_GRACE_S = 20.0  # to stop servers and close the run
-REPORT_SECONDS = 60.0
+REPORT_SECONDS = 30.0
 KEPT = ("report.html", "summary.csv")
-EXIT_INVALID, EXIT_INTERRUPTED = 4, 130
+EXIT_INVALID = 4
 
 
 def sweep_command(device: str, quick: bool, tiny: bool, folder: Path) -> list[str]:
@@ -114,7 +115,7 @@ def main() -> int:
     folder = args.scratch / "sweep"
     command = sweep_command(args.device, args.quick, args.tiny, folder)
     report.data["command"] = ["kvbench", *command[3:]]
-    code, interrupted = run_sweep(command, max(1.0, report.time_left - END_GRACE_S))
+    code, interrupted = run_sweep(command, max(1.0, report.time_left - END_GRACE_S - REPORT_SECONDS))
     run = newest_run(folder)
     if run is None:
         report.fail("kvbench sweep", f"ended with code {code} before anything was measured: see the log")
@@ -122,16 +123,20 @@ def main() -> int:
     if interrupted:
         report.skip("cells of the sweep that were not finished", "no time left")
         again = [sys.executable, "-m", "kvbench", "report", str(run)]
-        subprocess.run(again, cwd=ROOT, timeout=REPORT_SECONDS, check=False)
-    elif code == EXIT_INVALID:
-        report.fail("kvbench sweep", "a load is no measurement (exit code 4): see the report")
-    elif code != 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(again, cwd=ROOT, timeout=REPORT_SECONDS, check=False)
+    elif code not in (0, EXIT_INVALID):
         report.fail("kvbench sweep", f"ended with code {code}: see the log")
     for name in KEPT:
         if (run / name).is_file():
             shutil.copy(run / name, args.scratch / name)
-    if (run / "summary.csv").is_file():
-        summarise(report, read_cells(run / "summary.csv"), " (quick)" if args.quick else "")
+    cells = read_cells(run / "summary.csv") if (run / "summary.csv").is_file() else []
+    for cell in cells:
+        if cell.get("invalid_reasons"):
+            report.fail(f"cell {cell['cell_id']}", f"no valid measurement: {cell['invalid_reasons']}")
+    if code == EXIT_INVALID and not report.data["failures"]:
+        report.fail("kvbench sweep", "not every load was measured (exit code 4): see the log")
+    summarise(report, cells, " (quick)" if args.quick else "")
     return 1 if report.data["failures"] else 0
 
 

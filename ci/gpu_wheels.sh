@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Fills DIR with the wheels that ci/gpu.sh may miss on a machine without network. Run it where there is network.
+#
+#   ci/gpu_wheels.sh DIR [--python 3.12] [--skip NAME[,NAME...]]
+#
+# Wheels are for x86-64 Linux and the given Python, whatever runs this. torch, triton and transformers are not among
+# them: the GPU machine brings them. --skip leaves out what it has as well: the large ones are numpy, scipy, pandas,
+# pyarrow, numba and llvmlite, which images for machine learning often hold (together about 150 MiB of 200).
+set -euo pipefail
+
+usage() { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[ $# -ge 1 ] && [[ "$1" != -* ]] || usage
+folder="$1"; shift
+version=3.12 skip=""
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --python) version="${2:?--python needs a version such as 3.12}"; shift 2 ;;
+    --skip) skip="${2:?--skip needs names}"; shift 2 ;;
+    *) usage ;;
+  esac
+done
+
+platforms=()  # pip matches each name exactly
+for minor in 34 31 28 27 24 17; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
+for name in manylinux2014_x86_64 manylinux2010_x86_64 manylinux1_x86_64 linux_x86_64; do platforms+=(--platform "$name"); done
+
+mkdir -p "$folder"
+"${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --dest "$folder" --only-binary=:all: \
+  --implementation cp --python-version "$version" "${platforms[@]}" \
+  --requirement "$(dirname "${BASH_SOURCE[0]}")/gpu/requirements.txt"
+
+for name in ${skip//,/ }; do
+  for file in "$folder"/*.whl; do
+    found="$(basename "$file" | cut -d- -f1 | tr '[:upper:]_.' '[:lower:]--')"
+    if [ "$found" = "$(printf '%s' "$name" | tr '[:upper:]_.' '[:lower:]--')" ]; then rm -- "$file"; fi
+  done
+done
+count=$(find "$folder" -name '*.whl' | wc -l)
+echo "$count wheels, $(du -sm "$folder" | cut -f1) MiB, for Python $version in $folder: ci/gpu.sh OUTDIR --wheels $folder"
