@@ -145,6 +145,18 @@ def bucket_of(kernel: str, kind: str, group: int, head_dim: int, v_head_dim: int
     return (kernel, kind, rows, padded_dim(head_dim), padded_dim(v_head_dim), itemsize)
 
 
+def computed(kernel: str, arch: int, kind: str, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> Tiles:
+    """What launch.py works out for a shape."""
+    tiles = decode_tiles if kernel == "decode" else prefill_tiles
+    return tiles(group, head_dim, v_head_dim, itemsize)
+
+
+def _choose(kernel: str, arch: int, shape: tuple[str, int, int, int, int], page_size: int, folder: Path) -> Tiles:
+    table = read_table(arch, folder)
+    entry = nearest(table.entries, bucket_of(kernel, *shape), page_size) if table else None
+    return entry.tiles if entry else computed(kernel, arch, *shape)
+
+
 def choose_decode(
     arch: int,
     kind: str,
@@ -161,10 +173,7 @@ def choose_decode(
     ``kind``: "auto" or the name of a KV format; ``group``: query heads of a KV head; ``itemsize``: bytes of a value of
     q. Raises ValueError for a table that cannot be used.
     """
-    table = read_table(arch, folder)
-    bucket = bucket_of("decode", kind, group, head_dim, v_head_dim, itemsize)
-    entry = nearest(table.entries, bucket, page_size) if table else None
-    return entry.tiles if entry else decode_tiles(group, head_dim, v_head_dim, itemsize)
+    return _choose("decode", arch, (kind, group, head_dim, v_head_dim, itemsize), page_size, folder)
 
 
 def choose_prefill(
@@ -179,7 +188,4 @@ def choose_prefill(
     folder: Path = FOLDER,
 ) -> Tiles:
     """Tiles of the prefill kernel for long chunks. Arguments and errors as of ``choose_decode``."""
-    table = read_table(arch, folder)
-    bucket = bucket_of("prefill", kind, group, head_dim, v_head_dim, itemsize)
-    entry = nearest(table.entries, bucket, page_size) if table else None
-    return entry.tiles if entry else prefill_tiles(group, head_dim, v_head_dim, itemsize)
+    return _choose("prefill", arch, (kind, group, head_dim, v_head_dim, itemsize), page_size, folder)

@@ -261,6 +261,52 @@ def cache_sim(**options: Any) -> int:
 
 
 @cli.command()
+@click.option("--kernel", multiple=True, type=click.Choice(["decode", "prefill"]), default=("decode", "prefill"))
+@click.option(
+    "--kv-cache-dtype", multiple=True, metavar="DTYPE", default=("auto", "fp8_e4m3", "int8_per_token_head"),
+    show_default=True, help="auto, fp8_e4m3, fp8_e5m2, int8_per_token_head or int4_per_token_head. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--head-dim", multiple=True, metavar="D[/DV]", default=("128", "64"), show_default=True,
+    help="Head dim, or those of K and V. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--group", multiple=True, type=click.IntRange(1, 64), default=(4,), show_default=True,
+    help="Query heads of a KV head; up to 16 are alike to the kernels. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--page-size", multiple=True, type=click.IntRange(1, 1 << 20), default=(16, 1, 256), show_default=True,
+    help="Tokens a page; others take the nearest. Repeatable.",
+)  # fmt: skip
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option(
+    "--max-minutes", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True,
+    help="When to stop; what was measured by then is written.",
+)  # fmt: skip
+@click.option(
+    "--output-dir", type=click.Path(path_type=Path), help="Where the table goes (default: where kernels look for it)."
+)
+def tune(**options: Any) -> int:
+    """Find the fastest tiles of the GPU attention kernels on this machine's GPU and write them into a table.
+
+    Every candidate is first checked against float64, then timed with CUDA events; the fastest is timed again in turns
+    with the computed default and replaces it if it is clearly faster. The engine uses the table from its next start on;
+    commit it, and everybody with such a GPU does.
+
+    \b
+    Examples:
+      kvbench tune
+      kvbench tune --kernel decode --kv-cache-dtype auto --head-dim 128 --max-minutes 5
+    \b
+    Files written: kernels/tuned/sm_XX.json (of the GPU's architecture), added to if it is of the same GPU and versions.
+    Exit codes: 0 written, 2 bad input or no CUDA device, 4 a kernel's own default gives wrong numbers.
+    """
+    from kvbench.tune_command import tune_command
+
+    return tune_command(**options)
+
+
+@cli.command()
 def doctor() -> int:
     """Show what this machine has for benchmarking: versions, cores, memory and its read bandwidth, GPUs.
 

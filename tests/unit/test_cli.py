@@ -13,7 +13,7 @@ from kvbench import house
 from kvbench.cli import cli, main
 from kvbench.errors import MeasurementError, UsageError
 
-COMMANDS = ("sweep", "load", "report", "plan", "cache-sim", "doctor", "serve", "bench-engine")
+COMMANDS = ("sweep", "load", "report", "plan", "cache-sim", "tune", "doctor", "serve", "bench-engine")
 WORKLOAD = {
     "name": "tiny",
     "model": {"config": "llama-32m"},
@@ -54,7 +54,7 @@ def test_help_lists_every_command_and_the_exit_codes(capsys):
     assert set(cli.commands) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["sweep", "load", "report", "plan", "cache-sim", "doctor"])
+@pytest.mark.parametrize("name", ["sweep", "load", "report", "plan", "cache-sim", "tune", "doctor"])
 def test_each_help_tells_purpose_files_and_exit_codes(capsys, name):
     code, out, _ = run(capsys, name, "--help")
     assert code == 0

@@ -1,0 +1,131 @@
+"""``kvbench tune``: find the fastest tiles of the attention kernels on this machine's GPU, and write a table."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from kernels import tuning
+from kernels.kv_formats import KV_FORMATS
+from kernels.launch import Tiles
+from kernels.tuning import Entry, Table, bucket_of
+from kvbench import manifest
+from kvbench.errors import UsageError
+from kvbench.tune import Case, Outcome, candidates, entry_of, merge, search
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+MAX_HEAD_DIM = 256
+
+
+def tune_command(
+    *,
+    kernel: tuple[str, ...],
+    kv_cache_dtype: tuple[str, ...],
+    head_dim: tuple[str, ...],
+    group: tuple[int, ...],
+    page_size: tuple[int, ...],
+    dtype: str,
+    max_minutes: float,
+    output_dir: Path | None,
+) -> int:
+    """Raises UsageError for bad input and for a machine without a CUDA device, MeasurementError for wrong kernels."""
+    cases = make_cases(kernel, kv_cache_dtype, head_dim, group, page_size, ITEMSIZE[dtype])
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"for CUDA {torch.version.cuda}, and it finds no device" if torch.version.cuda else "for the CPU"
+        raise UsageError(
+            f"kvbench tune times kernels on a CUDA device, and there is none here (torch {torch.__version__} is built "
+            f"{built}): run it on a machine with an NVIDIA GPU"
+        )
+    return _tune(Console(), cases, time.monotonic() + 60 * max_minutes, output_dir or tuning.FOLDER)
+
+
+def make_cases(
+    kernels: Sequence[str],
+    kinds: Sequence[str],
+    head_dims: Sequence[str],
+    groups: Sequence[int],
+    page_sizes: Sequence[int],
+    itemsize: int,
+) -> list[Case]:
+    """Every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
+    for kind in kinds:
+        if kind != "auto" and kind not in KV_FORMATS:
+            raise UsageError(f"--kv-cache-dtype {kind!r} is none: use auto, {', '.join(KV_FORMATS)}")
+    cases = {}
+    for page, kind, dims, group, name in itertools.product(page_sizes, kinds, map(_dims, head_dims), groups, kernels):
+        bucket = bucket_of(name, kind, group, *dims, itemsize)
+        cases.setdefault((bucket, page), Case(bucket, group, *dims, page))
+    return list(cases.values())
+
+
+def _dims(text: str) -> tuple[int, int]:
+    """128 -> (128, 128); 192/128 -> (192, 128)."""
+    parts = text.split("/")
+    if len(parts) > 2 or not all(part.isdecimal() and 1 <= int(part) <= MAX_HEAD_DIM for part in parts):
+        raise UsageError(f"--head-dim {text!r}: give 1 to {MAX_HEAD_DIM}, such as 128, or 192/128 for K and V apart")
+    return int(parts[0]), int(parts[-1])
+
+
+def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) -> int:
+    import torch
+    import triton
+
+    from kvbench.tune_device import chip_of
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    chip = chip_of(device)
+    driver = next((gpu["driver_version"] for gpu in manifest.gpus()), "unknown")
+    old = tuning.read_table(chip.arch, folder)
+    entries: list[Entry] = []
+    for i, case in enumerate(cases):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            console.print(f"out of time: {len(cases) - i} of {len(cases)} cases were not begun (--max-minutes)")
+            break
+        console.print(f"{i + 1}/{len(cases)}  {case}", highlight=False)
+        outcome = _tune_case(case, chip, device, time.monotonic() + left / (len(cases) - i))
+        console.print(f"     {describe(outcome)}", highlight=False)
+        entries.append(entry_of(case, outcome))
+        now = datetime.now(UTC).date().isoformat()
+        new = Table(
+            chip.arch, torch.cuda.get_device_name(device), chip.num_sms, driver, triton.__version__, now, tuple(entries)
+        )
+        path = tuning.write_table(merge(old, new), folder)  # after each: an interrupt keeps what was measured
+    if entries:
+        faster = [entry for entry in entries if entry.microseconds < entry.default_microseconds]
+        console.print(f"{len(faster)} of {len(entries)} cases are faster than the computed tiles; written: {path}")
+    return 0
+
+
+def _tune_case(case: Case, chip, device, deadline: float) -> Outcome:
+    from kvbench.tune_device import CHECKED, CHECKED_KV_HEADS, TIMED, TIMED_KV_HEADS, Checker, Problem, event_timer
+
+    small = Problem(case, *CHECKED[case.kernel], CHECKED_KV_HEADS, chip, device)
+    large = Problem(case, *TIMED[case.kernel], TIMED_KV_HEADS, chip, device)
+    default = default_tiles(case, chip.arch)
+    tries = candidates(case, default, chip.arch)
+    return search(default, tries, Checker(small), event_timer(large), lambda: time.monotonic() > deadline)
+
+
+def default_tiles(case: Case, arch: int) -> Tiles:
+    """What launch.py works out, whatever a table says."""
+    _, kind, _, _, _, itemsize = case.bucket
+    return tuning.computed(case.kernel, arch, kind, case.group, case.head_dim, case.v_head_dim, itemsize)
+
+
+def describe(outcome: Outcome) -> str:
+    """One line: what was found, and how thorough the search was."""
+    tiles = outcome.best
+    chosen = f"{tiles.block_m} x {tiles.block_n}, {tiles.num_stages} stages, {tiles.num_warps} warps"
+    gained = f"{outcome.default_microseconds:.1f} -> {outcome.microseconds:.1f} us ({-outcome.gain:+.1%})"
+    if outcome.gain == 0:
+        gained = f"{outcome.default_microseconds:.1f} us: nothing is clearly faster than the computed tiles"
+    rest = "" if outcome.finished else ", out of time before the last"
+    return f"{chosen}: {gained}; {outcome.tried} candidates, {len(outcome.rejected)} refused{rest}"
