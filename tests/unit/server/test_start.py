@@ -40,11 +40,15 @@ load(EngineConfig(device="cpu"))
 
 
 def test_garbage_is_collected_again_after_the_load_and_what_was_loaded_left_out() -> None:
-    frozen = gc.get_freeze_count()
-    try:
-        with pytest.raises(ValueError, match="no such model"), no_garbage_collection():
+    def fail_to_load() -> None:
+        with no_garbage_collection():
             assert not gc.isenabled()
             raise ValueError("no such model")
+
+    frozen = gc.get_freeze_count()
+    try:
+        with pytest.raises(ValueError, match="no such model"):
+            fail_to_load()
         assert gc.isenabled()
         assert gc.get_freeze_count() > frozen
     finally:

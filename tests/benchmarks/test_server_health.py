@@ -1,0 +1,127 @@
+"""How long /health takes while the engine computes as much as it can: is the event loop starved?
+
+    python -m pytest tests/benchmarks/test_server_health.py
+
+The server is a process of its own with the shipped 32M model; 32 streams in a closed loop, in another process, keep it
+full: prompts of 64 to 512 tokens, 32 to 128 tokens out. A third asks /health every 20 ms, each time over a connection
+of its own. The target: under 100 ms. Figures in ms in ``extra_info``: health_p50_ms, health_p99_ms, health_max_ms, with
+idle_p50_ms from before the load and the output tokens/s that the server delivered meanwhile. On a machine with other
+work to do they say more about that work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STREAMS = 32
+POLLS, PAUSE_S = 300, 0.02
+WARM_S = 3.0  # until all streams have begun
+
+
+@contextlib.contextmanager
+def server(*flags: str) -> Iterator[int]:
+    """Its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.server", "--model", "llama-32m", "--port", "0", *flags],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("ready http://127.0.0.1:"), ready
+        yield int(ready.rsplit(":", 1)[1])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
+async def _stream(port: int, number: int) -> None:
+    """One user: a request, its stream to the end, and again."""
+    rng = random.Random(number)
+    while True:
+        prompt = [rng.randrange(1, 8000) for _ in range(rng.choice((64, 128, 256, 512)))]
+        body = {"prompt": prompt, "max_tokens": rng.choice((32, 64, 128)), "stream": True, "ignore_eos": True}
+        raw = json.dumps(body).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+        writer.write(head.encode() + raw)
+        while await reader.read(65536):
+            pass
+        writer.close()
+
+
+def _load(port: int) -> None:
+    async def users() -> None:
+        await asyncio.gather(*(_stream(port, number) for number in range(STREAMS)))
+
+    os.nice(5)  # the client may not be what holds the server up
+    with contextlib.suppress(OSError, KeyboardInterrupt):  # the server has gone
+        asyncio.run(users())
+
+
+def ask(port: int, path: str = "/health") -> tuple[float, bytes]:
+    """Milliseconds from before connecting to after the whole reply."""
+    started = time.perf_counter()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", path)
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    assert reply.status == 200
+    return (time.perf_counter() - started) * 1e3, body
+
+
+def poll(port: int, count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        times.append(ask(port)[0])
+        time.sleep(PAUSE_S)
+    return times
+
+
+def metric(port: int, name: str) -> float:
+    text = ask(port, "/metrics")[1].decode()
+    (value,) = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    return float(value)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [512, 2048])
+def test_health_at_full_load(benchmark, max_num_batched_tokens: int) -> None:
+    flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--max-num-seqs", str(STREAMS))
+    with server(*flags) as port:
+        idle = poll(port, 20)
+        load = multiprocessing.get_context("spawn").Process(target=_load, args=(port,), daemon=True)
+        load.start()
+        try:
+            deadline = time.monotonic() + 60
+            while metric(port, "kvbench:num_requests_running") < STREAMS * 0.75:
+                assert time.monotonic() < deadline, "the streams have not begun"
+                time.sleep(0.1)
+            time.sleep(WARM_S)
+            before, started = metric(port, "kvbench:generation_tokens_total"), time.perf_counter()
+            busy = benchmark.pedantic(poll, args=(port, POLLS), rounds=1)
+            rate = (metric(port, "kvbench:generation_tokens_total") - before) / (time.perf_counter() - started)
+        finally:
+            load.terminate()
+            load.join()
+    assert rate > 0, "the load has ended before the measurement"
+    p50, p99 = np.percentile(busy, [50, 99])
+    benchmark.extra_info.update(
+        health_p50_ms=round(p50, 2), health_p99_ms=round(p99, 2), health_max_ms=round(max(busy), 2),
+        idle_p50_ms=round(float(np.median(idle)), 2), output_tokens_per_s=round(rate, 1),
+    )  # fmt: skip
