@@ -5,8 +5,7 @@ What is shown here is the padding and the buffers; that CUDA replays what it cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from engine.attention import forward as attention_forward
 from engine.forward import ModelForward, compile_model
 from engine.graphs import LARGEST_BATCH, padded_sizes
 from engine.model_loader import LoadedModel
+from tests.support.fake_capture import FakeCapture
 from tests.support.hf_parts import VOCAB, loaded, model_folder, one_thread
 
 MAX_SEQS, MAX_LEN = 11, 40
@@ -28,27 +28,6 @@ UNUSED = 5  # slots that nobody owns
 def quiet() -> Iterator[None]:
     with one_thread():
         yield
-
-
-@dataclass
-class FakeCapture:
-    """Runs the body as a capture would, and again, on whatever lies in the buffers, as a replay."""
-
-    fails_at: int | None = None  # capture number
-    captured: int = 0
-    replayed: int = 0
-
-    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        if self.captured == self.fails_at:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
-        self.captured += 1
-        body()
-
-        def replay() -> None:
-            self.replayed += 1
-            body()
-
-        return replay
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
