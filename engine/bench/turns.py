@@ -31,11 +31,14 @@ def run_apart(function: Callable[..., Any], *args: Any, limit_s: float = TURN_LI
     process.start()
     sender.close()
     try:
-        result = receiver.recv() if receiver.poll(limit_s) else TimeoutError(f"not done in {limit_s:g} s")
+        if receiver.poll(limit_s):
+            result = receiver.recv()
+            process.join(EXIT_LIMIT_S)  # its own way, if it can: a thread of the other side may keep it
+        else:
+            result = TimeoutError(f"not done in {limit_s:g} s")
     except EOFError:
         result = RuntimeError("its process died")
     finally:
-        process.join(EXIT_LIMIT_S)  # its own way, if it can: a thread of the other side may keep it
         process.kill()
         process.join()
     if isinstance(result, Exception):

@@ -53,6 +53,8 @@ class VllmPeer:
         job.write_text(json.dumps(self.job(side, case)), encoding="utf-8")
         command = [str(self.python), "-I", str(SCRIPT), str(job), str(result)]
         run_command(command, self.environment(os.environ), self.scratch / f"{side}.log", self.limit_s)
+        if not result.is_file():
+            raise ValueError("it wrote no result")
         told = json.loads(result.read_text(encoding="utf-8"))
         return speed_of(case, told["outputs"], told["seconds"]), told["outputs"]
 

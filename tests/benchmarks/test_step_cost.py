@@ -11,6 +11,7 @@ and the accounts.
 from __future__ import annotations
 
 import pytest
+from bench_mode import choose
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -23,7 +24,7 @@ from engine.sequence import Drawn, Request, SamplingParams, Sequence
 from engine.step_plan import Computed, StepPlan
 
 SLOT_BYTES = 4096
-STEPS = 64  # a round: each sequence takes a new page four times at page size 16
+STEPS = choose(full=64, quick=64, smoke=4)  # a round: each sequence takes a new page four times at page size 16
 
 
 class NullExecutor:
@@ -66,7 +67,7 @@ def measure(benchmark, sequences: int, engine: Engine) -> None:
         for _ in range(STEPS):
             engine.step()
 
-    benchmark.pedantic(steps, rounds=8, warmup_rounds=1)
+    benchmark.pedantic(steps, rounds=choose(full=8, quick=4, smoke=1), warmup_rounds=1)
     per_step = benchmark.stats.stats.median / STEPS
     benchmark.extra_info.update(us_per_step=round(per_step * 1e6, 1), ns_per_sequence=round(per_step / sequences * 1e9))
     assert len(engine.scheduler.running) == sequences, "a sequence ended or was preempted: not what was to be measured"
@@ -74,25 +75,28 @@ def measure(benchmark, sequences: int, engine: Engine) -> None:
 
 
 LENGTH = 17 + STEPS * 10
+MANY = choose(full=256, quick=256, smoke=8)  # sequences
 
 
-@pytest.mark.parametrize("sequences", [1, 4, 16, 64, 256, 1024])
+@pytest.mark.parametrize("sequences", choose(full=[1, 4, 16, 64, 256, 1024], quick=[16, 256], smoke=[4]))
 def test_decode_step_by_running_sequences(benchmark, sequences):
     benchmark.group = "decode step, page size 16, by running sequences"
     measure(benchmark, sequences, make_engine(sequences, sequences * 64, 16, LENGTH))
 
 
-@pytest.mark.parametrize("pages", [1_000, 10_000, 100_000, 1_000_000])
+@pytest.mark.parametrize(
+    "pages", choose(full=[1_000, 10_000, 100_000, 1_000_000], quick=[1_000, 1_000_000], smoke=[1_000])
+)
 def test_decode_step_by_pages(benchmark, pages):
     """Nothing may depend on the size of the pool."""
     benchmark.group = "decode step of 16 sequences, by pages in the pool"
     measure(benchmark, 16, make_engine(16, pages, 16, LENGTH))
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
+@pytest.mark.parametrize("page_size", choose(full=[1, 8, 16, 64, 256], quick=[1, 256], smoke=[8]))
 def test_decode_step_by_page_size(benchmark, page_size):
-    benchmark.group = "decode step of 256 sequences, by page size"
-    measure(benchmark, 256, make_engine(256, 256 * -(-LENGTH // page_size) + 256 * 16, page_size, LENGTH))
+    benchmark.group = f"decode step of {MANY} sequences, by page size"
+    measure(benchmark, MANY, make_engine(MANY, MANY * -(-LENGTH // page_size) + MANY * 16, page_size, LENGTH))
 
 
 @pytest.mark.parametrize(
@@ -107,13 +111,13 @@ def test_decode_step_by_page_size(benchmark, page_size):
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_decode_step_by_setting(benchmark, settings):
-    benchmark.group = "decode step of 256 sequences, page size 16, by setting"
+    benchmark.group = f"decode step of {MANY} sequences, page size 16, by setting"
     contiguous = "layout" in settings
     page_size = LENGTH if contiguous else 16
-    measure(benchmark, 256, make_engine(256, 256 if contiguous else 256 * 64, page_size, LENGTH, **settings))
+    measure(benchmark, MANY, make_engine(MANY, MANY if contiguous else MANY * 64, page_size, LENGTH, **settings))
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", choose(full=[8, 16, 32, 64, 128, 256], quick=[8, 16, 256], smoke=[16]))
 def test_hashing(benchmark, page_size):
     """Keys of a prompt of 32,768 tokens, hashed in one go as a request's admission does."""
     benchmark.group = "hashing 32,768 tokens, by page size"
@@ -123,12 +127,13 @@ def test_hashing(benchmark, page_size):
     def fresh():
         return (Sequence.of(Request("x", tokens)), len(tokens) // page_size), {}
 
-    benchmark.pedantic(cache._hash_pages, setup=fresh, rounds=40, warmup_rounds=3)
+    rounds = choose(full=40, quick=20, smoke=1)
+    benchmark.pedantic(cache._hash_pages, setup=fresh, rounds=rounds, warmup_rounds=3)
     benchmark.extra_info["ns_per_token"] = round(benchmark.stats.stats.median / len(tokens) * 1e9, 1)
     print(f"\n  {benchmark.extra_info['ns_per_token']} ns a token")
 
 
-@pytest.mark.parametrize("pages", [1_000, 1_000_000])
+@pytest.mark.parametrize("pages", choose(full=[1_000, 1_000_000], quick=[1_000, 1_000_000], smoke=[1_000]))
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
 def test_allocate_and_release(benchmark, pages, cached):
     """1,000 pages taken and given back; ``cached``: each is marked, so that every allocation evicts."""
@@ -143,6 +148,6 @@ def test_allocate_and_release(benchmark, pages, cached):
         for page in reversed(taken):
             pool.release(page)
 
-    benchmark.pedantic(cycle, rounds=100, warmup_rounds=5)
+    benchmark.pedantic(cycle, rounds=choose(full=100, quick=50, smoke=1), warmup_rounds=5)
     benchmark.extra_info["ns_per_page"] = round(benchmark.stats.stats.median / 1_000 * 1e9, 1)
     print(f"\n  {benchmark.extra_info['ns_per_page']} ns a page")

@@ -1,0 +1,143 @@
+"""The table of benchmarks: from pytest-benchmark's JSON to Markdown, CSV and bars."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from kvbench.bench_bars import BARS, Bar
+from kvbench.bench_table import bar_lines, read_rows, to_csv, to_markdown, write_tables
+from kvbench.errors import UsageError
+
+MANIFEST = {
+    "started": "2026-01-01T00:00:00+00:00",
+    "mode": "full",
+    "git": {"short_sha": "1a2b3c4", "dirty": True},
+    "cpu": {"model": "Some CPU", "cores": 2},
+}
+
+
+def entry(test, params, figures, *, file="kernels", group="decode", min_s=0.002, device="cpu", disturbed=False):
+    """One benchmark as pytest-benchmark writes it."""
+    name = test + (f"[{'-'.join(map(str, params.values()))}]" if params else "")
+    return {
+        "group": group,
+        "name": name,
+        "fullname": f"tests/benchmarks/test_{file}.py::{name}",
+        "params": params or None,
+        "extra_info": {**figures, "device": device, "foreign_cpu_cores": 0.02, "disturbed": disturbed},
+        "stats": {"min": min_s, "median": 1.5 * min_s, "rounds": 7},
+    }
+
+
+def decode(page_size, ratio, **more):
+    params = {"batch": 8, "context": 4096, "kv": "float32", "page_size": page_size}
+    return entry("test_decode", params, {"ratio": ratio, "vs_gather_sdpa": 6.0}, **more)
+
+
+@pytest.fixture
+def read(tmp_path):
+    def of(*entries):
+        path = tmp_path / "bench.json"
+        path.write_text(json.dumps({"benchmarks": list(entries)}))
+        return read_rows(path)
+
+    return of
+
+
+def table_after(text, heading):
+    """Cells of the first table after a heading, header first."""
+    section = text.split(f"## {heading}\n", 1)[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
+
+
+def test_a_group_is_a_table_whose_columns_vary_and_whose_constants_stand_above_it(read):
+    text = to_markdown(read(decode(16, 0.6), decode(0, 0.7, min_s=0.0005), decode(1, 0.25, min_s=3.0)), MANIFEST, ())
+    assert table_after(text, "decode") == [
+        ["page_size", "fastest", "median", "ratio", "vs_gather_sdpa"],
+        ["16", "2 ms", "3 ms", "0.6", "6"],
+        ["contiguous", "500 us", "750 us", "0.7", "6"],
+        ["1", "3 s", "4.5 s", "0.25", "6"],
+    ]
+    assert "tests/benchmarks/test_kernels.py; batch 8, context 4096, kv float32\n" in text
+    assert "commit 1a2b3c4 with local changes, mode full, 3 benchmarks; device cpu, Some CPU, 2 cores" in text
+    assert "disturbed" not in text and "## Bars" not in text
+
+
+def test_two_tests_of_one_group_are_told_apart_and_one_row_alone_has_no_constants_to_hide(read):
+    rows = read(
+        entry("test_a", {"n": 1}, {"x": 1}), entry("test_b", {}, {"y": 2}), entry("test_c", {}, {"z": 3}, group=None)
+    )
+    text = to_markdown(rows, MANIFEST, ())
+    assert table_after(text, "decode") == [
+        ["test", "n", "fastest", "median", "x", "y"],
+        ["test_a", "1", "2 ms", "3 ms", "1", ""],
+        ["test_b", "", "2 ms", "3 ms", "", "2"],
+    ]
+    assert table_after(text, "test_c") == [["fastest", "median", "z"], ["2 ms", "3 ms", "3"]]
+
+
+def test_disturbed_rows_are_marked_and_counted(read):
+    text = to_markdown(read(decode(16, 0.6), decode(8, 0.5, disturbed=True)), MANIFEST, ())
+    assert "**1 of 2 benchmarks were disturbed**" in text
+    assert [row[1] for row in table_after(text, "decode")] == ["fastest", "2 ms", "2 ms!"]
+
+
+def test_csv_has_every_parameter_and_figure_of_every_benchmark(read):
+    nested = entry("test_x", {"n": 3}, {"shares": {"a": 0.25, "b": 0.75}, "group": "taken"}, file="other", group="g")
+    head, *lines = csv.reader(io.StringIO(to_csv(read(decode(16, 0.6, disturbed=True), nested))))
+    first, second = (dict(zip(head, line, strict=True)) for line in lines)
+    assert len(set(head)) == len(head)
+    assert first["test"] == "test_decode" and first["page_size"] == "16" and first["ratio"] == "0.6"
+    assert first["min_s"] == "0.002" and first["rounds"] == "7" and first["n"] == "" and first["disturbed"] == "True"
+    assert second["file"] == "other" and second["shares.a"] == "0.25" and second["shares.b"] == "0.75"
+    assert second["group"] == "g" and second["figure group"] == "taken" and second["ratio"] == ""
+
+
+def test_the_worst_row_counts_for_a_bar(read):
+    bar = Bar("share", "cpu", "test_decode", {"kv": "float32", "page_size": lambda p: p >= 16}, "ratio", 0.5)
+    assert bar_lines(read(decode(16, 0.6), decode(64, 0.5), decode(1, 0.1)), [bar]) == [
+        ["share", ">= 0.5", "0.5 to 0.6", "reached"]
+    ]
+    assert bar_lines(read(decode(16, 0.6), decode(64, 0.499)), [bar])[0][2:] == ["0.499 to 0.6", "MISSED"]
+    below = Bar("cost", "cpu", "test_decode", {}, "ratio", 0.5, at_most=True)
+    assert bar_lines(read(decode(16, 0.6), decode(64, 0.4)), [below]) == [["cost", "<= 0.5", "0.6 to 0.4", "MISSED"]]
+
+
+def test_a_bar_without_rows_is_not_measured_and_one_of_another_device_is_not_shown(read):
+    bars = [
+        Bar("elsewhere", "cuda", "test_decode", {}, "ratio", 0.5),
+        Bar("no such figure", "cpu", "test_decode", {}, "speed", 1),
+        Bar("no such parameter", "cpu", "test_decode", {"sequences": 1}, "ratio", 1),
+    ]
+    assert bar_lines(read(decode(16, 0.6)), bars) == [
+        ["no such figure", ">= 1", "", "not measured"],
+        ["no such parameter", ">= 1", "", "not measured"],
+    ]
+    on_gpu = read(decode(16, 0.6, device="Some GPU"))
+    assert bar_lines(on_gpu, bars) == [["elsewhere", ">= 0.5", "0.6", "reached"]]
+
+
+def test_bars_of_the_cpu_are_those_that_are_promised(read):
+    lines = {title: (wanted, verdict) for title, wanted, _, verdict in bar_lines(read(decode(16, 0.51)), BARS)}
+    assert lines["decode 8 x 4096: share of the read bandwidth"] == (">= 0.5", "reached")
+    assert lines["decode 8 x 4096: times gather + SDPA"] == (">= 5", "reached")
+    assert lines["decode 8 x 4096: times SDPA on contiguous KV"] == (">= 1", "not measured")
+    assert lines["engine: times HF continuous batching"] == (">= 5", "not measured")
+    assert lines["engine: times vLLM's CPU backend"] == (">= 1.5", "not measured")
+    assert not any("bfloat16" in title for title in lines)
+
+
+def test_files_are_written_and_what_is_no_benchmark_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="there is no"):
+        write_tables(tmp_path, MANIFEST)
+    (tmp_path / "bench.json").write_text('{"benchmarks": [{"name": "x"}]}')
+    with pytest.raises(UsageError, match="not a JSON file of pytest-benchmark"):
+        write_tables(tmp_path, MANIFEST)
+    (tmp_path / "bench.json").write_text(json.dumps({"benchmarks": [decode(16, 0.6)]}))
+    assert [row.params["page_size"] for row in write_tables(tmp_path, MANIFEST)] == [16]
+    assert "| 16 |" not in (tmp_path / "table.md").read_text()  # alone, so it stands above the table
+    assert "page_size 16" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "table.csv").read_text().count("\n") == 2
