@@ -116,6 +116,8 @@ def test_every_batch_size_gives_the_logits_and_the_kv_of_the_step_alone(model: L
     capture = FakeCapture()
     assert graphed.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, capture)
     assert same_bits(batch.host.raw_tensors(), batch.before), "capturing writes nobody's KV"
+    begin, seen = batch.host.begin, []
+    batch.host.begin = lambda step: (seen.append(step), begin(step))
     sizes = [11, 1, 9, 2, 10, 3, 8, 4, 7, 5, 6]  # large before small: rows of the step before must not count
     for done, count in enumerate(sizes):
         rows = [(row + done) % MAX_SEQS for row in range(count)]
@@ -124,6 +126,9 @@ def test_every_batch_size_gives_the_logits_and_the_kv_of_the_step_alone(model: L
             written = [tensor.clone() for tensor in batch.host.raw_tensors()]
             batch.restore()
             got = graphed(*batch.step(rows)).clone()
+        padded = seen[-1]
+        assert padded.slots[count:].eq(-1).all() and padded.decode_seq_lens[count:].eq(0).all(), "padding is at rest"
+        assert padded.max_decode_tokens == MAX_LEN, "the number of splits is part of the graph"
         assert torch.isfinite(expected).all()
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(got.argmax(-1), expected.argmax(-1))
