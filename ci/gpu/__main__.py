@@ -135,7 +135,7 @@ class Runner:
             return skipped(f"no time left ({max(0.0, seconds):.0f} s)")
         if missing := self.environment.missing(list(part.needed(self.args.device))):
             return skipped(f"not installed: {', '.join(missing)} (see ci/gpu_wheels.sh and --wheels)")
-        command = [self.environment.python, "-m", f"ci.gpu.{part.module}", *part.arguments]
+        command = part.command(self.environment.python)
         command += ["--out", str(self._out(part)), "--device", self.args.device, "--seconds", f"{seconds:.1f}"]
         command += ["--facts", str(self.scratch / "facts.json"), "--scratch", str(self.scratch)]
         command += [flag for flag, on in (("--quick", self.args.quick), ("--tiny", self.args.tiny)) if on]

@@ -31,6 +31,9 @@ class Part:
     arguments: tuple[str, ...] = ()
     result: str = ""  # the result file that its JSON goes into
 
+    def command(self, python: str) -> list[str]:
+        return [python, "-m", f"ci.gpu.{self.module}", *self.arguments]
+
     def seconds(self, quick: bool) -> float:
         return self.quick_s if quick else self.full_s
 

@@ -127,16 +127,20 @@ def main() -> int:
             subprocess.run(again, cwd=ROOT, timeout=REPORT_SECONDS, check=False)
     elif code not in (0, EXIT_INVALID):
         report.fail("kvbench sweep", f"ended with code {code}: see the log")
-    for name in KEPT:
-        if (run / name).is_file():
-            shutil.copy(run / name, args.scratch / name)
     cells = read_cells(run / "summary.csv") if (run / "summary.csv").is_file() else []
     for cell in cells:
         if cell.get("invalid_reasons"):
             report.fail(f"cell {cell['cell_id']}", f"no valid measurement: {cell['invalid_reasons']}")
     if code == EXIT_INVALID and not report.data["failures"]:
         report.fail("kvbench sweep", "not every load was measured (exit code 4): see the log")
-    summarise(report, cells, " (quick)" if args.quick else "")
+    if any(cell.get("completed") for cell in cells):
+        summarise(report, cells, " (quick)" if args.quick else "")
+        for name in KEPT:
+            if (run / name).is_file():
+                shutil.copy(run / name, args.scratch / name)
+    elif interrupted:
+        report.data["not_run"] = f"no load was finished in {args.seconds:.0f} s"
+        report.save()
     return 1 if report.data["failures"] else 0
 
 

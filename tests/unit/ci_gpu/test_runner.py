@@ -1,0 +1,302 @@
+"""The runner around the parts: whatever a part does, there is a summary that says so, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from ci.gpu import __main__ as runner_module
+from ci.gpu import environment as environment_module
+from ci.gpu import record, summary
+from ci.gpu.environment import Environment, prepare
+from ci.gpu.parts import PARTS, Part, plan_seconds, select_parts
+from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
+
+WRITE = """
+import json, sys
+def write(**data):
+    base = {"headline": "", "rows": [], "skipped": [], "failures": [], "tables": []}
+    json.dump(base | data, open(sys.argv[sys.argv.index("--out") + 1], "w"))
+"""
+
+
+@dataclass(frozen=True)
+class Scripted(Part):
+    """A part that is a few lines of Python."""
+
+    code: str = ""
+
+    def command(self, python: str) -> list[str]:
+        return [python, "-c", WRITE + self.code]
+
+
+def scripted(name: str, code: str, **values) -> Scripted:
+    return Scripted(name, "none", f"what {name} does", 1.0, 1.0, needs=("json",), code=code, **values)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run parts for at most ``seconds``: their outcomes by name, and the summary."""
+    monkeypatch.setattr(runner_module, "GRACE_S", 0.5)
+    monkeypatch.setattr(runner_module, "LEAST_S", 0.2)
+    monkeypatch.setattr("ci.gpu.children.STOP_GRACE_S", 0.5)
+
+    def of(*parts: Part, seconds: float = 60.0) -> tuple[dict[str, Outcome], str]:
+        args, _ = runner_module.parse([str(tmp_path / "out"), "--device", "cpu", "--tiny"])
+        args.outdir.mkdir(exist_ok=True)
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        manifest = record.begin(vars(args))
+        runner = runner_module.Runner(
+            args, scratch, Environment(), time.monotonic() + seconds + runner_module.SUMMARY_S
+        )
+        monkeypatch.setattr(Part, "needed", lambda self, device: self.needs)
+        runner.run(list(parts))
+        record.finish(manifest, Environment(), runner.outcomes, 1.0)
+        summary.write_results(args.outdir, scratch, manifest, runner.outcomes)
+        return {o.name: o for o in runner.outcomes}, (args.outdir / "summary.md").read_text()
+
+    return of
+
+
+def test_how_parts_end(run):
+    outcomes, text = run(
+        scripted("good", "write(headline='all well')"),
+        scripted("wrong", "write(failures=[{'what': 'case x', 'reason': 'off by one'}]); sys.exit(1)"),
+        scripted("dead", "print('last words'); sys.exit(7)"),
+        scripted("nothing to do", "write(not_run='no such command')"),
+        replace(scripted("poor", ""), needs=("json", "no_such_module")),
+        scripted("after", "write(headline='ran all the same')"),
+    )
+    assert {name: o.status for name, o in outcomes.items()} == {
+        "good": PASSED, "wrong": FAILED, "dead": FAILED, "nothing to do": SKIPPED, "poor": SKIPPED, "after": PASSED
+    }  # fmt: skip
+    assert outcomes["wrong"].reason == "case x: off by one"
+    assert outcomes["dead"].reason == "ended with code 7: last words"
+    assert "no_such_module" in outcomes["poor"].reason and "json" not in outcomes["poor"].reason
+    assert outcomes["poor"].line.startswith("SKIPPED poor: not installed: no_such_module")
+    for words in ("all well", "off by one", "last words", "no such command", "ran all the same"):
+        assert words in text
+
+
+def test_a_part_beyond_its_time_is_stopped_with_its_children_and_keeps_what_it_had(run, tmp_path):
+    pid = tmp_path / "pid"
+    code = (
+        "import subprocess, time, signal\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "write(rows=[{'case': 'measured before'}])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    started = time.monotonic()
+    outcomes, text = run(scripted("slow", code, result="kernels.json"), scripted("next", "write()"), seconds=16.5)
+    assert time.monotonic() - started < 60
+    assert outcomes["slow"].status == FAILED and "stopped after" in outcomes["slow"].reason
+    assert outcomes["slow"].data["rows"] == [{"case": "measured before"}]
+    assert "measured before" in (tmp_path / "out" / "kernels.json").read_text()
+    assert "stopped after" in text
+    assert wait_until(lambda: not runs(int(pid.read_text())))
+
+
+def runs(pid: int) -> bool:
+    """False once it is gone, or dead and waiting for whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds: float = 5.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not condition() and time.monotonic() < ends:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_without_time_a_part_is_not_begun(run):
+    outcomes, _ = run(scripted("late", "write()"), seconds=0.0)
+    assert outcomes["late"].status == SKIPPED and outcomes["late"].reason.startswith("no time left")
+
+
+def test_an_interruption_ends_in_a_summary(run, monkeypatch):
+    real = runner_module.Child.run
+
+    def interrupted(self, command, *rest):
+        if any("# stop here" in word for word in command):
+            raise KeyboardInterrupt
+        return real(self, command, *rest)
+
+    monkeypatch.setattr(runner_module.Child, "run", interrupted)
+    outcomes, text = run(
+        scripted("first", "write()"), scripted("second", "write()  # stop here"), scripted("third", "write()")
+    )
+    assert [o.status for o in outcomes.values()] == [PASSED, FAILED, SKIPPED]
+    assert "stopped from outside" in text
+
+
+def manifest_of(**values) -> dict:
+    arguments = {"device": "cuda", "quick": False, "commit": None, **values}
+    return {"arguments": arguments, "started": "2026-01-01T00:00:00Z", "notes": []}
+
+
+def test_files_are_few_and_small(tmp_path, monkeypatch):
+    assert len(summary.FILES) <= 8 and summary.MAX_BYTES <= 16 * 2**20
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    out.mkdir()
+    scratch.mkdir()
+    monkeypatch.setattr(summary, "MAX_BYTES", 4000)
+    monkeypatch.setattr(summary, "LOG_BYTES_A_PART", 500)
+    (scratch / "report.html").write_text("x" * 5000)
+    (scratch / "summary.csv").write_text("a,b\n")
+    (scratch / "big.log").write_text("y" * 3000 + "the end")
+    rows = [{"case": str(i), "value": i} for i in range(500)]
+    outcomes = [
+        Outcome("big", "much", PASSED, result="kernels.json", data={"rows": rows}),
+        Outcome("small", "little", PASSED, result="engine.json", data={"rows": rows[:1]}),
+    ]
+    summary.write_results(out, scratch, manifest_of(), outcomes)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "engine.json", "log.txt", "manifest.json", "summary.csv", "summary.md"
+    ]  # fmt: skip
+    assert all(path.stat().st_size <= 4000 for path in out.iterdir())
+    text = (out / "summary.md").read_text()
+    assert "kernels.json" in text and "report.html" in text
+    log = (out / "log.txt").read_text()
+    assert "the end" in log and "[...]" in log and log.count("y") < 600
+
+
+def test_tables_of_one_kind_are_put_together_and_pipes_do_not_break_them():
+    table = {"title": "Speed", "columns": ["model", "tok/s"]}
+    outcomes = [
+        Outcome("a", "x", PASSED, data={"tables": [table | {"rows": [["m|1", "5"]]}]}),
+        Outcome("b", "x", PASSED, data={"tables": [table | {"rows": [["m2", "6"]]}]}),
+    ]
+    text = summary.render(manifest_of(), outcomes, [])
+    assert text.count("## Speed") == 1 and "| m\\|1 | 5 |\n| m2 | 6 |" in text
+
+
+def test_the_summary_says_what_kind_of_run_it_was():
+    assert "No figure here is of a GPU" in summary.render(manifest_of(device="cpu"), [], [])
+    quick = summary.render(manifest_of(quick=True), [], [])
+    assert "Quick run" in quick and "No figure here is of a GPU" not in quick
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "OUTDIR"),
+        (["OUT", "--part", "kernel"], "there is no part 'kernel': the parts are facts, check"),
+        (["OUT", "--tiny"], "--device cpu and --tiny go together"),
+        (["OUT", "--device", "cpu"], "--device cpu and --tiny go together"),
+        (["OUT", "--wheels", "nowhere"], "is no folder"),
+        (["OUT", "--time-limit", "3"], "too short"),
+        (["OUT", "--time-limit", "nan"], "too short"),
+        (["FILE"], "is a file"),
+        (["FULL"], "holds other files (mine.txt)"),
+    ],
+)
+def test_bad_arguments_end_with_code_2_and_a_reason(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    Path("FULL").mkdir()
+    Path("FULL/mine.txt").touch()
+    Path("FULL/summary.md").touch()
+    with pytest.raises(SystemExit) as ended:
+        runner_module.parse(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert not Path("OUT").exists()
+
+
+def test_an_earlier_run_may_be_overwritten(tmp_path):
+    (tmp_path / "summary.md").touch()
+    args, parts = runner_module.parse([str(tmp_path), "--quick"])
+    assert args.quick and parts[0].name == "facts"
+
+
+def test_which_parts_run():
+    def names(*asked, quick=False):
+        return [part.name for part in select_parts(list(asked), quick)]
+
+    assert names() == [part.name for part in PARTS]
+    assert "tune" not in names(quick=True) and "sweep" in names(quick=True)
+    assert names("kernels") == ["facts", "kernels"]
+    assert names("tune", quick=True) == ["facts", "tune"]
+    assert names("engine", quick=True) == ["facts", "engine-qwen3-0.6b", "engine-llama-3.1-8b"]
+    assert "engine-qwen3-14b" in names("engine")
+    assert names("sweep", "check") == ["facts", "check", "sweep"]
+
+
+def test_a_quick_run_fits_its_limit_and_saved_time_goes_to_later_parts():
+    parts = select_parts([], quick=True)
+    assert sum(part.quick_s for part in parts) < runner_module.QUICK_LIMIT_S - 60 < 600 - 60
+    first = parts[0].quick_s
+    assert plan_seconds(parts, True, 100.0) == first  # late already: not more than its own
+    assert first < plan_seconds(parts, True, 10_000.0) <= 2 * first
+    assert plan_seconds(parts[-1:], True, 300.0) > 250
+    assert plan_seconds(parts, True, 10.0) < 0
+
+
+def test_no_torch_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\necho 'No module named torch' >&2\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    assert "no torch" in runner_module.no_gpu()
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\necho \'a warning\'\necho \'{"torch": "2.11.0", "cuda": "13.0", "available": true}\'\n'
+    )
+    assert runner_module.no_gpu() is None
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "answer = 42\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypatch):
+    """A missing wheel is a note, and costs the others nothing. Nothing is changed outside the folder."""
+    pytest.importorskip("pip")
+    wheels, home = tmp_path / "wheels", tmp_path / "home"
+    wheels.mkdir()
+    home.mkdir()
+    make_wheel(wheels, "kvbench_probe_wheel")
+    (tmp_path / "wanted.txt").write_text("# names\nkvbench_probe_wheel\nkvbench_probe_missing\nnumpy  # is here\n")
+    monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
+    found = prepare(home, wheels)
+    assert found.python.startswith(str(home))
+    missing = found.missing(
+        ["kvbench_probe_wheel", "kvbench_probe_missing", "torch", "triton", "json", "no.such.thing"]
+    )
+    assert missing == ["kvbench_probe_missing", "no.such.thing"]
+    assert len(found.notes) == 1 and found.notes[0].startswith("kvbench_probe_missing could not be installed")
+    assert Environment().missing(["kvbench_probe_wheel"]) == ["kvbench_probe_wheel"]
+    assert record.versions(found.python)["torch"] == record.versions(sys.executable)["torch"]
+
+
+def test_without_wheels_this_python_is_used_as_it_is(tmp_path):
+    assert prepare(tmp_path, None).python == sys.executable
+    assert not list(tmp_path.iterdir())
+
+
+def test_sources_hash_follows_the_sources(tmp_path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "a.py").write_text("x = 1\n")
+    before = record.sources_hash(tmp_path)
+    assert record.sources_hash(tmp_path) == before
+    (tmp_path / "engine" / "a.py").write_text("x = 2\n")
+    assert record.sources_hash(tmp_path) != before
+
+
+def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
+    assert record.git_state(tmp_path) == {"sha": None, "dirty": None}
+    assert json.dumps(record.begin({"outdir": tmp_path, "quick": True}))
