@@ -206,7 +206,7 @@ def summarise(report: PartReport, aimed: bool) -> None:
         for key, bar, met, sign in aims:
             if aimed and row.get(key) is not None and row.get(bar) is not None:
                 good = met(row[key], row[bar])
-                notes.append(f"{key} {row[key]:.2f} {'meets' if good else 'MISSES'} {sign} {row[bar]:g}")
+                notes.append(f"{key} {row[key]:.3g} {'meets' if good else 'MISSES'} {sign} {row[bar]:g}")
                 missed += [] if good else [row["case"]]
             elif row.get(key) is not None and key in ("time_ratio", "of_torch_speed"):
                 notes.append(f"{key} {row[key]:.2f}")

@@ -1,0 +1,79 @@
+"""Which kernels are timed, the bytes they are said to move, and how figures are held against aims."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ci.gpu import kernel_cases, time_kernels
+from ci.gpu.kernel_cases import CONTIGUOUS, Decode, Heads, Prefill
+from ci.gpu.part import PartReport
+from kernels.quantized import raw_tensors
+
+LLAMA = Heads(32, 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("kv", "expected"),
+    [("auto", 4096), ("fp8_e4m3", 2048), ("int8_per_token_head", 2048 + 64), ("int4_per_token_head", 1024 + 64)],
+)
+def test_bytes_of_one_tokens_kv_count_codes_and_scales(kv, expected):
+    """8 KV heads x 128 x (K, V); int8 and int4 with one float32 a head and side."""
+    assert kernel_cases.row_bytes(kv, LLAMA, torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize("page_size", [1, 16, CONTIGUOUS])
+@pytest.mark.parametrize("kv", ["auto", "fp8_e5m2", "int4_per_token_head"])
+def test_a_decode_case_holds_what_it_says_it_reads(page_size, kv):
+    heads = Heads(4, 2, 32)
+    t = kernel_cases.make_decode(Decode(3, 40, page_size, kv), heads, torch.float32, "cpu")
+    raw = sum(tensor.nbytes for cache in (t.k, t.v) for tensor in raw_tensors(cache))
+    slots = t.k.shape[0]
+    assert t.kv_bytes * slots == raw * 3 * 40  # the share of the slots that hold a token
+    tokens = torch.arange(40)
+    used = (t.page_starts[:, tokens // t.page_size] + tokens % t.page_size).flatten()
+    assert len(set(used.tolist())) == 3 * 40 and int(used.max()) < slots and int(t.seq_lens.sum()) == 120
+
+
+def test_cases_have_names_of_their_own_and_what_they_are_compared_with_comes_first():
+    for quick in (True, False):
+        cases = kernel_cases.decode_cases(quick)
+        names = [case.name for case in cases]
+        assert len(set(names)) == len(names)
+        for case in cases:
+            assert case.against is None or case.against in names[: names.index(case.name)]
+    quick, full = kernel_cases.decode_cases(True), kernel_cases.decode_cases(False)
+    assert set(quick) < set(full)
+    assert {(c.batch, c.context, c.bar) for c in quick} >= {(64, 4096, 0.85), (64, 8192, 0.90), (1, 32768, 0.75)}
+    assert {c.page_size for c in quick} == {CONTIGUOUS, 1, 8, 16, 32, 64, 128, 256}
+
+
+@pytest.mark.parametrize(("case", "pairs"), [(Prefill(1, 4, 0), 10), (Prefill(2, 3, 5), 2 * (15 + 6))])
+def test_prefill_counts_the_pairs_under_the_causal_mask(case, pairs):
+    mask = torch.ones(case.new, case.context + case.new).tril(case.context)
+    assert case.pairs == pairs == case.batch * int(mask.sum())
+
+
+def rows_of(report: PartReport) -> dict[str, str]:
+    return {row[0]: row[4] for row in report.data["tables"][0]["rows"]}
+
+
+def test_aims_are_met_or_missed(tmp_path):
+    report = PartReport(tmp_path / "part.json", seconds=60)
+    plain = {"us": 10.0, "gb_per_s": 900.0}
+    report.row(case="good", **plain, ratio=0.85, bar=0.85)
+    report.row(case="slow", **plain, ratio=0.849, bar=0.85)
+    report.row(case="fp8", **plain, ratio=0.9, bar=0.8, time_ratio=0.6, bar_time=0.58)
+    report.row(case="page", **plain, ratio=None, time_ratio=1.04, bar_time=1.05)
+    report.row(case="swap", **plain, ratio=0.9, bar=None, bar_gb_per_s=45.0)
+    report.row(case="prefill", us=5.0, tflop_per_s=300.0, ratio=0.4, of_torch_speed=0.7, bar_torch=0.8)
+    time_kernels.summarise(report, aimed=True)
+    told = rows_of(report)
+    assert report.data["missed"] == ["slow", "fp8", "prefill"]
+    assert told["good"] == "ratio 0.85 meets ≥ 0.85" and told["slow"] == "ratio 0.849 MISSES ≥ 0.85"
+    assert told["fp8"] == "ratio 0.9 meets ≥ 0.8; time_ratio 0.6 MISSES ≤ 0.58"
+    assert "meets ≤ 1.05" in told["page"] and "meets ≥ 45" in told["swap"] and "MISSES ≥ 0.8" in told["prefill"]
+    time_kernels.summarise(report, aimed=False)
+    assert not report.data["missed"] and not any(
+        "meets" in text or "MISSES" in text for text in rows_of(report).values()
+    )
