@@ -47,5 +47,7 @@ TestContiguous = _profile(ContiguousMachine, 0.35)
 def test_that_many_rules_were_executed():
     """The claim of the two tests above: it is only worth what has really run, and what has really happened."""
     assert EngineMachine.executed >= STEPS_IN_CI * max(1, DEEP), "the tests above belong to this one"
-    assert len(EngineMachine.events) == 14
-    assert min(EngineMachine.events.values()) >= 20, EngineMachine.events
+    assert EngineMachine.overlapped >= 0.4 * EngineMachine.executed
+    assert len(EngineMachine.events) == 18
+    rare = {"pending ending preempted": 5}
+    assert all(count >= rare.get(event, 20) for event, count in EngineMachine.events.items()), EngineMachine.events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from functools import lru_cache
 from typing import ClassVar
@@ -13,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine.kv_moves import MoveKind
 from engine.paged_kv import PagedKVManager
 from engine.scheduler import QueueFull
-from engine.sequence import Request, SamplingParams
+from engine.sequence import PENDING, Request, SamplingParams
+from engine.stats import StepRecord
 from tests.support.engine_parts import CountingExecutor, StepFailed, expected_outputs, small_engine
 
 MAX_MODEL_LEN = 32
@@ -47,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     layout = "paged"
     executed = 0  # rules, over all examples of all subclasses
+    overlapped = 0  # those of engines whose steps overlap
     events: ClassVar[Counter[str]] = Counter()
 
     @initialize(
@@ -59,11 +62,13 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([2, 3, 3, 4, 4, 6]),
         max_num_waiting=st.sampled_from([None, None, 3]),
         reservation=st.sampled_from(["max", "pow2", "oracle", "oracle"]),
-        theme=st.sampled_from(["mixed", "mixed", "plain", "siblings", "beams"]),
+        theme=st.sampled_from(["mixed", "mixed", "plain", "plain", "siblings", "beams"]),
+        overlap=st.booleans(),
     )
     def start(
-        self, page_size, spare, host_slots, caching, prefills, policy, max_num_seqs, max_num_waiting, reservation, theme
-    ):
+        self, page_size, spare, host_slots, caching, prefills, policy, max_num_seqs, max_num_waiting, reservation,
+        theme, overlap,
+    ):  # fmt: skip
         contiguous, self.widths = self.layout == "contiguous", THEMES[theme]
         unit = 1 if contiguous else page_size
         self.executor = CountingExecutor(VOCAB, (EOS,))
@@ -82,11 +87,14 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_waiting=max_num_waiting,
             preemption_mode="swap" if host_slots else "recompute",
             host_slots=max(host_slots, unit) if host_slots else None,
+            async_scheduling=overlap,
         )
+        self.engine.on_step = self._take_record
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], tuple[int, ...]] = {}
         self.ended: dict[tuple[str, int], str] = {}
-        self.num_steps = self.failures = 0
+        self.records: list[StepRecord] = []
+        self.failures = 0
         self.known = self._counters()
 
     # What clients do.
@@ -189,7 +197,7 @@ class EngineMachine(RuleBasedStateMachine):
     def more_steps(self, count):
         self.steps(count)
 
-    @rule(where=st.sampled_from(["start", "moves", "writes", None, None, None]))
+    @rule(where=st.sampled_from(["start", "moves", "writes", "read", None, None, None, None]))
     @precondition(lambda self: self.engine.has_work())
     def fail(self, where):
         """The executor raises, and the requests that it may have damaged are aborted, as the server does."""
@@ -197,7 +205,7 @@ class EngineMachine(RuleBasedStateMachine):
             return self.step()
         self.executor.fail_at = where
         try:
-            self.engine.step()
+            self._step()
         except StepFailed:
             self.failures += 1
             for request_id in self.engine.fail_step():
@@ -232,13 +240,17 @@ class EngineMachine(RuleBasedStateMachine):
             self.tokens[key] = self.tokens.get(key, ()) + output.token_ids
             if output.finish_reason:
                 self.ended[key] = output.finish_reason
-        self.num_steps += 1
         plan = self.executor.plans[-1] if self.executor.plans else []
         assert sum(n for _, n in plan) <= self.engine.config.max_num_batched_tokens
         assert len(plan) <= self.engine.config.max_num_seqs
 
+    def _take_record(self, record: StepRecord) -> None:
+        assert sum(record.kv.ledger().values()) == record.kv.slots_total
+        self.records.append(record)
+
     def _check(self) -> None:
         EngineMachine.executed += 1
+        EngineMachine.overlapped += self.engine.pipelined
         self.engine.check_integrity()
         stats, kv = self.engine.stats(), self.engine.kv.stats()
         ledger = kv.ledger()
@@ -247,6 +259,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert kv.slots_shared >= 0
         assert stats.num_requests_running <= self.engine.config.max_num_seqs
         if isinstance(self.engine.kv, PagedKVManager):
+            if self.engine.kv.prefix_cache is not None:
+                size = 8 * self.engine.kv.page_size
+                nodes = self.engine.kv.prefix_cache._nodes.values()
+                assert not any(PENDING in array("q", node.tokens[-size:]) for node in nodes), "cached, and not known"
             assert kv.pages_free + kv.pages_owned + kv.pages_cached + kv.pages_pinned == kv.pages_total
             if self.engine.kv.swap is not None:
                 host = self.engine.kv.swap.pool
@@ -281,6 +297,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Steps that suffice even if each sequence runs alone and computes everything again for each token."""
         live = [self.requests[name].params for name in self.engine._groups]
         tokens = sum(params.width * (params.max_tokens + 1) for params in live)
+        tokens *= 1 + self.engine.pipelined  # a step that decides who goes on is launched in one turn, read in the next
         return 20 + 2 * tokens * -(-MAX_MODEL_LEN // self.engine.config.max_num_batched_tokens)
 
     def _check_outputs(self) -> None:
@@ -301,7 +318,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(stats.finished[reason] == list(self.ended.values()).count(reason) for reason in stats.finished)
         assert engine.reset_prefix_cache()
         assert engine.stats().kv.slots_free == stats.kv.slots_total
-        assert sum(stats.slot_steps.values()) == self.num_steps * stats.kv.slots_total
+        assert sum(stats.slot_steps.values()) == len(self.records) * stats.kv.slots_total
         assert stats.counters.allocated_pages == stats.counters.freed_pages
         assert not engine._groups and not engine.scheduler._promised_rows
         self._check_work(stats)
@@ -314,13 +331,19 @@ class EngineMachine(RuleBasedStateMachine):
         counters, done = stats.counters, self.executor
         if not self.failures:
             assert stats.steps == len([plan for plan in done.plans if plan])
+            assert stats.steps == sum(record.prefill_tokens + record.decode_tokens > 0 for record in self.records)
             computed = sum(n for plan in done.plans for _, n in plan)
+            assert sum(record.prefill_tokens + record.decode_tokens for record in self.records) == computed
             assert stats.prefill_tokens_scheduled + stats.decode_tokens_scheduled == computed
             moved = [counters.swapped_out_slots, counters.swapped_in_slots]
             assert moved == [done.moved[MoveKind.SWAP_OUT], done.moved[MoveKind.SWAP_IN]]
             assert counters.copied_slots == done.moved[MoveKind.COPY] + sum(
                 move.num_slots for move in self.engine.kv._moves
             )
+            in_vain = done.num_drawn - stats.generation_tokens
+            assert in_vain >= 0 if self.engine.pipelined else in_vain == 0
+            EngineMachine.events["drawn in vain"] += in_vain
+        EngineMachine.events.update({f"pending {what}": count for what, count in done.pending.items()})
         names = (
             "prefix_hits",
             "prefix_evictions",

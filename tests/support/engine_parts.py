@@ -49,8 +49,8 @@ class CountingExecutor:
         self.plans: list[list[tuple[str, int]]] = []
         self.moved = dict.fromkeys(MoveKind, 0)  # slots
         self.fail_at: str | None = None
-        self.num_drawn = 0  # tokens, forks' and beams' not among them
-        self.filled_in = Counter()  # tokens that the engine did not know, by where: "decode" or "chunk"
+        self.num_drawn = 0  # tokens; of a beam, one a step
+        self.pending = Counter()  # what became of tokens that the engine did not know, or of who waited for one
         self._handles: list[CountingHandle] = []  # of the last two launches
         self._numbers: dict[tuple, int] = {}  # (number of the prefix before, token) -> number
         self._histories: dict[Sequence, list[int]] = {}
@@ -77,10 +77,13 @@ class CountingExecutor:
         handle.drawn = [self.draw(item.seq) if item.samples else None for item in plan.scheduled]
         for item, drawn in zip(plan.scheduled, handle.drawn, strict=True):
             if item.seq.num_pending and item.samples:
-                self.filled_in["decode" if item.num_tokens == 1 else "chunk"] += 1
+                self.pending["fed" if item.num_tokens == 1 else "fed in a chunk"] += 1
             if drawn is not None:
                 handle.token_of[item.seq] = drawn.token_ids[0]
-                self.num_drawn += not item.seq.num_candidates and not item.seq.pending_forks
+                self.num_drawn += 1 if item.seq.num_candidates else len(drawn.token_ids)
+        for seq in plan.preempted:
+            self.pending["preempted"] += seq.num_pending
+            self.pending["ending preempted"] += seq.ending
         self._handles = [*self._handles[-1:], handle]
         return handle
 
@@ -98,6 +101,8 @@ class CountingExecutor:
         assert all(0 < item.num_tokens <= item.seq.num_uncomputed for item in plan.scheduled)
         assert all(seq.row >= 0 for seq in seqs), "a sequence is scheduled without a row"
         assert not any(seq.blocked for seq in seqs), "a sequence is scheduled that has nothing to compute"
+        ends = [(seq.num_computed + count, seq.max_length) for seq, count in plan.scheduled]
+        assert all(end < limit for end, limit in ends), "the KV of a last token is of no use"
         if isinstance(self.kv, PagedKVManager):
             size, pool, swap = self.kv.page_size, self.kv.pool, self.kv.swap
             for kind, source, target, _ in plan.moves:
