@@ -27,18 +27,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_engine import model_name
+from bench_mode import choose
+from bench_timing import note
+
+from engine.model_spec import find_model
 
 ROOT = Path(__file__).parents[2]
-STREAMS = 32
-POLLS, PAUSE_S = 300, 0.02
-WARM_S = 3.0  # until all streams have begun
+STREAMS = choose(full=32, quick=32, smoke=4)
+POLLS, PAUSE_S = choose(full=300, quick=100, smoke=5), 0.02
+WARM_S = choose(full=3.0, quick=3.0, smoke=0.1)  # until all streams have begun
 
 
 @contextlib.contextmanager
 def server(*flags: str) -> Iterator[int]:
     """Its port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.server", "--model", "llama-32m", "--port", "0", *flags],
+        [sys.executable, "-m", "engine.server", "--model", model_name(), "--port", "0", *flags],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -50,11 +55,11 @@ def server(*flags: str) -> Iterator[int]:
         process.communicate(timeout=30)
 
 
-async def _stream(port: int, number: int) -> None:
+async def _stream(port: int, vocab_size: int, number: int) -> None:
     """One user: a request, its stream to the end, and again."""
     rng = random.Random(number)
     while True:
-        prompt = [rng.randrange(1, 8000) for _ in range(rng.choice((64, 128, 256, 512)))]
+        prompt = [rng.randrange(1, vocab_size) for _ in range(rng.choice((64, 128, 256, 512)))]
         body = {"prompt": prompt, "max_tokens": rng.choice((32, 64, 128)), "stream": True, "ignore_eos": True}
         raw = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -65,9 +70,9 @@ async def _stream(port: int, number: int) -> None:
         writer.close()
 
 
-def _load(port: int) -> None:
+def _load(port: int, vocab_size: int) -> None:
     async def users() -> None:
-        await asyncio.gather(*(_stream(port, number) for number in range(STREAMS)))
+        await asyncio.gather(*(_stream(port, vocab_size, number) for number in range(STREAMS)))
 
     os.nice(5)  # the client may not be what holds the server up
     with contextlib.suppress(OSError, KeyboardInterrupt):  # the server has gone
@@ -100,12 +105,14 @@ def metric(port: int, name: str) -> float:
     return float(value)
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [512, 2048])
+@pytest.mark.parametrize("max_num_batched_tokens", choose(full=[512, 2048], quick=[512], smoke=[512]))
 def test_health_at_full_load(benchmark, max_num_batched_tokens: int) -> None:
+    vocab_size = find_model(model_name()).text_config["vocab_size"]
+    benchmark.group = f"health of the server with {STREAMS} streams"
     flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--max-num-seqs", str(STREAMS))
     with server(*flags) as port:
         idle = poll(port, 20)
-        load = multiprocessing.get_context("spawn").Process(target=_load, args=(port,), daemon=True)
+        load = multiprocessing.get_context("spawn").Process(target=_load, args=(port, vocab_size), daemon=True)
         load.start()
         try:
             deadline = time.monotonic() + 60
@@ -121,7 +128,7 @@ def test_health_at_full_load(benchmark, max_num_batched_tokens: int) -> None:
             load.join()
     assert rate > 0, "the load has ended before the measurement"
     p50, p99 = np.percentile(busy, [50, 99])
-    benchmark.extra_info.update(
-        health_p50_ms=round(p50, 2), health_p99_ms=round(p99, 2), health_max_ms=round(max(busy), 2),
-        idle_p50_ms=round(float(np.median(idle)), 2), output_tokens_per_s=round(rate, 1),
+    note(
+        benchmark, health_p50_ms=float(p50), health_p99_ms=float(p99), health_max_ms=max(busy),
+        idle_p50_ms=float(np.median(idle)), output_tokens_per_s=rate,
     )  # fmt: skip

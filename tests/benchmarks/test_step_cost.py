@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pytest
 from bench_mode import choose
+from bench_timing import note
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -69,9 +70,8 @@ def measure(benchmark, sequences: int, engine: Engine) -> None:
 
     benchmark.pedantic(steps, rounds=choose(full=8, quick=4, smoke=1), warmup_rounds=1)
     per_step = benchmark.stats.stats.median / STEPS
-    benchmark.extra_info.update(us_per_step=round(per_step * 1e6, 1), ns_per_sequence=round(per_step / sequences * 1e9))
     assert len(engine.scheduler.running) == sequences, "a sequence ended or was preempted: not what was to be measured"
-    print(f"\n  {sequences} sequences: {per_step * 1e6:.0f} us a step")
+    note(benchmark, us_per_step=per_step * 1e6, ns_per_sequence=per_step / sequences * 1e9)
 
 
 LENGTH = 17 + STEPS * 10
@@ -129,8 +129,7 @@ def test_hashing(benchmark, page_size):
 
     rounds = choose(full=40, quick=20, smoke=1)
     benchmark.pedantic(cache._hash_pages, setup=fresh, rounds=rounds, warmup_rounds=3)
-    benchmark.extra_info["ns_per_token"] = round(benchmark.stats.stats.median / len(tokens) * 1e9, 1)
-    print(f"\n  {benchmark.extra_info['ns_per_token']} ns a token")
+    note(benchmark, ns_per_token=benchmark.stats.stats.median / len(tokens) * 1e9)
 
 
 @pytest.mark.parametrize("pages", choose(full=[1_000, 1_000_000], quick=[1_000, 1_000_000], smoke=[1_000]))
@@ -149,5 +148,4 @@ def test_allocate_and_release(benchmark, pages, cached):
             pool.release(page)
 
     benchmark.pedantic(cycle, rounds=choose(full=100, quick=50, smoke=1), warmup_rounds=5)
-    benchmark.extra_info["ns_per_page"] = round(benchmark.stats.stats.median / 1_000 * 1e9, 1)
-    print(f"\n  {benchmark.extra_info['ns_per_page']} ns a page")
+    note(benchmark, ns_per_page=benchmark.stats.stats.median / 1_000 * 1e9)
