@@ -90,6 +90,8 @@ def runs_of(records: np.ndarray, segment_units: int) -> list[tuple[int, int]]:
 
 def free_of_clashes(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int]]:
     """``(begin, end)`` of runs of moves that may be done at once: nothing that one writes is another's to touch."""
+    if len(set(targets)) == len(targets) and set(targets).isdisjoint(sources):
+        return [(0, len(sources))]  # as nearly always
     begins, read, written = [0], set(), set()
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if source in written or target in written or target in read:
@@ -133,7 +135,7 @@ class TritonMover:
         self._device = tensors[0].device
         sizes = [unit_slots * t[0].numel() * t.element_size() for t in tensors]
         keys = [(size, math.gcd(size, t.data_ptr(), WIDEST)) for t, size in zip(tensors, sizes, strict=True)]
-        offsets, self.record_bytes = _record_layout(keys)
+        offsets, self.record_bytes = record_layout(keys)
         self._groups = []
         for key in dict.fromkeys(keys):
             members = [i for i, other in enumerate(keys) if other == key]
@@ -220,7 +222,7 @@ class TritonMover:
         return self._staging.data_ptr() + np.arange(count, dtype=np.int64) * self.record_bytes
 
 
-def _record_layout(keys: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+def record_layout(keys: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
     """Offset of each ``(bytes, alignment)`` in a record, and the record's bytes. Bytes are multiples of the alignment,
     and the widest alignment comes first: the only gap is behind the last."""
     offsets, end = [0] * len(keys), 0

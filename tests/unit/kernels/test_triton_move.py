@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.compile_ahead import compile_for
-from kernels.triton_move import WIDEST, free_of_clashes, move_constants, move_kernel, runs_of
+from kernels.triton_move import WIDEST, free_of_clashes, move_constants, move_kernel, record_layout, runs_of
 
 CHECKS = Path(__file__).with_name("triton_move_checks.py")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -98,3 +98,15 @@ def test_moves_at_once_touch_nothing_of_each_other(moves):
         targets = [t for _, t in moves[begin:end]]
         assert len(set(targets)) == len(targets)
         assert not any(t == s for i, t in enumerate(targets) for j, (s, _) in enumerate(moves[begin:end]) if i != j)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4, 8, 16])), min_size=1, max_size=8))
+def test_parts_of_a_record_are_aligned_and_apart(parts):
+    """A part that began at less than its alignment would be read as what it is not."""
+    keys = [(words * align, align) for words, align in parts]
+    offsets, size = record_layout(keys)
+    taken = sorted((offset, offset + bytes_) for offset, (bytes_, _) in zip(offsets, keys, strict=True))
+    assert all(offset % align == 0 for offset, (_, align) in zip(offsets, keys, strict=True))
+    assert taken[0][0] == 0 and all(one[1] == other[0] for one, other in itertools.pairwise(taken))
+    widest = max(align for _, align in keys)
+    assert size % widest == 0 and taken[-1][1] <= size < taken[-1][1] + widest

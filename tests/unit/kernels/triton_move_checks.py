@@ -83,6 +83,16 @@ def test_large_pages_in_several_tiles(page_size, row):
     check(caches, page_size, expected)
 
 
+def test_more_units_than_one_program_takes():
+    caches = [random_bytes(torch.empty(1300, 1, 3, dtype=torch.uint8), torch.Generator().manual_seed(0)).to(DEVICE)]
+    expected = as_units(caches[0], 1)
+    order = np.random.default_rng(0).permutation(1300)
+    sources, targets = order[:600], order[700:]
+    TritonMover(caches, 1, 0).copy(sources, targets)
+    expected[targets] = expected[sources]
+    check(caches, 1, [expected])
+
+
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), unit_slots=st.sampled_from([1, 2, 5]))
 def test_copies_are_as_if_one_after_the_other(data, unit_slots):
