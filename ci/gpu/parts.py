@@ -70,7 +70,7 @@ PARTS = (
         "kernel configurations for this architecture",
         0.0,
         900.0,
-        needs=(*TORCH, "click", "rich"),
+        needs=(*TORCH, "click", "rich", "psutil"),
         result="tuned.json",
     ),
 )

@@ -38,7 +38,7 @@ def write_results(outdir: Path, scratch: Path, manifest: dict[str, Any], outcome
     assert len(FILES) <= MAX_FILES
     left_out: list[str] = []
     written = {"log.txt": _log(scratch, outcomes), "manifest.json": _json(manifest)}
-    for name in ("kernels.json", "engine.json", "tuned.json"):
+    for name in ("kernels.json", "engine.json"):
         parts = {outcome.name: outcome.data for outcome in outcomes if outcome.result == name and outcome.data}
         if parts:
             written[name] = _json(parts)
@@ -47,7 +47,7 @@ def write_results(outdir: Path, scratch: Path, manifest: dict[str, Any], outcome
             left_out.append(f"{name} ({len(content) / 2**20:.0f} MiB)")
         else:
             (outdir / name).write_bytes(content)
-    for name in ("report.html", "summary.csv"):
+    for name in ("report.html", "summary.csv", "tuned.json"):
         source = scratch / name
         if source.is_file() and source.stat().st_size > MAX_BYTES:
             left_out.append(f"{name} ({source.stat().st_size / 2**20:.0f} MiB)")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from ci.gpu import __main__ as runner_module
-from ci.gpu import environment as environment_module
 from ci.gpu import record, summary
-from ci.gpu.environment import Environment, prepare
-from ci.gpu.parts import PARTS, Part, plan_seconds, select_parts
+from ci.gpu.environment import Environment
+from ci.gpu.parts import Part
 from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
 
 WRITE = """
@@ -220,29 +218,6 @@ def test_an_earlier_run_may_be_overwritten(tmp_path):
     assert args.quick and parts[0].name == "facts"
 
 
-def test_which_parts_run():
-    def names(*asked, quick=False):
-        return [part.name for part in select_parts(list(asked), quick)]
-
-    assert names() == [part.name for part in PARTS]
-    assert "tune" not in names(quick=True) and "sweep" in names(quick=True)
-    assert names("kernels") == ["facts", "kernels"]
-    assert names("tune", quick=True) == ["facts", "tune"]
-    assert names("engine", quick=True) == ["facts", "engine-qwen3-0.6b", "engine-llama-3.1-8b"]
-    assert "engine-qwen3-14b" in names("engine")
-    assert names("sweep", "check") == ["facts", "check", "sweep"]
-
-
-def test_a_quick_run_fits_its_limit_and_saved_time_goes_to_later_parts():
-    parts = select_parts([], quick=True)
-    assert sum(part.quick_s for part in parts) < runner_module.QUICK_LIMIT_S - 60 < 600 - 60
-    first = parts[0].quick_s
-    assert plan_seconds(parts, True, 100.0) == first  # late already: not more than its own
-    assert first < plan_seconds(parts, True, 10_000.0) <= 2 * first
-    assert plan_seconds(parts[-1:], True, 300.0) > 250
-    assert plan_seconds(parts, True, 10.0) < 0
-
-
 def test_no_torch_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text("#!/bin/sh\necho 'No module named torch' >&2\nexit 1\n")
@@ -252,40 +227,6 @@ def test_no_torch_is_one_sentence(monkeypatch, tmp_path):
         '#!/bin/sh\necho \'a warning\'\necho \'{"torch": "2.11.0", "cuda": "13.0", "available": true}\'\n'
     )
     assert runner_module.no_gpu() is None
-
-
-def make_wheel(folder: Path, name: str) -> None:
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", "answer = 42\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
-
-
-def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypatch):
-    """A missing wheel is a note, and costs the others nothing. Nothing is changed outside the folder."""
-    pytest.importorskip("pip")
-    wheels, home = tmp_path / "wheels", tmp_path / "home"
-    wheels.mkdir()
-    home.mkdir()
-    make_wheel(wheels, "kvbench_probe_wheel")
-    (tmp_path / "wanted.txt").write_text("# names\nkvbench_probe_wheel\nkvbench_probe_missing\nnumpy  # is here\n")
-    monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
-    found = prepare(home, wheels)
-    assert found.python.startswith(str(home))
-    missing = found.missing(
-        ["kvbench_probe_wheel", "kvbench_probe_missing", "torch", "triton", "json", "no.such.thing"]
-    )
-    assert missing == ["kvbench_probe_missing", "no.such.thing"]
-    assert len(found.notes) == 1 and found.notes[0].startswith("kvbench_probe_missing could not be installed")
-    assert Environment().missing(["kvbench_probe_wheel"]) == ["kvbench_probe_wheel"]
-    assert record.versions(found.python)["torch"] == record.versions(sys.executable)["torch"]
-
-
-def test_without_wheels_this_python_is_used_as_it_is(tmp_path):
-    assert prepare(tmp_path, None).python == sys.executable
-    assert not list(tmp_path.iterdir())
 
 
 def test_sources_hash_follows_the_sources(tmp_path):
@@ -300,3 +241,12 @@ def test_sources_hash_follows_the_sources(tmp_path):
 def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
     assert record.git_state(tmp_path) == {"sha": None, "dirty": None}
     assert json.dumps(record.begin({"outdir": tmp_path, "quick": True}))
+
+
+def test_tuned_tables_are_kept_as_they_are(tmp_path):
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    out.mkdir()
+    scratch.mkdir()
+    (scratch / "tuned.json").write_text("as kvbench tune wrote it")
+    summary.write_results(out, scratch, manifest_of(), [Outcome("tune", "x", PASSED, result="tuned.json")])
+    assert (out / "tuned.json").read_text() == "as kvbench tune wrote it"

@@ -1,0 +1,71 @@
+"""Which parts run, for how long, and what they need; the tuning part."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+from ci.gpu import __main__ as runner_module
+from ci.gpu import environment as environment_module
+from ci.gpu import tune
+from ci.gpu.part import PartReport
+from ci.gpu.parts import PARTS, plan_seconds, select_parts
+from kernels import tuning
+from kvbench.cli import cli
+
+
+def test_which_parts_run():
+    def names(*asked, quick=False):
+        return [part.name for part in select_parts(list(asked), quick)]
+
+    assert names() == [part.name for part in PARTS]
+    assert "tune" not in names(quick=True) and "sweep" in names(quick=True)
+    assert names("kernels") == ["facts", "kernels"]
+    assert names("tune", quick=True) == ["facts", "tune"]
+    assert names("engine", quick=True) == ["facts", "engine-qwen3-0.6b", "engine-llama-3.1-8b"]
+    assert "engine-qwen3-14b" in names("engine")
+    assert names("sweep", "check") == ["facts", "check", "sweep"]
+
+
+def test_a_quick_run_fits_its_limit_and_saved_time_goes_to_later_parts():
+    parts = select_parts([], quick=True)
+    assert sum(part.quick_s for part in parts) < runner_module.QUICK_LIMIT_S - 60 < 600 - 60
+    first = parts[0].quick_s
+    assert plan_seconds(parts, True, 100.0) == first  # late already: not more than its own
+    assert first < plan_seconds(parts, True, 10_000.0) <= 2 * first
+    assert plan_seconds(parts[-1:], True, 300.0) > 250
+    assert plan_seconds(parts, True, 10.0) < 0
+
+
+SYSTEM = {"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy"}  # the machine brings them
+WHEELS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}  # import name -> name of its wheel
+
+
+def test_what_parts_need_is_there_or_among_the_wheels_and_their_modules_exist():
+    listed = set(environment_module.read_requirements())
+    for part in PARTS:
+        assert importlib.util.find_spec(f"ci.gpu.{part.module}") is not None
+        for device in ("cuda", "cpu"):
+            assert {WHEELS.get(name, name) for name in part.needed(device)} <= SYSTEM | listed
+    assert not listed & SYSTEM  # never one that could replace the machine's own
+
+
+def test_tune_reports_what_was_gained(tmp_path):
+    entry = tuning.Entry(
+        "decode", "auto", rows=16, d_pad=128, v_pad=128, itemsize=2, page_size=16, block_m=16, block_n=64,
+        num_stages=3, num_warps=4, microseconds=90.0, default_microseconds=100.0,
+    )  # fmt: skip
+    table = tuning.Table(90, "a GPU", 132, "1", "3.6", "2026-01-01", (entry,))
+    path = tuning.write_table(table, tmp_path)
+    report = PartReport(tmp_path / "part.json", seconds=60)
+    tune.summarise(report, json.loads(path.read_text()))
+    assert report.data["headline"] == "1 of 1 faster; to use it: kernels/tuned/sm_90.json"
+    assert report.data["tables"][0]["rows"][0][2:] == ["100.0", "90.0", "10.0%"]
+
+
+def test_tune_asks_for_what_kvbench_knows(tmp_path):
+    """It fails for want of a GPU, not for an option that is not there."""
+    command = tune.tune_command(tmp_path, True, 100.0)
+    assert command[command.index("--max-minutes") + 1] == "1.333"
+    known = {option for parameter in cli.commands["tune"].params for option in parameter.opts}
+    assert {word for word in command if word.startswith("--")} <= known
