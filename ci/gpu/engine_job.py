@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import statistics
 import sys
@@ -91,6 +92,17 @@ def cost_of(engine: Engine, model: str) -> ModelCost:
     tied = bool(text.get("tie_word_embeddings"))
     parameters = engine.model_info.num_parameters
     return model_cost(parameters, embedding, tied, DTYPE_BYTES[dtype], engine.capacity.bytes_per_slot)
+
+
+class WarningsAreFailures(logging.Handler):
+    """What the engine only warns of, such as decode without CUDA graphs, is a failure where it is to be measured."""
+
+    def __init__(self, report: PartReport):
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._report.fail(record.name, record.getMessage())
 
 
 class EngineJob:
@@ -250,6 +262,7 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="a config that ships with the engine")
     args = parser.parse_args()
     report = PartReport(args.out, args.seconds)
+    logging.getLogger("engine").addHandler(WarningsAreFailures(report))
     job = EngineJob(report, args)
     label = " (tiny shape)" if args.tiny else f" ({QUICK_SEQUENCES} of {NUM_SEQUENCES}, quick)" if args.quick else ""
     try:

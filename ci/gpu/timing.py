@@ -67,16 +67,17 @@ def _measure_cpu(step: Callable[[], object], seconds: float) -> Timing:
 def _captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     """None where the step cannot be captured (it waits for the device, or copies from pageable memory)."""
     graph = torch.cuda.CUDAGraph()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    before, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(before)
     try:
         with torch.cuda.stream(side):
             step()
-        torch.cuda.current_stream().wait_stream(side)
+        before.wait_stream(side)
         with torch.cuda.graph(graph):
             step()
         graph.replay()
     except RuntimeError:
+        torch.cuda.set_stream(before)  # a capture that fails leaves its own current
         torch.cuda.synchronize()
         return None
     torch.cuda.synchronize()
