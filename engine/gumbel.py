@@ -59,6 +59,30 @@ def add_gumbel_(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return scores.sub_(uniform.neg_().log1p_().neg_().log_())
 
 
+def draw(
+    logits: torch.Tensor, rows: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """One token for each of S draws, ``[S]`` int64, from ``logits [N, vocab]`` of any float dtype over a temperature.
+
+    ``rows [S]`` int64: which row each is from; ``largest [S]`` float32: its largest logit, set to 0 so that no
+    temperature overflows; ``temperature [S]`` float32; ``keys [S]`` int64.
+    """
+    if logits.is_cuda:
+        from kernels.triton_sample import gumbel_argmax
+
+        return gumbel_argmax(logits, rows, largest, temperature, keys)
+    scores = logits.index_select(0, rows).float().sub_(largest[:, None]).div_(temperature[:, None])
+    return torch.argmax(add_gumbel_(scores, keys), dim=-1)
+
+
+def draw_scored(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The same from scores ``[S, vocab]`` float32, each row's own and at most 0; they are written over."""
+    if scores.is_cuda:
+        zeros = torch.zeros(len(keys), device=scores.device)
+        return draw(scores, torch.arange(len(keys), device=scores.device), zeros, zeros + 1, keys)
+    return torch.argmax(add_gumbel_(scores, keys), dim=-1)
+
+
 @cache
 def _weyl_steps(vocab: int, device: torch.device) -> torch.Tensor:
     """``token id * increment`` modulo 2^64, ``[vocab]`` int64."""

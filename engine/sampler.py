@@ -17,11 +17,12 @@ from itertools import islice, pairwise
 import numpy as np
 import torch
 
-from engine.gumbel import add_gumbel_, row_keys
+from engine.gumbel import draw, draw_scored, row_keys
 from engine.sequence import Drawn, Sequence
 
-# Logits drawn from at once, so that the int64 intermediates stay in a core's cache, or small beside a GPU's memory.
-_BLOCK_ELEMENTS = {"cpu": 2**16, "cuda": 2**25}
+# Logits filtered and drawn from at once: on a CPU torch does not hand out so little work to threads, and it stays in a
+# core's cache; on a GPU it is small beside the memory.
+_BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**26}
 _COLDEST = 1e-30  # a lower temperature would leave float32; differences of logits over it are infinite anyway
 
 
@@ -109,7 +110,7 @@ def sample(
     draw_rows = np.repeat(np.arange(len(sequences)), wanted.counts)
     draws = _Draws.of(sequences, draw_rows, positions, engine_seed, logits.shape[1])
     if wanted.simple:
-        _draw_into(best, logits, draws)
+        _draw_into(best, logits, best, draws)
         return Sampled(best, wanted)
     silent = np.flatnonzero(np.repeat(wanted.silent, wanted.counts))
     first = np.flatnonzero(np.diff(draw_rows, prepend=-1))  # of each row's draws
@@ -117,7 +118,7 @@ def sample(
         logits.device, draw_rows, first, silent, draw_rows[silent], *map(np.array, wanted.beams.values())
     )
     drawn = best[rows]
-    _draw_into(drawn, logits, draws)
+    _draw_into(drawn, logits, best, draws)
     # of the model, before temperature, top-k and top-p; in float32, as transformers ranks beams
     logprobs = torch.log_softmax(logits[row_of_silent].float(), dim=-1)
     logprobs = logprobs.gather(1, drawn[of_silent][:, None])[:, 0]
@@ -174,29 +175,32 @@ class _Draws:
         return cls(*columns, num_plain=int((kind == 0).sum()), num_top_k=int((kind == 1).sum()))
 
 
-def _draw_into(drawn: torch.Tensor, logits: torch.Tensor, draws: _Draws) -> None:
-    """Put the draws at their places of ``drawn [M]``."""
+def _draw_into(drawn: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, draws: _Draws) -> None:
+    """Put the draws at their places of ``drawn [M]``. ``best [N]``: argmax of each row of ``logits``."""
     count = len(draws.at)
     if not count:
         return
     at, row, key, temperature, top_k, top_p = _upload(
         logits.device, draws.at, draws.row, draws.key, draws.temperature, draws.top_k, draws.top_p
     )
-    temperature = temperature.clamp(min=_COLDEST).float()[:, None]
+    temperature = temperature.clamp(min=_COLDEST).float()
+    largest = logits[row, best[row]].float()
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     block = max(1, _BLOCK_ELEMENTS[logits.device.type] // logits.shape[1])
     bounds = (0, draws.num_plain, draws.num_plain + draws.num_top_k, count)
     for kind, (first, last) in enumerate(pairwise(bounds)):
         for start in range(first, last, block):
             part = slice(start, min(start + block, last))
+            if kind == 0:
+                tokens[part] = draw(logits, row[part], largest[part], temperature[part], key[part])
+                continue
             scores = logits.index_select(0, row[part]).float()
-            # the largest is 0 whatever the temperature, so that nothing overflows
-            scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature[part])
+            scores = scores.sub_(largest[part, None]).div_(temperature[part, None])
             if kind == 1:
                 scores = keep_top_k(scores, top_k[part], int(draws.top_k[part].max()))
-            elif kind == 2:
+            else:
                 scores = keep_top_p(scores, top_k[part], top_p[part])
-            torch.argmax(add_gumbel_(scores, key[part]), dim=-1, out=tokens[part])
+            tokens[part] = draw_scored(scores, key[part])
     drawn.index_copy_(0, at, tokens)
 
 
