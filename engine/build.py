@@ -93,14 +93,16 @@ def default_budget(device: torch.device) -> int:
 
 
 def warm_up(engine: Engine) -> None:
-    """Make every kernel compile before the first request: one chunked prompt and a few decodes of two sequences."""
+    """Make every kernel compile before the first request: one chunked prompt, a few decodes, each way of drawing."""
     limit = engine.config.max_model_len
     vocab = engine.model_info.vocab_size
     length = max(1, min(limit - 4, engine.capacity.num_slots // 2 - 4, engine.config.max_num_batched_tokens + 8))
-    params = SamplingParams(max_tokens=min(4, limit - length), temperature=0.0, ignore_eos=True)
-    for index, size in enumerate((length, min(3, length))):
-        if engine.kv.fits(size, params.max_tokens) and size < limit:
+    count = min(4, limit - length)
+    short = min(3, length)
+    for index, (size, how) in enumerate(((length, {"temperature": 0.0}), (short, {}), (short, {"top_p": 0.9}))):
+        if engine.kv.fits(size, count) and size < limit:
             prompt = tuple((index + 1 + i * 31) % vocab for i in range(size))
+            params = SamplingParams(max_tokens=count, ignore_eos=True, **how)
             engine.add_request(Request(f"warm-up-{index}", prompt, params))
     while engine.has_work():
         engine.step()
