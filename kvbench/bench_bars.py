@@ -76,11 +76,18 @@ def _at_least_16(page_size: int) -> bool:
     return page_size >= 16
 
 
-_CPU_DECODE = _decode(8, 4096, "float32")
+_CPU_DECODE = (  # (what is measured, figure, limit)
+    ("share of the read bandwidth", "ratio", 0.5),
+    ("times gather + SDPA", "vs_gather_sdpa", 5),
+    ("times SDPA on contiguous KV", "vs_contiguous_sdpa", 1),
+)
 _CPU = (
-    Bar("decode 8 x 4096: share of the read bandwidth", "cpu", "test_decode", _CPU_DECODE, "ratio", 0.5),
-    Bar("decode 8 x 4096: times gather + SDPA", "cpu", "test_decode", _CPU_DECODE, "vs_gather_sdpa", 5),
-    Bar("decode 8 x 4096: times SDPA on contiguous KV", "cpu", "test_decode", _CPU_DECODE, "vs_contiguous_sdpa", 1),
+    *(
+        Bar(f"decode 8 x 4096, {pages}: {what}", "cpu", "test_decode",
+            _decode(8, 4096, "float32", **where), figure, limit)
+        for pages, where in (("pages of 16", {"page_size": 16}), ("all page sizes", {}))
+        for what, figure, limit in _CPU_DECODE
+    ),
     Bar("engine: times HF continuous batching", "cpu", "test_peers", {}, "vs hf-continuous", 5),
     Bar("engine: times vLLM's CPU backend", "cpu", "test_peers", {}, "vs vllm", 1.5),
     Bar("engine: times vLLM's CPU backend, eager", "cpu", "test_peers", {}, "vs vllm-eager", 1.5),

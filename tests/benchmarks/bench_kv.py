@@ -23,6 +23,9 @@ KV_DTYPES = choose(
     quick=[FLOAT, "fp8_e4m3", "int8_per_token_head"],
     smoke=[FLOAT, "int4_per_token_head"],
 )
+CACHES = [  # (KV dtype, page size) where the format matters less: quantised ones at two page sizes only
+    (kv, page_size) for kv in KV_DTYPES for page_size in PAGE_SIZES if kv in FLOATS or page_size in (16, CONTIGUOUS)
+]
 HEADS, KV_HEADS, DIM = (32, 8, 128) if CUDA else (8, 4, 64)
 OPTIONS = AttentionOptions(scale=DIM**-0.5)
 

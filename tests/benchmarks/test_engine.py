@@ -22,6 +22,7 @@ PROMPT, SHARED = choose(full=(128, 64), quick=(128, 64), smoke=(24, 16))  # toke
 OUTPUT = choose(full=16, quick=16, smoke=2)
 CONCURRENCY = choose(full=[32, 256] if CUDA else [4, 32], quick=[256] if CUDA else [32], smoke=[2])
 PAGE_SIZES = choose(full=[8, 16, 64, CONTIGUOUS], quick=[16, CONTIGUOUS], smoke=[8])
+LAYOUTS = [(p, caching) for p in PAGE_SIZES for caching in (False, True) if not caching or p != CONTIGUOUS]
 KV_DTYPES = choose(
     full=["auto", "fp8_e4m3", "int8_per_token_head"], quick=["auto", "int8_per_token_head"], smoke=["auto"]
 )
@@ -38,14 +39,11 @@ def settings(page_size: int, concurrency: int, kv: str, caching: bool) -> dict:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "caching"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("page_size", "caching"), LAYOUTS)
 @pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("concurrency", CONCURRENCY)
 def test_engine(benchmark, concurrency, kv, page_size, caching):
     """A closed loop; every turn has new prompts, and the prefix cache emptied before it."""
-    if caching and page_size == CONTIGUOUS:
-        pytest.skip("a contiguous reservation cannot be shared")
     engine = make_engine(**settings(page_size, concurrency, kv, caching))
     rng, turns = np.random.default_rng(0), []
     requests = choose(full=max(16, concurrency * 3 // 2), quick=max(16, concurrency * 3 // 2), smoke=4)

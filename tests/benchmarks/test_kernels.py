@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench_kv import (
+    CACHES,
     CONTIGUOUS,
     DIM,
     FLOAT,
@@ -154,14 +155,11 @@ def varlen_rival(cache: Cache, q: torch.Tensor, batch: int, new: int, total: int
     return {"varlen_attn": attend}
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize(("kv", "page_size"), CACHES)
 @pytest.mark.parametrize(("batch", "new", "context"), PREFILLS)
 def test_prefill(benchmark, batch, new, context, kv, page_size):
     """A chunk of ``new`` tokens after ``context``. The ceiling is torch's matrix product of the same dtype."""
     require_kernel(kv)
-    if kv not in FLOATS and page_size not in (16, CONTIGUOUS):
-        pytest.skip("a quantised prefill is measured at page size 16 and contiguous")
     total = new + context
     cache = make_cache(kv, batch, total, page_size)
     q = torch.randn(batch * new, HEADS, DIM, dtype=compute_dtype(kv), device=DEVICE)
@@ -190,8 +188,7 @@ def test_prefill(benchmark, batch, new, context, kv, page_size):
 WRITES = choose(full=[16, 512, 32768], quick=[512, 32768], smoke=[16])
 
 
-@pytest.mark.parametrize("page_size", [p for p in PAGE_SIZES if p != CONTIGUOUS])
-@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize(("kv", "page_size"), [cache for cache in CACHES if cache[1] != CONTIGUOUS])
 @pytest.mark.parametrize("tokens", WRITES)
 def test_write(benchmark, tokens, kv, page_size):
     """K and V of one layer's new tokens, heads first in memory, into pages in random order.
@@ -199,8 +196,6 @@ def test_write(benchmark, tokens, kv, page_size):
     gb_per_s counts what is read and what is written; vs_copy: against a plain copy of as many bytes in a row.
     """
     require_kernel(kv)
-    if kv not in FLOATS and page_size != 16:
-        pytest.skip("a quantised write is measured at page size 16")
     dtype = compute_dtype(kv)
     k, v = (torch.randn(KV_HEADS, tokens, DIM, dtype=dtype, device=DEVICE).transpose(0, 1) for _ in "kv")
     pages = -(-tokens // page_size) + 1

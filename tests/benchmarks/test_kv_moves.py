@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_kv import CONTIGUOUS, DIM, FLOAT, FLOATS, KV_DTYPES, KV_HEADS, PAGE_SIZES, ceiling, compute_dtype, quantise
+from bench_kv import CACHES, CONTIGUOUS, DIM, FLOATS, KV_HEADS, ceiling, compute_dtype, quantise
 from bench_mode import CUDA, DEVICE, choose
 from bench_timing import note, race
 
@@ -69,12 +69,9 @@ def plain_copies(kind: MoveKind, num_bytes: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize(("kv", "page_size"), CACHES)
 @pytest.mark.parametrize("kind", [kind.value for kind in MoveKind])
 def test_move(benchmark, kind, kv, page_size):
-    if kv != FLOAT and page_size != 16:
-        pytest.skip(f"a cache of {kv} is measured at page size 16")
     slot_bytes = 2 * LAYERS * KV_HEADS * DIM * compute_dtype(kv).itemsize
     num_slots = max(256, MOVED_BYTES // slot_bytes // 256 * 256)
     mover, slot_bytes = make_mover(kv, page_size, num_slots)
