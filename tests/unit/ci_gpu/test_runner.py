@@ -103,6 +103,19 @@ def test_a_part_beyond_its_time_is_stopped_with_its_children_and_keeps_what_it_h
     assert wait_until(lambda: not runs(int(pid.read_text())))
 
 
+def test_a_part_that_ends_leaves_nothing_running(run, tmp_path):
+    pid = tmp_path / "pid"
+    code = (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "write()\n"
+    )
+    outcomes, _ = run(scripted("careless", code))
+    assert outcomes["careless"].status == PASSED
+    assert wait_until(lambda: not runs(int(pid.read_text())))
+
+
 def runs(pid: int) -> bool:
     """False once it is gone, or dead and waiting for whoever adopted it."""
     try:
