@@ -80,6 +80,9 @@ def engine_for(root: str, family: str = "llama", backend: str = "auto", chunked:
     return make_engine(loaded(folder, backend), folder, **sizes, **batch, **settings)
 
 
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlapping"])
+
+
 def requests(priority: int = 0, names=tuple(PROMPTS)) -> list[Request]:
     return [Request(name, PROMPTS[name], PARAMS, priority=priority) for name in names]
 
@@ -115,6 +118,19 @@ def test_paged(root, expected, page_size, chunked, caching, preemption):
     parts come from the cache, some of it evicted meanwhile. A wrong count at the end of a page shows in the prompts
     whose length is 0, 1 or page size - 1 beyond whole pages (vllm#50749).
     """
+    _serve_paged(root, expected, page_size, chunked, caching, preemption)
+
+
+@pytest.mark.parametrize("preemption", PREEMPTION)
+@pytest.mark.parametrize(
+    ("page_size", "chunked", "caching"), [(1, True, True), (7, False, True), (16, True, False), (64, True, True)]
+)
+def test_paged_overlapping(root, expected, page_size, chunked, caching, preemption):
+    """Each step is planned and launched before the tokens of the one before are known."""
+    _serve_paged(root, expected, page_size, chunked, caching, preemption, async_scheduling=True)
+
+
+def _serve_paged(root, expected, page_size, chunked, caching, preemption, **settings) -> None:
     engine = engine_for(
         root,
         chunked=chunked,
@@ -122,6 +138,7 @@ def test_paged(root, expected, page_size, chunked, caching, preemption):
         page_size=page_size,
         enable_prefix_caching=caching,
         **preempting(preemption, max(32, page_size)),
+        **settings,
     )
     assert Run(engine, requests()).tokens() == expected("llama")
     assert_preempted(engine, preemption)
@@ -136,8 +153,10 @@ def test_paged(root, expected, page_size, chunked, caching, preemption):
 
 @pytest.mark.parametrize("preemption", PREEMPTION)
 @pytest.mark.parametrize("reservation", ["max", "pow2", "oracle"])
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "unchunked"])
-def test_contiguous(root, expected, chunked, reservation, preemption):
+@pytest.mark.parametrize(
+    ("chunked", "overlap"), [(True, False), (False, False), (True, True)], ids=["chunked", "unchunked", "overlapping"]
+)
+def test_contiguous(root, expected, chunked, overlap, reservation, preemption):
     """A reservation never has to grow, so only somebody more urgent can drive a sequence out of the slab."""
     engine = engine_for(
         root,
@@ -146,6 +165,7 @@ def test_contiguous(root, expected, chunked, reservation, preemption):
         layout="contiguous",
         reservation=reservation,
         scheduling_policy="priority",
+        async_scheduling=overlap,
         **preempting(preemption, 64),
     )
     names = list(PROMPTS)
@@ -157,7 +177,8 @@ def test_contiguous(root, expected, chunked, reservation, preemption):
 
 @pytest.mark.parametrize("preemption", PREEMPTION)
 @pytest.mark.parametrize("shares", [1, 3])
-def test_paged_by_priority(root, expected, shares, preemption):
+@OVERLAP
+def test_paged_by_priority(root, expected, overlap, shares, preemption):
     """Urgent requests drive running ones out in the middle of their prompts; several prompts advance side by side."""
     engine = engine_for(
         root,
@@ -165,6 +186,7 @@ def test_paged_by_priority(root, expected, shares, preemption):
         page_size=7,
         scheduling_policy="priority",
         max_num_partial_prefills=shares,
+        async_scheduling=overlap,
         **preempting(preemption, 32),
     )
     names = list(PROMPTS)
@@ -174,11 +196,12 @@ def test_paged_by_priority(root, expected, shares, preemption):
 
 
 @pytest.mark.parametrize("preemption", PREEMPTION)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (16, False), (16, True)])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
-def test_other_families(root, expected, family, page_size, preemption):
+def test_other_families(root, expected, family, page_size, overlap, preemption):
     """Sliding windows, softcaps and query norms under the same pressure."""
-    engine = engine_for(root, family, slots=128, page_size=page_size, **preempting(preemption, 32))
+    sizes = {"slots": 128, "page_size": page_size, "async_scheduling": overlap}
+    engine = engine_for(root, family, **sizes, **preempting(preemption, 32))
     assert Run(engine, requests()).tokens() == expected(family)
     assert_preempted(engine, preemption)
 
@@ -191,8 +214,12 @@ def test_torch_reference_backend(root, expected, family):
 
 
 @pytest.mark.parametrize("preemption", PREEMPTION)
-def test_eos_ends_a_sequence(root, expected, preemption):
-    """With ids that come up in the middle of some outputs, at the token where generate ends; the id is kept."""
+@OVERLAP
+def test_eos_ends_a_sequence(root, expected, overlap, preemption):
+    """With ids that come up in the middle of some outputs, at the token where generate ends; the id is kept.
+
+    Overlapping, one more token is being computed by then, and nobody sees it.
+    """
     folder = model_folder(root)
     eos = tuple({tokens[i] for tokens, i in zip(expected("llama").values(), (21, 22, 30), strict=False)})
     known = greedy_outputs(folder, PROMPTS, OUTPUT_TOKENS, eos)
@@ -206,6 +233,7 @@ def test_eos_ends_a_sequence(root, expected, preemption):
         max_num_seqs=len(PROMPTS),
         max_num_batched_tokens=24,
         page_size=7,
+        async_scheduling=overlap,
         **preempting(preemption, 32),
     )
     run = Run(engine, [Request(name, prompt, replace(PARAMS, ignore_eos=False)) for name, prompt in PROMPTS.items()])

@@ -274,6 +274,20 @@ def test_a_step_fails_with_another_in_flight(settings, where):
     assert failures >= 7 if where != "moves" else failures > 0 or not settings
 
 
+def test_a_failed_read_names_whom_that_step_had_swapped_out():
+    """Its copy on the host is part of the step, though the sequence itself is not."""
+    executor = CountingExecutor()
+    engine = overlapping(36, executor, page_size=4, preemption_mode="swap", host_slots=64)
+    for name in "ab":
+        engine.add_request(request(name, 5, max_tokens=24))
+    while not engine.stats().num_preemptions:
+        engine.step()
+    executor.fail_at = "read"
+    with pytest.raises(StepFailed):
+        engine.step()
+    assert sorted(engine.fail_step()) == ["a", "b"]
+
+
 SETTINGS = {
     "small": {"slots": 40},
     "swap": {"slots": 40, "preemption_mode": "swap", "host_slots": 64},
