@@ -1,0 +1,121 @@
+"""What a step of the real executor does on the host, and what it leaves to the device."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.sequence import Request, SamplingParams
+from kernels.api import AttentionOptions
+from tests.support.hf_parts import FAMILIES, loaded, make_engine, model_folder, one_thread
+
+COPIES = {"copy_", "clone", "contiguous", "_to_copy", "cat", "index", "index_put_", "index_copy_", "index_select"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    with one_thread():
+        yield str(tmp_path_factory.mktemp("models"))
+
+
+def decoding_engine(root: str, sequences: int, family: str = "llama", **settings):
+    """An engine whose ``sequences`` have all begun to decode."""
+    folder = model_folder(root, family)
+    sizes = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    engine = make_engine(loaded(folder), folder, slots=1024, **sizes, **settings)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    for i in range(sequences):
+        engine.add_request(Request(str(i), tuple(range(2, 7 + i)), params))
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
+def calls_of_a_forward(engine) -> Counter[str]:
+    """Functions called from Python, by name, in the forward pass of one decode step."""
+    calls: Counter[str] = Counter()
+    forward = engine.executor.forward
+
+    def counted(*args):
+        sys.setprofile(
+            lambda frame, event, arg: calls.update(
+                [frame.f_code.co_qualname if event == "call" else arg.__qualname__] if event.endswith("call") else []
+            )
+        )
+        try:
+            return forward(*args)
+        finally:
+            sys.setprofile(None)
+
+    engine.executor.forward = counted
+    engine.step()
+    engine.executor.forward = forward
+    return calls
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8_per_token_head"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layer_loop_has_no_python_for_each_sequence(root, family, kv_cache_dtype):
+    few = calls_of_a_forward(decoding_engine(root, 2, family, kv_cache_dtype=kv_cache_dtype))
+    many = calls_of_a_forward(decoding_engine(root, 9, family, kv_cache_dtype=kv_cache_dtype))
+    assert few == many
+    assert few.total() > 100
+
+
+class _Recorded(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_kv_goes_from_the_projection_to_its_slot_in_one_copy(root):
+    """Decode's own kernel reads K and V where the model left them, strided as they are, and nobody else moves them."""
+    engine = decoding_engine(root, 5)
+    host, tensors = engine.executor.host, []
+    make = engine.executor._inputs.make
+    engine.executor._inputs.make = lambda *args: (tensors.append(make(*args)), tensors[-1])[1]
+    engine.step()
+    step = tensors[-1].step
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 5, 16)[0].transpose(0, 1) for heads in (4, 2, 2))
+    assert not k.is_contiguous()
+    with torch.inference_mode():
+        host.begin(step)
+        with _Recorded() as recorded:
+            host(0, q, k, v, AttentionOptions(scale=0.25))
+    assert COPIES.isdisjoint(recorded.ops), recorded.ops
+    assert torch.equal(host.k_caches[0][step.slots], k)
+    assert torch.equal(host.v_caches[0][step.slots], v)
+
+
+def test_pending_tokens_never_reach_the_host_before_their_read(root, monkeypatch):
+    """What overlaps draws the same, though every step but the first is fed from the tensor that the last one left."""
+    outputs = {}
+    for overlap in (False, True):
+        engine = decoding_engine(root, 3, async_scheduling=overlap)
+        executor, fed = engine.executor, []
+        make = executor._inputs.make
+        monkeypatch.setattr(executor._inputs, "make", lambda *a, make=make, fed=fed: (fed.append(make(*a)), fed[-1])[1])
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work():
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        assert {len(inputs.pending_at) for inputs in fed} == ({3} if overlap else {0})
+        outputs[overlap] = {name: own[-30:] for name, own in tokens.items()}
+    assert outputs[True] == outputs[False]
+
+
+def test_every_step_is_split_into_phases(root):
+    engine = decoding_engine(root, 3)
+    before = dict(engine.stats().phase_seconds)
+    engine.step()
+    after = engine.stats().phase_seconds
+    assert all(after[name] > before[name] for name in ("schedule", "prepare", "execute", "sample", "output"))
