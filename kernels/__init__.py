@@ -38,12 +38,15 @@ def get_backend(name: str) -> AttentionBackend:
 
 def default_backend(device: torch.device | str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
     """Name of the backend for a model of ``dtype`` on ``device``: triton on cuda, numba for float32 on
-    cpu, torch otherwise. A quantised KV cache on cuda is served by torch."""
+    cpu, torch otherwise. Each serves every ``kv_cache_dtype``; ValueError for one that there is not."""
     import torch
 
+    from kernels.kv_formats import find_format
+
+    find_format(kv_cache_dtype)
     device = torch.device(device)
     if device.type == "cuda":
-        return "triton" if kv_cache_dtype == "auto" else "torch"
+        return "triton"
     if device.type == "cpu" and dtype == torch.float32:
         return "numba"
     return "torch"

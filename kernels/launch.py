@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kernels.kv_formats import find_format
 
 MIN_DOT = 16  # tl.dot takes no dimension under 16
 SHARED_BYTES = 64 * 1024  # of K and V tiles in flight; the smallest block limit, 99 KiB of sm_86, 89 and 120, has room
+MAX_STAGES = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split costs more in the reduction than it gains
 MAX_SPLITS = 64
+PROGRAMS_PER_SM = 2  # that run at a time, at least: what hides one program's waiting for its loads
+GOOD_FILL = 0.85  # of the best fill of the last wave: more splits than this needs only cost
+SHORT_QUERIES = 8  # chunks up to here (speculation, the tail of a prompt) take tiles of their own
+FP8_HARDWARE_ARCH = 89  # the first whose conversions take e4m3
+ONE_PAGE = 1 << 30  # stands for any page size where a sequence has one page
+LARGEST_PAGE = 256  # of a paged cache; a larger page is a contiguous reservation
 
 
 class Tiles(NamedTuple):
@@ -19,6 +29,40 @@ class Tiles(NamedTuple):
     v_pad: int
     num_stages: int
     num_warps: int
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """What an attention kernel is compiled for, apart from its tiles.
+
+    ``itemsize``: bytes of a value of q; ``page_size``: see ``kernel_page_size``; ``kind``: "auto" or the name of a
+    KV format; ``arch``: 10 x major + minor compute capability; ``tiles``: these, whatever would be chosen.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+    page_size: int
+    kind: str = "auto"
+    arch: int = 80
+    window: int | None = None
+    softcap: bool = False
+    sinks: bool = False
+    tiles: Tiles | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def tuning_key(self) -> tuple[int, str, int, int, int, int, int]:
+        """What ``kernels.tuning`` chooses tiles by."""
+        return (
+            self.arch, self.kind, self.group, self.head_dim, self.v_head_dim, self.itemsize, self.page_size
+        )  # fmt: skip
 
 
 def next_power_of_two(n: int) -> int:
@@ -36,38 +80,103 @@ def padded_dim(dim: int) -> int:
     return max(MIN_DOT, next_power_of_two(dim))
 
 
-def _tokens_and_stages(d_pad: int, v_pad: int, itemsize: int, largest: int) -> tuple[int, int]:
-    """The longest token tile, then the deepest pipeline of at most 3 stages, that fit SHARED_BYTES."""
-    block_n = largest
-    while block_n > MIN_DOT and block_n * (d_pad + v_pad) * itemsize * 2 > SHARED_BYTES:
+def kernel_page_size(page_size: int, pages: int) -> int:
+    """The page size to compile for, of a page table with ``pages`` columns.
+
+    A contiguous reservation is one page of any length: one kernel serves all lengths, and no tile of it crosses a page.
+    """
+    return ONE_PAGE if pages == 1 and page_size > LARGEST_PAGE else page_size
+
+
+def fp8_hardware(kind: str, arch: int) -> bool:
+    """Whether the chip itself converts the cache's e4m3 values."""
+    return kind == "fp8_e4m3" and arch >= FP8_HARDWARE_ARCH
+
+
+def shape_constants(shape: KernelShape, tiles: Tiles) -> dict[str, Any]:
+    """The compile-time arguments that both attention kernels have, with num_warps and num_stages."""
+    return {
+        "PAGE_SIZE": shape.page_size, "WINDOW": shape.window or 0, "HEADS": shape.num_heads, "GROUP": shape.group,
+        "D": shape.head_dim, "DV": shape.v_head_dim, "D_PAD": tiles.d_pad, "DV_PAD": tiles.v_pad,
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "HAS_SOFTCAP": shape.softcap, "HAS_SINKS": shape.sinks,
+        "KIND": shape.kind, "FP8_HARDWARE": fp8_hardware(shape.kind, shape.arch),
+        "num_warps": tiles.num_warps, "num_stages": tiles.num_stages,
+    }  # fmt: skip
+
+
+def _tokens_and_stages(d_pad: int, v_pad: int, itemsize: int, kind: str, longest: int = 64) -> tuple[int, int]:
+    """The longest token tile of at most ``longest``, then the deepest pipeline, that fit SHARED_BYTES.
+
+    A pipeline of n stages keeps n - 1 tiles in flight, as the cache stores them; of a quantised cache one more tile
+    lies there as the dot takes it.
+    """
+    kv_format = find_format(kind)
+    bits = 8 * itemsize if kv_format is None else kv_format.code_bits
+
+    def in_flight(block_n: int, stages: int) -> int:
+        values = block_n * (d_pad + v_pad)
+        return values * bits // 8 * (stages - 1) + (0 if kv_format is None else values * itemsize)
+
+    block_n = longest
+    while block_n > MIN_DOT and in_flight(block_n, 2) > SHARED_BYTES:
         block_n //= 2
-    stages = SHARED_BYTES // (block_n * (d_pad + v_pad) * itemsize)
-    return block_n, max(1, min(3, stages))
+    stages = max(s for s in range(1, MAX_STAGES + 1) if s == 1 or in_flight(block_n, s) <= SHARED_BYTES)
+    return block_n, stages
 
 
-def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int) -> Tiles:
+def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind: str = "auto") -> Tiles:
     """Tiles of the decode kernel: all query heads of a KV head are its rows."""
     d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
-    block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, largest=64)
+    block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, kind)
     return Tiles(max(MIN_DOT, next_power_of_two(group)), block_n, d_pad, v_pad, stages, 4)
 
 
-def prefill_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int) -> Tiles:
-    """Tiles of the prefill kernel: its rows are query tokens x the query heads of one KV head."""
-    d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
-    block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, largest=64)
-    rows = 128 if d_pad <= 128 and itemsize <= 2 else 64
-    block_m = max(rows, next_power_of_two(group))
-    return Tiles(block_m, block_n, d_pad, v_pad, min(stages, 2), 8 if block_m >= 128 else 4)
+def prefill_tiles(
+    group: int, head_dim: int, v_head_dim: int, itemsize: int, kind: str = "auto", arch: int = 80
+) -> Tiles:
+    """Tiles of the prefill kernel: its rows are query tokens x the query heads of one KV head.
 
-
-def num_kv_splits(batch: int, kv_heads: int, max_tokens: int, num_sms: int) -> int:
-    """How many pieces decode cuts each sequence into, so that about two programs per SM run.
-
-    One piece when the batch alone fills the GPU or no sequence is long enough to share. Powers of two: the kernel is
-    compiled once for each number, and a batch that grows must not compile in the middle of a measurement.
+    Before sm_90 every warp holds the whole tile of K or V in registers, and dequantises it on its own: shorter tiles,
+    and fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory.
     """
-    programs = max(1, batch * kv_heads)
-    wanted = cdiv(2 * num_sms, programs) if programs < num_sms else 1
-    pieces = max(1, min(wanted, cdiv(max_tokens, MIN_SPLIT_TOKENS), MAX_SPLITS))
-    return 1 << (pieces.bit_length() - 1)
+    d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
+    longest = 64 if arch >= 90 and kind != "int4_per_token_head" else 32
+    block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, kind, longest)
+    rows = 128 if max(d_pad, v_pad) <= 128 and itemsize <= 2 and (arch >= 90 or kind == "auto") else 64
+    block_m = max(rows, next_power_of_two(group))
+    return Tiles(block_m, block_n, d_pad, v_pad, min(stages, 3), 8 if block_m >= 128 else 4)
+
+
+def short_tiles(group: int, tiles: Tiles) -> Tiles:
+    """Tiles of the prefill kernel for sequences of up to SHORT_QUERIES queries, made from those of decode."""
+    block_m = min(64, max(tiles.block_m, next_power_of_two(group * SHORT_QUERIES)))
+    return tiles._replace(block_m=max(block_m, next_power_of_two(group)))
+
+
+def prefill_blocks(queries: int, batch: int, max_queries: int, block_q: int) -> int:
+    """The most blocks of ``block_q`` queries that ``batch`` sequences of ``queries`` queries together can have, none
+    more than ``max_queries``."""
+    return min(queries // block_q + batch, batch * cdiv(max_queries, block_q))
+
+
+def num_kv_splits(programs: int, max_tokens: int, num_sms: int) -> int:
+    """How many pieces each of ``programs`` (sequences or query blocks x KV heads) cuts its keys into.
+
+    One where the programs alone fill the GPU several times, or nothing is long enough to share. Else the fewest whose
+    last wave is filled almost as well as that of the best number: every split more costs a part in the reduction.
+    """
+    most = max(1, min(cdiv(max_tokens, MIN_SPLIT_TOKENS), MAX_SPLITS))
+    at_a_time = PROGRAMS_PER_SM * num_sms
+
+    def fill(splits: int) -> float:
+        waves = max(1, programs) * splits / at_a_time
+        return waves / -(-waves // 1)
+
+    fills = [fill(splits) for splits in range(1, most + 1)]
+    return 1 + next(i for i, value in enumerate(fills) if value >= GOOD_FILL * max(fills))
+
+
+def padded_splits(splits: int) -> int:
+    """Splits as the reduction is compiled for them: few variants."""
+    return next(n for n in (4, 16, MAX_SPLITS) if splits <= n)

@@ -6,21 +6,23 @@ and meant for tests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from triton import knobs
 
-from kernels.api import AttentionOptions, KVPair, check_heads, dense_rows
+from kernels.api import AttentionOptions, KVCache, KVPair, check_heads, dense_rows
 from kernels.kv_formats import find_format
-from kernels.launch import num_kv_splits
 from kernels.reference import TorchBackend
-from kernels.triton_decode import launch_decode
-from kernels.triton_kv import launch_write_kv
-from kernels.triton_prefill import launch_prefill
+from kernels.triton_launch import Attention, Chip, Splits, launch_write
 
 MAX_HEAD_DIM = 256  # larger tiles leave too little shared memory for a pipeline
+MAX_GROUP = 64
+OLDEST_ARCH = 75  # what Triton compiles for
+BFLOAT16_ARCH = 80
+INTERPRETED = Chip(arch=80, num_sms=4)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -40,14 +42,31 @@ class PrefillPlan:
 
 
 @cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def read_chip(device: torch.device) -> Chip:
+    """The chip behind ``device``; what the interpreter stands for on a CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if device.type != "cuda":
+        return INTERPRETED
+    if not torch.cuda.is_available():
+        raise ValueError(f"the triton kernel backend needs {device}, and torch sees no CUDA device: use device cpu")
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
 class TritonBackend(TorchBackend):
-    """float16, bfloat16 or float32 on CUDA; what is not overridden is torch's. See kernels.api.AttentionBackend."""
+    """float16, bfloat16 or float32 on CUDA, any KV format. See kernels.api.AttentionBackend.
+
+    ``chip_of``: what a device is, read from the driver unless a test says otherwise.
+    """
 
     name = "triton"
+
+    def __init__(self, chip_of: Callable[[torch.device], Chip] = read_chip) -> None:
+        self._chip_of = chip_of
+        self._splits = Splits()
 
     def check_support(
         self,
@@ -60,42 +79,46 @@ class TritonBackend(TorchBackend):
         device: torch.device | str,
         kv_cache_dtype: str = "auto",
     ) -> None:
+        find_format(kv_cache_dtype)
+        device = torch.device(device)
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM)
-        if num_heads // num_kv_heads > 64:
+        if num_heads // num_kv_heads > MAX_GROUP:
             raise ValueError(
-                f"{num_heads} query heads on {num_kv_heads} KV heads are more than the 64 per KV head that "
+                f"{num_heads} query heads on {num_kv_heads} KV heads are more than the {MAX_GROUP} per KV head that "
                 "the triton kernel backend serves: use the torch backend for this model"
-            )
-        if find_format(kv_cache_dtype) is not None:
-            raise ValueError(
-                f"the triton kernel backend serves no quantised KV cache, and kv_cache_dtype is {kv_cache_dtype}: "
-                "use the torch backend (kernel_backend torch, or auto)"
             )
         if dtype not in _DTYPES:
             raise ValueError(
                 f"the triton kernel backend cannot compute with a {dtype} KV cache: use float16, bfloat16 or float32"
             )
-        if torch.device(device).type != "cuda" and not knobs.runtime.interpret:
+        if device.type != "cuda" and not knobs.runtime.interpret:
             raise ValueError(
                 f"the triton kernel backend needs a CUDA device, not {device}: use default_backend(device, dtype)"
             )
+        arch = self._chip_of(device).arch
+        capability = f"{device}, of compute capability {arch // 10}.{arch % 10}"
+        if arch < OLDEST_ARCH:
+            raise ValueError(
+                f"the triton kernel backend needs compute capability {OLDEST_ARCH / 10} or newer, and cannot serve "
+                f"{capability}: use the torch backend"
+            )
+        if dtype == torch.bfloat16 and arch < BFLOAT16_ARCH:
+            raise ValueError(
+                f"bfloat16 needs compute capability {BFLOAT16_ARCH / 10} or newer, and cannot run on {capability}: "
+                "use float16"
+            )
 
     def write_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slots: torch.Tensor,
+        self, k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KVCache, slots: torch.Tensor
     ) -> None:
         if k.shape[0]:
-            launch_write_kv(dense_rows(k), dense_rows(v), k_cache, v_cache, slots)
+            launch_write(dense_rows(k), dense_rows(v), k_cache, v_cache, slots)
 
     def decode_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         page_starts: torch.Tensor,
         seq_lens: torch.Tensor,
         page_size: int,
@@ -104,32 +127,21 @@ class TritonBackend(TorchBackend):
         out: torch.Tensor | None = None,
         plan: DecodePlan | None = None,
     ) -> torch.Tensor:
-        batch, heads, _ = q.shape
-        v_dim = v_cache.shape[2]
         if out is None:
-            out = q.new_empty((batch, heads, v_dim))
-        if batch == 0:
+            out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
+        if q.shape[0] == 0:
             return out
         # Without a plan, the page table's width bounds the length: no synchronisation with the GPU.
         max_tokens = page_starts.shape[1] * page_size if plan is None else plan.max_tokens
-        if options.sliding_window is not None:
-            max_tokens = min(max_tokens, options.sliding_window)
-        splits = num_kv_splits(batch, k_cache.shape[1], max_tokens, _num_sms(q.device))
-        parts = lse = None
-        if splits > 1:
-            parts = torch.empty((batch, heads, splits, v_dim), dtype=torch.float32, device=q.device)
-            lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
-        launch_decode(
-            dense_rows(q), k_cache, v_cache, page_starts, seq_lens, page_size, options,
-            out, parts, lse, splits,
-        )  # fmt: skip
+        attention = self._attention(q, k_cache, v_cache, page_starts, page_size, options, out)
+        attention.decode(seq_lens, max_tokens, self._splits)
         return out
 
     def prefill_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
         page_starts: torch.Tensor,
         query_starts: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -144,13 +156,15 @@ class TritonBackend(TorchBackend):
             out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
         if q.shape[0] == 0:
             return out
-        # Without a plan, all new tokens could be of one sequence: surplus programs end at once.
-        max_queries = q.shape[0] if plan is None else plan.max_queries
-        launch_prefill(
-            dense_rows(q), k_cache, v_cache, page_starts, query_starts, seq_lens, page_size, options,
-            out, max_queries,
-        )  # fmt: skip
+        if plan is None:  # all new tokens could be of one sequence
+            plan = PrefillPlan(q.shape[0], page_starts.shape[1] * page_size)
+        attention = self._attention(q, k_cache, v_cache, page_starts, page_size, options, out)
+        attention.prefill(query_starts, seq_lens, plan.max_queries, plan.max_tokens, self._splits)
         return out
+
+    def _attention(self, q, k_cache, v_cache, page_starts, page_size, options, out) -> Attention:
+        chip = self._chip_of(q.device)
+        return Attention(dense_rows(q), k_cache, v_cache, page_starts, page_size, options, out, chip)
 
     def plan_decode(
         self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int, *, max_tokens: int

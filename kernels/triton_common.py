@@ -1,4 +1,14 @@
-"""What the Triton attention kernels share: finding slots, one tile of online softmax, softcap."""
+"""The steps that the decode and prefill kernels share: where a tile lies, loading it, scores, softmax, the end.
+
+A program attends some query rows [M] to the tokens begin..end-1 of one sequence under one KV head, a tile of BLOCK_N
+tokens at a time. Tiles start at multiples of BLOCK_N, so that where BLOCK_N divides the page size no tile crosses a
+page. Scores are in units of log 2 (exp2 serves as exp); the launcher folds log2(e), the softcap and an fp8 cache's
+K scale into ``score_scale``, and its V scale is ``v_scale``, used once at the end.
+
+K and V of a quantised cache become the dtype of q before ``tl.dot``, and the products are summed in float32. No dot
+takes fp8: Hopper's tensor cores add fp8 products with 14 bits and lose a needle in a long context unless the sum is
+taken out of them every few tokens, and 16-bit operands have no such limit.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +16,266 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
+FP8_UNIT = 256.0  # what ``dequantise`` leaves out where it has no hardware conversion of e4m3
 
 
 @triton.jit
-def token_slots(page_row, tokens, in_range, PAGE_SIZE: tl.constexpr):
-    """Slots of ``tokens`` as int64: slot * stride passes 2**31 in a large cache."""
-    starts = tl.load(page_row + tokens // PAGE_SIZE, mask=in_range, other=0).to(tl.int64)
-    return starts + tokens % PAGE_SIZE
+def columns(DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr):
+    """Which of a row's DIM values each of PAD columns holds, and whether it holds one.
+
+    A byte of int4 unpacks into two neighbouring columns, the values i and i + ceil(DIM / 2).
+    """
+    column = tl.arange(0, PAD)
+    if KIND == "int4_per_token_head":
+        HALF: tl.constexpr = (DIM + 1) // 2
+        value = column // 2 + column % 2 * HALF
+        return value, (column // 2 < HALF) & (value < DIM)
+    else:
+        return column, column < DIM
 
 
 @triton.jit
-def scores_log2(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores [M, N] in units of log 2, so that exp2 serves as exp."""
-    s = tl.dot(q, k, input_precision="ieee") * scale
+def row_bytes(DIM: tl.constexpr, KIND: tl.constexpr):
+    """Elements of the cache that one token's KV head takes."""
+    if KIND == "int4_per_token_head":
+        return (DIM + 1) // 2
+    else:
+        return DIM
+
+
+@triton.jit
+def tile_place(page_row, start, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tile at ``start`` lies: its first slot if tiles never cross a page, else the slot of each token.
+
+    int64: slot x stride passes 2**31 in a large cache. The page table is read for tokens begin..end-1 only; elsewhere
+    it may hold anything.
+    """
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(page_row + start // PAGE_SIZE, mask=start < end, other=0).to(tl.int64)
+        return page + start % PAGE_SIZE
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        pages = tl.load(page_row + tokens // PAGE_SIZE, mask=(tokens >= begin) & (tokens < end), other=0)
+        return pages.to(tl.int64) + tokens % PAGE_SIZE
+
+
+@triton.jit
+def dequantise(codes, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
+    """[N, bytes] codes -> [N, columns] values without their scales, in a dtype that holds them.
+
+    Where the chip has no conversion, the bits of e4m3, shifted into place, are a float16 of 1 / FP8_UNIT the value,
+    subnormals included; e5m2 is the upper byte of a float16 anyway.
+    """
+    if KIND == "fp8_e4m3":
+        if FP8_HARDWARE:
+            return codes.to(tl.float8e4nv, bitcast=True)
+        else:
+            bits = codes.to(tl.int16)
+            half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+            half = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.int16)
+            return half.to(tl.float16, bitcast=True)
+    elif KIND == "fp8_e5m2":
+        return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+    elif KIND == "int4_per_token_head":
+        low = ((codes & 15) ^ 8).to(tl.int8) - 8
+        high = ((codes >> 4) ^ 8).to(tl.int8) - 8
+        return tl.interleave(low, high).to(tl.float32)
+    elif KIND == "int8_per_token_head":
+        return codes.to(tl.float32)
+    else:
+        return codes
+
+
+@triton.jit
+def load_tile(
+    base, stride, slots, in_range, like,
+    MASKED: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """[N, PAD] rows of K or V at ``slots`` in the dtype of ``like``, without the scales of a quantised cache.
+
+    Masked loads give 0 and not what lies there: 0 * NaN from an unused slot would be NaN.
+    """
+    USED: tl.constexpr = (DIM + 1) // 2 if KIND == "int4_per_token_head" else DIM
+    WIDTH: tl.constexpr = PAD // 2 if KIND == "int4_per_token_head" else PAD
+    column = tl.arange(0, WIDTH)
+    at = base + slots[:, None] * stride + column[None, :]
+    if MASKED:
+        codes = tl.load(at, mask=in_range[:, None] & (column < USED)[None, :], other=0)
+    elif USED == WIDTH:
+        codes = tl.load(at)
+    else:
+        codes = tl.load(at, mask=(column < USED)[None, :], other=0)
+    return dequantise(codes, KIND, FP8_HARDWARE).to(like.dtype)
+
+
+@triton.jit
+def score_tile(q, k, k_scales, score_scale, softcap, SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Scores [M, N] of q [M, D] and k [N, D] in units of log 2. With a softcap c, ``softcap`` is c * log2(e) and
+    ``score_scale`` has 2 * log2(e) / c in it: c * tanh(x / c) = c - 2c / (1 + exp(2x / c))."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+    if SCALED:
+        s = s * k_scales[None, :]
     if HAS_SOFTCAP:
-        s = softcap * (2.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * s / softcap)) - 1.0)
-    return s * 1.4426950408889634
+        s = softcap - 2 * softcap / (1 + tl.exp2(s))
+    return s
 
 
 @triton.jit
-def online_softmax(acc, top, total, s, v):
+def softmax_tile(acc, top, total, s, v, v_scales, SCALED: tl.constexpr):
     """Fold scores s [M, N] and values v [N, Dv] into the running accumulators."""
     new_top = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that sees nothing yet
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(top - base)
-    acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return acc, new_top, total * fade + tl.sum(p, 1)
+    total = total * fade + tl.sum(p, 1)
+    if SCALED and v.dtype == tl.float16:
+        # A product of weight and scale may be under float16's range: the tile's largest scale waits outside the dot.
+        largest = tl.max(tl.where(v_scales == v_scales, v_scales, 0.0), 0)
+        largest = tl.where(largest > 0, largest, 1.0)
+        p = p * (v_scales / largest)[None, :]
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee") * largest
+    else:
+        if SCALED:
+            p = p * v_scales[None, :]
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return acc, new_top, total
+
+
+@triton.jit
+def attend_tiles(
+    state, q, position, tokens_of, tiles, cache, score_scale, softcap,
+    MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Fold the tiles from tiles[0] to before tiles[1] into ``state`` = (acc, top, total, place of the tile tiles[0]).
+
+    The page table is read one tile ahead, past the end of this loop too: its neighbour goes on from there. Only MASKED
+    tiles ask which tokens exist and which of them each row sees.
+    """
+    SCALED: tl.constexpr = KIND == "int8_per_token_head" or KIND == "int4_per_token_head"
+    acc, top, total, place = state
+    begin, end = tokens_of
+    page_row, k_base, v_base, k_scales, v_scales, k_stride, v_stride = cache
+    for start in tl.range(tiles[0], tiles[1], BLOCK_N, num_stages=1 if MASKED else None):
+        ahead = tile_place(page_row, start + BLOCK_N, begin, end, PAGE_SIZE, BLOCK_N)
+        offsets = tl.arange(0, BLOCK_N)
+        tokens = start + offsets
+        in_range = (tokens >= begin) & (tokens < end)
+        slots = place + offsets if PAGE_SIZE % BLOCK_N == 0 else place
+        k = load_tile(k_base, k_stride, slots, in_range, q, MASKED, D, D_PAD, KIND, FP8_HARDWARE)
+        v = load_tile(v_base, v_stride, slots, in_range, q, MASKED, DV, DV_PAD, KIND, FP8_HARDWARE)
+        k_scale, v_scale = in_range, in_range  # not used
+        if SCALED:
+            k_scale = tl.load(k_scales + slots * KV_HEADS, mask=in_range, other=0.0)
+            v_scale = tl.load(v_scales + slots * KV_HEADS, mask=in_range, other=0.0)
+        s = score_tile(q, k, k_scale, score_scale, softcap, SCALED, HAS_SOFTCAP)
+        if MASKED:
+            visible = in_range[None, :] & (tokens[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (tokens[None, :] > position[:, None] - WINDOW)
+            s = tl.where(visible, s, float("-inf"))
+        acc, top, total = softmax_tile(acc, top, total, s, v, v_scale, SCALED)
+        place = ahead
+    return acc, top, total, place
+
+
+@triton.jit
+def attend(
+    q, position, tokens_of, unmasked, split, num_splits, cache, score_scale, softcap,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """(acc [M, DV_PAD], top [M], total [M]) of one split's share of the tiles of tokens begin..end-1.
+
+    Every row sees all of the tokens unmasked[0] to before unmasked[1]; other tiles are masked. A split may have no
+    tile: then top is -inf and the rest 0.
+    """
+    begin, end = tokens_of
+    first_tile = begin // BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_tile, num_splits)
+    first = (first_tile + split * per_split) * BLOCK_N
+    last = tl.minimum(first + per_split * BLOCK_N, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    last = tl.maximum(last, first)
+    free = tl.minimum(tl.maximum(tl.cdiv(unmasked[0], BLOCK_N) * BLOCK_N, first), last)
+    bound = tl.minimum(tl.maximum(unmasked[1] // BLOCK_N * BLOCK_N, free), last)
+    place = tile_place(cache[0], first, begin, end, PAGE_SIZE, BLOCK_N)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    state = (tl.zeros([BLOCK_M, DV_PAD], tl.float32), top, total, place)
+    if WINDOW > 0:
+        state = attend_tiles(
+            state, q, position, tokens_of, (first, free), cache, score_scale, softcap,
+            True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE,
+        )  # fmt: skip
+    state = attend_tiles(
+        state, q, position, tokens_of, (free, bound), cache, score_scale, softcap,
+        False, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE,
+    )  # fmt: skip
+    state = attend_tiles(
+        state, q, position, tokens_of, (bound, last), cache, score_scale, softcap,
+        True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE,
+    )  # fmt: skip
+    return state[0], state[1], state[2]
+
+
+@triton.jit
+def finish(
+    acc, top, total, row, row_ok, heads, split, num_splits, sinks_ptr, out_ptr, lse_ptr, v_scale,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write the result of ``row`` [M] (token x heads + head, int64), or with SPLIT the split's part of it.
+
+    A part is normalised, and its lse the log2 of its denominator: -inf where the split is empty. Sinks join once, here
+    or in ``reduce_kernel``. A row that saw nothing gets 0.
+    """
+    if HAS_SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + heads, mask=row_ok, other=0.0).to(tl.float32) * 1.4426950408889634
+        joint = tl.maximum(top, sink)
+        fade = tl.exp2(top - joint)
+        acc = acc * fade[:, None]
+        total = total * fade + tl.exp2(sink - joint)
+    # not "> 0": a NaN that the model computed must stay visible
+    result = acc * (v_scale / tl.where(total == 0, 1.0, total))[:, None]
+    place = row
+    if SPLIT:
+        place = row * num_splits + split
+        tl.store(lse_ptr + place, top + tl.log2(total), mask=row_ok)
+    value, value_ok = columns(DV, DV_PAD, KIND)
+    at = out_ptr + place[:, None] * DV + value[None, :]
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & value_ok[None, :])
+
+
+@triton.jit
+def reduce_kernel(
+    parts_ptr,  # float32 [rows, num_splits, Dv], each split normalised
+    lse_ptr,  # float32 [rows, num_splits], log2 of each split's denominator
+    sinks_ptr,  # [H]
+    out_ptr,  # [rows, Dv]; rows = tokens x H
+    num_splits,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Weigh the splits of one row by their denominators and add them up, all at once."""
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS_PAD)
+    dv = tl.arange(0, DV_PAD)
+    lse = tl.load(lse_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
+    top = tl.max(lse, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + row % HEADS).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(lse - base)
+    total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - base)
+    parts_at = parts_ptr + (row * num_splits + splits)[:, None] * DV + dv[None, :]
+    parts = tl.load(parts_at, mask=(splits < num_splits)[:, None] & (dv < DV)[None, :], other=0.0)
+    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + row * DV + dv, result.to(out_ptr.dtype.element_ty), mask=dv < DV)

@@ -147,8 +147,9 @@ def bucket_of(kernel: str, kind: str, group: int, head_dim: int, v_head_dim: int
 
 def computed(kernel: str, arch: int, kind: str, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> Tiles:
     """What launch.py works out for a shape."""
-    tiles = decode_tiles if kernel == "decode" else prefill_tiles
-    return tiles(group, head_dim, v_head_dim, itemsize)
+    if kernel == "decode":
+        return decode_tiles(group, head_dim, v_head_dim, itemsize, kind)
+    return prefill_tiles(group, head_dim, v_head_dim, itemsize, kind, arch)
 
 
 def _choose(kernel: str, arch: int, shape: tuple[str, int, int, int, int], page_size: int, folder: Path) -> Tiles:

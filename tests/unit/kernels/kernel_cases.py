@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from kernels import get_backend
 from kernels.api import AttentionOptions
+from kernels.kv_formats import KVFormat
+from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
 
 SHAPES = [(1, 16, 16), (2, 64, 64), (3, 20, 36), (4, 128, 128), (8, 32, 32), (5, 80, 48)]  # (group, D, Dv)
 
@@ -72,6 +75,24 @@ def build_cache(p: Problem) -> Cache:
     used = -(-torch.tensor(p.lens) // page_size)
     starts = torch.where(torch.arange(pages)[None, :] < used[:, None], starts, torch.full_like(starts, 1 << 40))
     return Cache(k, v, starts.to(p.device), page_size, slots)
+
+
+def quantise(cache: Cache, format: KVFormat, backend: str = "torch") -> tuple[QuantizedKV, QuantizedKV]:
+    """The problem's tokens in a quantised cache whose every other slot is poison: NaN scales, NaN codes."""
+    live = torch.cat(cache.slots)
+    sides = []
+    for plain in (cache.k, cache.v):
+        scale = None
+        if format in FP8_MAX:
+            scale = 2 * float(plain[live].abs().max() if len(live) else 1.0) / FP8_MAX[format]
+        side = QuantizedKV.zeros(format, *plain.shape, plain.device, scale)
+        codes, *scales = raw_tensors(side)
+        codes.view(torch.uint8).fill_(0x7F)  # NaN in both fp8 formats
+        for tensor in scales:
+            tensor.fill_(math.nan)
+        sides.append(side)
+    get_backend(backend).write_kv(cache.k[live], cache.v[live], *sides, live)
+    return sides[0], sides[1]
 
 
 def draw_options(p: Problem) -> AttentionOptions:

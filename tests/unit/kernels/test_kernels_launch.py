@@ -6,34 +6,96 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.launch import SHARED_BYTES, decode_tiles, num_kv_splits, padded_dim, prefill_tiles
+from kernels.kv_formats import KV_FORMATS
+from kernels.launch import (
+    MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
+    ONE_PAGE,
+    SHARED_BYTES,
+    SHORT_QUERIES,
+    cdiv,
+    decode_tiles,
+    fp8_hardware,
+    kernel_page_size,
+    num_kv_splits,
+    padded_dim,
+    padded_splits,
+    prefill_blocks,
+    prefill_tiles,
+    short_tiles,
+)
 
 
 @given(
-    group=st.integers(1, 64), dim=st.integers(1, 256), v_dim=st.integers(1, 256), size=st.sampled_from([2, 4])
+    group=st.integers(1, 64),
+    dim=st.integers(1, 256),
+    v_dim=st.integers(1, 256),
+    size=st.sampled_from([2, 4]),
+    kind=st.sampled_from(["auto", *KV_FORMATS]),
+    arch=st.sampled_from([75, 80, 90, 100]),
 )
-def test_tiles_hold_the_work_and_fit_the_chip(group, dim, v_dim, size):
-    for tiles in (decode_tiles(group, dim, v_dim, size), prefill_tiles(group, dim, v_dim, size)):
+def test_tiles_hold_the_work_and_fit_the_chip(group, dim, v_dim, size, kind, arch):
+    bits = KV_FORMATS[kind].code_bits if kind in KV_FORMATS else 8 * size
+    decode, prefill = decode_tiles(group, dim, v_dim, size, kind), prefill_tiles(group, dim, v_dim, size, kind, arch)
+    for tiles in (decode, prefill, short_tiles(group, decode)):
         assert tiles.block_m >= max(16, group) and tiles.block_n >= 16
         assert dim <= tiles.d_pad < 2 * max(dim, 9) and v_dim <= tiles.v_pad < 2 * max(v_dim, 9)
         for n in (tiles.block_m, tiles.block_n, tiles.d_pad, tiles.v_pad):
             assert n & (n - 1) == 0
-        assert tiles.block_n * (tiles.d_pad + tiles.v_pad) * size * tiles.num_stages <= SHARED_BYTES
+        in_flight = tiles.block_n * (tiles.d_pad + tiles.v_pad) * bits // 8 * (tiles.num_stages - 1)
+        assert 1 <= tiles.num_stages <= 4 and in_flight <= SHARED_BYTES
+
+
+def test_short_chunks_of_usual_groups_are_one_block():
+    for group in (1, 2, 4, 5, 8):
+        tiles = short_tiles(group, decode_tiles(group, 128, 128, 2))
+        assert tiles.block_m // group >= SHORT_QUERIES and tiles.block_m <= 64
 
 
 @pytest.mark.parametrize(
-    ("batch", "kv_heads", "tokens", "sms", "splits"),
+    ("programs", "tokens", "sms", "splits"),
     [
-        (64, 8, 8192, 132, 1),  # the batch fills the GPU
-        (1, 8, 32768, 132, 32),  # 256 programs for 132 SMs
-        (1, 8, 300, 132, 2),  # never under 256 tokens a split
-        (1, 1, 1 << 20, 132, 64),  # the reduction's limit
-        (1, 8, 100, 132, 1),
-        (1, 8, 0, 132, 1),
+        (64 * 8, 8192, 132, 1),  # the batch fills the GPU
+        (8, 32768, 132, 29),  # 232 programs: two for most of the 132 SMs
+        (8, 300, 132, 2),  # never under 256 tokens a split, but for the last
+        (1, 1 << 20, 132, 55),
+        (1, 1 << 20, 2000, 55),
+        (8, 100, 132, 1),
+        (8, 0, 132, 1),
+        (0, 100, 132, 1),
     ],
 )
-def test_number_of_splits(batch, kv_heads, tokens, sms, splits):
-    assert num_kv_splits(batch, kv_heads, tokens, sms) == splits
+def test_number_of_splits(programs, tokens, sms, splits):
+    assert num_kv_splits(programs, tokens, sms) == splits
+
+
+@given(programs=st.integers(1, 5000), tokens=st.integers(0, 1 << 20), sms=st.integers(1, 200))
+def test_splits_fill_the_gpu_if_anything_can(programs, tokens, sms):
+    splits = num_kv_splits(programs, tokens, sms)
+    most = min(max(1, cdiv(tokens, MIN_SPLIT_TOKENS)), MAX_SPLITS)
+    assert 1 <= splits <= most
+    assert splits >= 0.85 * most or programs * splits >= 0.8 * sms
+    assert padded_splits(splits) >= splits
+
+
+@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=9), block_q=st.integers(1, 64))
+def test_blocks_are_enough_for_every_sequence(counts, block_q):
+    needed = sum(cdiv(n, block_q) for n in counts)
+    blocks = prefill_blocks(sum(counts), len(counts), max(counts), block_q)
+    assert needed <= blocks <= sum(counts) // block_q + len(counts)
+    if len(set(counts)) == 1:
+        assert blocks <= len(counts) * cdiv(counts[0], block_q)
+
+
+def test_pages_that_the_kernels_are_compiled_for():
+    assert kernel_page_size(16, 1) == 16 and kernel_page_size(256, 1) == 256
+    assert kernel_page_size(2000, 1) == kernel_page_size(8192, 1) == ONE_PAGE
+    assert kernel_page_size(2000, 2) == 2000
+
+
+def test_hardware_conversion_of_fp8():
+    assert fp8_hardware("fp8_e4m3", 89) and fp8_hardware("fp8_e4m3", 120)
+    assert not fp8_hardware("fp8_e4m3", 86) and not fp8_hardware("fp8_e5m2", 90)
 
 
 def test_padded_dims():

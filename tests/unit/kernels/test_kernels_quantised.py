@@ -263,15 +263,15 @@ def test_fp8_without_a_usable_scale_is_refused(scale):
 def test_who_serves_quantised_caches():
     fits = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
     for name in KV_FORMATS:
-        assert default_backend("cuda", torch.bfloat16, name) == "torch"
+        assert default_backend("cuda", torch.bfloat16, name) == "triton"
         assert default_backend("cpu", torch.float32, name) == "numba"
         for backend in ("torch", "numba"):
             get_backend(backend).check_support(**fits, device="cpu", kv_cache_dtype=name)
-        with pytest.raises(ValueError, match=f"triton .* no quantised KV cache, .*{name}: use the torch backend"):
-            get_backend("triton").check_support(**fits, device="cuda", kv_cache_dtype=name)
     for backend in ("torch", "numba"):
         with pytest.raises(ValueError, match="unknown kv_cache_dtype 'int2'"):
             get_backend(backend).check_support(**fits, device="cpu", kv_cache_dtype="int2")
+    with pytest.raises(ValueError, match="unknown kv_cache_dtype 'int2'"):
+        default_backend("cuda", torch.bfloat16, "int2")
 
 
 def test_formats_are_known_without_torch():

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kernel_cases import Cache, Problem, build_cache, draw_options, widen
+from kernel_cases import Cache, Problem, build_cache, draw_options, quantise, widen
 
 from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, KVFormat
-from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
+from kernels.quantized import FP8_MAX, QuantizedKV
 
 FORMATS = list(KV_FORMATS.values())
 SHAPES = [(2, 64, 64), (3, 7, 33)]  # (group, D, Dv): compiled per format; odd dims leave int4 half a byte
@@ -28,24 +28,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def quantise(cache: Cache, format: KVFormat, backend: str = "torch") -> tuple[QuantizedKV, QuantizedKV]:
-    """The problem's tokens in a quantised cache whose every other slot is poison: NaN scales, NaN codes."""
-    live = torch.cat(cache.slots)
-    sides = []
-    for plain in (cache.k, cache.v):
-        scale = None
-        if format in FP8_MAX:
-            scale = 2 * float(plain[live].abs().max() if len(live) else 1.0) / FP8_MAX[format]
-        side = QuantizedKV.zeros(format, *plain.shape, "cpu", scale)
-        codes, *scales = raw_tensors(side)
-        codes.view(torch.uint8).fill_(0x7F)  # NaN in both fp8 formats
-        for tensor in scales:
-            tensor.fill_(math.nan)
-        sides.append(side)
-    get_backend(backend).write_kv(cache.k[live], cache.v[live], *sides, live)
-    return sides[0], sides[1]
 
 
 def loud(cache: Cache) -> None:

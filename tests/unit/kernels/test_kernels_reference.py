@@ -98,7 +98,8 @@ def test_unsupported_shapes_are_refused_in_a_sentence(backend, change, message):
     fits = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
     with pytest.raises(ValueError, match=message):
         get_backend(backend).check_support(**(fits | change))
-    get_backend(backend).check_support(**(fits | ({"device": "cuda"} if backend == "triton" else {})))
+    if backend != "triton":  # which asks the device: test_triton_support.py
+        get_backend(backend).check_support(**fits)
 
 
 def test_importing_the_package_imports_no_framework():

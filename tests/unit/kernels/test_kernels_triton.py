@@ -6,110 +6,133 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import CompiledKernel
 
-from kernels.triton_decode import decode_constants, decode_kernel, reduce_kernel
-from kernels.triton_kv import write_kv_kernel
+from kernels.chips import shared_bytes_limit
+from kernels.compile_ahead import compile_for
+from kernels.kv_formats import KV_FORMATS
+from kernels.launch import KernelShape
+from kernels.triton_decode import decode_constants, decode_kernel
+from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
 
-CHECKS = Path(__file__).with_name("triton_checks.py")
+CHECKS = [Path(__file__).with_name(name) for name in ("triton_checks.py",)]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SCALARS = {"scale": "fp32", "softcap": "fp32"}
-INT64_POINTERS = {"pages_ptr", "slots_ptr", "query_starts_ptr", "lens_ptr"}
+CACHES = {"k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"}
+SCALES = {"k_scales_ptr", "v_scales_ptr"}
+CODES = {"int8_per_token_head": "i8"}  # else bytes
 
 
-def run_checks(interpret: str) -> None:
+def run_checks(interpret: str, *paths: Path) -> None:
     env = os.environ | {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=CHECKS.parents[3])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout"]
+    command += ["-o", "addopts=", *map(str, paths)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=CHECKS[0].parents[3])
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
-def test_kernels_in_the_interpreter():
-    run_checks("1")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", CHECKS, ids=lambda path: path.stem)
+def test_kernels_in_the_interpreter(path):
+    run_checks("1", path)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_on_the_gpu():
-    run_checks("0")
+    run_checks("0", *CHECKS)
 
 
-def compile_for(kernel, constants: dict, arch: int, dtype: str, float32: tuple[str, ...] = ()):
-    """Compile as a launch on aligned tensors would be; ``float32`` names pointers of that type."""
-    constants = dict(constants)
-    launch = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
-    signature, attrs = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = (
-                "*i64" if name in INT64_POINTERS else "*fp32" if name in float32 else f"*{dtype}"
-            )
-            attrs[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = SCALARS.get(name, "i32")
-            if signature[name] == "i32" and name != "pages_stride":
-                attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
+@cache
+def compiled(name: str, arch: int, kind: str = "auto", dtype: str = "bf16", dims=(128, 128), **options):
+    """A kernel as a model with 32 / 8 heads would need it."""
+    shape = KernelShape(32, 8, *dims, 2, options.pop("page_size", 16), kind, arch, **options)
+    kernel, constants = {
+        "decode": lambda: (decode_kernel, decode_constants(shape, 4)),
+        "decode, direct": lambda: (decode_kernel, decode_constants(shape, 1)),
+        "prefill": lambda: (prefill_kernel, prefill_constants(shape, 1, False)),
+        "prefill, short": lambda: (prefill_kernel, prefill_constants(shape, 4, True)),
+        "write": lambda: (write_kv_kernel, write_constants(8, *dims, kind)),
+    }[name]()
+    types = dict.fromkeys(("pages_ptr", "slots_ptr", "query_starts_ptr", "lens_ptr"), "i64")
+    if constants.get("SPLIT"):
+        types |= {"out_ptr": "fp32", "lse_ptr": "fp32"}
+    if kind != "auto":
+        types |= dict.fromkeys(CACHES, CODES.get(kind, "u8")) | dict.fromkeys(SCALES, "fp32")
+    return compile_for(kernel, constants, arch, types, dtype)
 
 
-def all_kernels(arch: int, dtype: str, head_dim: int = 128, v_head_dim: int = 128):
-    """Every kernel, compiled as a model with 32 / 8 heads would need it."""
-    heads = (32, 8, head_dim, v_head_dim, 2, 16)
-    split = decode_constants(*heads, 4, None, False, True)
-    direct = decode_constants(*heads, 1, 4096, True, True)
-    prefill = prefill_constants(*heads, None, False, False)
-    windowed = prefill_constants(*heads, 4096, True, True)
-    reduce = {
-        "HEADS": 32,
-        "DV": v_head_dim,
-        "DV_PAD": split["DV_PAD"],
-        "SPLITS": 4,
-        "SPLITS_PAD": 4,
-        "HAS_SINKS": True,
-    }
-    write = {"D": head_dim, "DV": v_head_dim, "K_ROW": 8 * head_dim, "V_ROW": 8 * v_head_dim}
-    write |= {"K_PAD": 2048, "V_PAD": 2048}
-    return {
-        "decode": compile_for(decode_kernel, split, arch, dtype, float32=("out_ptr", "lse_ptr")),
-        "decode, direct": compile_for(decode_kernel, direct, arch, dtype),
-        "reduce": compile_for(reduce_kernel, reduce, arch, dtype, float32=("parts_ptr", "lse_ptr")),
-        "prefill": compile_for(prefill_kernel, prefill, arch, dtype),
-        "prefill, windowed": compile_for(prefill_kernel, windowed, arch, dtype),
-        "write": compile_for(write_kv_kernel, write, arch, dtype),
-    }
+EVERYTHING = {"window": 4096, "softcap": True, "sinks": True}
+VARIANTS = [
+    ("decode", 80, "auto", "fp16"),
+    ("decode, direct", 89, "auto", "bf16"),
+    ("decode", 90, "auto", "bf16"),
+    ("prefill", 89, "auto", "bf16"),
+    ("prefill", 90, "auto", "bf16"),
+    ("prefill, short", 90, "auto", "bf16"),
+    *[("decode", 90, kind, "bf16") for kind in KV_FORMATS],
+    ("decode", 80, "fp8_e4m3", "bf16"),
+    ("prefill", 90, "fp8_e4m3", "bf16"),
+    ("prefill", 80, "int4_per_token_head", "bf16"),
+]
+compiles = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
-@pytest.mark.parametrize(
-    ("arch", "dtype", "head_dim", "v_head_dim"),
-    [(80, "fp16", 128, 128), (89, "bf16", 128, 128), (90, "bf16", 128, 128), (90, "bf16", 80, 256)],
-)
-def test_kernels_compile_ahead_of_time(arch, dtype, head_dim, v_head_dim):
-    for name, compiled in all_kernels(arch, dtype, head_dim, v_head_dim).items():
-        assert compiled.asm["cubin"], name
-        assert compiled.metadata.shared <= 99 * 1024, name  # sm_89 has 99 KiB a block, sm_80 163
-        if name.startswith(("decode", "prefill")):
-            assert "mma" in compiled.asm["ptx"], f"{name} does not use tensor cores"
-        if head_dim == 128 and name == "decode":
-            assert "cp.async" in compiled.asm["ptx"], "KV loads are not pipelined"
+def check_code(kernel: CompiledKernel, arch: int) -> None:
+    assert kernel.asm["cubin"]
+    assert kernel.metadata.shared <= shared_bytes_limit(arch)
+    assert "mma" in kernel.asm["ptx"], "no tensor cores"
+    assert "cp.async" in kernel.asm["ptx"], "KV loads are not pipelined"
+
+
+@compiles
+@pytest.mark.parametrize(("name", "arch", "kind", "dtype"), VARIANTS)
+def test_kernels_compile_ahead_of_time(name, arch, kind, dtype):
+    check_code(compiled(name, arch, kind, dtype), arch)
+
+
+@compiles
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_every_option_compiles(name):
+    check_code(compiled(name, 90, dims=(80, 256), page_size=256, **EVERYTHING), 90)
+
+
+@compiles
+def test_fp8_is_converted_by_the_chip_where_it_can():
+    convert = "cvt.rn.f16x2.e4m3x2"
+    assert convert in compiled("decode", 90, "fp8_e4m3").asm["ptx"]
+    assert convert not in compiled("decode", 80, "fp8_e4m3").asm["ptx"]
+
+
+@compiles
+@pytest.mark.parametrize("kind", ["auto", *KV_FORMATS])
+def test_no_dot_takes_fp8_and_all_sum_in_float32(kind):
+    """Two-level accumulation: Hopper's fp8 tensor cores lose a needle in a long context, 16-bit operands do not."""
+    ttir = compiled("decode", 90, kind).asm["ttir"]
+    dots = re.findall(r"tt\.dot .* : tensor<\w*x(\w+)> \* tensor<\w*x(\w+)> -> tensor<\w*x(\w+)>", ttir)
+    assert len(dots) >= 4 and set(dots) == {("bf16", "bf16", "f32")}
+
+
+@compiles
+def test_whole_page_tiles_read_the_page_table_once():
+    """One scalar load of int64 a tile where the tile divides the page; else one for each token."""
+
+    a_load_for_each_token = r"tt\.load .* : tensor<\d+x!tt\.ptr<i64>>"
+    for name in ("decode", "prefill"):
+        assert re.search(a_load_for_each_token, compiled(name, 90).asm["ttir"])
+        assert not re.search(a_load_for_each_token, compiled(name, 90, page_size=256).asm["ttir"])
 
 
 def cache_pointer_offsets(ttir: str, pointers: set[str]) -> list[str]:
     """Types of all offsets that are added to the pointers named and to what derives from them."""
     derived, offsets = {f"%{p}" for p in pointers}, []
     for line in ttir.splitlines():
-        found = re.match(
-            r"\s*(%\S+) = (tt\.\w+) (%\S+?)(?:, (%\S+))?(?: \{.*\})? : (.*?)(?: loc\(.*)?$", line
-        )
+        found = re.match(r"\s*(%\S+) = (tt\.\w+) (%\S+?)(?:, (%\S+))?(?: \{.*\})? : (.*?)(?: loc\(.*)?$", line)
         if not found:
             continue
         result, op, first, _, types = found.groups()
@@ -120,23 +143,23 @@ def cache_pointer_offsets(ttir: str, pointers: set[str]) -> list[str]:
     return offsets
 
 
-@pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
-def test_slot_offsets_are_64_bit():
-    """slot * stride passes 2**31 in a large cache: the multiplication must be int64, not only its result."""
-    for name, compiled in all_kernels(90, "bf16").items():
-        if name == "reduce":
-            continue
-        ttir = compiled.asm["ttir"]
-        caches = {"k_cache_ptr", "v_cache_ptr"} if name == "write" else {"k_ptr", "v_ptr"}
-        wide = [t for t in cache_pointer_offsets(ttir, caches) if "i64" in t]
-        assert len(wide) >= 2, f"{name}: no 64-bit offset reaches the caches"
-        stride_names = ("k_cache_stride", "v_cache_stride") if name == "write" else ("k_stride", "v_stride")
-        for stride in stride_names:
-            uses = [
-                line
-                for line in ttir.splitlines()
-                if re.search(rf"%{stride}\b", line) and "tt.func" not in line
-            ]
-            assert uses, f"{name}: {stride} is not used"
-            for line in uses:
-                assert "arith.extsi" in line and "i64" in line, f"{name}: {stride} used at 32 bits: {line}"
+@compiles
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("decode", 16), ("decode", 256), ("prefill", 16), ("prefill", 256), ("write", 16)]
+)
+def test_slot_offsets_are_64_bit(name, page_size, kind):
+    """slot * stride passes 2**31 in a large cache (vllm#47671, sglang#20389): the multiplication must be int64, not
+    only its result. For scales too."""
+    arch = 90 if name != "prefill" else 80
+    ttir = compiled(name, arch, kind, page_size=page_size).asm["ttir"]
+    for group in (CACHES, SCALES if "int" in kind else set()):
+        for pointer in group:
+            if f"%{pointer}" in ttir:
+                wide = [t for t in cache_pointer_offsets(ttir, {pointer}) if "i64" in t]
+                assert wide, f"no 64-bit offset reaches {pointer}"
+    for stride in ("k_cache_stride", "v_cache_stride") if name == "write" else ("k_stride", "v_stride"):
+        uses = [line for line in ttir.splitlines() if re.search(rf"%{stride}\b", line) and "tt.func" not in line]
+        assert uses, f"{stride} is not used"
+        for line in uses:
+            assert "arith.extsi" in line and "i64" in line, f"{stride} used at 32 bits: {line}"

@@ -1,7 +1,7 @@
 """The Triton kernels against float64: on CPU tensors in Triton's interpreter, on the GPU where there is one.
 
 Not collected by itself (no test_ prefix): TRITON_INTERPRET must be set before Triton is imported, so
-test_kernels_triton.py runs this file in a process of its own.
+test_kernels_triton.py runs this file in a process of its own. KVBENCH_DEEP=10 draws ten times as many problems.
 """
 
 from __future__ import annotations
@@ -11,67 +11,66 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Problem, check_decode, check_prefill
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_cases import Problem
+from triton_cases import DEVICE, backend_on, check_attention, interpreted_bfloat16  # noqa: F401
 
-from kernels import get_backend
-from kernels.api import AttentionOptions
-from kernels.triton_backend import DecodePlan
+from kernels.kv_formats import KV_FORMATS
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DEEP = int(os.environ.get("KVBENCH_DEEP", "1"))
+KINDS = ["auto", *KV_FORMATS]
 BASE = Problem(lens=(70, 1, 33, 0), new=(20, 1, 33, 0), device=DEVICE)
-PROBLEMS = {
-    "plain": BASE,
-    "one token a page": replace(BASE, page_size=1),
-    "odd pages, odd dims, v smaller": replace(BASE, page_size=7, shape=(3, 20, 36), kv_heads=2),
-    "contiguous, no groups": replace(BASE, contiguous=True, shape=(1, 80, 48)),
-    "window": replace(BASE, window=9, page_size=5),
-    "window that nobody reaches": replace(BASE, window=500),
-    "window of one": replace(BASE, window=1),
-    "softcap": replace(BASE, softcap=2.0),
-    "sinks": replace(BASE, with_sinks=True, index_dtype=torch.int32),
-    "everything": replace(BASE, window=40, softcap=5.0, with_sinks=True, shape=(8, 32, 32), kv_heads=1),
-    "wide": replace(BASE, shape=(4, 128, 128)),
-    "half": replace(BASE, dtype=torch.float16, with_sinks=True),
-}
+SHAPES = [(1, 64, 64), (2, 16, 16), (4, 64, 64), (3, 7, 33), (5, 20, 36), (8, 96, 64), (16, 80, 48), (2, 128, 128)]
+LENGTHS = st.one_of(st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]), st.integers(0, 150))
+QUIET = settings(
+    max_examples=60 * DEEP, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_decode_and_prefill(name):
-    p = PROBLEMS[name]
-    tolerance = 1e-5 if p.dtype == torch.float32 else 5e-3
-    check_decode("triton", p, tolerance, planned=True)
-    check_prefill("triton", p, tolerance, planned=True)
-
-
-@pytest.mark.parametrize("options", [{}, {"with_sinks": True}, {"window": 700, "softcap": 9.0}])
-@pytest.mark.parametrize("splits", [1, 2, 5, 12])
-def test_splits_and_their_reduction(monkeypatch, splits, options):
-    """Splits with nothing in them, lengths that end inside a split, and the direct write."""
-    monkeypatch.setattr("kernels.triton_backend.num_kv_splits", lambda *args: splits)
-    p = replace(BASE, lens=(800, 64, 1, 0, 129), new=(1,) * 5, shape=(2, 16, 16), kv_heads=1, page_size=3)
-    check_decode("triton", replace(p, **options), 1e-5)
-
-
-def test_a_plan_with_a_larger_bound_changes_nothing():
-    """What a captured graph does: the bound of the largest step serves every step."""
-    backend = get_backend("triton")
-    q, kv = torch.randn(2, 4, 32, device=DEVICE), torch.randn(40, 2, 32, device=DEVICE)
-    args = torch.tensor([[0], [20]], device=DEVICE), torch.tensor([20, 3], device=DEVICE), 20
-    exact = backend.decode_attention(
-        q, kv, kv, *args, AttentionOptions(scale=0.2), plan=backend.plan_decode(*args, max_tokens=20)
+@st.composite
+def problems(draw) -> Problem:
+    lens = tuple(draw(st.lists(LENGTHS, min_size=1, max_size=3)))
+    page_size = draw(st.one_of(st.sampled_from([1, 16, 32, 64, 128, 256]), st.integers(1, 256)))
+    return Problem(
+        lens=lens,
+        new=tuple(draw(st.integers(0, min(n, draw(st.sampled_from([1, 8, 40]))))) for n in lens),
+        page_size=page_size,
+        contiguous=draw(st.booleans()),
+        shape=draw(st.sampled_from(SHAPES)),
+        kv_heads=draw(st.sampled_from([1, 2])),
+        window=draw(st.one_of(st.none(), st.integers(1, 160))),
+        softcap=draw(st.one_of(st.none(), st.sampled_from([1.0, 30.0]))),
+        with_sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        device=DEVICE,
     )
-    bounded = backend.decode_attention(q, kv, kv, *args, AttentionOptions(scale=0.2), plan=DecodePlan(4096))
-    torch.testing.assert_close(exact, bounded, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_write_skips_padding_and_touches_nothing_else(dtype):
-    k = torch.randn(3, 4, 8, device=DEVICE).transpose(0, 1)  # heads first in memory
-    v = torch.randn(4, 3, 6, device=DEVICE)
-    k_cache = torch.zeros(9, 3, 8, dtype=dtype, device=DEVICE)
-    v_cache = torch.zeros(9, 3, 6, dtype=dtype, device=DEVICE)
-    slots = torch.tensor([7, -1, 0, -5], device=DEVICE)
-    get_backend("triton").write_kv(k, v, k_cache, v_cache, slots)
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        assert torch.equal(cache[7], new[0].to(dtype)) and torch.equal(cache[0], new[2].to(dtype))
-        assert not cache[[1, 2, 3, 4, 5, 6, 8]].any()
+@given(problem=problems(), kind=st.sampled_from(KINDS), sms=st.sampled_from([1, 4, 40]), hardware=st.booleans())
+@QUIET
+def test_decode_and_prefill_agree_with_float64(problem, kind, sms, hardware):
+    """With 40 multiprocessors the keys are split, with 1 they are not."""
+    check_attention(problem, kind, backend_on(sms, hardware))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(2, 256, 256), (1, 192, 128), (32, 64, 64)], ids=str)
+def test_wide_heads_and_many_of_them(kind, shape):
+    p = replace(BASE, lens=(70, 33), new=(3, 33), shape=shape, kv_heads=1, page_size=32, dtype=torch.float16)
+    check_attention(p, kind, backend_on(4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"with_sinks": True}, {"window": 300, "softcap": 9.0}], ids=str)
+def test_splits_and_their_reduction(options, kind):
+    """Splits with nothing in them, lengths that end inside a split."""
+    p = replace(BASE, lens=(400, 64, 1, 0, 129), new=(1, 5, 0, 0, 2), shape=(2, 16, 16), kv_heads=1, page_size=3)
+    check_attention(replace(p, **options), kind, backend_on(60))
+
+
+def test_lengths_of_a_row_that_is_padding():
+    """A padding row's queries get zeros though its length is 0; so does a sequence without tokens in decode."""
+    check_attention(replace(BASE, lens=(0, 0), new=(0, 0), with_sinks=True), "auto", backend_on(4))
