@@ -68,12 +68,12 @@ def test_a_group_is_a_table_whose_columns_vary_and_whose_constants_stand_above_i
 
 def test_two_tests_of_one_group_are_told_apart_and_one_row_alone_has_no_constants_to_hide(read):
     rows = read(
-        entry("test_a", {"n": 1}, {"x": 1}), entry("test_b", {}, {"y": 2}), entry("test_c", {}, {"z": 3}, group=None)
+        entry("test_a", {"n": 0}, {"x": 1}), entry("test_b", {}, {"y": 2}), entry("test_c", {}, {"z": 3}, group=None)
     )
     text = to_markdown(rows, MANIFEST, ())
     assert table_after(text, "decode") == [
         ["test", "n", "fastest", "median", "x", "y"],
-        ["test_a", "1", "2 ms", "3 ms", "1", ""],
+        ["test_a", "0", "2 ms", "3 ms", "1", ""],
         ["test_b", "", "2 ms", "3 ms", "", "2"],
     ]
     assert table_after(text, "test_c") == [["fastest", "median", "z"], ["2 ms", "3 ms", "3"]]
@@ -102,6 +102,8 @@ def test_the_worst_row_counts_for_a_bar(read):
         ["share", ">= 0.5", "0.5 to 0.6", "reached"]
     ]
     assert bar_lines(read(decode(16, 0.6), decode(64, 0.499)), [bar])[0][2:] == ["0.499 to 0.6", "MISSED"]
+    at = Bar("cost", "cpu", "test_decode", {}, "ratio", 0.5, at_most=True)
+    assert bar_lines(read(decode(16, 0.5)), [at]) == [["cost", "<= 0.5", "0.5", "reached"]]
     below = Bar("cost", "cpu", "test_decode", {}, "ratio", 0.5, at_most=True)
     assert bar_lines(read(decode(16, 0.6), decode(64, 0.4)), [below]) == [["cost", "<= 0.5", "0.6 to 0.4", "MISSED"]]
 

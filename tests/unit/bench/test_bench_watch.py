@@ -1,10 +1,14 @@
 """Whether others used the machine: all busy time less that of this process and its children."""
 
+import os
 import time
 
 import psutil
 
+from kvbench import bench_watch
 from kvbench.bench_watch import ForeignWatch
+
+TICKS = os.sysconf("SC_CLK_TCK")  # in a second
 
 
 def write_stat(path, busy_ticks):
@@ -25,15 +29,15 @@ def test_busy_time_that_is_not_ours_is_foreign(tmp_path):
     assert told["disturbed"] and told["foreign_cpu_cores"] > 10
 
 
-def test_our_own_work_is_not_foreign(tmp_path):
-    stat = tmp_path / "stat"
+def test_our_own_work_is_not_foreign(tmp_path, monkeypatch):
+    stat, own = tmp_path / "stat", iter([5.0, 7.0, 7.0])  # CPU seconds of this process and its children
+    monkeypatch.setattr(bench_watch, "tree_cpu_s", lambda pid: next(own))
     write_stat(stat, 0)
     watch = ForeignWatch(stat)
-    began = time.process_time()
-    while time.process_time() - began < 0.2:
-        pass
-    write_stat(stat, 20)  # what we used
-    assert watch.report()["foreign_cpu_cores"] < 0.5
+    write_stat(stat, 2 * TICKS)
+    assert watch.report() == {"foreign_cpu_cores": 0.0, "disturbed": False}
+    write_stat(stat, 100 * TICKS)
+    assert watch.report()["disturbed"]
 
 
 def test_a_system_that_does_not_tell(tmp_path):
