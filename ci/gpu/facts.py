@@ -91,11 +91,10 @@ class Ceilings:
     def _triton_reads(x: torch.Tensor) -> dict[str, Any]:
         from ci.gpu.read_kernel import BLOCKS, launch_read
 
-        def step(block: int, loads: int, warps: int):
-            count = x.numel() // (block * loads)
-            out = torch.empty(count, device=x.device)
-            part = x[: count * block * loads]
-            return lambda: launch_read(part, out, block, loads, warps)
+        def step(block: int, loads: int, warps: int) -> Any:
+            assert x.numel() % (block * loads) == 0, "bytes that are counted are bytes that are read"
+            out = torch.empty(x.numel() // (block * loads), device=x.device)
+            return lambda: launch_read(x, out, block, loads, warps)
 
         return {f"triton {block}x{loads}": step(block, loads, warps) for block, loads, warps in BLOCKS}
 
