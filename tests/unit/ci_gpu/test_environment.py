@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 from ci.gpu import environment as environment_module
 from ci.gpu import record
 from ci.gpu.environment import Environment, prepare
+
+WHEELS_SCRIPT = Path(__file__).resolve().parents[3] / "ci" / "gpu_wheels.sh"
 
 
 def make_wheel(folder: Path, name: str) -> None:
@@ -45,3 +49,36 @@ def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypa
 def test_without_wheels_this_python_is_used_as_it_is(tmp_path):
     assert prepare(tmp_path, None).python == sys.executable
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--python", "3.12"], ["DIR", "--bogus"], ["DIR", "--skip"]])
+def test_filling_a_folder_of_wheels_needs_a_folder_and_known_options(tmp_path, arguments):
+    done = subprocess.run([str(WHEELS_SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0 and ("ci/gpu_wheels.sh DIR" in done.stderr or "--skip needs" in done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+FAKE_PIP = """#!/bin/sh
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --dest) folder="$2" ;;
+    --requirement) list="$2" ;;
+    --python-version) version="$2" ;;
+  esac
+  shift
+done
+for name in Small_Thing-1.0 numpy-2.0 $(grep -c . "$list")lines-1.0; do : > "$folder/$name-cp312.whl"; done
+echo "$version" > "$folder/version"
+"""
+
+
+def test_wheels_that_the_machine_has_can_be_left_out(tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text(FAKE_PIP)
+    fake.chmod(0o755)
+    folder = tmp_path / "wheels"
+    command = [str(WHEELS_SCRIPT), str(folder), "--python", "3.11", "--skip", "small-thing,absent"]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": str(fake)}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and "2 wheels" in done.stdout, done.stderr
+    assert (folder / "version").read_text() == "3.11\n"
+    assert [path.name for path in sorted(folder.glob("*.whl"))][1:] == ["numpy-2.0-cp312.whl"]
