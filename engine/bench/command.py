@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from engine.bench.case import PROMPT_TOKENS, Case, make_case
 from engine.bench.compare import Bar, Comparison, Turn, compare, parse_bars
 from engine.bench.sides import HF_SIDES, OURS, measure, save_model
 from engine.bench.turns import run_apart
-from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer
+from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, vllm_version
 from engine.config import EngineConfig, parse_bytes
 from engine.executor import available_cpus
 from engine.model_spec import find_model
@@ -169,17 +170,14 @@ def main(argv: Sequence[str], watch: Callable[[], Mapping[str, Any]] = dict) -> 
     if not args.vllm_python:
         print(VLLM_SKIPPED, flush=True)
     with turns_of(sides, config, case, args.vllm_python) as turns:
-        result = compare(
-            turns,
-            args.repeats,
-            lambda side, repeat, speed: print(
-                f"  repeat {repeat + 1}  {side:18} {speed:8.1f} output tokens/s", flush=True
-            ),
-        )
+        result = compare(turns, args.repeats, _say)
         machine = watch()
     print("\n".join(result.lines()))
     if args.json:
-        record = {"config": asdict(config), "torch": torch.__version__, "threads": torch.get_num_threads()}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        if any(side in VLLM_SIDES for side in sides):
+            versions["vllm"] = vllm_version(args.vllm_python)
+        record = {"config": asdict(config), "versions": versions, "threads": torch.get_num_threads()}
         record |= {"machine": dict(machine), "bars": [asdict(bar) for bar in bars], **result.as_dict()}
         Path(args.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return verdict(result, bars, machine)

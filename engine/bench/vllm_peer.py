@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,18 @@ class VllmPeer:
         if libraries := preloaded(self.python.parent.parent):
             defaults["LD_PRELOAD"] = ":".join(map(str, libraries))
         return defaults | dict(given)
+
+
+def vllm_version(python: str) -> str | None:
+    """Name and version of the vLLM package of that environment; None when it does not tell."""
+    code = (
+        "from importlib.metadata import distributions as d; print(*{f'{x.name} {x.version}' for x in d()}, sep='\\n')"
+    )
+    try:
+        told = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next((line for line in sorted(told.splitlines()) if line.startswith("vllm")), None)
 
 
 def preloaded(prefix: Path, system: Path = Path("/usr/lib")) -> list[Path]:

