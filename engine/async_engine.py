@@ -5,7 +5,8 @@
     OutputStream.get                <-- outputs --  one call_soon_threadsafe a step, not one a token
 
 Everything that touches the engine runs on its thread, between two steps, so that neither the engine nor the
-statistics need a lock. An idle thread waits on a condition. Nothing waits for ever: a step that fails ends the
+statistics need a lock. Where steps overlap, that is while one runs on the device; what the one before brought is
+delivered by then. An idle thread waits on a condition. Nothing waits for ever: a step that fails ends the
 requests that were in it with an error, and an engine that cannot go on ends all requests and refuses new ones.
 """
 
@@ -226,7 +227,8 @@ class AsyncEngine:
             _log.exception("a step failed")
             self._fail_step(describe(error))
             return
-        self._failed_steps = 0
+        if outputs or not self.engine.pipelined:  # pipelined, a step that was only launched may still fail
+            self._failed_steps = 0
         if not outputs:
             return
         now = time.monotonic()
