@@ -39,6 +39,11 @@ class ModelForward:
         self._graphs = graphs if graphs.capture() else None
         return self._graphs is not None
 
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether steps of single tokens are replayed."""
+        return self._graphs is not None
+
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, last_tokens: torch.Tensor
     ) -> torch.Tensor:

@@ -141,12 +141,13 @@ class DecodeGraphs:
 
 
 def cuda_capture() -> Capture:
-    """Captures with torch.cuda.CUDAGraph; all graphs of one call of this function share one memory pool."""
+    """Captures with torch.cuda.CUDAGraph. All captures of one call of this function share a memory pool, and a stream
+    too: each stream has workspaces of its own in the libraries, tens of MB."""
     pool = torch.cuda.graph_pool_handle()
+    aside = torch.cuda.Stream()
 
     def capture(body: Callable[[], None]) -> Replay:
         before = torch.cuda.current_stream()
-        aside = torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         try:
             # Once outside: kernels compile and libraries allocate their workspaces, which may not happen in a capture.

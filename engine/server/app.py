@@ -234,6 +234,7 @@ def _resolved(executor: Any) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "dtype": str(next(executor.model.parameters()).dtype).removeprefix("torch."),
         "kernel_backend": executor.host.backend.name,
+        "cuda_graphs": executor.forward.replays_graphs,
         "num_threads": torch.get_num_threads(),
     }
 

@@ -62,6 +62,7 @@ def test_server_info_tells_what_became_of_auto(server: RunningServer) -> None:
         "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "dtype": str(executor.model.lm_head.weight.dtype).removeprefix("torch."),
         "kernel_backend": "triton" if torch.cuda.is_available() else "numba",
+        "cuda_graphs": torch.cuda.is_available(),
         "num_threads": torch.get_num_threads(),
     }
 
