@@ -73,11 +73,10 @@ class TorchExecutor:
         times = [time.perf_counter()]
         if plan.moves:
             self.mover.move(plan.moves)
-            moved = time.perf_counter() - times[0]
-            self.phase_seconds["move"] += moved
-            if not plan.scheduled:
-                self.phase_seconds["prepare"] += moved
-                return Computed([])
+        self.phase_seconds["move"] += self.mover.take_seconds()  # on CUDA of earlier steps: these have only been queued
+        if not plan.scheduled:
+            self.phase_seconds["prepare"] += time.perf_counter() - times[0]
+            return Computed([])
         order = _decodes_first(plan.scheduled)
         items = [plan.scheduled[i] for i in order]
         inputs = self._inputs.make(items, self._page_table, self._drawn_at)
