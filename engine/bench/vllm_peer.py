@@ -91,9 +91,7 @@ class VllmPeer:
 
 def vllm_version(python: str) -> str | None:
     """Name and version of the vLLM package of that environment; None when it does not tell."""
-    code = (
-        "from importlib.metadata import distributions as d; print(*{f'{x.name} {x.version}' for x in d()}, sep='\\n')"
-    )
+    code = "from importlib import metadata as m; [print(d.name, d.version) for d in m.distributions()]"
     try:
         told = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
