@@ -41,8 +41,8 @@ def compile_for(
 
     ``constants``: every constexpr, with num_warps and num_stages. ``types``: Triton's names of the element types of
     pointers (arguments that end in ``_ptr``; of type ``default`` where it says nothing) and of scalars ("fp32" where
-    the name ends in ``scale`` or ``softcap``, else "i32"). Integers count as multiples of 16, as strides of slots and
-    heads are, unless the kernel asks not to be specialised for them.
+    the name ends in ``scale`` or ``softcap``, else "i32"). Integers that it does not name count as multiples of 16, as
+    strides of slots and heads are, unless the kernel asks not to be specialised for them.
     """
     constants = dict(constants)
     options = {name: constants.pop(name) for name in _LAUNCH if name in constants}
@@ -57,7 +57,8 @@ def compile_for(
             signature[name] = "*" + types.get(name, default)
         else:
             signature[name] = types.get(name, "fp32" if name.endswith(("scale", "softcap")) else "i32")
-        if (name.endswith("_ptr") or signature[name] in ("i32", "i64")) and not parameter.do_not_specialize:
+        multiple = name.endswith("_ptr") or (name not in types and signature[name] == "i32")
+        if multiple and not parameter.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, WARP_SIZE), options=options)

@@ -40,23 +40,32 @@ def _variants_of(arch: int) -> dict[str, Variant]:
     return {variant.name: variant for variant in variants(arch)}
 
 
-def measure_one(arch: int, name: str) -> Resources:
-    """What the variant called ``name`` takes on sm_``arch``."""
+def measure_one(arch: int, name: str) -> tuple[Resources, float]:
+    """What the variant called ``name`` takes on sm_``arch``, and the seconds of processor time that it took to tell."""
+    started = _cpu_seconds()
     variant = _variants_of(arch)[name]
-    return read_resources(compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default))
+    taken = read_resources(compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default))
+    return taken, _cpu_seconds() - started
 
 
-def measure() -> Measured:
-    """Compile everything, a process a core. Triton's cache, keyed by source, options and target, makes it quick when
-    nothing changed."""
+def _cpu_seconds() -> float:
+    """Of this process and of the assemblers that it waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def measure(show: bool = False) -> Measured:
+    """Compile everything, a process a core; with ``show``, print each as it is known. Triton's cache, keyed by source,
+    options and target, makes it quick when nothing changed."""
     asked = [(arch, name) for arch in ARCHITECTURES for name in _variants_of(arch)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    measured: Measured = {f"sm_{arch}": {} for arch in ARCHITECTURES}
     # spawn: a fork would inherit the locks of torch's and LLVM's threads
     with ProcessPoolExecutor(min(cores, MAX_WORKERS), mp_context=get_context("spawn")) as pool:
-        taken = list(pool.map(measure_one, *zip(*asked, strict=True), chunksize=4))
-    measured: Measured = {f"sm_{arch}": {} for arch in ARCHITECTURES}
-    for (arch, name), resources in zip(asked, taken, strict=True):
-        measured[f"sm_{arch}"][name] = resources
+        for (arch, name), (taken, seconds) in zip(asked, pool.map(measure_one, *zip(*asked, strict=True)), strict=True):
+            measured[f"sm_{arch}"][name] = taken
+            if show:
+                print(f"sm_{arch:<4} {name:<66} {taken}  {seconds:.1f} s of processor time", flush=True)
     return measured
 
 
@@ -123,13 +132,9 @@ def main(arguments: list[str]) -> int:
         print(__doc__.splitlines()[0], file=sys.stderr)
         return 2
     started = time.perf_counter()
-    measured = measure()
+    measured = measure("--show" in arguments)
     count = sum(map(len, measured.values()))
     print(f"compiled {count} variants in {time.perf_counter() - started:.0f} s with Triton {triton.__version__}")
-    if "--show" in arguments:
-        for chip, kernels in measured.items():
-            for name, taken in kernels.items():
-                print(f"{chip}  {name:<60} {taken}")
     problems = beyond_limits(measured)
     spilling = [f"{c}, {n}: {t.spills} spills" for c, ks in measured.items() for n, t in ks.items() if t.spills]
     for line in spilling:

@@ -1,7 +1,7 @@
 """The variants of every Triton kernel that are compiled ahead of time: a set that covers what the engine may ask for.
 
 Every KV kind at the commonest shape, every shape at the commonest kind, and each option, page size and way of writing
-at least once: not their product, which would compile for an hour.
+at least once: not their product, which would compile for hours.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.launch import next_power_of_two
-from kernels.triton_decode import decode_constants, decode_kernel, reduce_kernel
-from kernels.triton_kv import write_kv_kernel
+from kernels.kv_formats import KV_FORMATS, find_format
+from kernels.launch import ONE_PAGE, KernelShape, next_power_of_two, padded_splits
+from kernels.triton_common import reduce_kernel
+from kernels.triton_decode import decode_constants, decode_kernel
+from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_move import move_constants, move_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
 
 ARCHITECTURES = (80, 89, 90, 100)
 KV_HEADS = 8
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+KINDS = (*ITEMSIZE, *KV_FORMATS)  # a cache in the model's dtype, or in a format under a model in bf16
 COMMON = (4, 128, 128)  # query heads a KV head, head dim of K, of V
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (8, 256, 256), (16, 192, 128)]
 _INDICES = dict.fromkeys(("pages_ptr", "lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
@@ -38,18 +41,19 @@ class Variant:
 
 @dataclass(frozen=True)
 class Options:
-    """Attention of one layer; ``splits`` for decode."""
+    """Attention of one layer. ``split``: parts are written, for the reduction; ``short``: prefill of few queries."""
 
     page_size: int = 16
-    splits: int = 4
+    split: bool = False
+    short: bool = False
     window: int | None = None
     softcap: bool = False
     sinks: bool = False
 
     def __str__(self) -> str:
-        words = [f"page {self.page_size}"] if self.page_size != 16 else []
+        words = [] if self.page_size == 16 else ["one page" if self.page_size == ONE_PAGE else f"page {self.page_size}"]
         words += ["window"] if self.window else []
-        words += [word for word in ("softcap", "sinks") if getattr(self, word)]
+        words += [word for word in ("split", "short", "softcap", "sinks") if getattr(self, word)]
         return "".join(f", {word}" for word in words)
 
 
@@ -61,46 +65,73 @@ def _shape_name(shape: tuple[int, int, int]) -> str:
     return f"D {dim}{f'/{v_dim}' if v_dim != dim else ''}, group {group}"
 
 
-def decode(arch: int, kind: str, shape: tuple[int, int, int], options: Options) -> Variant:
-    """The decode kernel, writing its result (one split) or parts of it."""
+def _model_dtype(kind: str) -> str:
+    return kind if kind in ITEMSIZE else "bf16"
+
+
+def _format_name(kind: str) -> str:
+    return "auto" if kind in ITEMSIZE else kind
+
+
+def _cache_types(kind: str) -> dict[str, str]:
+    """Element types of the cache: of a format, its codes; where a token and head has no scale, the rows again."""
+    kv_format = find_format(_format_name(kind))
+    rows = kind if kv_format is None else "i8" if kind == "int8_per_token_head" else "u8"
+    scales = "fp32" if kv_format is not None and kv_format.scale_bytes else rows
+    return dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), rows) | dict.fromkeys(
+        ("k_scales_ptr", "v_scales_ptr"), scales
+    )
+
+
+def _attention(
+    name: str, kernel: Any, constants: Mapping[str, Any], kind: str, shape: tuple[int, int, int], options: Options
+) -> Variant:
+    parts = {"out_ptr": "fp32", "lse_ptr": "fp32"} if options.split else {}
+    types = _INDICES | _cache_types(kind) | parts
+    return Variant(f"{name}, {kind}, {_shape_name(shape)}{options}", kernel, constants, types, _model_dtype(kind))
+
+
+def _kernel_shape(arch: int, kind: str, shape: tuple[int, int, int], options: Options) -> KernelShape:
     group, dim, v_dim = shape
-    constants = decode_constants(
-        group * KV_HEADS, KV_HEADS, dim, v_dim, ITEMSIZE[kind], options.page_size, options.splits,
-        options.window, options.softcap, options.sinks,
+    return KernelShape(
+        group * KV_HEADS, KV_HEADS, dim, v_dim, ITEMSIZE[_model_dtype(kind)], options.page_size, _format_name(kind),
+        arch, options.window, options.softcap, options.sinks,
     )  # fmt: skip
-    way = "direct" if options.splits == 1 else "split"
-    types = _INDICES | ({} if options.splits == 1 else {"out_ptr": "fp32", "lse_ptr": "fp32"})
-    return Variant(f"decode {way}, {kind}, {_shape_name(shape)}{options}", decode_kernel, constants, types, kind)
+
+
+def decode(arch: int, kind: str, shape: tuple[int, int, int], options: Options) -> Variant:
+    """The decode kernel, writing its result or parts of it."""
+    constants = decode_constants(_kernel_shape(arch, kind, shape, options), 4 if options.split else 1)
+    return _attention("decode", decode_kernel, constants, kind, shape, options)
 
 
 def prefill(arch: int, kind: str, shape: tuple[int, int, int], options: Options) -> Variant:
     """The prefill kernel."""
-    group, dim, v_dim = shape
-    constants = prefill_constants(
-        group * KV_HEADS, KV_HEADS, dim, v_dim, ITEMSIZE[kind], options.page_size,
-        options.window, options.softcap, options.sinks,
-    )  # fmt: skip
-    return Variant(f"prefill, {kind}, {_shape_name(shape)}{options}", prefill_kernel, constants, _INDICES, kind)
+    kernel_shape = _kernel_shape(arch, kind, shape, options)
+    constants = prefill_constants(kernel_shape, 4 if options.split else 1, options.short)
+    return _attention("prefill", prefill_kernel, constants, kind, shape, options)
 
 
 def reduce(v_dim: int, splits: int, sinks: bool) -> Variant:
-    """The reduction over splits."""
+    """The reduction over at most ``splits`` splits."""
     constants = {
-        "HEADS": 32, "DV": v_dim, "DV_PAD": next_power_of_two(v_dim), "SPLITS": splits,
-        "SPLITS_PAD": next_power_of_two(splits), "HAS_SINKS": sinks, "num_warps": 4,
+        "HEADS": 32, "DV": v_dim, "DV_PAD": next_power_of_two(v_dim),
+        "SPLITS_PAD": padded_splits(splits), "HAS_SINKS": sinks, "num_warps": 4,
     }  # fmt: skip
-    name = f"reduce, D {v_dim}, {splits} splits{', sinks' if sinks else ''}"
-    return Variant(name, reduce_kernel, constants, {"parts_ptr": "fp32", "lse_ptr": "fp32"})
+    types = {"parts_ptr": "fp32", "lse_ptr": "fp32", "num_splits": "i32"}
+    return Variant(f"reduce, D {v_dim}, {splits} splits{', sinks' if sinks else ''}", reduce_kernel, constants, types)
 
 
 def write(kind: str, dim: int, v_dim: int) -> Variant:
     """The KV write."""
-    k_row, v_row = KV_HEADS * dim, KV_HEADS * v_dim
-    constants = {
-        "D": dim, "DV": v_dim, "K_ROW": k_row, "V_ROW": v_row,
-        "K_PAD": next_power_of_two(k_row), "V_PAD": next_power_of_two(v_row), "num_warps": 4,
-    }  # fmt: skip
-    return Variant(f"write, {kind}, {_shape_name((1, dim, v_dim))}", write_kv_kernel, constants, _INDICES, kind)
+    constants = write_constants(KV_HEADS, dim, v_dim, _format_name(kind))
+    name = f"write, {kind}, {_shape_name((1, dim, v_dim))}"
+    return Variant(name, write_kv_kernel, constants, _INDICES | _cache_types(kind) | _inputs(kind), _model_dtype(kind))
+
+
+def _inputs(kind: str) -> dict[str, str]:
+    """What is written comes in the model's dtype, under the names that attention gives to the cache."""
+    return dict.fromkeys(("k_ptr", "v_ptr"), _model_dtype(kind))
 
 
 def move(unit_bytes: int, align: int) -> Variant:
@@ -111,21 +142,23 @@ def move(unit_bytes: int, align: int) -> Variant:
 
 def variants(arch: int) -> list[Variant]:
     """All of sm_``arch``; every name once."""
+    split, plain = Options(split=True), Options()
     found = []
-    for kind in ITEMSIZE:
-        found += [decode(arch, kind, COMMON, Options(splits=splits)) for splits in (4, 1)]
-        found += [prefill(arch, kind, COMMON, Options()), write(kind, 128, 128)]
+    for kind in KINDS:
+        if kind == "fp16" and arch != 90:
+            continue  # compiles to bf16's instructions with another suffix: once is enough
+        found += [decode(arch, kind, COMMON, split), decode(arch, kind, COMMON, plain)]
+        found += [prefill(arch, kind, COMMON, plain), write(kind, 128, 128)]
     for i, shape in enumerate(SHAPES):
-        found += [
-            decode(arch, "bf16", shape, Options(splits=1 if i % 2 else 8)),
-            prefill(arch, "bf16", shape, Options()),
-        ]
-    for page_size in (1, 256):
+        found += [decode(arch, "bf16", shape, Options(split=i % 2 == 0)), prefill(arch, "bf16", shape, plain)]
+    for page_size in (1, 256, ONE_PAGE):
         options = Options(page_size=page_size)
         found += [decode(arch, "bf16", COMMON, options), prefill(arch, "bf16", COMMON, options)]
-    everything = Options(**EVERYTHING)
-    found += [decode(arch, "bf16", COMMON, Options(splits=s, **EVERYTHING)) for s in (1, 4)]
-    found += [prefill(arch, "bf16", COMMON, everything), write("bf16", 192, 128)]
-    found += [reduce(64, 2, False), reduce(128, 8, True), reduce(256, 64, False)]
+    for kind in ("bf16", "int8_per_token_head"):
+        found += [decode(arch, kind, COMMON, Options(**EVERYTHING)), prefill(arch, kind, COMMON, Options(**EVERYTHING))]
+    found += [decode(arch, "fp8_e4m3", SHAPES[0], plain), decode(arch, "int4_per_token_head", (8, 256, 256), split)]
+    found += [prefill(arch, kind, COMMON, Options(split=True, short=True)) for kind in ("bf16", "fp8_e4m3")]
+    found += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
+    found += [reduce(64, 4, False), reduce(128, 16, True), reduce(256, 64, False)]
     found += [move(32768, 16), move(1024, 16), move(24, 8), move(3, 1)]
     return found

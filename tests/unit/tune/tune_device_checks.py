@@ -1,0 +1,47 @@
+"""What `kvbench tune` runs on a device, in Triton's interpreter. Run by test_tune_device.py in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.triton_launch import Chip
+from kernels.tuning import bucket_of
+from kvbench.tune import Case
+from kvbench.tune_command import default_tiles
+from kvbench.tune_device import Checker, Problem
+
+CHIP, CPU = Chip(0, 4), torch.device("cpu")
+LENS = {"decode": ((1, 33, 20, 0), (1, 1, 1, 1)), "prefill": ((20, 1, 33), (20, 1, 7))}
+
+
+def problem_of(kernel: str, kind: str, page_size: int = 16) -> Problem:
+    case = Case(bucket_of(kernel, kind, 2, 20, 36, 4), 2, 20, 36, page_size)
+    return Problem(case, *LENS[kernel], 2, CHIP, CPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size"), [("auto", 16), ("auto", 1), ("fp8_e4m3", 16), ("int4_per_token_head", 7)]
+)
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_right_tiles_pass_and_wrong_numbers_do_not(kernel, kind, page_size):
+    problem = problem_of(kernel, kind, page_size)
+    check, tiles = Checker(problem), default_tiles(problem.case, 0)
+    assert check(tiles) is None
+    assert check(tiles._replace(block_n=16)) is None
+    check._expected[0, 0] *= 1.001  # one row of one head
+    assert "differs from the reference" in check(tiles)
+
+
+def test_a_kernel_that_writes_nothing_is_wrong():
+    """The output is poisoned before every run: what an earlier run left there must not pass for this one's."""
+    problem = problem_of("decode", "auto")
+    check, tiles = Checker(problem), default_tiles(problem.case, 0)
+    assert check(tiles) is None
+    problem.run = lambda tiles: None
+    assert "inf" in check(tiles)
+
+
+def test_tiles_that_do_not_launch_are_told():
+    problem = problem_of("decode", "auto")
+    assert "does not run" in Checker(problem)(default_tiles(problem.case, 0)._replace(block_n=24))
