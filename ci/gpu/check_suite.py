@@ -11,10 +11,7 @@ from pathlib import Path
 from ci.gpu.part import PartReport
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = (
-    "tests/unit/kernels/triton_checks.py", "tests/unit/kernels/triton_move_checks.py",
-    "tests/unit/engine/test_kv_mover.py",
-)  # fmt: skip
+TESTS = ("tests/unit/kernels/triton_*.py", "tests/unit/engine/test_kv_mover.py")  # those that know the device
 LEAST_SECONDS = 10.0  # with less left it is not begun
 _RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
@@ -29,7 +26,18 @@ def run_kernel_tests(report: PartReport) -> None:
         report.skip(what, "no time left")
         return
     # The ini file's options ask for plugins that need not be there.
-    command = [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=line", *TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        "--tb=line",
+        *device_test_files(),
+    ]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", "4"]
     try:
@@ -49,6 +57,11 @@ def run_kernel_tests(report: PartReport) -> None:
         report.skip(what, f"out of time after {len(found)} tests")
     elif not found:
         report.fail(what, f"pytest ended with code {done.returncode} and ran nothing: see the log")
+
+
+def device_test_files() -> list[str]:
+    """Relative to the repository."""
+    return [str(path.relative_to(ROOT)) for pattern in TESTS for path in sorted(ROOT.glob(pattern))]
 
 
 def read_results(text: str) -> dict[str, str]:

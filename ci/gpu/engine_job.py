@@ -133,6 +133,7 @@ class EngineJob:
             )
         )
         self.report.data["load_seconds"] = time.perf_counter() - started
+        self.report.data["cuda_graphs"] = self.engine.executor.forward.replays_graphs
         self.report.data["engine_config"] = dataclasses.asdict(self.engine.config)
         self.report.data["capacity"] = dataclasses.asdict(self.engine.capacity)
         self.report.save()

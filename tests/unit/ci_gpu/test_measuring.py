@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ci.gpu import busy, facts
-from ci.gpu.check_suite import read_results
+from ci.gpu.check_suite import ROOT, device_test_files, read_results
 from ci.gpu.part import PartReport, attempt, plain
 from ci.gpu.timing import measure
 
@@ -126,3 +126,9 @@ def test_without_time_nothing_is_begun(tmp_path):
 
 def test_plain_has_no_number_that_json_lacks():
     assert json.dumps(plain({"a": [float("inf"), 1.5, (2, float("nan"))]}), allow_nan=False)
+
+
+def test_the_device_tests_of_the_repository_are_found():
+    found = device_test_files()
+    assert "tests/unit/kernels/triton_checks.py" in found and "tests/unit/engine/test_kv_mover.py" in found
+    assert all((ROOT / path).is_file() for path in found)
