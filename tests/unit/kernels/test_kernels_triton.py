@@ -21,7 +21,7 @@ from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
 
-CHECKS = [Path(__file__).with_name(name) for name in ("triton_checks.py",)]
+CHECKS = [Path(__file__).with_name(name) for name in ("triton_checks.py", "triton_bugs.py", "triton_write_checks.py")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CACHES = {"k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"}
 SCALES = {"k_scales_ptr", "v_scales_ptr"}

@@ -73,4 +73,5 @@ def test_splits_and_their_reduction(options, kind):
 
 def test_lengths_of_a_row_that_is_padding():
     """A padding row's queries get zeros though its length is 0; so does a sequence without tokens in decode."""
-    check_attention(replace(BASE, lens=(0, 0), new=(0, 0), with_sinks=True), "auto", backend_on(4))
+    for new in ((0, 0), (3, 2)):
+        check_attention(replace(BASE, lens=(0, 40), new=new, with_sinks=True), "auto", backend_on(4))

@@ -1,0 +1,262 @@
+"""Bugs that other engines' kernels shipped, one test each, and what our own design could get wrong.
+
+Run like triton_checks.py: in a process of its own, by test_kernels_triton.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Problem
+from triton_cases import (
+    DEVICE,
+    INTERPRETED,
+    attend_once,
+    backend_on,
+    check_attention,
+    exact,
+    interpreted_bfloat16,  # noqa: F401
+)
+
+import kernels.triton_launch
+from kernels import get_backend
+from kernels.api import AttentionOptions
+from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS
+from kernels.quantized import FP8_MAX, QuantizedKV
+from kernels.triton_launch import Attention, Chip, Splits
+
+KINDS = ["auto", *KV_FORMATS]
+BASE = Problem(lens=(70,), new=(1,), device=DEVICE)
+PLAIN = AttentionOptions(scale=0.2)
+
+
+def filled(kind: str, rows: torch.Tensor, slots: int | None = None, scale: float | None = None):
+    """A cache of the kind called ``kind`` whose first slots hold ``rows [n, Hkv, D]``."""
+    slots = slots or len(rows)
+    if kind == "auto":
+        cache = torch.full((slots, *rows.shape[1:]), float("nan"), dtype=rows.dtype, device=rows.device)
+        cache[: len(rows)] = rows
+        return cache
+    kv_format = KV_FORMATS[kind]
+    scale = scale or 2 * float(rows.nan_to_num().abs().max()) / FP8_MAX[kv_format] if kv_format in FP8_MAX else None
+    cache = QuantizedKV.zeros(kv_format, slots, *rows.shape[1:], rows.device, scale)
+    cache.store(torch.arange(len(rows), device=rows.device), rows)
+    return cache
+
+
+def truth(q: torch.Tensor, k, v, length: int, options: AttentionOptions = PLAIN) -> torch.Tensor:
+    """``attend_once`` by the reference in float64 over the same codes."""
+    return attend_once(get_backend("torch"), q.double(), exact(k), exact(v), length, options)
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8_per_token_head", "int4_per_token_head"])
+def test_a_page_beyond_two_gibibytes(kind):
+    """int32 overflow of page x stride (vllm#47671, sglang#20389), for real; few pages of memory are touched."""
+    dim, dtype = 64, torch.float16
+    width = dim // 2 if kind.startswith("int4") else dim
+    slots = (1 << 31) // width + 1000
+    if kind == "auto":
+        cache = torch.empty(slots, 1, dim, dtype=dtype, device=DEVICE)
+    else:
+        codes = torch.empty(
+            slots, 1, width, dtype=torch.int8 if kind.startswith("int8") else torch.uint8, device=DEVICE
+        )
+        cache = QuantizedKV(KV_FORMATS[kind], codes, torch.empty(slots, 1, device=DEVICE), 1.0, dim)
+    backend, where = backend_on(4), torch.arange(slots - 40, slots, device=DEVICE)
+    rows, q = torch.randn(40, 1, dim, dtype=dtype, device=DEVICE), torch.randn(1, 2, dim, dtype=dtype, device=DEVICE)
+    backend.write_kv(rows, rows, cache, cache, where)
+    stored = (cache.load(where) if isinstance(cache, QuantizedKV) else cache[where]).double()[:, 0]
+    assert (stored - rows[:, 0]).abs().max() < rows.abs().max() / 10
+    args = (torch.tensor([[slots - 40]], device=DEVICE), torch.tensor([40], device=DEVICE), 64)
+    expected = torch.softmax(0.2 * q[0].double() @ stored.T, -1) @ stored
+    got = backend.decode_attention(q, cache, cache, *args, PLAIN)[0].double()
+    torch.testing.assert_close(got, expected, atol=3e-3, rtol=3e-3)
+    starts = torch.tensor([0, 1], device=DEVICE)
+    got = backend.prefill_attention(q, cache, cache, args[0], starts, *args[1:], PLAIN)[0].double()
+    torch.testing.assert_close(got, expected, atol=3e-3, rtol=3e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_in_the_tail_of_v(kind):
+    """0 * NaN from an uninitialised V tail (vllm#30887): K of the tail is finite, V is not, in tile, page and table."""
+    k = filled(kind, torch.randn(192, 2, 32, device=DEVICE))
+    v = filled(kind, torch.randn(70, 2, 32, device=DEVICE), 192)
+    if kind != "auto":
+        v.codes[70:].view(torch.uint8).fill_(0x7F)
+    if kind.startswith("int"):
+        v.scales[70:] = float("nan")
+    q = torch.randn(1, 4, 32, device=DEVICE)
+    table = torch.tensor([[0, 64, 128]], device=DEVICE)  # the last page is nobody's, and all NaN
+    lens = torch.tensor([70], device=DEVICE)
+    expected = truth(q, k, v, 70)
+    got = backend_on(4).decode_attention(q, k, v, table, lens, 64, PLAIN)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+    starts = torch.tensor([0, 1], device=DEVICE)
+    got = backend_on(4).prefill_attention(q, k, v, table, starts, lens, 64, PLAIN)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+class RecordedLaunches:
+    """Stands in for a kernel and keeps the grids it is launched with."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> RecordedLaunches:
+    launches = RecordedLaunches()
+    for name in ("decode_kernel", "prefill_kernel", "reduce_kernel"):
+        monkeypatch.setattr(kernels.triton_launch, name, launches)
+    return launches
+
+
+def call(tokens: int, pages: int, page_size: int, chip: Chip) -> Attention:
+    """32 / 8 heads of 128, over caches that nobody reads."""
+    q, cache = torch.empty(tokens, 32, 128, device=DEVICE), torch.empty(1, 8, 128, device=DEVICE)
+    table = torch.empty(1, pages, dtype=torch.int64, device=DEVICE)
+    return Attention(q, cache, cache, table, page_size, PLAIN, torch.empty_like(q), chip)
+
+
+@pytest.mark.parametrize("queries", range(1, 9))
+def test_a_few_queries_after_a_long_context_fill_the_gpu(queries, recorded):
+    """Query length 2-8 fell off the split path (vllm#51995): one sequence ran on as many programs as KV heads."""
+    starts, lens = torch.tensor([0, queries]), torch.tensor([32768])
+    call(queries, 2048, 16, Chip(90, 132)).prefill(starts, lens, queries, 32768, Splits())
+    _, kv_heads, splits = recorded.grids[0]
+    assert kv_heads == 8 and kv_heads * splits >= 132  # blocks that hold nothing do not count
+    assert recorded.grids[1] == (queries * 32,)  # the reduction
+
+
+@pytest.mark.parametrize("queries", [2, 5, 8])
+def test_a_few_queries_after_a_long_context_are_right(queries):
+    p = replace(BASE, lens=(400, 9), new=(queries, 1), page_size=7, shape=(4, 32, 32))
+    check_attention(p, "auto", backend_on(60))
+
+
+def test_long_chunks_of_many_sequences_are_not_split(recorded):
+    starts, lens = torch.arange(5) * 2048, torch.full((4,), 4096)
+    call(4 * 2048, 256, 16, Chip(90, 132)).prefill(starts, lens, 2048, 4096, Splits())
+    assert len(recorded.grids) == 1 and recorded.grids[0][2] == 1
+
+
+def test_a_batch_may_be_larger_than_a_grid_dimension(recorded):
+    """Dimensions y and z of a grid end at 65,535."""
+    batch = 70_000
+    q, cache = torch.empty(batch, 1, 16), torch.empty(1, 1, 16)
+    args = (q, cache, cache, torch.empty(batch, 1, dtype=torch.int64), 16, PLAIN, torch.empty_like(q), Chip(90, 132))
+    Attention(*args).decode(torch.empty(batch, dtype=torch.int64), 16, Splits())
+    Attention(*args).prefill(torch.arange(batch + 1), torch.ones(batch), 1, 16, Splits())
+    for grid in recorded.grids:
+        assert grid[0] >= batch and max(grid[1:]) <= 65535
+
+
+@pytest.mark.parametrize("hardware", [False, True])
+@pytest.mark.parametrize("format", [FP8_E4M3, FP8_E5M2], ids=lambda f: f.name)
+def test_fp8_scales_count(format, hardware):
+    """FP8 scales silently 1.0 (sglang#18882): K's and V's are used, each for itself, in decode and prefill."""
+    rows = [torch.randn(50, 2, 32, device=DEVICE) for _ in "kv"]
+    backend, q = backend_on(4, hardware), torch.randn(1, 4, 32, device=DEVICE)
+    k, v = filled(format.name, rows[0], scale=0.03), filled(format.name, rows[1], scale=0.007)
+    args = (torch.tensor([[0]], device=DEVICE), torch.tensor([50], device=DEVICE), 50, PLAIN)
+    starts = torch.tensor([0, 1], device=DEVICE)
+    expected = truth(q, k, v, 50)
+    for side in ("k", "v"):
+        other = {"k": k, "v": v} | {side: replace({"k": k, "v": v}[side], scale=1.0)}
+        assert (truth(q, other["k"], other["v"], 50) - expected).abs().max() > 0.1  # else this would prove nothing
+    decoded = backend.decode_attention(q, k, v, *args)
+    prefilled = backend.prefill_attention(q, k, v, args[0], starts, *args[1:])
+    for got in (decoded, prefilled):
+        torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("page_size", "kind"), [(4, "auto"), (64, "int8_per_token_head")])
+def test_every_length_modulo_the_page_size(page_size, kind):
+    """Damage that depends on prompt length mod page size (vllm#50749): around a page's and a tile's end."""
+    lens = (1, 3, 4, 5, 61, 63, 64, 65, 67)
+    p = replace(BASE, page_size=page_size, shape=(2, 16, 16), kv_heads=1)
+    check_attention(replace(p, lens=lens, new=tuple(min(n, 6) for n in lens)), kind, backend_on(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "int8_per_token_head"])
+def test_a_needle_in_a_long_context(kind, dtype):
+    """Two-level accumulation: half of the weight on one token, half on 2,047 whose values must not be lost."""
+    length, dim = 2048, 64
+    q = torch.zeros(1, 1, dim, dtype=dtype, device=DEVICE)
+    q[0, 0, 0] = 7.625  # exp(7.625) = 2048
+    keys = torch.zeros(length, 1, dim, device=DEVICE)
+    keys[777, 0, 0] = 1.0
+    values = torch.ones(length, 1, dim, device=DEVICE)
+    values[777] = 3.0
+    k, v = filled(kind, keys, scale=1.0), filled(kind, values, scale=1.0)
+    got = attend_once(backend_on(1, hardware=True), q, k, v, length, AttentionOptions(scale=1.0)).double()
+    assert (truth(q, k, v, length, AttentionOptions(scale=1.0)) - 2.0).abs().max() < 0.1
+    torch.testing.assert_close(got, truth(q, k, v, length, AttentionOptions(scale=1.0)), atol=8e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_of_a_live_token_is_not_hidden(kind):
+    """Unused slots must not leak, but a NaN that the model computed has to stay visible: to its own KV head."""
+    kv, q = torch.randn(8, 2, 64, device=DEVICE), torch.randn(1, 4, 64, device=DEVICE)
+    poisoned = kv.clone()
+    poisoned[5, 0, 3] = float("nan")
+    # The interpreter's own conversion makes 480 of e4m3's NaN: the chips' is asked on a GPU.
+    for hardware in (False,) if INTERPRETED else (False, True):
+        for rows in ((poisoned, kv), (kv, poisoned)):
+            out = attend_once(backend_on(4, hardware), q, *(filled(kind, x) for x in rows), 8, PLAIN)
+            assert out[0, :2].isnan().any(-1).all() and not out[0, 2:].isnan().any()
+
+
+@pytest.mark.parametrize("format", [INT8, INT4], ids=lambda f: f.name)
+def test_small_and_large_values_survive_float16_weights(format):
+    """A weight times a scale may be under float16's smallest number, or over its largest."""
+    q = torch.randn(1, 2, 32, dtype=torch.float16, device=DEVICE)
+    k = filled(format.name, torch.randn(80, 1, 32, device=DEVICE))
+    for size in (1e-4, 2e4):
+        v = filled(format.name, size * torch.randn(80, 1, 32, device=DEVICE))
+        got, expected = attend_once(backend_on(4), q, k, v, 80, PLAIN).double(), truth(q, k, v, 80)
+        assert (got - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
+def test_a_plan_with_a_larger_bound_changes_nothing():
+    """What a captured graph does: the bound of the largest step serves every step."""
+    backend = backend_on(4)
+    q, kv = torch.randn(2, 4, 32, device=DEVICE), torch.randn(40, 2, 32, device=DEVICE)
+    args = torch.tensor([[0], [20]], device=DEVICE), torch.tensor([20, 3], device=DEVICE), 20
+    exactly = backend.decode_attention(q, kv, kv, *args, PLAIN, plan=backend.plan_decode(*args, max_tokens=20))
+    for plan in (backend.plan_decode(*args, max_tokens=4096), None):
+        bounded = backend.decode_attention(q, kv, kv, *args, PLAIN, plan=plan)
+        torch.testing.assert_close(exactly, bounded, atol=1e-6, rtol=1e-6)
+
+
+def test_plans_read_no_tensor():
+    """A meta tensor has no values: reading one of a CUDA tensor would wait for the GPU."""
+    backend, nothing = backend_on(4), torch.empty(3, 4, dtype=torch.int64, device="meta")
+    assert backend.plan_decode(nothing, nothing[:, 0], 16, max_tokens=50).max_tokens == 50
+    assert backend.plan_prefill(nothing, nothing[0], nothing[:, 0], 16, max_queries=4, max_tokens=50).max_queries == 4
+
+
+def test_split_buffers_are_shared_and_never_given_back():
+    buffers, device = Splits(), torch.device(DEVICE)
+    parts, lse = buffers.take(4, 3, 16, device)
+    assert parts.shape == (4, 3, 16) and lse.shape == (4, 3) and parts.dtype == lse.dtype == torch.float32
+    assert parts.data_ptr() + parts.nbytes <= lse.data_ptr()
+    parts.fill_(7.0)
+    assert buffers.take(2, 3, 16, device)[0].data_ptr() == parts.data_ptr()  # the next layer, a smaller step
+    address = parts.data_ptr()
+    del parts, lse
+    larger = [buffers.take(4 << n, 3, 16, device)[0] for n in range(1, 6)]
+    assert address not in {x.data_ptr() for x in larger}  # a graph may still write there
+
+
+def test_caches_with_gaps_are_refused():
+    gaps, q = torch.randn(8, 2, 128, device=DEVICE)[:, :, :64], torch.randn(1, 2, 64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"cache \(8, 2, 64\) with strides \(256, 128, 1\) must be dense"):
+        attend_once(backend_on(4), q, gaps, gaps, 3, PLAIN)
