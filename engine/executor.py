@@ -105,15 +105,24 @@ class _Launched:
         self._sampled = sampled
         self._places = places
         self._num_items = num_items
+        self._done: torch.cuda.Event | None = None
+        if sampled is None and executor.device.type == "cuda":
+            self._done = torch.cuda.Event()
+            self._done.record()
 
     def tokens(self) -> list[Drawn | None]:
-        """Waits for the step to be computed: on CUDA that is its phase "execute"."""
+        """Waits for the step to be computed: on CUDA that is its phase "execute".
+
+        For a step that draws nothing as well: were a long prompt's chunks all queued at once, whoever comes next would
+        wait behind all of them.
+        """
         result: list[Drawn | None] = [None] * self._num_items
-        if self._sampled is None:
-            return result
         started = time.perf_counter()
-        for place, drawn in zip(self._places, self._sampled.read(), strict=True):
-            result[place] = drawn
+        if self._done is not None:
+            self._done.synchronize()
+        if self._sampled is not None:
+            for place, drawn in zip(self._places, self._sampled.read(), strict=True):
+                result[place] = drawn
         phase = "execute" if self._executor.device.type == "cuda" else "sample"
         self._executor.phase_seconds[phase] += time.perf_counter() - started
         return result

@@ -51,10 +51,10 @@ class InputBuffers:
     def make(self, items: list[Scheduled], page_table: np.ndarray, drawn_at: Mapping[Sequence, int]) -> StepInputs:
         """``items``: single tokens first. ``page_table [rows, pages]``: first slots, int64. ``drawn_at``: where the
         launch before drew the token of each sequence that has one pending."""
-        counts = np.array([count for _, count in items])
-        rows = np.array([seq.row for seq, _ in items])
-        starts = np.array([seq.num_computed for seq, _ in items])
-        known = np.array([len(seq.token_ids) for seq, _ in items])
+        counts = _column([count for _, count in items])
+        rows = _column([seq.row for seq, _ in items])
+        starts = _column([seq.num_computed for seq, _ in items])
+        tokens = _column([len(seq.token_ids) for seq, _ in items])
         lengths, ends = starts + counts, np.cumsum(counts)
         total, decodes = int(ends[-1]), int((counts == 1).sum())
         size = self._page_size
@@ -63,7 +63,7 @@ class InputBuffers:
         else:
             row_of_token = np.repeat(rows, counts)
             positions = np.arange(total) - np.repeat(ends - lengths, counts)
-        ids = np.array(_ids_of(items, decodes))
+        ids = _column(_ids_of(items, decodes))
         last = ends - 1
         pending = np.flatnonzero(ids[last] < 0)
         page_starts = page_table[rows, : -(-int(lengths.max()) // size)]
@@ -72,9 +72,9 @@ class InputBuffers:
             ids,
             positions,
             page_table[row_of_token, positions // size] + positions % size,
-            last[lengths == known],
+            last[lengths == tokens],
             last[pending],
-            np.array([drawn_at[items[i].seq] for i in pending.tolist()], dtype=np.int64),
+            _column([drawn_at[items[i].seq] for i in pending.tolist()]),
             page_starts[:decodes],
             lengths[:decodes],
             page_starts[decodes:],
@@ -133,6 +133,10 @@ class _HostSide:
     def sent(self) -> None:
         """The copy to the device is queued."""
         self._copied.record()
+
+
+def _column(numbers: list[int]) -> np.ndarray:
+    return np.fromiter(numbers, dtype=np.int64, count=len(numbers))
 
 
 def _ids_of(items: list[Scheduled], decodes: int) -> list[int]:
