@@ -104,10 +104,7 @@ def greedy_outputs(
 
 
 def make_engine(model: LoadedModel, folder: str, *, slots: int, swap_slots: int | None = None, **settings) -> Engine:
-    """An engine of exactly ``slots`` slots (paged: rounded down to pages), the page table paid beside them.
-
-    A model has one engine at a time: the latest one made.
-    """
+    """An engine of exactly ``slots`` slots (paged: rounded down to pages), the page table paid beside them."""
     config = EngineConfig(model=folder, device="cpu", **settings)
     slot_bytes = model.kv_shape.slot_bytes(config.kv_cache_dtype)
     per_seq = 1 if config.layout == "contiguous" else -(-config.max_model_len // config.page_size)
