@@ -77,7 +77,7 @@ def _run_pytest(arguments: Sequence[str], json_file: Path) -> int:
         sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--benchmark-quiet",
         "--benchmark-disable-gc", f"--benchmark-json={json_file.absolute()}",
     ]  # fmt: skip
-    if not any((HOUSE / each.partition("::")[0]).exists() for each in arguments if not each.startswith("-")):
+    if not names_benchmarks(arguments):
         command.append(str(BENCHMARKS))
     process = subprocess.Popen([*command, *arguments], cwd=HOUSE)
     while True:
@@ -85,6 +85,12 @@ def _run_pytest(arguments: Sequence[str], json_file: Path) -> int:
             return _EXIT_CODES.get(process.wait(), 4)
         except KeyboardInterrupt:
             continue  # pytest was interrupted too, and ends by itself
+
+
+def names_benchmarks(arguments: Sequence[str]) -> bool:
+    """Whether pytest's arguments say themselves which of the benchmarks to run, by file or by node id."""
+    paths = [HOUSE / each.partition("::")[0] for each in arguments if not each.startswith("-")]
+    return any(path.exists() and path.resolve().is_relative_to(BENCHMARKS) for path in paths)
 
 
 def _show(lines: Sequence[Sequence[str]], manifest: dict[str, Any], folder: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from kvbench import bench_run
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
+
 # What the figures are is the benchmarks' own business; that they are there, finite and positive is checked here.
 FIGURES = {
     "test_decode": ("kv_gb_per_s", "ceiling_gb_per_s", "ratio"),
@@ -66,6 +68,13 @@ def test_phases_of_a_step_add_up_to_nearly_all_of_it(rows):
     (phases,) = (row for row in rows if row["test"] == "test_phases")
     names = ("schedule", "prepare", "execute", "sample", "output")
     assert 50 < sum(float(phases[f"{name}_pct"]) for name in names) <= 101
+
+
+def test_a_word_of_an_expression_is_not_taken_for_a_path():
+    assert bench_run.names_benchmarks(["-q", "tests/benchmarks/test_kernels.py::test_decode"])
+    assert bench_run.names_benchmarks([str(bench_run.BENCHMARKS)])
+    assert not bench_run.names_benchmarks(["-k", "kernels", "--durations=3"])  # there is a folder of that name
+    assert not bench_run.names_benchmarks(["-k", "tests/benchmarks/nothing.py"])
 
 
 def test_the_folder_tells_what_it_is(run, rows):
