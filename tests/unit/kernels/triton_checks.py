@@ -71,6 +71,13 @@ def test_splits_and_their_reduction(options, kind):
     check_attention(replace(p, **options), kind, backend_on(60))
 
 
+@pytest.mark.parametrize("window", [1, 31, 32, 40, 95, 128, 159, 170])
+def test_windows_that_end_anywhere_in_a_tile(window):
+    """Chunks whose first and last row see different tiles, and tiles that all rows see in full."""
+    p = replace(BASE, lens=(170,), new=(40,), shape=(1, 16, 16), kv_heads=1, page_size=9, window=window)
+    check_attention(p, "auto", backend_on(4))
+
+
 def test_lengths_of_a_row_that_is_padding():
     """A padding row's queries get zeros though its length is 0; so does a sequence without tokens in decode."""
     for new in ((0, 0), (3, 2)):
