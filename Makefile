@@ -15,7 +15,7 @@ help:
 	@echo "make sweep          install if needed, run $(WORKLOAD), print the table and the path of the report"
 	@echo "make test           install if needed, run linters and tests"
 	@echo "make bench          kernels, engine, bookkeeping and peers: 10 minutes on 2 cores; a table into results/bench/"
-	@echo "make bench QUICK=1  the corners of it, 2 minutes"
+	@echo "make bench QUICK=1  the corners of it, 4 minutes"
 	@echo "make bench-peers    the engine beside Hugging Face and, with VLLM_PYTHON=/path/to/its/python, vLLM; the ratios,"
 	@echo "                    and exit code 1 below 5x HF continuous batching or 1.5x vLLM; 5 to 9 minutes"
 	@echo "make clean          remove .venv and caches (results/ stays)"

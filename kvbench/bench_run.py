@@ -1,6 +1,6 @@
 """``make bench``: run tests/benchmarks and keep what they measured in a folder of its own.
 
-    python -m kvbench.bench_run [pytest's arguments]       KVBENCH_BENCH=quick: about 2 minutes instead of 10
+    python -m kvbench.bench_run [pytest's arguments]       KVBENCH_BENCH=quick: about 4 minutes instead of 10
 
     results/bench/<UTC time>-<git short sha>/
       manifest.json   versions, machine, git state, command, mode

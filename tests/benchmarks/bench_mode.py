@@ -1,6 +1,6 @@
 """How much is measured: the environment variable KVBENCH_BENCH.
 
-full (default): the whole matrix, about 10 minutes on 2 cores.  quick: the corners of it, about 2 minutes.
+full (default): the whole matrix, about 10 minutes on 2 cores.  quick: the corners of it, about 4 minutes.
 smoke: everything once and tiny, seconds; its figures mean nothing, it shows that the benchmarks still run.
 """
 
