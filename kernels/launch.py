@@ -125,11 +125,19 @@ def _tokens_and_stages(d_pad: int, v_pad: int, itemsize: int, kind: str, longest
     return block_n, stages
 
 
+def _wide_float32(d_pad: int, v_pad: int, itemsize: int) -> bool:
+    """Whether exact dots keep so much in registers that only the smallest tile, over more warps, does not spill."""
+    return itemsize > 2 and max(d_pad, v_pad) >= 128
+
+
 def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind: str = "auto") -> Tiles:
     """Tiles of the decode kernel: all query heads of a KV head are its rows."""
     d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
+    block_m = max(MIN_DOT, next_power_of_two(group))
+    if _wide_float32(d_pad, v_pad, itemsize):
+        return Tiles(block_m, MIN_DOT, d_pad, v_pad, 2, 8)
     block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, kind)
-    return Tiles(max(MIN_DOT, next_power_of_two(group)), block_n, d_pad, v_pad, stages, 4)
+    return Tiles(block_m, block_n, d_pad, v_pad, stages, 4)
 
 
 def prefill_tiles(
@@ -141,11 +149,15 @@ def prefill_tiles(
     and fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory.
     """
     d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
-    longest = 64 if arch >= 90 and kind != "int4_per_token_head" else 32
+    if _wide_float32(d_pad, v_pad, itemsize):
+        return Tiles(max(MIN_DOT, next_power_of_two(group)), MIN_DOT, d_pad, v_pad, 2, 8)
+    wide, kv_format = max(d_pad, v_pad) > 128, find_format(kind)
+    scaled = kv_format is not None and kv_format.scale_bytes > 0  # scales take registers of their own
+    longest = 64 if arch >= 90 and not (scaled or wide) else 32
     block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, kind, longest)
-    rows = 128 if max(d_pad, v_pad) <= 128 and itemsize <= 2 and (arch >= 90 or kind == "auto") else 64
+    rows = 128 if not wide and itemsize <= 2 and (arch >= 90 or kind == "auto") else 64
     block_m = max(rows, next_power_of_two(group))
-    return Tiles(block_m, block_n, d_pad, v_pad, min(stages, 3), 8 if block_m >= 128 else 4)
+    return Tiles(block_m, block_n, d_pad, v_pad, min(stages, 2 if wide else 3), 8 if wide or block_m >= 128 else 4)
 
 
 def short_tiles(group: int, tiles: Tiles) -> Tiles:

@@ -1,7 +1,7 @@
 """The variants of every Triton kernel that are compiled ahead of time: a set that covers what the engine may ask for.
 
-Every KV kind at the commonest shape, every shape at the commonest kind, and each option, page size and way of writing
-at least once: not their product, which would compile for hours.
+On every architecture each KV kind at the commonest shape; on two of them also every shape at the commonest kind, and
+each option, page size and way of writing at least once: not their product, which would compile for hours.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_move import move_constants, move_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
+from kernels.triton_sample import BLOCK, NUM_WARPS, gumbel_argmax_kernel
 
 ARCHITECTURES = (80, 89, 90, 100)
+THOROUGH = (80, 90)  # the others compile much like one of these: their limits and what takes the most are enough
 KV_HEADS = 8
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 KINDS = (*ITEMSIZE, *KV_FORMATS)  # a cache in the model's dtype, or in a format under a model in bf16
 COMMON = (4, 128, 128)  # query heads a KV head, head dim of K, of V
-SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (8, 256, 256), (16, 192, 128)]
+LARGEST = (8, 256, 256)
+SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
 _INDICES = dict.fromkeys(("pages_ptr", "lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
 _TABLES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
+_DRAWS = dict.fromkeys(("rows_ptr", "keys_ptr", "token_ptr"), "i64") | dict.fromkeys(
+    ("largest_ptr", "temperature_ptr", "score_ptr"), "fp32"
+)
 
 
 @dataclass(frozen=True)
@@ -140,25 +146,42 @@ def move(unit_bytes: int, align: int) -> Variant:
     return Variant(name, move_kernel, move_constants(unit_bytes, align), _TABLES)
 
 
+def sample(dtype: str) -> Variant:
+    """The draw of a token from logits of ``dtype``."""
+    constants = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
+    return Variant(f"sample, {dtype}", gumbel_argmax_kernel, constants, _DRAWS, dtype)
+
+
 def variants(arch: int) -> list[Variant]:
     """All of sm_``arch``; every name once."""
-    split, plain = Options(split=True), Options()
+    return _core(arch) + (_rest(arch) if arch in THOROUGH else [])
+
+
+def _core(arch: int) -> list[Variant]:
+    """Every KV kind, and what takes the most."""
     found = []
     for kind in KINDS:
-        if kind == "fp16" and arch != 90:
-            continue  # compiles to bf16's instructions with another suffix: once is enough
-        found += [decode(arch, kind, COMMON, split), decode(arch, kind, COMMON, plain)]
-        found += [prefill(arch, kind, COMMON, plain), write(kind, 128, 128)]
+        if kind != "fp16" or arch == 90:  # bf16's instructions with another suffix: once is enough
+            found += [decode(arch, kind, COMMON, Options(split=True)), prefill(arch, kind, COMMON, Options())]
+            found += [write(kind, 128, 128)]
+    found += [decode(arch, "bf16", LARGEST, Options()), prefill(arch, "bf16", LARGEST, Options())]
+    found += [prefill(arch, "int8_per_token_head", COMMON, Options(**EVERYTHING))]
+    found += [prefill(arch, "fp8_e4m3", COMMON, Options(split=True, short=True))]
+    return [*found, reduce(256, 64, False), move(32768, 16), sample("bf16")]
+
+
+def _rest(arch: int) -> list[Variant]:
+    found = [decode(arch, kind, COMMON, Options()) for kind in KINDS if kind != "fp16"]
     for i, shape in enumerate(SHAPES):
-        found += [decode(arch, "bf16", shape, Options(split=i % 2 == 0)), prefill(arch, "bf16", shape, plain)]
+        found += [decode(arch, "bf16", shape, Options(split=i % 2 == 0)), prefill(arch, "bf16", shape, Options())]
     for page_size in (1, 256, ONE_PAGE):
         options = Options(page_size=page_size)
         found += [decode(arch, "bf16", COMMON, options), prefill(arch, "bf16", COMMON, options)]
-    for kind in ("bf16", "int8_per_token_head"):
-        found += [decode(arch, kind, COMMON, Options(**EVERYTHING)), prefill(arch, kind, COMMON, Options(**EVERYTHING))]
-    found += [decode(arch, "fp8_e4m3", SHAPES[0], plain), decode(arch, "int4_per_token_head", (8, 256, 256), split)]
-    found += [prefill(arch, kind, COMMON, Options(split=True, short=True)) for kind in ("bf16", "fp8_e4m3")]
+    found += [decode(arch, kind, COMMON, Options(**EVERYTHING)) for kind in ("bf16", "int8_per_token_head")]
+    found += [prefill(arch, "bf16", COMMON, Options(**EVERYTHING))]
+    found += [decode(arch, "fp8_e4m3", SHAPES[0], Options())]
+    found += [decode(arch, "int4_per_token_head", LARGEST, Options(split=True))]
+    found += [prefill(arch, "bf16", COMMON, Options(split=True, short=True))]
     found += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
-    found += [reduce(64, 4, False), reduce(128, 16, True), reduce(256, 64, False)]
-    found += [move(32768, 16), move(1024, 16), move(24, 8), move(3, 1)]
-    return found
+    found += [reduce(64, 4, False), reduce(128, 16, True)]
+    return [*found, move(1024, 16), move(24, 8), move(3, 1), sample("fp32")]
