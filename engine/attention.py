@@ -17,11 +17,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from engine.kv_budget import KVShape, LayerKV
 from kernels.api import AttentionBackend, AttentionOptions, KVCache
+from kernels.cpu_memory import cache_zeros
 from kernels.kv_formats import find_format
 from kernels.quantized import QuantizedKV, raw_tensors
 
 NAME = "kvbench"
-_HOST = "_kvbench_host"
+HOST = "_kvbench_host"
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,8 @@ class AttentionHost:
         kv_format = find_format(kv_cache_dtype)
 
         def new_cache(heads: int, dim: int, scale: float | None) -> KVCache:
-            # zeros, not empty: on a CPU this also touches the pages, so that no request pays for page faults
             if kv_format is None:
-                return torch.zeros(num_slots, heads, dim, dtype=like.dtype, device=like.device)
+                return cache_zeros((num_slots, heads, dim), like.dtype, like.device)
             return QuantizedKV.zeros(kv_format, num_slots, heads, dim, like.device, scale)
 
         scales = kv_scales or [(None, None)] * len(shape.layers)
@@ -164,10 +164,10 @@ class ShapeRecorder:
 
 def install(model: PreTrainedModel, host: AttentionHost | ShapeRecorder) -> None:
     """Route every attention module of ``model`` to ``host``; nothing to do, and quick, if it is there already."""
-    if getattr(model, _HOST, None) is not host:
+    if getattr(model, HOST, None) is not host:
         for module in model.modules():
             if module is model or hasattr(module, "layer_idx"):
-                setattr(module, _HOST, host)
+                setattr(module, HOST, host)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
 
@@ -196,7 +196,7 @@ def forward(
     """
     if attention_mask is not None:
         raise ForeignMaskError(f"{type(module).__name__} of layer {module.layer_idx} sends a mask of its own making")
-    host = getattr(module, _HOST)
+    host = getattr(module, HOST)
     out = host(
         module.layer_idx,
         query[0].transpose(0, 1),

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 
 from engine.config import DEFAULT_CPU_BUDGET, EngineConfig, format_bytes
+from engine.cpu_layers import use_cpu_layers
 from engine.engine import Engine
 from engine.executor import TorchExecutor, available_cpus
 from engine.forward import cannot_compile
@@ -16,6 +17,7 @@ from engine.kv_budget import capacity_of
 from engine.kv_manager import KVManager, make_kv_manager
 from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
+from kernels.cpu_memory import keep_freed_memory
 
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there; the rest is for activations
 
@@ -38,6 +40,9 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
     if config.async_scheduling is None:  # on a CPU the step is computed by the very thread that would plan the next one
         config = EngineConfig(**{**asdict(config), "async_scheduling": loaded.device.type == "cuda"})
+    if loaded.backend.name == "numba" and not config.torch_compile:
+        keep_freed_memory()
+        use_cpu_layers(loaded.model)
     capacity = capacity_of(config, loaded.kv_shape, config.kv_budget)
     _check_memory(config.kv_budget, capacity.swap_space_bytes, loaded.device)
     kv = make_kv_manager(config, capacity)

@@ -77,17 +77,22 @@ def fill_bytes(typingctx, target, value, count):
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
+def emit_prefetch(builder: ir.IRBuilder, address: ir.Value, level: int) -> None:
+    """Ask for the cache line at ``address``, into the L1 or L2 cache (``level`` 1 or 2)."""
+    pointer_type = ir.PointerType(ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [pointer_type, I32, I32, I32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, locality, data = 0, 4 - level, 1
+    constants = [ir.Constant(I32, c) for c in (read, locality, data)]
+    builder.call(fetch, [builder.inttoptr(address, pointer_type), *constants])
+
+
 @intrinsic(prefer_literal=True)
 def prefetch_line(typingctx, address, level):
-    """Ask for the cache line at ``address``, into the L1 or L2 cache (``level`` 1 or 2, a constant)."""
+    """``emit_prefetch``; ``level`` is a constant."""
 
     def codegen(context, builder, signature, args):
-        pointer_type = ir.PointerType(ir.IntType(8))
-        kind = ir.FunctionType(ir.VoidType(), [pointer_type, I32, I32, I32])
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, locality, data = 0, 4 - level.literal_value, 1
-        constants = [ir.Constant(I32, c) for c in (read, locality, data)]
-        builder.call(fetch, [builder.inttoptr(args[0], pointer_type), *constants])
+        emit_prefetch(builder, args[0], level.literal_value)
         return context.get_dummy_value()
 
     return types.void(types.intp, level), codegen

@@ -107,6 +107,15 @@ def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.select(nan, given, builder.bitcast(builder.add(builder.bitcast(poly, ints), bits), vec(w)))
 
 
+def silu(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """x / (1 + e**-x), by e**-|x| so that nothing overflows. NaN stays NaN."""
+    w = x.type.count
+    zero, one = constant(w, 0.0), constant(w, 1.0)
+    e = _exp(builder, builder.fsub(zero, call(builder, f"llvm.fabs.v{w}f32", vec(w), [x])))
+    top = builder.select(builder.fcmp_ordered("<", x, zero), e, one)
+    return builder.fmul(x, builder.fdiv(top, builder.fadd(one, e)))
+
+
 @intrinsic
 def exp_minus(typingctx, s, top, blocks):
     """In place ``s[i] = exp(s[i] - top)`` over ``blocks * 16`` floats, all <= top; returns their sum.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.cpu_memory import cache_zeros
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KVFormat
 
 MAX_CODE = {INT8: 127, INT4: 7}
@@ -58,13 +59,12 @@ class QuantizedKV:
         Raises:
             ValueError: the scale is missing, not positive and finite, or given to a format that finds its own.
         """
-        codes = torch.zeros(
-            slots, heads, format.code_bytes(dim), dtype=torch.int8 if format == INT8 else torch.uint8, device=device
-        )
+        code_dtype = torch.int8 if format == INT8 else torch.uint8
+        codes = cache_zeros((slots, heads, format.code_bytes(dim)), code_dtype, device)
         if format not in FP8_DTYPE:
             if scale is not None:
                 raise ValueError(f"{format.name} finds a scale per token and head: leave out scale={scale}")
-            return cls(format, codes, torch.zeros(slots, heads, dtype=torch.float32, device=device), 1.0, dim)
+            return cls(format, codes, cache_zeros((slots, heads), torch.float32, device), 1.0, dim)
         if scale is None or not SMALLEST_SCALE <= scale < math.inf:
             raise ValueError(
                 f"{format.name} needs a positive, finite scale per layer and side, not {scale}: calibrate one "

@@ -16,6 +16,7 @@ import transformers
 
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.model_loader import load_model
 from engine.server.tokenizer import load_tokenizer
 from tests.support.hf_parts import SMALL
 from tests.support.http_server import RunningServer, running_server
@@ -110,7 +111,7 @@ def test_a_seed_gives_the_same_choices_again_and_choices_differ(client: openai.O
 @pytest.fixture
 def reference(server: RunningServer) -> transformers.PreTrainedModel:
     """The server's weights in transformers' own hands, with its own attention."""
-    ours = server.engine.executor.model
+    ours = load_model(server.engine.config).model  # once more: the engine's own has its weights packed
     config = copy.deepcopy(ours.config)  # from_config writes the attention into what it is given
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.load_state_dict({name: tensor.cpu() for name, tensor in ours.state_dict().items()})

@@ -42,6 +42,7 @@ COMMON = {
 }
 FAMILIES = {
     "llama": {"model_type": "llama"},
+    "llama-wide": {"model_type": "llama", "head_dim": 32},  # whose attention the CPU engine computes jointly
     "qwen3": {"model_type": "qwen3"},
     # alternating sliding-window and full layers, softcap on the scores, query scale of its own
     "gemma2": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 4},

@@ -1,0 +1,141 @@
+"""An attention module whose Q, K and V come from one product and are rotated in place. See engine.cpu_layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.attention import HOST, NAME, install
+from kernels.api import AttentionOptions
+from kernels.cpu_memory import HugeArena
+from kernels.layers_cpu import PackedLinear, can_pack, can_rotate, rotate
+from kernels.numba_gemm import PANEL
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+class JointAttention(nn.Module):
+    """What ``own`` does while our attention is installed; with any other attention, ``own`` does it.
+
+    ``own`` keeps its projections as views of the same packed weights. Q and K may pass a norm per head.
+    """
+
+    def __init__(self, own: nn.Module, options: AttentionOptions, arena: HugeArena):
+        super().__init__()
+        self.own, self.layer_idx, self._options, self._config = own, own.layer_idx, options, own.config
+        projections = [getattr(own, name) for name in _PROJECTIONS]
+        self.head_dim = own.head_dim
+        self.heads = [projection.out_features // self.head_dim for projection in projections]
+        self.joint = PackedLinear(projections, arena)
+        self.originals = dict(zip(_PROJECTIONS, projections, strict=True))
+
+    def settle(self) -> None:
+        """The originals are let go: from now on ``own`` reads the packed weights too."""
+        start = 0
+        for name, original in self.originals.items():
+            setattr(self.own, name, self.joint.part(start, start + original.out_features))
+            start += original.out_features
+        self.originals = {}
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the module it stands for."""
+        ours = self._config._attn_implementation == NAME and len(hidden_states) == 1
+        if not ours or past_key_values is not None or attention_mask is not None or position_embeddings is None:
+            return self.own(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        rows = self.joint(hidden_states[0])  # [T, (H + 2 Hkv) * D]
+        rows = rows.view(len(rows), -1, self.head_dim)
+        q, k, v = rows.split(self.heads, 1)
+        cos, sin = (x[0] for x in position_embeddings)
+        if hasattr(self.own, "q_norm"):
+            q, k = self.own.q_norm(q), self.own.k_norm(k)
+            rotate(q, cos, sin)
+            rotate(k, cos, sin)
+        else:
+            rotate(rows[:, : self.heads[0] + self.heads[1]], cos, sin)
+        out = getattr(self, HOST)(self.layer_idx, q, k, v, self._options)
+        return self.own.o_proj(out.reshape(1, len(rows), -1)), None
+
+
+@dataclass
+class _Capture:
+    """Stands in for the host: keeps what a layer sends, and answers with numbers made from it."""
+
+    options: dict[int, AttentionOptions] = field(default_factory=dict)
+    sent: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        self.options[layer] = options
+        self.sent = [x.clone() for x in (q, k, v)]
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def join_attention(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, arena: HugeArena) -> None:
+    """Put a ``JointAttention`` wherever, on a probe ``[1, T]``, it sends the same Q, K and V and returns the same.
+
+    ``model`` has our attention installed afterwards, with a host that is of no use.
+    """
+    capture, calls = _Capture(), {}
+    install(model, capture)
+
+    def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        calls[module] = args, kwargs
+
+    named = [(name, module) for name, module in model.named_modules() if _may_join(module)]
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for _, module in named]
+    model(input_ids=ids, position_ids=positions, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for name, own in named:
+        if own in calls and _can_call(*calls[own], own.head_dim):
+            joint = JointAttention(own, capture.options[own.layer_idx], arena)
+            setattr(joint, HOST, capture)
+            if _same_call(own, joint, calls[own], capture):
+                joint.settle()
+                model.set_submodule(name, joint)
+
+
+def _may_join(module: nn.Module) -> bool:
+    children = {name for name, _ in module.named_children()}
+    if not hasattr(module, "layer_idx") or not hasattr(module, "config") or not hasattr(module, "head_dim"):
+        return False
+    if children - {"q_norm", "k_norm"} != {*_PROJECTIONS, "o_proj"} or len(children & {"q_norm", "k_norm"}) == 1:
+        return False
+    projections = [getattr(module, name) for name in _PROJECTIONS]
+    return all(can_pack(p) and p.out_features % max(PANEL, module.head_dim) == 0 for p in projections)
+
+
+def _can_call(args: tuple, kwargs: dict, head_dim: int) -> bool:
+    embeddings = kwargs.get("position_embeddings")
+    if args or "hidden_states" not in kwargs or not isinstance(embeddings, tuple):
+        return False
+    return all(x.shape[:1] == (1,) and x.shape[-1] <= head_dim and can_rotate(x.shape[-1]) for x in embeddings)
+
+
+def _same_call(own: nn.Module, joint: nn.Module, call: tuple[tuple, dict], capture: _Capture) -> bool:
+    expected = [own(**call[1])[0], *capture.sent]
+    got = [joint(**call[1])[0], *capture.sent]
+    return all(a.shape == b.shape and same_numbers(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """RMS of the difference within 1e-5 of a's; float32 sums in another order are off by about 1e-7. NaN: False."""
+    return bool((a - b).square().mean().sqrt() <= 1e-5 * a.square().mean().sqrt())

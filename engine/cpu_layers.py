@@ -1,0 +1,63 @@
+"""Faster modules for a float32 model on a CPU: the arithmetic of transformers' own, module by module.
+
+Linear layers, attention with separate Q, K and V projections, MLPs of the form ``down(act(gate(x)) * up(x))`` and
+RMSNorms give way to those of kernels.layers_cpu, in whatever model they are found. None is taken on its name: each is
+tried out and stays as it was unless both give the same numbers, so that a norm that adds 1 to its weights, an MLP with
+another activation, or attention that rotates otherwise, is left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.cpu_attention import join_attention, same_numbers
+from kernels.cpu_memory import HugeArena
+from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm, can_norm, can_pack
+
+_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+_PROBE_TOKENS = 5
+
+
+@torch.inference_mode()
+def use_cpu_layers(model: PreTrainedModel) -> None:
+    """Replace what can be replaced. Packed weights take the place of the model's own, which are let go."""
+    arena = HugeArena()
+    for name, norm in _named(model, _is_rms_norm):
+        _replace(model, name, norm, RMSNorm(norm.weight, norm.variance_epsilon), len(norm.weight))
+    ids = torch.arange(_PROBE_TOKENS)[None] * 101 % model.get_input_embeddings().weight.shape[0]
+    join_attention(model, ids, torch.arange(_PROBE_TOKENS)[None], arena)
+    for name, linear in _named(model, can_pack):
+        _replace(model, name, linear, PackedLinear([linear], arena), linear.in_features)
+    for name, mlp in _named(model, _is_gated_mlp):
+        ours = GatedMLP(*(getattr(mlp, part) for part in _MLP_PARTS))
+        _replace(model, name, mlp, ours, mlp.gate_proj.in_features)
+
+
+def _named(model: nn.Module, fits: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if name and fits(module)]
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    parts = {name for name, _ in module.named_children()} - {"act_fn"}
+    return (
+        parts == set(_MLP_PARTS)
+        and all(type(getattr(module, part)) is PackedLinear for part in _MLP_PARTS)
+        and not list(module.named_parameters(recurse=False))
+        and len(inspect.signature(module.forward).parameters) == 1
+    )
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    names = [name for name, _ in module.named_parameters()]
+    return names == ["weight"] and hasattr(module, "variance_epsilon") and can_norm(module.weight)
+
+
+def _replace(model: nn.Module, name: str, own: nn.Module, ours: nn.Module, width: int) -> None:
+    x = torch.randn(1, _PROBE_TOKENS, width, generator=torch.Generator().manual_seed(0))
+    if same_numbers(own(x), ours(x)):
+        model.set_submodule(name, ours)

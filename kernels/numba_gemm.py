@@ -1,0 +1,182 @@
+"""float32 linear layers on a CPU: weights packed once, read in one stream, a tile of results in registers.
+
+    out [M, N] = x [M, K] @ weight [N, K].T  (+ bias [N])  (* silu(gate [M, N]))
+
+Decode multiplies a few rows with weights that no cache holds: each weight is to be read once, in order, ahead of its
+use, while every core is busy. A general GEMM packs the weights in every call and waits for them.
+
+    panel   PANEL output features, stored [K, PANEL]; panels are shared out statically over the threads
+    slice   DEPTH of a panel's K: 24 KiB, which stay in the L1 cache while all rows of a block pass by
+    block   ROW_BLOCK rows of x, which stay in the L2 cache while the panels pass by
+    tile    up to ROWS rows x PANEL results in registers: per k 4 loads of weights, a broadcast a row, 24 multiply-adds
+
+Each tile asks for a quarter of the next slice (one cache line per k), so that memory works while the arithmetic does.
+Between slices a tile's sums lie in ``out``. Threads: torch's own OpenMP team, see numba_threads.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.numba_memory import F32, I64, JIT, call_get_int, call_parallel, emit_prefetch, load_i64, pointer
+from kernels.numba_simd import silu
+from kernels.numba_vectors import LANES, constant, fma, load, splat, store, vec
+
+PANEL = 64  # 4 vectors of 16
+ROWS = 6  # 6 x 4 sums, 4 weights and a broadcast fit the 32 registers of AVX-512
+DEPTH = 96
+ROW_BLOCK = 192
+
+HAS_BIAS, HAS_GATE = 1, 2  # bits of the epilogue
+FIRST_SLICE, LAST_SLICE = 1, 2  # bits of a slice's stage: sums begin at 0; the epilogue is due
+
+(
+    G_X, G_W, G_OUT, G_BIAS, G_GATE, G_M, G_N, G_K, G_X_STRIDE, G_OUT_STRIDE, G_GATE_STRIDE,
+    G_THREADS, G_WORKER, G_PARALLEL, G_THREAD_NUM, G_NUM_THREADS,
+    NUM_GEMM_ARGS,
+) = range(17)  # fmt: skip
+# Strides in bytes. Without a bias or a gate theirs is never read.
+
+
+class _Tile:
+    """Emits the code of one tile: ``rows`` rows, the ``columns`` (a multiple of LANES, at run time) of a panel."""
+
+    def __init__(self, builder: ir.IRBuilder, rows: int, columns: ir.Value):
+        self.builder = builder
+        self.columns = columns
+        self.places = [(r, v) for v in range(PANEL // LANES) for r in range(rows)]
+        self.sums = {place: cgutils.alloca_once(builder, vec(LANES)) for place in self.places}
+
+    def row(self, base: ir.Value, step: ir.Value, r: int) -> ir.Value:
+        return self.builder.add(base, self.builder.mul(step, ir.Constant(I64, r))) if r else base
+
+    def each_vector(self):
+        """The tile's places, vector by vector, inside code that is skipped where the panel has no such columns."""
+        for v in range(PANEL // LANES):
+            with self.builder.if_then(self.builder.icmp_signed(">", self.columns, ir.Constant(I64, LANES * v))):
+                yield [place for place in self.places if place[1] == v]
+
+    def clear(self) -> None:
+        for place in self.places:
+            self.builder.store(constant(LANES, 0.0), self.sums[place])
+
+    def resume(self, out: ir.Value, step: ir.Value) -> None:
+        for places in self.each_vector():
+            for r, v in places:
+                self.builder.store(load(self.builder, self.row(out, step, r), LANES * v, LANES), self.sums[r, v])
+
+    def multiply(self, x: ir.Value, x_step: ir.Value, w: ir.Value, depth: ir.Value, ahead: ir.Value) -> None:
+        builder = self.builder
+        x_rows = {r: self.row(x, x_step, r) for r, v in self.places if v == 0}
+        with cgutils.for_range(builder, depth) as loop:
+            w_row = builder.add(w, builder.mul(loop.index, ir.Constant(I64, 4 * PANEL)))
+            weights = [load(builder, w_row, LANES * v, LANES) for v in range(PANEL // LANES)]
+            emit_prefetch(builder, builder.add(ahead, builder.shl(loop.index, ir.Constant(I64, 6))), 2)
+            offset = builder.shl(loop.index, ir.Constant(I64, 2))
+            for r, x_row in x_rows.items():
+                wide = splat(builder, builder.load(pointer(builder, builder.add(x_row, offset), F32)), LANES)
+                for v, weight in enumerate(weights):
+                    builder.store(fma(builder, wide, weight, builder.load(self.sums[r, v])), self.sums[r, v])
+
+    def finish(self, epilogue: int, bias: ir.Value, gate: ir.Value, gate_step: ir.Value) -> None:
+        builder = self.builder
+        for places in self.each_vector():
+            for r, v in places:
+                value = builder.load(self.sums[r, v])
+                if epilogue & HAS_BIAS:
+                    value = builder.fadd(value, load(builder, bias, LANES * v, LANES))
+                if epilogue & HAS_GATE:
+                    opening = load(builder, self.row(gate, gate_step, r), LANES * v, LANES)
+                    value = builder.fmul(value, silu(builder, opening))
+                builder.store(value, self.sums[r, v])
+
+    def store(self, out: ir.Value, step: ir.Value) -> None:
+        for places in self.each_vector():
+            for r, v in places:
+                store(self.builder, self.builder.load(self.sums[r, v]), self.row(out, step, r), LANES * v)
+
+
+@intrinsic(prefer_literal=True)
+def multiply_tile(
+    typingctx, x, x_stride, w, depth, ahead, bias, gate, gate_stride, out, out_stride, columns, rows, stage, epilogue
+):
+    """A slice's share of ``out [rows, columns]``: x ``[rows, depth]`` @ w ``[depth, PANEL]``; ``rows`` in 1..ROWS.
+
+    ``ahead``: where to prefetch ``64 * depth`` bytes for whoever comes next. ``epilogue`` is a compile-time constant.
+    """
+    flags = epilogue.literal_value
+
+    def codegen(context, builder, signature, args):
+        x_at, x_step, w_at, k_count, ahead_at = args[:5]
+        bias_at, gate_at, gate_step, out_at, out_step, width, height, stages = args[5:13]
+
+        def at_stage(bit: int) -> ir.Value:
+            return builder.icmp_signed("!=", builder.and_(stages, ir.Constant(I64, bit)), ir.Constant(I64, 0))
+
+        done = builder.append_basic_block("tile.done")
+        choice = builder.switch(height, done)
+        for rows_here in range(1, ROWS + 1):
+            body = builder.append_basic_block(f"tile.{rows_here}")
+            choice.add_case(ir.Constant(I64, rows_here), body)
+            builder.position_at_end(body)
+            tile = _Tile(builder, rows_here, width)
+            tile.clear()
+            with builder.if_then(builder.not_(at_stage(FIRST_SLICE))):
+                tile.resume(out_at, out_step)
+            tile.multiply(x_at, x_step, w_at, k_count, ahead_at)
+            if flags:
+                with builder.if_then(at_stage(LAST_SLICE)):
+                    tile.finish(flags, bias_at, gate_at, gate_step)
+            tile.store(out_at, out_step)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 13, epilogue), codegen
+
+
+@cache
+def build_gemm(epilogue: int):
+    """The worker for an epilogue (HAS_BIAS | HAS_GATE) as a Numba cfunc. Each thread takes its share of the panels."""
+
+    def worker(args):
+        thread = call_get_int(load_i64(args + 8 * G_THREAD_NUM))
+        threads = call_get_int(load_i64(args + 8 * G_NUM_THREADS))
+        m, n, k = load_i64(args + 8 * G_M), load_i64(args + 8 * G_N), load_i64(args + 8 * G_K)
+        x_step, out_step = load_i64(args + 8 * G_X_STRIDE), load_i64(args + 8 * G_OUT_STRIDE)
+        gate_step = load_i64(args + 8 * G_GATE_STRIDE)
+        panels = (n + PANEL - 1) // PANEL
+        for block in range(0, m, ROW_BLOCK):
+            count = min(ROW_BLOCK, m - block)
+            tiles = (count + ROWS - 1) // ROWS
+            for panel in range(panels * thread // threads, panels * (thread + 1) // threads):
+                across = 4 * PANEL * panel
+                bias = load_i64(args + 8 * G_BIAS) + across
+                for first in range(0, k, DEPTH):
+                    depth = min(DEPTH, k - first)
+                    stage = (FIRST_SLICE if first == 0 else 0) | (LAST_SLICE if first + depth == k else 0)
+                    w = load_i64(args + 8 * G_W) + 4 * PANEL * (panel * k + first)
+                    for tile in range(tiles):  # of nearly equal height, so that none is left with one row
+                        row = block + count * tile // tiles
+                        rows = block + count * (tile + 1) // tiles - row
+                        ahead = w + 64 * depth * (4 + tile if tile < 4 else 0)  # past the end does no harm
+                        multiply_tile(
+                            load_i64(args + 8 * G_X) + row * x_step + 4 * first, x_step, w, depth, ahead,
+                            bias, load_i64(args + 8 * G_GATE) + row * gate_step + across, gate_step,
+                            load_i64(args + 8 * G_OUT) + row * out_step + across, out_step,
+                            min(PANEL, n - PANEL * panel), rows, stage, epilogue,
+                        )  # fmt: skip
+
+    return numba.cfunc(types.void(types.intp), **JIT)(worker)
+
+
+@numba.cfunc(types.void(types.intp), **JIT)
+def run_gemm(args):
+    """One linear layer: the worker on every thread."""
+    call_parallel(load_i64(args + 8 * G_PARALLEL), load_i64(args + 8 * G_WORKER), args, load_i64(args + 8 * G_THREADS))

@@ -1,0 +1,123 @@
+"""Models whose modules have been replaced give the logits that they gave before, whoever computes their attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine.attention import AttentionHost, StepTensors, install
+from engine.build import assemble_engine
+from engine.config import EngineConfig
+from engine.cpu_attention import JointAttention
+from engine.cpu_layers import use_cpu_layers
+from engine.load_gate import measure_kv
+from engine.model_loader import load_model
+from kernels import get_backend
+from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm
+
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size": 160, "max_position_embeddings": 64, "pad_token_id": 0,
+    "initializer_range": 0.3,
+}  # fmt: skip
+LAYERS = 2
+# (attention, MLPs, norms) that are replaced in two layers; what is left alone, and why.
+EXPECTED = {
+    "llama": (2, 2, 5),
+    "qwen2": (2, 2, 5),  # Q, K and V with bias
+    "qwen3": (2, 2, 9),  # a norm on each head of Q and K
+    "mistral": (2, 2, 5),  # a sliding window
+    "granite": (2, 2, 5),  # a scale of its own
+    "gemma2": (2, 0, 0),  # gelu; norms that add 1 to the weight
+    "glm": (0, 0, 5),  # rotates pairs of neighbours; gate and up in one matrix
+}
+
+
+def make_model(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(3)
+    extra = {"sliding_window": 5} if model_type in ("mistral", "gemma2") else {}
+    config = AutoConfig.for_model(**SHAPE, **extra, model_type=model_type)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():  # norms of ones and zeros would hide what they do
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.3, mean=1.0 if name.endswith("weight") else 0.0)
+    return model.requires_grad_(False)
+
+
+def replaced(model: PreTrainedModel) -> Counter[str]:
+    kinds = (GatedMLP, JointAttention, PackedLinear, RMSNorm)
+    return Counter(type(module).__name__ for module in model.modules() if isinstance(module, kinds))
+
+
+def paged_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """One prompt in one step through our attention, pages out of order."""
+    kv_shape, _ = measure_kv(model, 4)
+    size, page = ids.shape[1], 4
+    starts = torch.tensor([[8, 0, 4, 12]])
+    host = AttentionHost(get_backend("numba"), kv_shape, 16, page, next(model.parameters()))
+    install(model, host)
+    at = torch.arange(size)
+    none = torch.zeros(0, dtype=torch.int64)
+    host.begin(
+        StepTensors(
+            num_decodes=0, slots=starts[0, at // page] + at % page, decode_page_starts=starts[:0], decode_seq_lens=none,
+            prefill_page_starts=starts, prefill_seq_lens=torch.tensor([size]), query_starts=torch.tensor([0, size]),
+            max_decode_tokens=0, max_queries=size, max_prefill_tokens=size,
+        )
+    )  # fmt: skip
+    return model(input_ids=ids, position_ids=at[None], use_cache=False).logits
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", EXPECTED)
+def test_logits_stay_what_they_were(model_type):
+    model, ids = make_model(model_type), torch.arange(14)[None] * 11 % SHAPE["vocab_size"]
+    expected = model(input_ids=ids, use_cache=False).logits
+    use_cpu_layers(model)
+    paged = paged_logits(model, ids)
+    model.set_attn_implementation("eager")
+    for logits in (paged, model(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=True).logits):
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    found = replaced(model)
+    assert (found["JointAttention"], found["GatedMLP"], found["RMSNorm"]) == EXPECTED[model_type]
+    assert not any(type(module) is nn.Linear for module in model.modules()), "all linear layers are packed"
+
+
+def test_a_module_that_computes_something_else_stays():
+    """Children and signature of a gated MLP, but another product; weight and eps of an RMSNorm, but another norm."""
+    model = make_model("llama")
+    mlp, norm = model.model.layers[0].mlp, model.model.layers[1].input_layernorm
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
+    norm.forward = lambda x: nn.functional.layer_norm(x, norm.weight.shape, norm.weight)
+    use_cpu_layers(model)
+    assert model.model.layers[0].mlp is mlp and model.model.layers[1].input_layernorm is norm
+    assert isinstance(model.model.layers[1].mlp, GatedMLP)
+    assert isinstance(model.model.layers[0].input_layernorm, RMSNorm)
+
+
+def test_weights_are_held_once():
+    model = make_model("llama")
+    matrices = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
+    use_cpu_layers(model)
+    left = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert left == model.get_input_embeddings().weight.numel(), "of the original matrices only the embedding is left"
+    held, ends = 0, 0  # bytes of memory under all packed weights, those of parts counted once
+    for start, size in sorted(
+        (m.packed.data_ptr(), m.packed.nbytes) for m in model.modules() if type(m) is PackedLinear
+    ):
+        held += max(0, start + size - max(start, ends))
+        ends = max(ends, start + size)
+    padding = 4 * LAYERS * 2 * 32 * SHAPE["hidden_size"] + 4 * 32 * SHAPE["hidden_size"]  # 96 and 160 outputs, to 64s
+    assert held == 4 * matrices + padding
+
+
+def test_the_torch_backend_keeps_the_models_own_modules():
+    settings = {"model": "llama-32m", "max_model_len": 64, "kv_budget": 4 << 20, "max_num_seqs": 2}
+    for backend, count in (("torch", 0), ("auto", 8)):
+        config = EngineConfig.from_mapping({**settings, "kernel_backend": backend, "device": "cpu"})
+        engine = assemble_engine(config, load_model(config))
+        assert replaced(engine.executor.forward.model)["JointAttention"] == count
