@@ -82,7 +82,10 @@ def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) ->
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
     driver = next((gpu["driver_version"] for gpu in manifest.gpus()), "unknown")
-    old = tuning.read_table(chip.arch, folder)
+    try:
+        old = tuning.read_table(chip.arch, folder)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     entries: list[Entry] = []
     for i, case in enumerate(cases):
         left = deadline - time.monotonic()
