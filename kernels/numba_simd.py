@@ -187,3 +187,43 @@ def scale_row(typingctx, source, target, factor, dim):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.float32, dim), codegen
+
+
+@intrinsic
+def scale_blocks(typingctx, source, target, factor, blocks):
+    """``target[i] = factor * source[i]`` over ``blocks * 16`` floats (in place when the addresses are equal)."""
+
+    def codegen(context, builder, signature, args):
+        factors = splat(builder, args[2], LANES)
+        with cgutils.for_range(builder, args[3]) as loop:
+            offset = builder.shl(loop.index, ir.Constant(I64, 6))
+            value = load(builder, builder.add(args[0], offset), 0, LANES)
+            store(builder, builder.fmul(value, factors), builder.add(args[1], offset), 0)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.float32, types.intp), codegen
+
+
+@intrinsic
+def transpose_tile(typingctx, rows, offset, target, stride):
+    """A 16 x 16 tile, transposed: row j is read at ``rows[j] + offset`` (int64 addresses), column d is written at
+    ``target + d * stride`` bytes. In each of four rounds rows a distance apart exchange halves of that width."""
+
+    def codegen(context, builder, signature, args):
+        rows_at, offset_at, target_at, step = args
+        tile = []
+        for j in range(LANES):
+            row = builder.load(pointer(builder, builder.add(rows_at, ir.Constant(I64, 8 * j)), I64))
+            tile.append(load(builder, builder.add(row, offset_at), 0, LANES))
+        for width in (8, 4, 2, 1):
+            low = [lane if not lane & width else LANES + lane - width for lane in range(LANES)]
+            high = [lane + width if not lane & width else LANES + lane for lane in range(LANES)]
+            low, high = (ir.Constant(ir.VectorType(I32, LANES), picks) for picks in (low, high))
+            for j in (j for j in range(LANES) if not j & width):
+                a, b = tile[j], tile[j | width]
+                tile[j], tile[j | width] = (builder.shuffle_vector(a, b, picks) for picks in (low, high))
+        for d, column in enumerate(tile):
+            store(builder, column, builder.add(target_at, builder.mul(step, ir.Constant(I64, d))), 0)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), codegen

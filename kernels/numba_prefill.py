@@ -1,0 +1,215 @@
+"""Prefill attention of one sequence in Numba: causal, after earlier context, with window, softcap and sinks.
+
+Two parallel regions. First K and V are copied from wherever their rows lie (a page table's slots, or one run) into
+panels of PANEL tokens: K transposed, ``[D, PANEL]``, V as it is, ``[PANEL, 64]`` for each 64 of Dv. Both products of
+attention are then tiles of numba_gemm.py. Second, items of one query head and BLOCK queries go round the threads; each
+passes over the panels that its queries see, with online softmax. Nothing is masked by a tensor: panels nobody sees are
+not visited, and in those at the window's two edges the scores are overwritten.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+from numba import types
+
+from kernels.numba_gemm import FIRST_SLICE, LAST_SLICE, PANEL, ROWS, multiply_tile
+from kernels.numba_memory import (
+    JIT,
+    call_get_int,
+    call_parallel,
+    copy_bytes,
+    fill_bytes,
+    load_f32,
+    load_i64,
+    store_f32,
+    store_i64,
+)
+from kernels.numba_simd import exp_minus, max_of, scale_blocks, softcap_of, transpose_tile
+
+BLOCK = 48  # queries of an item: K, V, scores and sums of a panel together fit the L1 cache at D = 64
+NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
+
+(
+    P_Q, P_K, P_V, P_SLOTS, P_OUT, P_SINKS, P_FLOATS, P_PACKED, P_WORK, P_WORK_STRIDE,
+    P_QUERIES, P_KEYS, P_HEADS, P_KV_HEADS, P_DIM, P_V_DIM, P_WINDOW,
+    P_Q_STRIDE, P_Q_HEAD_STRIDE, P_K_STRIDE, P_K_HEAD_STRIDE, P_V_STRIDE, P_V_HEAD_STRIDE, P_OUT_STRIDE,
+    P_THREADS, P_PARALLEL, P_THREAD_NUM, P_NUM_THREADS, P_PACK_WORKER, P_WORKER,
+    NUM_PREFILL_ARGS,
+) = range(31)  # fmt: skip
+# Strides in bytes, lengths int64. P_SLOTS and P_SINKS may be 0. P_FLOATS: float32 [scale, softcap (0 = none)].
+# P_WINDOW: how many tokens a query sees at most.
+
+
+def packed_floats(keys: int, kv_heads: int, dim: int, v_dim: int) -> int:
+    """float32 values of all panels."""
+    return -(-keys // PANEL) * PANEL * kv_heads * (dim + -(-v_dim // PANEL) * PANEL)
+
+
+def work_floats(dim: int, v_dim: int) -> int:
+    """float32 values of one thread's scratch: queries, scores, sums, and each row's top and total."""
+    return BLOCK * (dim + PANEL + -(-v_dim // PANEL) * PANEL + 2) + 16
+
+
+@numba.njit(**JIT)
+def _panel_bytes(args: int) -> int:
+    """Bytes of one panel of one KV head: K, then V."""
+    v_panels = (load_i64(args + 8 * P_V_DIM) + PANEL - 1) // PANEL
+    return 4 * PANEL * (load_i64(args + 8 * P_DIM) + v_panels * PANEL)
+
+
+@numba.njit(**JIT)
+def _scaled(source: int, target: int, factor: float, count: int) -> None:
+    blocks = count // 16
+    scale_blocks(source, target, factor, blocks)
+    for i in range(16 * blocks, count):
+        store_f32(target + 4 * i, load_f32(source + 4 * i) * factor)
+
+
+@numba.njit(**JIT)
+def _find_rows(args: int, head: int, first: int, count: int, k_rows: int, v_rows: int) -> None:
+    """Addresses of the K and V rows of ``count`` tokens from ``first`` on, wherever the page table has them."""
+    slots = load_i64(args + 8 * P_SLOTS)
+    k = load_i64(args + 8 * P_K) + head * load_i64(args + 8 * P_K_HEAD_STRIDE)
+    v = load_i64(args + 8 * P_V) + head * load_i64(args + 8 * P_V_HEAD_STRIDE)
+    for j in range(count):
+        row = load_i64(slots + 8 * (first + j)) if slots else first + j
+        store_i64(k_rows + 8 * j, k + row * load_i64(args + 8 * P_K_STRIDE))
+        store_i64(v_rows + 8 * j, v + row * load_i64(args + 8 * P_V_STRIDE))
+
+
+@numba.njit(**JIT)
+def _pack_panel(k_rows: int, v_rows: int, count: int, dim: int, v_dim: int, k_at: int) -> None:
+    """K transposed, then V. What lies beyond the last token or value stays as it was: nothing depends on it."""
+    whole_rows, whole_dim = count // 16 * 16, dim // 16 * 16
+    for j in range(0, whole_rows, 16):
+        for d in range(0, whole_dim, 16):
+            transpose_tile(k_rows + 8 * j, 4 * d, k_at + 4 * (d * PANEL + j), 4 * PANEL)
+    for j in range(count):
+        k = load_i64(k_rows + 8 * j)
+        for d in range(whole_dim if j < whole_rows else 0, dim):
+            store_f32(k_at + 4 * (d * PANEL + j), load_f32(k + 4 * d))
+        for column in range(0, v_dim, PANEL):
+            target = k_at + 4 * PANEL * (dim + column + j)
+            copy_bytes(target, load_i64(v_rows + 8 * j) + 4 * column, 4 * min(PANEL, v_dim - column))
+
+
+@numba.cfunc(types.void(types.intp), **JIT)
+def pack_worker(args):
+    """Copy this thread's share of the panels."""
+    thread = call_get_int(load_i64(args + 8 * P_THREAD_NUM))
+    threads = call_get_int(load_i64(args + 8 * P_NUM_THREADS))
+    keys, size = load_i64(args + 8 * P_KEYS), _panel_bytes(args)
+    panels = (keys + PANEL - 1) // PANEL
+    total = load_i64(args + 8 * P_KV_HEADS) * panels
+    rows = load_i64(args + 8 * P_WORK) + thread * load_i64(args + 8 * P_WORK_STRIDE)
+    for index in range(total * thread // threads, total * (thread + 1) // threads):
+        first = index % panels * PANEL
+        count = min(PANEL, keys - first)
+        _find_rows(args, index // panels, first, count, rows, rows + 8 * PANEL)
+        dim, v_dim = load_i64(args + 8 * P_DIM), load_i64(args + 8 * P_V_DIM)
+        _pack_panel(rows, rows + 8 * PANEL, count, dim, v_dim, load_i64(args + 8 * P_PACKED) + index * size)
+
+
+@numba.njit(**JIT)
+def _multiply(x: int, x_step: int, rows: int, w: int, depth: int, out: int, out_step: int, stage: int) -> None:
+    """``out [rows, PANEL]`` = or += ``x [rows, depth] @ w [depth, PANEL]``, in tiles."""
+    tiles = (rows + ROWS - 1) // ROWS
+    for tile in range(tiles):
+        row = rows * tile // tiles
+        count = rows * (tile + 1) // tiles - row
+        x_at, out_at = x + row * x_step, out + row * out_step
+        multiply_tile(x_at, x_step, w, depth, w, 0, 0, 0, out_at, out_step, PANEL, count, stage, 0)
+
+
+@numba.njit(**JIT)
+def _weigh(s: int, top_at: int, total_at: int, acc: int, width: int, low: int, high: int, cap: float) -> None:
+    """A row's scores ``s [PANEL]``, of which low..high-1 are seen, to weights; its sums follow a risen top."""
+    blocks = PANEL // 16
+    if cap > 0:
+        softcap_of(s, cap, blocks)
+    for j in range(min(low, PANEL)):
+        store_f32(s + 4 * j, numba.float32(NO_SCORE))
+    for j in range(max(high, 0), PANEL):
+        store_f32(s + 4 * j, numba.float32(NO_SCORE))
+    old, total = load_f32(top_at), load_f32(total_at)
+    top = max(old, max_of(s, blocks))
+    if top > old:
+        factor = numba.float32(math.exp(old - top))
+        total *= factor
+        store_f32(top_at, top)
+        scale_blocks(acc, acc, factor, width // 16)
+    store_f32(total_at, total + exp_minus(s, top, blocks))
+
+
+@numba.njit(**JIT)
+def _finish_row(args: int, head: int, out: int, acc: int, top: float, total: float) -> None:
+    """Divide by the softmax denominator, the head's sink joined."""
+    factor, sinks = numba.float32(1.0), load_i64(args + 8 * P_SINKS)
+    if sinks:
+        sink = load_f32(sinks + 4 * head)
+        joint = max(top, sink)
+        factor = numba.float32(math.exp(top - joint))
+        total = total * factor + numba.float32(math.exp(sink - joint))
+    factor = factor / total
+    _scaled(acc, out, factor, load_i64(args + 8 * P_V_DIM))
+
+
+@numba.njit(**JIT)
+def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
+    """One item: queries first..first+count-1 of a head."""
+    dim, width = load_i64(args + 8 * P_DIM), (load_i64(args + 8 * P_V_DIM) + PANEL - 1) // PANEL * PANEL
+    keys, window = load_i64(args + 8 * P_KEYS), load_i64(args + 8 * P_WINDOW)
+    scale, cap = load_f32(load_i64(args + 8 * P_FLOATS)), load_f32(load_i64(args + 8 * P_FLOATS) + 4)
+    scores, acc = work + 4 * BLOCK * dim, work + 4 * BLOCK * (dim + PANEL)
+    tops = acc + 4 * BLOCK * width
+    totals = tops + 4 * BLOCK
+    fill_bytes(acc, 0, 4 * BLOCK * width)
+    for r in range(count):
+        q = load_i64(args + 8 * P_Q) + (first + r) * load_i64(args + 8 * P_Q_STRIDE)
+        q += head * load_i64(args + 8 * P_Q_HEAD_STRIDE)
+        _scaled(q, work + 4 * r * dim, scale, dim)
+        store_f32(tops + 4 * r, numba.float32(NO_SCORE))
+        store_f32(totals + 4 * r, numba.float32(0.0))
+    kv_head = head // (load_i64(args + 8 * P_HEADS) // load_i64(args + 8 * P_KV_HEADS))
+    place = keys - load_i64(args + 8 * P_QUERIES) + first  # the first query's own token
+    panels, size = (keys + PANEL - 1) // PANEL, _panel_bytes(args)
+    for panel in range(max(0, place + 1 - window) // PANEL, (place + count - 1) // PANEL + 1):
+        k = load_i64(args + 8 * P_PACKED) + (kv_head * panels + panel) * size
+        v = k + 4 * PANEL * dim
+        _multiply(work, 4 * dim, count, k, dim, scores, 4 * PANEL, FIRST_SLICE | LAST_SLICE)
+        for r in range(count):
+            s, high = scores + 4 * PANEL * r, place + r + 1 - panel * PANEL
+            if high - window < PANEL and high > 0:
+                _weigh(s, tops + 4 * r, totals + 4 * r, acc + 4 * width * r, width, high - window, high, cap)
+            else:
+                fill_bytes(s, 0, 4 * PANEL)  # sees nothing of this panel
+        depth = min(PANEL, keys - panel * PANEL)
+        for column in range(0, width, PANEL):
+            into = acc + 4 * column
+            _multiply(scores, 4 * PANEL, count, v + 4 * column * PANEL, depth, into, 4 * width, LAST_SLICE)
+    for r in range(count):
+        out = load_i64(args + 8 * P_OUT) + (first + r) * load_i64(args + 8 * P_OUT_STRIDE)
+        out += 4 * head * load_i64(args + 8 * P_V_DIM)
+        _finish_row(args, head, out, acc + 4 * width * r, load_f32(tops + 4 * r), load_f32(totals + 4 * r))
+
+
+@numba.cfunc(types.void(types.intp), **JIT)
+def attend_worker(args):
+    """This thread's items, one in ``threads`` of them: late queries see more, so neighbours cost about the same."""
+    thread = call_get_int(load_i64(args + 8 * P_THREAD_NUM))
+    threads = call_get_int(load_i64(args + 8 * P_NUM_THREADS))
+    heads, queries = load_i64(args + 8 * P_HEADS), load_i64(args + 8 * P_QUERIES)
+    work = load_i64(args + 8 * P_WORK) + thread * load_i64(args + 8 * P_WORK_STRIDE)
+    for item in range(thread, (queries + BLOCK - 1) // BLOCK * heads, threads):
+        first = item // heads * BLOCK
+        _attend(args, item % heads, first, min(BLOCK, queries - first), work)
+
+
+@numba.cfunc(types.void(types.intp), **JIT)
+def run_prefill(args):
+    """Pack, then attend, each on every thread."""
+    parallel, threads = load_i64(args + 8 * P_PARALLEL), load_i64(args + 8 * P_THREADS)
+    call_parallel(parallel, load_i64(args + 8 * P_PACK_WORKER), args, threads)
+    call_parallel(parallel, load_i64(args + 8 * P_WORKER), args, threads)
