@@ -30,6 +30,17 @@ class Faulty(TorchBackend):
         super().decode_attention(q, k, v, page_starts, seq_lens, page_size, options, out=out, plan=plan)
         if self.fault == "leaves a row unwritten":
             out[0, 0, 0] = float("nan")
+        if self.fault == "decode: the longest sequence":
+            out[seq_lens.argmax()] *= 1.1
+        if self.fault == "decode: a sequence of nothing":
+            out[seq_lens == 0] = 1e-9
+        return out
+
+    def prefill_attention(self, q, k, v, *args, out=None, **more):
+        super().prefill_attention(q, k, v, *args, out=out, **more)
+        if self.fault == "prefill: the last row of the longest sequence":
+            last = int(args[1][1]) - 1  # the first sequence is the longest
+            out[last] += 0.1 * out[last].flip(-1)
         return out
 
     def write_kv(self, k, v, k_cache, v_cache, slots):
@@ -64,6 +75,24 @@ def test_the_reference_itself_passes(monkeypatch, kv, page_size):
 def test_a_fault_is_found(monkeypatch, kv, fault, said):
     monkeypatch.setattr(check_kernels, "get_backend", lambda name: Faulty(fault))
     result = check_kernels.run_case(replace(CASE, kv=kv), "cpu")
+    assert result["status"] == "failed" and said in result["reason"], result
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("decode: the longest sequence", "decode is 0.1 "),
+        ("prefill: the last row of the longest sequence", "prefill is 0.1 "),
+        ("decode: a sequence of nothing", "decode is inf "),
+    ],
+)
+def test_an_error_in_one_row_only_is_found(monkeypatch, fault, said):
+    """At full lengths and bfloat16's limit: the row of 1030 tokens has a thousandth of the squared norm of them all."""
+    case = replace(CASE, dtype=torch.bfloat16, tiny=False)
+    monkeypatch.setattr(check_kernels, "get_backend", lambda name: TorchBackend())
+    assert check_kernels.run_case(case, "cpu")["status"] == "passed"
+    monkeypatch.setattr(check_kernels, "get_backend", lambda name: Faulty(fault))
+    result = check_kernels.run_case(case, "cpu")
     assert result["status"] == "failed" and said in result["reason"], result
 
 
