@@ -15,6 +15,8 @@ from kernels.cpu_memory import HugeArena
 from kernels.layers_cpu import PackedLinear, can_pack, can_rotate, rotate
 from kernels.numba_gemm import PANEL
 
+PROBE_TOKENS = 5
+PROBE_SIZES = (1.0, 1e-3, 1e3)  # of activations: clamps, clips and epsilons show at one of them
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -26,7 +28,7 @@ class JointAttention(nn.Module):
 
     def __init__(self, own: nn.Module, options: AttentionOptions, arena: HugeArena):
         super().__init__()
-        self.own, self.layer_idx, self._options, self._config = own, own.layer_idx, options, own.config
+        self.own, self.layer_idx, self.options, self._config = own, own.layer_idx, options, own.config
         projections = [getattr(own, name) for name in _PROJECTIONS]
         self.head_dim = own.head_dim
         self.heads = [projection.out_features // self.head_dim for projection in projections]
@@ -69,7 +71,7 @@ class JointAttention(nn.Module):
             rotate(k, cos, sin)
         else:
             rotate(rows[:, : self.heads[0] + self.heads[1]], cos, sin)
-        out = getattr(self, HOST)(self.layer_idx, q, k, v, self._options)
+        out = getattr(self, HOST)(self.layer_idx, q, k, v, self.options)
         return self.own.o_proj(out.reshape(1, len(rows), -1)), None
 
 
@@ -88,29 +90,45 @@ class _Capture:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
-def join_attention(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, arena: HugeArena) -> None:
-    """Put a ``JointAttention`` wherever, on a probe ``[1, T]``, it sends the same Q, K and V and returns the same.
-
-    ``model`` has our attention installed afterwards, with a host that is of no use.
+def join_attention(model: PreTrainedModel, arena: HugeArena) -> None:
+    """Put a ``JointAttention`` wherever it sends the same Q, K and V and returns the same as the model's own, for
+    every probe. ``model`` has our attention installed afterwards, with a host that is of no use.
     """
-    capture, calls = _Capture(), {}
+    capture = _Capture()
     install(model, capture)
+    named = [(name, module) for name, module in model.named_modules() if _may_join(module)]
+    probes = [_calls_at(model, first, [module for _, module in named]) for first in _probe_starts(model)]
+    for name, own in named:
+        calls = [probe[own] for probe in probes if own in probe]
+        if len(calls) < len(probes) or not all(_can_call(*call, own.head_dim) for call in calls):
+            continue
+        joint = JointAttention(own, capture.options[own.layer_idx], arena)
+        setattr(joint, HOST, capture)
+        if all(_same_call(own, joint, call[1], size, capture) for call in calls for size in PROBE_SIZES):
+            joint.settle()
+            model.set_submodule(name, joint)
+
+
+def _probe_starts(model: PreTrainedModel) -> tuple[int, ...]:
+    """First positions of the probes: the model's first and its last tokens."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+    return (0, max(0, longest - PROBE_TOKENS))
+
+
+def _calls_at(model: PreTrainedModel, first: int, modules: list[nn.Module]) -> dict[nn.Module, tuple[tuple, dict]]:
+    """What each of ``modules`` is called with when the model sees PROBE_TOKENS tokens from position ``first`` on."""
+    calls: dict[nn.Module, tuple[tuple, dict]] = {}
 
     def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
         calls[module] = args, kwargs
 
-    named = [(name, module) for name, module in model.named_modules() if _may_join(module)]
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for _, module in named]
-    model(input_ids=ids, position_ids=positions, use_cache=False)
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
+    index = torch.arange(PROBE_TOKENS)[None]
+    vocab = model.get_input_embeddings().weight.shape[0]
+    model(input_ids=index * 101 % vocab, position_ids=first + index, use_cache=False)
     for hook in hooks:
         hook.remove()
-    for name, own in named:
-        if own in calls and _can_call(*calls[own], own.head_dim):
-            joint = JointAttention(own, capture.options[own.layer_idx], arena)
-            setattr(joint, HOST, capture)
-            if _same_call(own, joint, calls[own], capture):
-                joint.settle()
-                model.set_submodule(name, joint)
+    return calls
 
 
 def _may_join(module: nn.Module) -> bool:
@@ -130,9 +148,16 @@ def _can_call(args: tuple, kwargs: dict, head_dim: int) -> bool:
     return all(x.shape[:1] == (1,) and x.shape[-1] <= head_dim and can_rotate(x.shape[-1]) for x in embeddings)
 
 
-def _same_call(own: nn.Module, joint: nn.Module, call: tuple[tuple, dict], capture: _Capture) -> bool:
-    expected = [own(**call[1])[0], *capture.sent]
-    got = [joint(**call[1])[0], *capture.sent]
+def _same_call(own: nn.Module, joint: JointAttention, kwargs: dict, size: float, capture: _Capture) -> bool:
+    kwargs = {**kwargs, "hidden_states": kwargs["hidden_states"] * size}
+    expected = [own(**kwargs)[0], *capture.sent]
+    sent, ours = capture.options[own.layer_idx], joint.options
+    if (sent.scale, sent.sliding_window, sent.softcap) != (ours.scale, ours.sliding_window, ours.softcap):
+        return False
+    try:
+        got = [joint(**kwargs)[0], *capture.sent]
+    except (RuntimeError, AssertionError):  # shapes that only look alike, such as a norm over all heads at once
+        return False
     return all(a.shape == b.shape and same_numbers(a, b) for a, b in zip(expected, got, strict=True))
 
 

@@ -2,8 +2,9 @@
 
 Linear layers, attention with separate Q, K and V projections, MLPs of the form ``down(act(gate(x)) * up(x))`` and
 RMSNorms give way to those of kernels.layers_cpu, in whatever model they are found. None is taken on its name: each is
-tried out and stays as it was unless both give the same numbers, so that a norm that adds 1 to its weights, an MLP with
-another activation, or attention that rotates otherwise, is left alone.
+tried out, on small and on large numbers, attention at the first and at the last positions, and stays as it was unless
+both give the same: a norm that adds 1 to its weights, an MLP that clamps, attention whose queries grow with the
+position, are left alone.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.cpu_attention import join_attention, same_numbers
+from engine.cpu_attention import PROBE_SIZES, PROBE_TOKENS, join_attention, same_numbers
 from kernels.cpu_memory import HugeArena
 from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm, can_norm, can_pack
 
 _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
-_PROBE_TOKENS = 5
 
 
 @torch.inference_mode()
 def use_cpu_layers(model: PreTrainedModel) -> None:
-    """Replace what can be replaced. Packed weights take the place of the model's own, which are let go."""
+    """Replace what can be replaced. Packed weights take the place of the model's own, which are let go; a head that is
+    tied to the embedding, which would be kept beside it, stays as it is."""
     arena = HugeArena()
     for name, norm in _named(model, _is_rms_norm):
         _replace(model, name, norm, RMSNorm(norm.weight, norm.variance_epsilon), len(norm.weight))
-    ids = torch.arange(_PROBE_TOKENS)[None] * 101 % model.get_input_embeddings().weight.shape[0]
-    join_attention(model, ids, torch.arange(_PROBE_TOKENS)[None], arena)
-    for name, linear in _named(model, can_pack):
+    join_attention(model, arena)
+    embedding = model.get_input_embeddings().weight
+    for name, linear in _named(model, lambda module: can_pack(module) and module.weight is not embedding):
         _replace(model, name, linear, PackedLinear([linear], arena), linear.in_features)
     for name, mlp in _named(model, _is_gated_mlp):
         ours = GatedMLP(*(getattr(mlp, part) for part in _MLP_PARTS))
@@ -58,6 +59,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _replace(model: nn.Module, name: str, own: nn.Module, ours: nn.Module, width: int) -> None:
-    x = torch.randn(1, _PROBE_TOKENS, width, generator=torch.Generator().manual_seed(0))
-    if same_numbers(own(x), ours(x)):
+    x = torch.randn(1, PROBE_TOKENS, width, generator=torch.Generator().manual_seed(0))
+    if all(same_numbers(own(x * size), ours(x * size)) for size in PROBE_SIZES):
         model.set_submodule(name, ours)

@@ -12,10 +12,12 @@ from torch import nn
 
 from kernels.cpu_memory import HugeArena
 from kernels.numba_gemm import HAS_BIAS, HAS_GATE, NUM_GEMM_ARGS, PANEL, build_gemm, run_gemm
-from kernels.numba_norm import NUM_NORM_ARGS, run_norm
-from kernels.numba_rope import NUM_ROPE_ARGS, run_rope
+from kernels.numba_norm import NUM_NORM_ARGS, norm_worker, run_norm
+from kernels.numba_rope import NUM_ROPE_ARGS, rope_worker, run_rope
 from kernels.numba_threads import thread_team
 from kernels.numba_vectors import LANES
+
+ONE_THREAD = 1 << 15  # values of an elementwise pass; torch's own grain
 
 _GEMM_ARGS = struct.Struct(f"{NUM_GEMM_ARGS}q")
 _NORM_ARGS = struct.Struct(f"{NUM_NORM_ARGS}q")
@@ -32,6 +34,11 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+def _threads_for(values: int) -> int:
+    """One thread for what is done sooner than another one has begun."""
+    return torch.get_num_threads() if values > ONE_THREAD else 1
 
 
 def can_pack(linear: nn.Module) -> bool:
@@ -142,6 +149,7 @@ class RMSNorm(nn.Module):
             _scratch.view, 0,
             rows.data_ptr(), self.weight.data_ptr(), out.data_ptr(), self._eps.data_ptr(),
             rows.shape[0], dim, 4 * rows.stride(0),
+            _threads_for(rows.numel()), *thread_team(), norm_worker.address,
         )  # fmt: skip
         run_norm.ctypes(_scratch.address)
         return out.view(x.shape)
@@ -160,6 +168,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     _ROPE_ARGS.pack_into(
         _scratch.view, 0,
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, cos.shape[1] // 2,
-        4 * x.stride(0), 4 * dim, 4 * cos.stride(0),
+        4 * x.stride(0), 4 * dim, 4 * cos.stride(0), _threads_for(x.numel()), *thread_team(), rope_worker.address,
     )  # fmt: skip
     run_rope.ctypes(_scratch.address)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import platform
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KVFormat
-from kernels.numba_memory import F32, I32, I64, pointer
+from kernels.numba_memory import F32, I32, I64, compiles_for, pointer
 from kernels.numba_vectors import LANES, call, chunks, constant, load, splat, store, vec
 
 # Kinds of rows, plain ints because kernels close over them; 0 is float32.
@@ -100,9 +100,7 @@ def _converts_float16() -> bool:
     """Whether float16 to float32 is an instruction here; where it is not, LLVM calls a function that Numba lacks."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return True
-    if config.CPU_NAME or config.CPU_FEATURES is not None:  # a target named by hand, older than the machine perhaps
-        return "+f16c" in (config.CPU_FEATURES or "")
-    return bool(binding.get_host_cpu_features().get("f16c"))
+    return compiles_for("f16c")
 
 
 def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:

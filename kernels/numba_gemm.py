@@ -5,12 +5,13 @@
 Decode multiplies a few rows with weights that no cache holds: each weight is to be read once, in order, ahead of its
 use, while every core is busy. A general GEMM packs the weights in every call and waits for them.
 
-    panel   PANEL output features, stored [K, PANEL]; panels are shared out statically over the threads
+    panel   PANEL output features, stored [K, PANEL]; pairs of block and panel are shared out over the threads
     slice   DEPTH of a panel's K: 24 KiB, which stay in the L1 cache while all rows of a block pass by
     block   ROW_BLOCK rows of x, which stay in the L2 cache while the panels pass by
-    tile    up to ROWS rows x PANEL results in registers: per k 4 loads of weights, a broadcast a row, 24 multiply-adds
+    tile    up to ROWS rows x PANEL results in registers: with AVX-512 per k 4 loads of weights, a broadcast a row and
+            24 multiply-adds; half the registers of half the width, as AVX2 has, hold panels of 16
 
-Each tile asks for a quarter of the next slice (one cache line per k), so that memory works while the arithmetic does.
+Each tile asks for one cache line of the next slice per k, so that memory works while the arithmetic does.
 Between slices a tile's sums lie in ``out``. Threads: torch's own OpenMP team, see numba_threads.py.
 """
 
@@ -24,14 +25,25 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.numba_memory import F32, I64, JIT, call_get_int, call_parallel, emit_prefetch, load_i64, pointer
+from kernels.numba_memory import (
+    F32,
+    I64,
+    JIT,
+    call_get_int,
+    call_parallel,
+    compiles_for,
+    emit_prefetch,
+    load_i64,
+    pointer,
+)
 from kernels.numba_simd import silu
 from kernels.numba_vectors import LANES, constant, fma, load, splat, store, vec
 
-PANEL = 64  # 4 vectors of 16
-ROWS = 6  # 6 x 4 sums, 4 weights and a broadcast fit the 32 registers of AVX-512
-DEPTH = 96
+PANEL = 64 if compiles_for("avx512f") else 16
+ROWS = 6  # 6 x 4 sums, 4 weights and a broadcast fit the 32 registers of AVX-512; 6 x 2, 2 and 1 the 16 of AVX2
+DEPTH = 24 * 1024 // (4 * PANEL)
 ROW_BLOCK = 192
+LINES = PANEL // LANES  # cache lines of weights per k
 
 HAS_BIAS, HAS_GATE = 1, 2  # bits of the epilogue
 FIRST_SLICE, LAST_SLICE = 1, 2  # bits of a slice's stage: sums begin at 0; the epilogue is due
@@ -143,7 +155,7 @@ def multiply_tile(
 
 @cache
 def build_gemm(epilogue: int):
-    """The worker for an epilogue (HAS_BIAS | HAS_GATE) as a Numba cfunc. Each thread takes its share of the panels."""
+    """The worker for an epilogue (HAS_BIAS | HAS_GATE) as a Numba cfunc. Each thread takes its share of the pairs."""
 
     def worker(args):
         thread = call_get_int(load_i64(args + 8 * G_THREAD_NUM))
@@ -152,26 +164,27 @@ def build_gemm(epilogue: int):
         x_step, out_step = load_i64(args + 8 * G_X_STRIDE), load_i64(args + 8 * G_OUT_STRIDE)
         gate_step = load_i64(args + 8 * G_GATE_STRIDE)
         panels = (n + PANEL - 1) // PANEL
-        for block in range(0, m, ROW_BLOCK):
+        pairs = (m + ROW_BLOCK - 1) // ROW_BLOCK * panels
+        for pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
+            block, panel = pair // panels * ROW_BLOCK, pair % panels
             count = min(ROW_BLOCK, m - block)
             tiles = (count + ROWS - 1) // ROWS
-            for panel in range(panels * thread // threads, panels * (thread + 1) // threads):
-                across = 4 * PANEL * panel
-                bias = load_i64(args + 8 * G_BIAS) + across
-                for first in range(0, k, DEPTH):
-                    depth = min(DEPTH, k - first)
-                    stage = (FIRST_SLICE if first == 0 else 0) | (LAST_SLICE if first + depth == k else 0)
-                    w = load_i64(args + 8 * G_W) + 4 * PANEL * (panel * k + first)
-                    for tile in range(tiles):  # of nearly equal height, so that none is left with one row
-                        row = block + count * tile // tiles
-                        rows = block + count * (tile + 1) // tiles - row
-                        ahead = w + 64 * depth * (4 + tile if tile < 4 else 0)  # past the end does no harm
-                        multiply_tile(
-                            load_i64(args + 8 * G_X) + row * x_step + 4 * first, x_step, w, depth, ahead,
-                            bias, load_i64(args + 8 * G_GATE) + row * gate_step + across, gate_step,
-                            load_i64(args + 8 * G_OUT) + row * out_step + across, out_step,
-                            min(PANEL, n - PANEL * panel), rows, stage, epilogue,
-                        )  # fmt: skip
+            across = 4 * PANEL * panel
+            bias = load_i64(args + 8 * G_BIAS) + across
+            for first in range(0, k, DEPTH):
+                depth = min(DEPTH, k - first)
+                stage = (FIRST_SLICE if first == 0 else 0) | (LAST_SLICE if first + depth == k else 0)
+                w = load_i64(args + 8 * G_W) + 4 * PANEL * (panel * k + first)
+                for tile in range(tiles):  # of nearly equal height, so that none is left with one row
+                    row = block + count * tile // tiles
+                    rows = block + count * (tile + 1) // tiles - row
+                    ahead = w + 64 * depth * (LINES + tile if tile < LINES else 0)  # past the end does no harm
+                    multiply_tile(
+                        load_i64(args + 8 * G_X) + row * x_step + 4 * first, x_step, w, depth, ahead,
+                        bias, load_i64(args + 8 * G_GATE) + row * gate_step + across, gate_step,
+                        load_i64(args + 8 * G_OUT) + row * out_step + across, out_step,
+                        min(PANEL, n - PANEL * panel), rows, stage, epilogue,
+                    )  # fmt: skip
 
     return numba.cfunc(types.void(types.intp), **JIT)(worker)
 

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numba
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
@@ -41,6 +41,14 @@ def _can_cache() -> bool:
 config.CACHE_DIR = _cache_folder()
 # For every kernel: no GIL, on-disk cache where there is a place for it, division without Python's checks.
 JIT = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
+
+
+def compiles_for(feature: str) -> bool:
+    """Whether Numba compiles for an x86 machine with this feature (LLVM's name), such as avx512f."""
+    if config.CPU_NAME or config.CPU_FEATURES is not None:  # a target named by hand, older than the machine perhaps
+        return f"+{feature}" in (config.CPU_FEATURES or "")
+    return bool(binding.get_host_cpu_features().get(feature))
+
 
 F32 = ir.FloatType()
 I32 = ir.IntType(32)

@@ -8,10 +8,15 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.numba_memory import F32, I64, JIT, load_f32, load_i64
+from kernels.numba_memory import F32, I64, JIT, call_get_int, call_parallel, load_f32, load_i64
 from kernels.numba_vectors import LANES, call, constant, fma, load, splat, store, sum_of
 
-N_X, N_WEIGHT, N_OUT, N_EPS, N_ROWS, N_DIM, N_STRIDE, NUM_NORM_ARGS = range(8)  # the stride in bytes
+(
+    N_X, N_WEIGHT, N_OUT, N_EPS, N_ROWS, N_DIM, N_STRIDE,
+    N_THREADS, N_PARALLEL, N_THREAD_NUM, N_NUM_THREADS, N_WORKER,
+    NUM_NORM_ARGS,
+) = range(13)  # fmt: skip
+# The stride in bytes.
 
 
 @intrinsic
@@ -39,10 +44,18 @@ def norm_row(typingctx, x, weight, out, dim, eps):
 
 
 @numba.cfunc(types.void(types.intp), **JIT)
-def run_norm(args):
-    """RMSNorm of every row; ``out`` is dense."""
-    dim, eps = load_i64(args + 8 * N_DIM), load_f32(load_i64(args + 8 * N_EPS))
-    weight = load_i64(args + 8 * N_WEIGHT)
-    for row in range(load_i64(args + 8 * N_ROWS)):
+def norm_worker(args):
+    """RMSNorm of this thread's share of the rows; ``out`` is dense."""
+    thread = call_get_int(load_i64(args + 8 * N_THREAD_NUM))
+    threads = call_get_int(load_i64(args + 8 * N_NUM_THREADS))
+    rows, dim = load_i64(args + 8 * N_ROWS), load_i64(args + 8 * N_DIM)
+    weight, eps = load_i64(args + 8 * N_WEIGHT), load_f32(load_i64(args + 8 * N_EPS))
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
         x = load_i64(args + 8 * N_X) + row * load_i64(args + 8 * N_STRIDE)
         norm_row(x, weight, load_i64(args + 8 * N_OUT) + 4 * row * dim, dim, eps)
+
+
+@numba.cfunc(types.void(types.intp), **JIT)
+def run_norm(args):
+    """RMSNorm of every row, on as many threads as are asked for."""
+    call_parallel(load_i64(args + 8 * N_PARALLEL), load_i64(args + 8 * N_WORKER), args, load_i64(args + 8 * N_THREADS))

@@ -25,6 +25,10 @@ SHAPE = {
     "initializer_range": 0.3,
 }  # fmt: skip
 LAYERS = 2
+MINISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 # (attention, MLPs, norms) that are replaced in two layers; what is left alone, and why.
 EXPECTED = {
     "llama": (2, 2, 5),
@@ -33,13 +37,20 @@ EXPECTED = {
     "mistral": (2, 2, 5),  # a sliding window
     "granite": (2, 2, 5),  # a scale of its own
     "gemma2": (2, 0, 0),  # gelu; norms that add 1 to the weight
+    "olmo": (0, 2, 0),  # clips Q, K and V; layer norms
+    "ministral3": (0, 2, 5),  # scales Q by the position, from a position on that no short prompt reaches
     "glm": (0, 0, 5),  # rotates pairs of neighbours; gate and up in one matrix
 }
 
 
 def make_model(model_type: str) -> PreTrainedModel:
     torch.manual_seed(3)
-    extra = {"sliding_window": 5} if model_type in ("mistral", "gemma2") else {}
+    extra = {
+        "mistral": {"sliding_window": 5},
+        "gemma2": {"sliding_window": 5},
+        "olmo": {"clip_qkv": 40.0},  # of values around 3
+        "ministral3": {"rope_parameters": MINISTRAL_ROPE},
+    }.get(model_type, {})
     config = AutoConfig.for_model(**SHAPE, **extra, model_type=model_type)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():  # norms of ones and zeros would hide what they do
@@ -84,7 +95,9 @@ def test_logits_stay_what_they_were(model_type):
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
     found = replaced(model)
     assert (found["JointAttention"], found["GatedMLP"], found["RMSNorm"]) == EXPECTED[model_type]
-    assert not any(type(module) is nn.Linear for module in model.modules()), "all linear layers are packed"
+    left = [module for module in model.modules() if type(module) is nn.Linear]
+    embedding = model.get_input_embeddings().weight
+    assert all(module.weight is embedding for module in left), "all linear layers are packed but a tied head"
 
 
 def test_a_module_that_computes_something_else_stays():
