@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +126,26 @@ def test_what_is_left_to_torch():
     assert not can_pack(nn.Linear(7, 16).double()) and not can_pack(nn.Conv1d(7, 16, 1))
     assert can_norm(torch.ones(32)) and not can_norm(torch.ones(33)) and not can_norm(torch.ones(32).half())
     assert can_rotate(32) and not can_rotate(48)
+
+
+AS_COMPILED_FOR_AVX2 = """
+import torch
+from torch import nn
+from kernels.cpu_memory import HugeArena
+from kernels.layers_cpu import PackedLinear
+from kernels.numba_gemm import PANEL
+
+assert PANEL == 16
+with torch.inference_mode():
+    linear, x = nn.Linear(450, 80), torch.randn(33, 450)
+    torch.testing.assert_close(PackedLinear([linear], HugeArena())(x), linear(x), atol=1e-5, rtol=1e-5)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an instruction set of x86")
+def test_tiles_for_half_the_registers():
+    target = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
+    subprocess.run([sys.executable, "-c", AS_COMPILED_FOR_AVX2], env=os.environ | target, check=True, timeout=100)
 
 
 def test_arena_pieces_do_not_overlap():
