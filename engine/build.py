@@ -17,6 +17,7 @@ from engine.kv_budget import capacity_of
 from engine.kv_manager import KVManager, make_kv_manager
 from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
+from engine.warm_steps import run_padding_steps
 from kernels.cpu_memory import keep_freed_memory
 
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there; the rest is for activations
@@ -56,15 +57,19 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
 
 def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager) -> None:
     """Whatever compiles does so now, and decode steps are captured; the counters of ``kv`` are spoilt."""
+    assert config.max_model_len is not None
     try:
         warm_up(Engine(config, executor, kv))
+        if executor.device.type == "cuda":
+            run_padding_steps(executor.forward, kv.page_table.shape[1], config.max_model_len, executor.device)
     except Exception as error:
         if config.torch_compile:
             raise cannot_compile(executor.device, error) from error
         raise
     if executor.device.type == "cuda" and config.cuda_graphs is not False:
-        assert config.max_model_len is not None
-        executor.forward.capture_decodes(kv.page_table.shape, config.max_model_len, cuda_capture())
+        executor.forward.capture_decodes(
+            kv.page_table.shape, config.max_model_len, cuda_capture(), required=config.cuda_graphs is True
+        )
 
 
 def _check_memory(budget: int, swap_space: int, device: torch.device) -> None:

@@ -32,11 +32,17 @@ class ModelForward:
         self._graphs: DecodeGraphs | None = None
         install(model, host)
 
-    def capture_decodes(self, page_table_shape: tuple[int, int], max_model_len: int, capture: Capture) -> bool:
-        """From now on steps of single tokens replay graphs; False, and nothing changes, if the model cannot."""
+    def capture_decodes(
+        self, page_table_shape: tuple[int, int], max_model_len: int, capture: Capture, required: bool = False
+    ) -> bool:
+        """From now on steps of single tokens replay graphs; False, and nothing changes, if the model cannot.
+
+        Raises:
+            ValueError: the model cannot, and graphs are ``required``.
+        """
         device = next(self.model.parameters()).device
         graphs = DecodeGraphs(self._all_tokens, page_table_shape, max_model_len, device, capture)
-        self._graphs = graphs if graphs.capture() else None
+        self._graphs = graphs if graphs.capture(required) else None
         return self._graphs is not None
 
     @property

@@ -10,7 +10,8 @@ buffers that stay:
     page_starts  the step's, as wide as this step needs; what lies beyond is beyond seq_lens
 
 so padding reads and writes nobody's KV. Attention's plan is made for the longest possible sequence, because the
-number of KV splits is part of the graph. All graphs share one memory pool and one buffer for the logits.
+number of KV splits is part of the graph: a small batch is split and reduced as far as its longest context could need,
+at short contexts too, where an eager step would not be. All graphs share one memory pool and one buffer for the logits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]  # runs what it is given at least once, and gives what runs it again
 Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors], torch.Tensor]  # ids, positions, step -> logits
 
-LARGEST_BATCH = 512  # larger batches keep the GPU busy for longer than their launches take
+LARGEST_BATCH = 512  # larger batches are meant to keep the GPU busy for longer than their launches take
 
 _log = logging.getLogger(__name__)
 
@@ -83,17 +84,25 @@ class DecodeGraphs:
         self._replays: dict[int, Replay] = {}
 
     @torch.inference_mode()
-    def capture(self) -> bool:
+    def capture(self, required: bool = False) -> bool:
         """Capture all sizes, the largest first so that the others find its memory.
 
         False, and a line in the log, if the model cannot be captured (one that waits for the GPU amid its forward, as
         mixtures of experts may): every step then runs eagerly.
+
+        Raises:
+            ValueError: it cannot, and graphs are ``required``.
         """
         try:
             for size in reversed(self.sizes):
                 self._replays[size] = self._capture(self._body(size))
         except Exception as error:  # whatever a model's code or the driver raises, decode works without graphs
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if required:
+                raise ValueError(
+                    f"cuda_graphs cannot be true: the decode of a batch of {size} cannot be captured ({reason}); "
+                    "leave cuda_graphs out to run without them"
+                ) from error
             _log.warning("decode runs without CUDA graphs: a batch of %d cannot be captured (%s)", size, reason)
             self._replays.clear()
             self._logits = None

@@ -58,7 +58,7 @@ def compile_for(
         else:
             signature[name] = types.get(name, "fp32" if name.endswith(("scale", "softcap")) else "i32")
         multiple = name.endswith("_ptr") or (name not in types and signature[name] == "i32")
-        if multiple and not parameter.do_not_specialize:
+        if multiple and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, WARP_SIZE), options=options)

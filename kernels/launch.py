@@ -130,14 +130,25 @@ def _wide_float32(d_pad: int, v_pad: int, itemsize: int) -> bool:
     return itemsize > 2 and max(d_pad, v_pad) >= 128
 
 
-def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind: str = "auto") -> Tiles:
-    """Tiles of the decode kernel: all query heads of a KV head are its rows."""
-    d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
-    block_m = max(MIN_DOT, next_power_of_two(group))
-    if _wide_float32(d_pad, v_pad, itemsize):
-        return Tiles(block_m, MIN_DOT, d_pad, v_pad, 2, 8)
+def _wide_float32_tiles(block_m: int, d_pad: int, v_pad: int) -> Tiles:
+    """``block_m`` rows, and no pipeline where the queries alone are 32 KiB: it would spill, and sm_89 has no room."""
+    return Tiles(block_m, MIN_DOT, d_pad, v_pad, 1 if block_m * d_pad >= 32 * 256 else 2, 8)
+
+
+def _few_rows(block_m: int, d_pad: int, v_pad: int, itemsize: int, kind: str) -> Tiles:
+    """Tiles of decode and of short chunks, for ``block_m`` rows."""
+    if _wide_float32(d_pad, v_pad, itemsize) or (itemsize > 2 and block_m >= 64):
+        return _wide_float32_tiles(block_m, d_pad, v_pad)
+    if block_m >= 64 and max(d_pad, v_pad) > 128:  # as prefill's: with longer tiles it spills, and sm_89 has no room
+        return Tiles(block_m, 32, d_pad, v_pad, 2, 8)
     block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, kind)
     return Tiles(block_m, block_n, d_pad, v_pad, stages, 4)
+
+
+def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind: str = "auto") -> Tiles:
+    """Tiles of the decode kernel: all query heads of a KV head are its rows."""
+    block_m = max(MIN_DOT, next_power_of_two(group))
+    return _few_rows(block_m, padded_dim(head_dim), padded_dim(v_head_dim), itemsize, kind)
 
 
 def prefill_tiles(
@@ -150,7 +161,7 @@ def prefill_tiles(
     """
     d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
     if _wide_float32(d_pad, v_pad, itemsize):
-        return Tiles(max(MIN_DOT, next_power_of_two(group)), MIN_DOT, d_pad, v_pad, 2, 8)
+        return _wide_float32_tiles(max(MIN_DOT, next_power_of_two(group)), d_pad, v_pad)
     wide, kv_format = max(d_pad, v_pad) > 128, find_format(kind)
     scaled = kv_format is not None and kv_format.scale_bytes > 0  # scales take registers of their own
     longest = 64 if arch >= 90 and not (scaled or wide) else 32
@@ -160,10 +171,10 @@ def prefill_tiles(
     return Tiles(block_m, block_n, d_pad, v_pad, min(stages, 2 if wide else 3), 8 if wide or block_m >= 128 else 4)
 
 
-def short_tiles(group: int, tiles: Tiles) -> Tiles:
-    """Tiles of the prefill kernel for sequences of up to SHORT_QUERIES queries, made from those of decode."""
-    block_m = min(64, max(tiles.block_m, next_power_of_two(group * SHORT_QUERIES)))
-    return tiles._replace(block_m=max(block_m, next_power_of_two(group)))
+def short_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind: str = "auto") -> Tiles:
+    """Tiles of the prefill kernel for sequences of up to SHORT_QUERIES queries: decode's, with more rows."""
+    block_m = max(MIN_DOT, min(64, next_power_of_two(group * SHORT_QUERIES)), next_power_of_two(group))
+    return _few_rows(block_m, padded_dim(head_dim), padded_dim(v_head_dim), itemsize, kind)
 
 
 def prefill_blocks(queries: int, batch: int, max_queries: int, block_q: int) -> int:
@@ -187,8 +198,3 @@ def num_kv_splits(programs: int, max_tokens: int, num_sms: int) -> int:
 
     fills = [fill(splits) for splits in range(1, most + 1)]
     return 1 + next(i for i, value in enumerate(fills) if value >= GOOD_FILL * max(fills))
-
-
-def padded_splits(splits: int) -> int:
-    """Splits as the reduction is compiled for them: few variants."""
-    return next(n for n in (4, 16, MAX_SPLITS) if splits <= n)

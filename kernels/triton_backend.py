@@ -20,8 +20,7 @@ from kernels.triton_launch import Attention, Chip, Splits, launch_write
 
 MAX_HEAD_DIM = 256  # larger tiles leave too little shared memory for a pipeline
 MAX_GROUP = 64
-OLDEST_ARCH = 75  # what Triton compiles for
-BFLOAT16_ARCH = 80
+OLDEST_ARCH = 80  # the first with bfloat16, and the oldest that the kernels are compiled and checked for
 INTERPRETED = Chip(arch=80, num_sms=4)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -99,13 +98,8 @@ class TritonBackend(TorchBackend):
         capability = f"{device}, of compute capability {arch // 10}.{arch % 10}"
         if arch < OLDEST_ARCH:
             raise ValueError(
-                f"the triton kernel backend needs compute capability {OLDEST_ARCH / 10} or newer, and cannot serve "
-                f"{capability}: use the torch backend"
-            )
-        if dtype == torch.bfloat16 and arch < BFLOAT16_ARCH:
-            raise ValueError(
-                f"bfloat16 needs compute capability {BFLOAT16_ARCH / 10} or newer, and cannot run on {capability}: "
-                "use float16"
+                f"the triton kernel backend needs compute capability {OLDEST_ARCH / 10} or newer for "
+                f"{str(dtype).removeprefix('torch.')}, and cannot serve {capability}: use the torch backend"
             )
 
     def write_kv(

@@ -248,7 +248,7 @@ def finish(
     tl.store(at, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & value_ok[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr"])
 def reduce_kernel(
     parts_ptr,  # float32 [rows, num_splits, Dv], each split normalised
     lse_ptr,  # float32 [rows, num_splits], log2 of each split's denominator

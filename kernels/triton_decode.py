@@ -17,7 +17,10 @@ from kernels.triton_common import attend, columns, finish, row_bytes
 from kernels.tuning import choose_decode
 
 
-@triton.jit(do_not_specialize=["pages_stride"])
+@triton.jit(
+    do_not_specialize=["pages_stride"],
+    do_not_specialize_on_alignment=["pages_ptr", "lens_ptr", "sinks_ptr", "lse_ptr"],  # slices begin anywhere
+)
 def decode_kernel(
     q_ptr,  # [B, H, D]
     k_ptr, v_ptr,  # [slots, Hkv, D] and [slots, Hkv, Dv], or the codes of a quantised cache
@@ -39,7 +42,7 @@ def decode_kernel(
     b = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
-    heads = kv_head * GROUP + rows
+    heads = (kv_head * GROUP + rows).to(tl.int64)  # heads may lie as far apart as all tokens of a batch
     row_ok = rows < GROUP
     seq_len = tl.load(lens_ptr + b).to(tl.int32)
     begin = tl.maximum(seq_len - WINDOW, 0) if WINDOW > 0 else 0

@@ -60,7 +60,7 @@ def write_side(
 ):  # fmt: skip
     """Store the heads ``head`` [n] of one token's K or V at ``slot``."""
     i = tl.arange(0, PAD)
-    source = row + head[:, None] * head_stride + i[None, :]
+    source = row + head[:, None].to(tl.int64) * head_stride + i[None, :]
     if KIND == "int4_per_token_head":
         HALF: tl.constexpr = (DIM + 1) // 2
         ok = head_ok[:, None] & (i < HALF)[None, :]
@@ -90,7 +90,7 @@ def write_side(
             tl.store(target, codes, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def write_kv_kernel(
     k_ptr, v_ptr,  # [T, Hkv, D] and [T, Hkv, Dv], strides of tokens and heads free
     k_cache_ptr, v_cache_ptr,  # [slots, Hkv, D] and [slots, Hkv, Dv], or the codes of a quantised cache

@@ -9,6 +9,7 @@ import torch
 
 from kernels.api import AttentionOptions, KVCache
 from kernels.launch import (
+    MAX_SPLITS,
     SHORT_QUERIES,
     KernelShape,
     Tiles,
@@ -17,7 +18,6 @@ from kernels.launch import (
     kernel_page_size,
     next_power_of_two,
     num_kv_splits,
-    padded_splits,
     prefill_blocks,
 )
 from kernels.quantized import QuantizedKV
@@ -46,14 +46,14 @@ class Side(NamedTuple):
 class Splits:
     """Memory for the parts of split attention: one buffer a device and stream, for all layers and steps.
 
-    It grows by doubling, and what it outgrew is kept: a captured CUDA graph goes on writing to the addresses that it
-    was captured with. Work on one stream is in order, so that layers and steps can share; graphs that were captured on
-    one stream share a buffer too and must not be replayed at the same time.
+    It grows by doubling. What it outgrew is kept if it was taken during the capture of a CUDA graph, which goes on
+    writing to the addresses that it was captured with. Work on one stream is in order, so that layers and steps can
+    share; graphs that were captured on one stream share a buffer too and must not be replayed at the same time.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
-        self._outgrown: list[torch.Tensor] = []
+        self._captured: dict[int, torch.Tensor] = {}  # by address
 
     def take(self, rows: int, splits: int, v_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Parts ``[rows, splits, v_dim]`` and lse ``[rows, splits]``, float32, any contents."""
@@ -61,10 +61,10 @@ class Splits:
         count = rows * splits
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < count * (v_dim + 1):
-            if buffer is not None:
-                self._outgrown.append(buffer)
             size = 1 << (count * (v_dim + 1) - 1).bit_length()
             buffer = self._buffers[key] = torch.empty(size, dtype=torch.float32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured[buffer.data_ptr()] = buffer
         parts, lse = buffer[: count * v_dim], buffer[count * v_dim : count * (v_dim + 1)]
         return parts.view(rows, splits, v_dim), lse.view(rows, splits)
 
@@ -185,6 +185,6 @@ class Attention:
         if splits > 1:
             reduce_kernel[(out.shape[0] * shape.num_heads,)](
                 parts, lse, sinks, out, splits, HEADS=shape.num_heads, DV=shape.v_head_dim,
-                DV_PAD=next_power_of_two(shape.v_head_dim), SPLITS_PAD=padded_splits(splits),
+                DV_PAD=next_power_of_two(shape.v_head_dim), SPLITS_PAD=MAX_SPLITS,
                 HAS_SINKS=shape.sinks, num_warps=4,
             )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.launch import KernelShape, shape_constants, short_tiles
 from kernels.triton_common import attend, columns, finish, row_bytes
-from kernels.tuning import choose_decode, choose_prefill
+from kernels.tuning import choose_prefill
 
 
 @triton.jit
@@ -34,7 +34,10 @@ def find_sequence(query_starts_ptr, block, batch, BLOCK_Q: tl.constexpr):
     return low, tl.load(query_starts_ptr + low).to(tl.int32) // BLOCK_Q + low
 
 
-@triton.jit(do_not_specialize=["pages_stride", "batch"])
+@triton.jit(
+    do_not_specialize=["pages_stride", "batch"],
+    do_not_specialize_on_alignment=["pages_ptr", "query_starts_ptr", "lens_ptr", "sinks_ptr", "lse_ptr"],
+)
 def prefill_kernel(
     q_ptr,  # [T, H, D]
     k_ptr, v_ptr,  # [slots, Hkv, D] and [slots, Hkv, Dv], or the codes of a quantised cache
@@ -67,7 +70,7 @@ def prefill_kernel(
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     query = first_query + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
+    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)  # heads may lie as far apart as all tokens of a batch
     row_ok = (rows < BLOCK_Q * GROUP) & (query < num_queries)
     token = (q_begin + query).to(tl.int64)
     value, value_ok = columns(D, D_PAD, KIND)
@@ -99,8 +102,13 @@ def prefill_kernel(
 def prefill_constants(shape: KernelShape, splits: int, short: bool) -> dict[str, Any]:
     """The compile-time arguments of ``prefill_kernel`` with num_warps and num_stages. Not to be changed by the caller.
 
-    ``short``: no sequence has more than ``launch.SHORT_QUERIES`` queries.
+    ``short``: no sequence has more than ``launch.SHORT_QUERIES`` queries. The tiles are then always computed ones:
+    tuning tries decode and long chunks only, and what decode can launch this kernel may not.
     """
-    key = shape.tuning_key
-    tiles = shape.tiles or (short_tiles(shape.group, choose_decode(*key)) if short else choose_prefill(*key))
+    if shape.tiles is not None:
+        tiles = shape.tiles
+    elif short:
+        tiles = short_tiles(shape.group, shape.head_dim, shape.v_head_dim, shape.itemsize, shape.kind)
+    else:
+        tiles = choose_prefill(*shape.tuning_key)
     return shape_constants(shape, tiles) | {"SPLIT": splits > 1}

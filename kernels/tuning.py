@@ -169,7 +169,7 @@ def choose_decode(
     *,
     folder: Path = FOLDER,
 ) -> Tiles:
-    """Tiles of the decode kernel on sm_``arch`` (0: no chip, the interpreter).
+    """Tiles of the decode kernel on sm_``arch``.
 
     ``kind``: "auto" or the name of a KV format; ``group``: query heads of a KV head; ``itemsize``: bytes of a value of
     q. Raises ValueError for a table that cannot be used.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.kv_formats import KV_FORMATS, find_format
-from kernels.launch import ONE_PAGE, KernelShape, next_power_of_two, padded_splits
+from kernels.launch import MAX_SPLITS, ONE_PAGE, KernelShape, next_power_of_two
 from kernels.triton_common import reduce_kernel
 from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
@@ -26,6 +26,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 KINDS = (*ITEMSIZE, *KV_FORMATS)  # a cache in the model's dtype, or in a format under a model in bf16
 COMMON = (4, 128, 128)  # query heads a KV head, head dim of K, of V
 LARGEST = (8, 256, 256)
+EXTREME = (64, 256, 256)  # what the backend admits at most
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
 _INDICES = dict.fromkeys(("pages_ptr", "lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
 _TABLES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
@@ -118,14 +119,14 @@ def prefill(arch: int, kind: str, shape: tuple[int, int, int], options: Options)
     return _attention("prefill", prefill_kernel, constants, kind, shape, options)
 
 
-def reduce(v_dim: int, splits: int, sinks: bool) -> Variant:
-    """The reduction over at most ``splits`` splits."""
+def reduce(v_dim: int, sinks: bool) -> Variant:
+    """The reduction over any number of splits."""
     constants = {
         "HEADS": 32, "DV": v_dim, "DV_PAD": next_power_of_two(v_dim),
-        "SPLITS_PAD": padded_splits(splits), "HAS_SINKS": sinks, "num_warps": 4,
+        "SPLITS_PAD": MAX_SPLITS, "HAS_SINKS": sinks, "num_warps": 4,
     }  # fmt: skip
     types = {"parts_ptr": "fp32", "lse_ptr": "fp32", "num_splits": "i32"}
-    return Variant(f"reduce, D {v_dim}, {splits} splits{', sinks' if sinks else ''}", reduce_kernel, constants, types)
+    return Variant(f"reduce, D {v_dim}{', sinks' if sinks else ''}", reduce_kernel, constants, types)
 
 
 def write(kind: str, dim: int, v_dim: int) -> Variant:
@@ -167,7 +168,12 @@ def _core(arch: int) -> list[Variant]:
     found += [decode(arch, "bf16", LARGEST, Options()), prefill(arch, "bf16", LARGEST, Options())]
     found += [prefill(arch, "int8_per_token_head", COMMON, Options(**EVERYTHING))]
     found += [prefill(arch, "fp8_e4m3", COMMON, Options(split=True, short=True))]
-    return [*found, reduce(256, 64, False), move(32768, 16), sample("bf16")]
+    # The extremes of what TritonBackend.check_support admits.
+    for kind in ("fp32", "int8_per_token_head", "bf16"):
+        found += [decode(arch, kind, EXTREME, Options(split=True)), prefill(arch, kind, EXTREME, Options())]
+        found += [prefill(arch, kind, EXTREME, Options(split=True, short=True))]
+    found += [prefill(arch, kind, LARGEST, Options(split=True, short=True)) for kind in ("fp32", "bf16")]
+    return [*found, reduce(256, False), move(32768, 16), sample("bf16")]
 
 
 def _rest(arch: int) -> list[Variant]:
@@ -183,5 +189,5 @@ def _rest(arch: int) -> list[Variant]:
     found += [decode(arch, "int4_per_token_head", LARGEST, Options(split=True))]
     found += [prefill(arch, "bf16", COMMON, Options(split=True, short=True))]
     found += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
-    found += [reduce(64, 4, False), reduce(128, 16, True)]
+    found += [reduce(64, False), reduce(128, True)]
     return [*found, move(1024, 16), move(24, 8), move(3, 1), sample("fp32")]

@@ -31,8 +31,8 @@ def test_every_kv_format_from_sm_80_on(arch, kind):
         (90, {"v_head_dim": 512}, r"^value head dim 512 is outside 1\.\.256"),
         (90, {"num_heads": 71, "num_kv_heads": 1}, r"^71 query heads on 1 KV heads are more than the 64 per KV head"),
         (90, {"num_heads": 30}, r"^30 query heads cannot share 8 KV heads evenly"),
-        (75, {}, r"^bfloat16 needs compute capability 8\.0 or newer, and cannot run on cuda:0, .* 7\.5: use"),
-        (70, {"dtype": torch.float16}, r"needs .* 7\.5 or newer, and cannot serve cuda:0, .* 7\.0: use"),
+        (75, {}, r"needs compute capability 8\.0 or newer for bfloat16, and cannot serve cuda:0, .* 7\.5: use"),
+        (70, {"dtype": torch.float16}, r"needs .* 8\.0 or newer for float16, and cannot serve cuda:0, .* 7\.0: use"),
         (90, {"dtype": torch.float64}, r"cannot compute with a torch\.float64 KV cache: use float16, bfloat16"),
         (90, {"kv_cache_dtype": "int2"}, "^unknown kv_cache_dtype 'int2'"),
         (90, {"device": "cpu"}, r"needs a CUDA device, not cpu: use default_backend"),
@@ -42,7 +42,3 @@ def test_refusals_name_the_value_and_the_limit(arch, other, sentence):
     with pytest.raises(ValueError, match=sentence) as refused:
         on(arch).check_support(**FITS | other)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 250
-
-
-def test_float16_runs_on_the_oldest_chip_that_triton_serves():
-    on(75).check_support(**FITS | {"dtype": torch.float16})

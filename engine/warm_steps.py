@@ -1,0 +1,40 @@
+"""Steps that ask a GPU's attention for every kernel it may need, before the first request does.
+
+A kernel that compiles amid a request is a stall of a second or so in somebody's time to first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from engine.attention import StepTensors
+from kernels.launch import SHORT_QUERIES
+
+Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor], torch.Tensor]
+
+
+def padding_steps(pages: int, max_model_len: int, device: torch.device) -> Iterator[StepTensors]:
+    """Decode, short and long chunks, each once with too few tokens to split their keys and once with the most.
+
+    One sequence of length 0 on slots -1: nobody's KV is read or written. Only the bounds differ, and kernels are
+    chosen by bounds. ``pages``: columns of the page table.
+    """
+    tables = torch.zeros(1, pages, dtype=torch.int64, device=device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    empty = torch.zeros(1, dtype=torch.int64, device=device)
+    for max_tokens in (1, max_model_len):
+        yield StepTensors(1, empty - 1, tables, empty, tables[:0], none, empty, max_tokens, 0, 0)
+        for queries in (1, SHORT_QUERIES + 1):
+            slots = torch.full((queries,), -1, dtype=torch.int64, device=device)
+            starts = torch.tensor([0, queries], device=device)
+            yield StepTensors(0, slots, tables[:0], none, tables, empty, starts, 0, max_tokens, queries)
+
+
+@torch.inference_mode()
+def run_padding_steps(forward: Forward, pages: int, max_model_len: int, device: torch.device) -> None:
+    """Put all of ``padding_steps`` through the model."""
+    for step in padding_steps(pages, max_model_len, device):
+        ids = torch.zeros_like(step.slots)
+        forward(ids, ids, step, ids[:1])
