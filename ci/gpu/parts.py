@@ -51,6 +51,15 @@ def _engine(model: str, quick_s: float) -> Part:
 PARTS = (
     Part("facts", "facts", "device and measured ceilings", 30.0, 60.0, result="manifest.json"),
     Part("check", "check_kernels", "kernels against float64 on the device", 80.0, 400.0, result="kernels.json"),
+    Part(
+        "tokens",
+        "check_tokens",
+        "greedy tokens of whole engines against Hugging Face",
+        30.0,
+        120.0,
+        MODEL,
+        result="engine.json",
+    ),
     Part("kernels", "time_kernels", "kernel times against the ceilings", 80.0, 400.0, result="kernels.json"),
     _engine("qwen3-0.6b", 70.0),
     _engine("llama-3.1-8b", 70.0),

@@ -1,0 +1,184 @@
+"""Part ``tokens``: greedy tokens of whole engines on the device against Hugging Face ``generate`` on the CPU.
+
+A tiny float32 model, under {graphs, eager} x {async, in turn} x {recompute, swap}, each with preemption and prefix
+caching, and each made to show that it did replay graphs, preempt and hit. Graphs that read or write the wrong buffers,
+and steps that overlap wrongly, give other tokens and nothing else. On a CPU, which has no graphs: eager only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ci.gpu.part import PartReport, attempt, part_parser
+from engine.build import assemble_engine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kv_budget import PAGE_TABLE_ENTRY_BYTES
+from engine.model_loader import LoadedModel, load_model
+from engine.sequence import Request, SamplingParams
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 499, "tie_word_embeddings": False,
+    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+LENGTHS = (300, 70, 65, 64, 17, 16, 33, 1, 5, 48)  # of prompts; those of 48 and more begin alike
+COMMON_TOKENS = 48
+OUTPUT_TOKENS = 32
+MAX_MODEL_LEN, PAGE_SIZE, MAX_NUM_SEQS = 384, 16, 6
+POOL_SLOTS = 416  # holds the long prompt and its output, and less than what six of the others come to beside it
+CLEAR_GAP = 1e-3  # between the two largest logits: float32 in another order differs by less, and cannot change a token
+TRIES = 20  # for a prompt that is not decided by rounding
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an engine runs."""
+
+    graphs: bool
+    overlapping: bool
+    preemption: str
+
+    @property
+    def name(self) -> str:
+        """Such as "graphs, async, swap"."""
+        how = ("graphs" if self.graphs else "eager", "async" if self.overlapping else "in turn", self.preemption)
+        return ", ".join(how)
+
+
+def ways(device: str) -> list[Way]:
+    """All that ``device`` has, the most intricate first."""
+    graphs = (True, False) if device == "cuda" else (False,)
+    return [Way(*each) for each in itertools.product(graphs, (True, False), ("recompute", "swap"))]
+
+
+def save_model(folder: Path) -> str:
+    """Random weights, so widely spread that one logit is mostly clear of the others; the folder."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@torch.inference_mode()
+def make_problem(folder: str) -> dict[Tokens, list[int]]:
+    """Prompts and what ``generate`` says to each alone, on the CPU. Prompts decided by rounding are drawn again.
+
+    Raises:
+        ValueError: one of them could not be found.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    rng, vocab = random.Random(5), MODEL["vocab_size"]
+
+    def drawn(count: int) -> Tokens:
+        return tuple(rng.randrange(2, vocab) for _ in range(count))
+
+    common, answers = drawn(COMMON_TOKENS), {}
+    for length in LENGTHS:
+        for _ in range(TRIES):
+            prompt = common + drawn(length - COMMON_TOKENS) if length > COMMON_TOKENS else drawn(length)
+            ids = torch.tensor([prompt])
+            told = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=OUTPUT_TOKENS,
+                eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            top = torch.cat(told.logits).topk(2).values
+            assert len(top) == OUTPUT_TOKENS, "generate ended early"
+            if float((top[:, 0] - top[:, 1]).min()) > CLEAR_GAP:
+                answers[prompt] = told.sequences[0, length:].tolist()
+                break
+        else:
+            raise ValueError(f"none of {TRIES} prompts of {length} tokens is clear of rounding")
+    return answers
+
+
+def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int = POOL_SLOTS) -> Engine:
+    """An engine with ``pool_slots`` slots of KV."""
+    slot_bytes = loaded.kv_shape.slot_bytes("auto")
+    table_bytes = MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * PAGE_TABLE_ENTRY_BYTES
+    config = EngineConfig(
+        model=folder, device=loaded.device.type, dtype="float32", page_size=PAGE_SIZE, enable_prefix_caching=True,
+        kv_budget=pool_slots * slot_bytes + table_bytes, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=64, preemption_mode=way.preemption, async_scheduling=way.overlapping,
+        swap_space=pool_slots * slot_bytes if way.preemption == "swap" else None,
+        cuda_graphs=way.graphs if loaded.device.type == "cuda" else None,
+    )  # fmt: skip
+    return assemble_engine(config, loaded)
+
+
+def greedy(engine: Engine, prompts: Sequence[Tokens], name: str) -> list[list[int]]:
+    """Tokens by prompt, all requests there at the start."""
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    found: list[list[int]] = [[] for _ in prompts]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(Request(f"{name}-{index}", prompt, params))
+    while engine.has_work():
+        for output in engine.step():
+            found[int(output.request_id.rsplit("-", 1)[1])].extend(output.token_ids)
+    engine.check_integrity()
+    return found
+
+
+def check_way(report: PartReport, engine: Engine, way: Way, answers: dict[Tokens, list[int]]) -> None:
+    """Two rounds of all prompts, the second with a prefix cache that knows them. One row; a failure says what is off.
+
+    That graphs were replayed, steps overlapped, sequences preempted and prefixes found is asked too: else it would
+    show nothing.
+    """
+    prompts, wrong = list(answers), []
+    for number in (1, 2):
+        for prompt, tokens in zip(prompts, greedy(engine, prompts, f"round{number}"), strict=True):
+            if tokens != answers[prompt]:
+                same = next((i for i, (a, b) in enumerate(zip(tokens, answers[prompt], strict=False)) if a != b), None)
+                where = f"{len(tokens)} tokens" if same is None else f"token {same}"
+                wrong.append(f"round {number}, prompt of {len(prompt)} tokens: {where} differs from generate")
+    stats = engine.stats()
+    wrong += [
+        f"it was to be {wanted}, and was not"
+        for wanted, is_so in (
+            ("with graphs" if way.graphs else "eager", engine.executor.forward.replays_graphs == way.graphs),
+            ("async" if way.overlapping else "in turn", engine.pipelined == way.overlapping),
+            ("preempted", stats.num_preemptions > 0),
+            ("swapped", stats.counters.swapped_in_slots > 0 or way.preemption != "swap"),
+            ("served from the prefix cache", stats.counters.prefix_hits > 0),
+        )
+        if not is_so
+    ]
+    report.row(
+        case=way.name, status="failed" if wrong else "passed", preemptions=stats.num_preemptions,
+        swapped_in_slots=stats.counters.swapped_in_slots, prefix_hits=stats.counters.prefix_hits,
+    )  # fmt: skip
+    if wrong:
+        report.fail(way.name, wrong[0] + (f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+
+
+def main() -> int:
+    """The part; 1 if a way failed."""
+    args = part_parser(__doc__).parse_args()
+    report = PartReport(args.out, args.seconds)
+    folder = save_model(args.scratch / "tokens-model")
+    answers = make_problem(folder)
+    loaded = load_model(EngineConfig(model=folder, dtype="float32", device=args.device))
+    for way in ways(args.device):
+        attempt(report, way.name, lambda way=way: check_way(report, make_engine(loaded, folder, way), way, answers))
+    columns, rows = ["way", "result", "preemptions", "slots swapped in", "prefix hits"], report.data["rows"]
+    shown = ("case", "status", "preemptions", "swapped_in_slots", "prefix_hits")
+    report.table("Greedy tokens of whole engines", columns, [[str(row[key]) for key in shown] for row in rows])
+    passed = sum(row["status"] == "passed" for row in report.data["rows"])
+    report.data["headline"] = f"{passed} of {len(ways(args.device))} ways give the tokens of Hugging Face generate"
+    report.save()
+    return 1 if report.data["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

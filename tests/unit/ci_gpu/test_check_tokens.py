@@ -1,0 +1,81 @@
+"""The check of whole engines finds wrong tokens, and engines that did not do what they were to show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ci.gpu import check_tokens
+from ci.gpu.check_tokens import Way, check_way, make_engine, ways
+from ci.gpu.part import PartReport
+from engine.config import EngineConfig
+from engine.model_loader import load_model
+from tests.support.hf_parts import one_thread
+
+EAGER = Way(graphs=False, overlapping=True, preemption="swap")
+POOL = 160  # for these prompts as scarce as the part's own for its own
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory):
+    """A model's folder, and prompts with their tokens."""
+    with pytest.MonkeyPatch.context() as patch, one_thread():
+        patch.setattr(check_tokens, "LENGTHS", (70, 65, 64, 33, 17, 5))
+        patch.setattr(check_tokens, "MAX_MODEL_LEN", 112)
+        folder = check_tokens.save_model(tmp_path_factory.mktemp("tokens"))
+        yield folder, check_tokens.make_problem(folder)
+
+
+@pytest.fixture
+def checked(problem, tmp_path):
+    """The report on an engine of such a way and pool, its weights ``spoilt`` or not."""
+    folder, answers = problem
+    loaded = load_model(EngineConfig(model=folder, dtype="float32", device="cpu"))
+
+    def of(way: Way, pool: int = POOL, claimed: Way | None = None, spoilt: bool = False) -> PartReport:
+        report = PartReport(tmp_path / "part.json", seconds=60)
+        engine = make_engine(loaded, folder, way, pool)
+        if spoilt:
+            with torch.no_grad():
+                loaded.model.model.norm.weight[:64] *= 0.5
+        check_way(report, engine, claimed or way, answers)
+        return report
+
+    return of
+
+
+def test_an_engine_that_is_right_passes(checked):
+    report = checked(EAGER)
+    assert not report.data["failures"], report.data
+    (row,) = report.data["rows"]
+    assert row["case"] == "eager, async, swap" and row["status"] == "passed"
+    assert min(row["preemptions"], row["swapped_in_slots"], row["prefix_hits"]) > 0
+
+
+def test_wrong_tokens_are_found(checked):
+    (failure,) = checked(EAGER, spoilt=True).data["failures"]
+    assert failure["what"] == EAGER.name
+    assert "round 1, prompt of " in failure["reason"] and "differs from generate" in failure["reason"]
+
+
+def test_an_engine_that_did_not_do_what_it_was_to_show_fails(checked):
+    told = [
+        checked(EAGER, pool=2048),
+        checked(EAGER, claimed=replace(EAGER, graphs=True)),
+        checked(EAGER, claimed=replace(EAGER, overlapping=False)),
+        checked(replace(EAGER, preemption="recompute"), claimed=EAGER),
+    ]
+    reasons = [report.data["failures"][0]["reason"] for report in told]
+    assert "to be preempted" in reasons[0] and reasons[0].endswith("and 1 more")  # nor swapped
+    assert [reason.partition("to be ")[2].partition(",")[0] for reason in reasons[1:]] == [
+        "with graphs", "in turn", "swapped"
+    ]  # fmt: skip
+
+
+def test_a_gpu_is_asked_for_all_ways_and_a_cpu_for_those_without_graphs():
+    assert len(set(ways("cuda"))) == 8 and {(way.graphs, way.overlapping) for way in ways("cuda")} == {
+        (True, True), (True, False), (False, True), (False, False)
+    }  # fmt: skip
+    assert set(ways("cpu")) == {way for way in ways("cuda") if not way.graphs}
