@@ -20,7 +20,7 @@ from engine.bench.case import PROMPT_TOKENS, Case, make_case
 from engine.bench.compare import Bar, Comparison, Turn, compare, parse_bars
 from engine.bench.sides import HF_SIDES, OURS, measure, save_model
 from engine.bench.turns import run_apart
-from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, vllm_version
+from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, told_of, vllm_version
 from engine.config import EngineConfig, parse_bytes
 from engine.executor import available_cpus
 from engine.model_spec import find_model
@@ -102,9 +102,16 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 @contextmanager
 def turns_of(
-    sides: Sequence[str], config: EngineConfig, case: Case, vllm_python: str | None = None
+    sides: Sequence[str],
+    config: EngineConfig,
+    case: Case,
+    vllm_python: str | None = None,
+    record: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Turn]]:
-    """A turn for each side. While it is open, a scratch folder holds what vLLM reads."""
+    """A turn for each side. While it is open, a scratch folder holds what vLLM reads.
+
+    ``record`` gets ``vllm_environment``, the settings that vLLM runs under, if it takes part.
+    """
     turns: dict[str, Turn] = {s: partial(run_apart, measure, s, config, case) for s in sides if s not in VLLM_SIDES}
     with tempfile.TemporaryDirectory(prefix="kvbench-peers-") as folder:
         peers = [side for side in sides if side in VLLM_SIDES]
@@ -122,6 +129,8 @@ def turns_of(
                 max_num_seqs=config.max_num_seqs,
                 threads=torch.get_num_threads(),
             )
+            if record is not None:
+                record["vllm_environment"] = told_of(peer.environment(os.environ))
             turns |= {side: partial(peer.measure, side, case) for side in peers}
         yield turns
 
@@ -169,7 +178,8 @@ def main(argv: Sequence[str], watch: Callable[[], Mapping[str, Any]] = dict) -> 
     )
     if not args.vllm_python:
         print(VLLM_SKIPPED, flush=True)
-    with turns_of(sides, config, case, args.vllm_python) as turns:
+    record: dict[str, Any] = {}
+    with turns_of(sides, config, case, args.vllm_python, record) as turns:
         result = compare(turns, args.repeats, _say)
         machine = watch()
     print("\n".join(result.lines()))
@@ -177,7 +187,7 @@ def main(argv: Sequence[str], watch: Callable[[], Mapping[str, Any]] = dict) -> 
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         if any(side in VLLM_SIDES for side in sides):
             versions["vllm"] = vllm_version(args.vllm_python)
-        record = {"config": asdict(config), "versions": versions, "threads": torch.get_num_threads()}
+        record |= {"config": asdict(config), "versions": versions, "threads": torch.get_num_threads()}
         record |= {"machine": dict(machine), "bars": [asdict(bar) for bar in bars], **result.as_dict()}
         Path(args.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return verdict(result, bars, machine)

@@ -24,6 +24,7 @@ from engine.bench.turns import TURN_LIMIT_S, run_command
 VLLM_SIDES = ("vllm", "vllm-eager")
 SCRIPT = Path(__file__).with_name("vllm_turn.py")
 _PRELOADED = ("libtcmalloc*.so.4", "libiomp5.so")  # what vLLM's CPU backend looks for in LD_PRELOAD
+_SPEED_SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "TORCHINDUCTOR_")  # beginnings of names
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,17 @@ class VllmPeer:
         return {"llm": llm, "prompts": case.prompts, "output_tokens": case.output_tokens}
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """``given`` and what it leaves open. Compiled code is kept for the next turn, in the scratch folder."""
-        defaults = {
+        """``given`` and what it leaves open; threads and memory are the comparison's, whatever ``given`` says.
+
+        An exported OMP_NUM_THREADS=1 would reach only vLLM, since the other sides set their threads themselves.
+        Compiled code is kept for the next turn, in the scratch folder.
+        """
+        ours = {
             "OMP_NUM_THREADS": str(self.threads),
+            "MKL_NUM_THREADS": str(self.threads),
             "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.kv_budget / 2**30)),
+        }
+        defaults = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CACHE_ROOT": str(self.scratch / "vllm-cache"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor-cache"),
@@ -86,7 +94,17 @@ class VllmPeer:
         }
         if libraries := preloaded(self.python.parent.parent):
             defaults["LD_PRELOAD"] = ":".join(map(str, libraries))
-        return defaults | dict(given)
+        kept = {name: value for name, value in given.items() if name != "OMP_THREAD_LIMIT"}
+        return defaults | kept | ours
+
+
+def told_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of ``environment`` decides on vLLM's speed, for a record that may be shown around: paths by their names."""
+    return {
+        name: ":".join(Path(part).name for part in value.split(":")) if "/" in value else value
+        for name, value in sorted(environment.items())
+        if name == "LD_PRELOAD" or name.startswith(_SPEED_SETTINGS)
+    }
 
 
 def vllm_version(python: str) -> str | None:

@@ -8,9 +8,12 @@ import types
 from importlib.metadata import distributions
 
 import pytest
+import torch
 
+from engine.bench import command
 from engine.bench.case import Case
-from engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded, vllm_version
+from engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded, told_of, vllm_version
+from engine.config import EngineConfig
 
 CASE = Case(((1, 2, 3), (4,)), 2)
 
@@ -49,12 +52,30 @@ def test_what_is_asked_of_vllm(peer, tmp_path):
     assert peer("").job("vllm", CASE)["llm"]["enforce_eager"] is False
 
 
-def test_it_gets_the_cores_and_the_memory_unless_the_user_says_otherwise(peer, tmp_path):
+def test_cores_and_memory_are_the_comparisons_and_nothing_else_is_taken_from_the_user(peer, tmp_path):
     side = peer("")
-    given = side.environment({"PATH": "/bin", "VLLM_CPU_KVCACHE_SPACE": "9"})
-    assert given["PATH"] == "/bin" and given["VLLM_CPU_KVCACHE_SPACE"] == "9" and given["OMP_NUM_THREADS"] == "2"
-    assert side.environment({})["VLLM_CPU_KVCACHE_SPACE"] == "2"  # 1.5 GiB in whole ones, never less
+    user = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_THREAD_LIMIT": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    given = side.environment({"PATH": "/bin", "VLLM_CPU_OMP_THREADS_BIND": "0-1", **user})
+    assert given["OMP_NUM_THREADS"] == given["MKL_NUM_THREADS"] == "2" and "OMP_THREAD_LIMIT" not in given
+    assert given["VLLM_CPU_KVCACHE_SPACE"] == "2"  # 1.5 GiB in whole ones, never less
+    assert given["PATH"] == "/bin" and given["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     assert given["HF_HUB_OFFLINE"] == "1" and given["VLLM_CACHE_ROOT"].startswith(str(tmp_path))
+
+
+def test_what_vllm_got_is_told_without_paths(peer, tmp_path):
+    side = peer("")
+    told = told_of(side.environment({"PATH": "/bin", "LD_PRELOAD": "/a/b/libiomp5.so:/c/libx.so", "HOME": "/home/me"}))
+    assert told["OMP_NUM_THREADS"] == "2" and told["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert told["LD_PRELOAD"] == "libiomp5.so:libx.so" and told["VLLM_CACHE_ROOT"] == "vllm-cache"
+    assert "/" not in "".join(told.values()) and not told.keys() & {"PATH", "HOME"}
+
+
+def test_the_record_of_a_comparison_says_what_vllm_got(monkeypatch):
+    monkeypatch.setattr(command, "run_apart", lambda *asked: "float32")  # what saves the model
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    config, record = EngineConfig(kv_budget=2**30, max_model_len=64), {}
+    with command.turns_of(("vllm",), config, CASE, "/nowhere/python", record):
+        assert record["vllm_environment"]["OMP_NUM_THREADS"] == str(torch.get_num_threads())
 
 
 def test_libraries_that_vllm_asks_for_are_loaded_where_they_are_found(peer, tmp_path):
