@@ -205,6 +205,17 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
     assert capture.replayed == 0
 
 
+def test_graphs_that_are_required_and_cannot_be_are_refused_with_the_reason(
+    model: LoadedModel, caplog: pytest.LogCaptureFixture
+):
+    batch = Batch(model, 16)
+    forward = ModelForward(model.model, batch.host)
+    with pytest.raises(ValueError, match=r"^cuda_graphs cannot be true: .* batch of 4 .*not permitted.*leave") as told:
+        forward.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, FakeCapture(fails_at=2), required=True)
+    assert "\n" not in str(told.value) and not caplog.records and not forward.replays_graphs
+    assert forward.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, FakeCapture(), required=True)
+
+
 def test_two_caches_on_one_model_take_turns(model: LoadedModel):
     """Each pass goes to its own cache, though the other's was the last to be installed."""
     first, second = Batch(model, 16), Batch(model, 7)

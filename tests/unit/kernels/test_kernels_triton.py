@@ -158,7 +158,9 @@ def test_slot_offsets_are_64_bit(name, page_size, kind):
             if f"%{pointer}" in ttir:
                 wide = [t for t in cache_pointer_offsets(ttir, {pointer}) if "i64" in t]
                 assert wide, f"no 64-bit offset reaches {pointer}"
-    for stride in ("k_cache_stride", "v_cache_stride") if name == "write" else ("k_stride", "v_stride"):
+    # Heads lie as far apart as all tokens of a batch.
+    strides = ("k_cache_stride", "v_cache_stride", "k_head_stride", "v_head_stride")
+    for stride in strides if name == "write" else ("k_stride", "v_stride", "q_head_stride"):
         uses = [line for line in ttir.splitlines() if re.search(rf"%{stride}\b", line) and "tt.func" not in line]
         assert uses, f"{stride} is not used"
         for line in uses:

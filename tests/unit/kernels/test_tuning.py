@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import resources
+from kernels import resources, triton_decode, triton_prefill
 from kernels.chips import shared_bytes_limit
 from kernels.kv_formats import KV_FORMATS
-from kernels.launch import Tiles
+from kernels.launch import KernelShape, Tiles, short_tiles
 from kernels.tuning import (
     FOLDER,
     Entry,
@@ -162,3 +162,18 @@ def test_what_is_shipped_was_measured():
     for path in FOLDER.glob("*.json"):
         table = read_table(int(path.stem.removeprefix("sm_")))
         assert table.entries and all([table.device, table.num_sms, table.driver, table.triton, table.date])
+
+
+def test_short_chunks_never_take_the_tiles_of_a_table(monkeypatch):
+    """Nothing has tried a tuned decode's tiles with more rows: they might not launch."""
+    tiles = Tiles(16, 128, 128, 128, 4, 4)
+    monkeypatch.setattr(triton_decode, "choose_decode", lambda *key: tiles)
+    monkeypatch.setattr(triton_prefill, "choose_prefill", lambda *key: tiles._replace(block_m=32))
+    shape = KernelShape(32, 8, 128, 128, 2, 19)  # a page size of no other test: constants are cached
+    assert triton_decode.decode_constants(shape, 1)["BLOCK_N"] == 128
+    assert triton_prefill.prefill_constants(shape, 1, False)["BLOCK_M"] == 32
+    short = triton_prefill.prefill_constants(shape, 1, True)
+    expected = short_tiles(4, 128, 128, 2)
+    assert (short["BLOCK_M"], short["BLOCK_N"], short["num_stages"]) == (32, expected.block_n, expected.num_stages)
+    for constants in (triton_decode.decode_constants, triton_prefill.prefill_constants):
+        constants.cache_clear()
