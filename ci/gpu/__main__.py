@@ -22,6 +22,7 @@ from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
 ROOT = Path(__file__).resolve().parents[2]
 QUICK_LIMIT_S, FULL_LIMIT_S = 570.0, 4 * 3600.0
 SUMMARY_S = 5.0  # kept for the summary
+INSTALL_SHARE = 0.2  # of the time limit, at most: installing wheels
 GPU_PROBE_SECONDS = 180.0  # a first import of torch from a cold disk
 
 _GPU_PROBE = """
@@ -195,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kvbench-gpu-") as name:
         scratch = Path(name)
         manifest = record.begin(vars(args))
-        environment = prepare(scratch, args.wheels)
+        environment = prepare(scratch, args.wheels, started + INSTALL_SHARE * limit)
         runner = Runner(args, scratch, environment, started + limit)
         runner.run(parts)
         record.finish(manifest, environment, runner.outcomes, time.monotonic() - started)

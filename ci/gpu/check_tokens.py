@@ -166,6 +166,7 @@ def main() -> int:
     """The part; 1 if a way failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
+    torch.set_num_threads(1)  # the model is so small that handing out the work takes longer than doing it
     folder = save_model(args.scratch / "tokens-model")
     answers = make_problem(folder)
     loaded = load_model(EngineConfig(model=folder, dtype="float32", device=args.device))

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
+import re
 import site
 import subprocess
 import sys
+import time
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 PINNED = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy")
-PIP_SECONDS = 120.0
+PIP_SECONDS = 120.0  # for one call
 PROBE_SECONDS = 60.0
+_FOLDERS = re.compile(r"(?<![\w:/])(?:file://)?/(?:[^\s/'\"]+/)+")  # of absolute paths, up to the name
 
 _PROBE = """
 import importlib.util, json, sys
@@ -48,12 +52,16 @@ class Environment:
 
 
 def read_requirements() -> list[str]:
+    """Names of the packages that parts may need and a GPU machine may lack."""
     lines = (line.split("#")[0].strip() for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line]
 
 
-def prepare(folder: Path, wheels: Path | None) -> Environment:
-    """The environment in ``folder``, with whatever of the requirements is missing here and is among ``wheels``."""
+def prepare(folder: Path, wheels: Path | None, ends: float = math.inf) -> Environment:
+    """The environment in ``folder``, with whatever of the requirements is missing here and is among ``wheels``.
+
+    ``ends``: when to stop installing, by time.monotonic; what is not there by then is a note.
+    """
     if wheels is None:
         return Environment()
     home = folder / "venv"
@@ -64,7 +72,7 @@ def prepare(folder: Path, wheels: Path | None) -> Environment:
         _look_through(home, site.getsitepackages())
     wanted = [name for name in read_requirements() if not _installed(name)]
     if wanted:
-        _install(environment, folder, wheels, wanted)
+        _install(environment, folder, wheels, wanted, ends)
     return environment
 
 
@@ -83,7 +91,7 @@ def _installed(requirement: str) -> bool:
     return True
 
 
-def _install(environment: Environment, folder: Path, wheels: Path, wanted: list[str]) -> None:
+def _install(environment: Environment, folder: Path, wheels: Path, wanted: list[str], ends: float) -> None:
     """All at once; where that fails, one by one, so that a missing wheel costs no more than what needs it."""
     pins = folder / "constraints.txt"
     versions = {name: importlib.metadata.version(name) for name in PINNED if _installed(name)}
@@ -92,21 +100,25 @@ def _install(environment: Environment, folder: Path, wheels: Path, wanted: list[
         sys.executable, "-m", "pip", "--isolated", "--python", environment.python, "install", "--quiet", "--no-index",
         "--disable-pip-version-check", "--no-cache-dir", "--find-links", str(wheels), "--constraint", str(pins),
     ]  # fmt: skip
-    if _pip(command, wanted) is None:
+    if _pip(command, wanted, ends) is None:
         return
-    for name in wanted:
-        if reason := _pip(command, [name]):
+    for number, name in enumerate(wanted):
+        if time.monotonic() >= ends:
+            environment.notes.append(f"no time left to install {', '.join(wanted[number:])} from {wheels.name}")
+            return
+        if reason := _pip(command, [name], ends):
             environment.notes.append(f"{name} could not be installed from {wheels.name}: {reason}")
 
 
-def _pip(command: list[str], names: list[str]) -> str | None:
-    """None when pip was content, else why not."""
+def _pip(command: list[str], names: list[str], ends: float) -> str | None:
+    """None when pip was content, else why not, without paths of this machine."""
+    seconds = max(0.0, min(PIP_SECONDS, ends - time.monotonic()))
     try:
-        done = subprocess.run([*command, *names], capture_output=True, text=True, timeout=PIP_SECONDS)
+        done = subprocess.run([*command, *names], capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return f"pip took more than {PIP_SECONDS:.0f} s"
+        return f"pip took more than {seconds:.0f} s"
     if done.returncode == 0:
         return None
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines
-    return errors[-1][:200] if errors else f"pip ended with code {done.returncode}"
+    return _FOLDERS.sub("", errors[-1])[:200] if errors else f"pip ended with code {done.returncode}"

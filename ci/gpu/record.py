@@ -34,11 +34,11 @@ print(json.dumps(found))
 
 
 def begin(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What is known before anything runs."""
+    """What is known before anything runs. Of paths only the names: a manifest is meant to be shown around."""
     return {
         "format": 1,
         "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()},
+        "arguments": {key: value.name if isinstance(value, Path) else value for key, value in arguments.items()},
         "git": git_state(ROOT),
         "sources": sources_hash(ROOT),
         "machine": {"os": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -44,6 +45,41 @@ def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypa
     assert len(found.notes) == 1 and found.notes[0].startswith("kvbench_probe_missing could not be installed")
     assert Environment().missing(["kvbench_probe_wheel"]) == ["kvbench_probe_wheel"]
     assert record.versions(found.python)["torch"] == record.versions(sys.executable)["torch"]
+
+
+def stand_in_for_pip(monkeypatch, script: str) -> list[list[str]]:
+    """The names of each call of pip, which is ``script`` now."""
+    asked, real = [], subprocess.run
+
+    def run(command, **how):
+        if "pip" not in command:
+            return real(command, **how)
+        asked.append(command[command.index("--constraint") + 2 :])
+        return real([sys.executable, "-c", script], **how)
+
+    monkeypatch.setattr(environment_module.subprocess, "run", run)
+    return asked
+
+
+def test_pip_stops_at_the_end_of_its_time(tmp_path, monkeypatch):
+    """One that hangs is stopped, the names left over are not tried one by one, and the summary tells all of them."""
+    (tmp_path / "wanted.txt").write_text("kvbench_probe_a\nkvbench_probe_b\n")
+    monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
+    asked = stand_in_for_pip(monkeypatch, "import time; time.sleep(600)")
+    started = time.monotonic()
+    found = prepare(tmp_path / "home", tmp_path, started + 1.0)
+    assert time.monotonic() - started < 60
+    assert asked == [["kvbench_probe_a", "kvbench_probe_b"]]
+    assert found.notes == [f"no time left to install kvbench_probe_a, kvbench_probe_b from {tmp_path.name}"]
+
+
+def test_what_pip_says_is_told_without_the_paths_of_this_machine(tmp_path, monkeypatch):
+    (tmp_path / "wanted.txt").write_text("kvbench_probe_a\n")
+    monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
+    said = "ERROR: bad wheel '/home/me/w/a-1.whl' (file:///home/me/w/a-1.whl), see https://pip.pypa.io/help and a/b"
+    stand_in_for_pip(monkeypatch, f"import sys; sys.exit({said!r})")
+    (note,) = prepare(tmp_path / "home", tmp_path).notes
+    assert note.endswith("ERROR: bad wheel 'a-1.whl' (a-1.whl), see https://pip.pypa.io/help and a/b")
 
 
 def test_without_wheels_this_python_is_used_as_it_is(tmp_path):

@@ -253,7 +253,12 @@ def test_sources_hash_follows_the_sources(tmp_path):
 
 def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
     assert record.git_state(tmp_path) == {"sha": None, "dirty": None}
-    assert json.dumps(record.begin({"outdir": tmp_path, "quick": True}))
+
+
+def test_the_manifest_has_no_paths(tmp_path):
+    args, _ = runner_module.parse([str(tmp_path / "found"), "--wheels", str(tmp_path), "--quick"])
+    told = json.dumps(record.begin(vars(args)))
+    assert str(tmp_path.parent) not in told and '"outdir": "found"' in told and f'"wheels": "{tmp_path.name}"' in told
 
 
 def test_tuned_tables_are_kept_as_they_are(tmp_path):
