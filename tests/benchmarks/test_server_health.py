@@ -18,41 +18,20 @@ import json
 import multiprocessing
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from bench_engine import model_name
 from bench_mode import choose
+from bench_server import server
 from bench_timing import note
 
 from engine.model_spec import find_model
 
-ROOT = Path(__file__).parents[2]
 STREAMS = choose(full=32, quick=32, smoke=4)
 POLLS, PAUSE_S = choose(full=300, quick=100, smoke=5), 0.02
 WARM_S = choose(full=3.0, quick=3.0, smoke=0.1)  # until all streams have begun
-
-
-@contextlib.contextmanager
-def server(*flags: str) -> Iterator[int]:
-    """Its port."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "engine.server", "--model", model_name(), "--port", "0", *flags],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        ready = process.stdout.readline()
-        assert ready.startswith("ready http://127.0.0.1:"), ready
-        yield int(ready.rsplit(":", 1)[1])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
 
 
 async def _stream(port: int, vocab_size: int, number: int) -> None:

@@ -22,6 +22,7 @@ FIGURES = {
     "test_decode_step_by_running_sequences": ("us_per_step",),
     "test_hashing": ("ns_per_token",),
     "test_allocate_and_release": ("ns_per_page",),
+    "test_server_start": ("start_s",),
 }
 
 
