@@ -91,7 +91,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 def cannot_compile(device: torch.device, error: Exception) -> ValueError:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return ValueError(
         f"torch_compile cannot be true on device {device.type!r} here, because compiling fails ({reason}): install a "
         "C++ compiler that torch.compile finds, or leave torch_compile out"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, format_bytes
 from engine.forward import check_compiler
 from engine.kv_budget import KVShape, LayerKV
 from engine.load_gate import check_family, check_logits, measure_kv
@@ -44,8 +45,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     planned = spec.attention_shape()
     if planned is not None:  # before minutes of loading; what is measured afterwards has the last word
         support.check(*planned)
+    _check_sizes(spec)
     if config.torch_compile:
         check_compiler(device)
+    _check_memory(spec, device, dtype)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     model = _make_model(config, spec, device, dtype)
@@ -104,6 +107,32 @@ def _pick_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype
                 f"({torch.cuda.get_device_name(device)}) has {capability[0]}.{capability[1]}: use dtype float16"
             )
     return getattr(torch, name)
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    for name in ("vocab_size", "num_hidden_layers", "hidden_size"):
+        size = spec.text_config.get(name)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"model {spec.name!r} has {name} {size}: it must be at least 1")
+
+
+def _check_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Weights beyond the memory would end the process, and perhaps others, without a word."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config), attn_implementation="eager")
+    except Exception:  # what is wrong with the config is said when the model is made
+        return
+    needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    if device.type == "cuda":
+        limit, whose = torch.cuda.mem_get_info(device)[0], "this GPU has free"
+    else:
+        limit, whose = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine has"
+    if needed > limit:
+        raise ValueError(
+            f"the weights of model {spec.name!r} take {format_bytes(needed)} in {str(dtype).removeprefix('torch.')} "
+            f"and {whose} {format_bytes(limit)}: choose a smaller model or dtype"
+        )
 
 
 def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

@@ -94,7 +94,7 @@ class NumbaBackend(TorchBackend):
         if dtype != torch.float32 or torch.device(device).type != "cpu":
             raise ValueError(
                 f"the numba kernel backend serves float32 models on cpu, not {dtype} on {device}: "
-                "use default_backend(device, dtype)"
+                "use kernel_backend auto"
             )
 
     def write_kv(

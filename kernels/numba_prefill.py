@@ -36,10 +36,18 @@ NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
     P_QUERIES, P_KEYS, P_HEADS, P_KV_HEADS, P_DIM, P_V_DIM, P_WINDOW,
     P_Q_STRIDE, P_Q_HEAD_STRIDE, P_K_STRIDE, P_K_HEAD_STRIDE, P_V_STRIDE, P_V_HEAD_STRIDE, P_OUT_STRIDE,
     P_THREADS, P_PARALLEL, P_THREAD_NUM, P_NUM_THREADS, P_PACK_WORKER, P_WORKER,
-    NUM_PREFILL_ARGS,
-) = range(31)  # fmt: skip
+    P_CHUNKS, P_NUM_CHUNKS, P_ALL_Q, P_ALL_OUT, P_LAYER_WINDOW,
+    P_CACHE,
+) = range(36)  # fmt: skip
 # Strides in bytes, lengths int64. P_SLOTS and P_SINKS may be 0. P_FLOATS: float32 [scale, softcap (0 = none)].
-# P_WINDOW: how many tokens a query sees at most.
+# P_WINDOW: how many tokens a query sees at most. What is a chunk's own is set by run_prefill, from a row of P_CHUNKS,
+# a table ``[P_NUM_CHUNKS, NUM_FIELDS]``, and from two places where K and V can lie: the cache, and the new tokens.
+S_K, S_V, S_K_STRIDE, S_K_HEAD_STRIDE, S_V_STRIDE, S_V_HEAD_STRIDE, NUM_SOURCE = range(7)
+P_NEW = P_CACHE + NUM_SOURCE
+NUM_PREFILL_ARGS = P_NEW + NUM_SOURCE
+C_FIRST, C_QUERIES, C_KEYS, C_NEW, C_SLOTS, C_ROW, NUM_FIELDS = range(7)
+# C_FIRST: first row of q and out. C_NEW: 1 if K and V are those of the new tokens. Else C_SLOTS: address of the tokens'
+# slots, or 0 and C_ROW: the slot of the first, the others following it.
 
 
 def packed_floats(keys: int, kv_heads: int, dim: int, v_dim: int) -> int:
@@ -207,9 +215,39 @@ def attend_worker(args):
         _attend(args, item % heads, first, min(BLOCK, queries - first), work)
 
 
+@numba.njit(**JIT)
+def _enter_chunk(args: int, chunk: int) -> None:
+    """Set what is this chunk's own."""
+    first, keys = load_i64(chunk + 8 * C_FIRST), load_i64(chunk + 8 * C_KEYS)
+    new, window = load_i64(chunk + 8 * C_NEW), load_i64(args + 8 * P_LAYER_WINDOW)
+    source = args + 8 * (P_NEW if new else P_CACHE)
+    row = first if new else load_i64(chunk + 8 * C_ROW)
+    k_stride, v_stride = load_i64(source + 8 * S_K_STRIDE), load_i64(source + 8 * S_V_STRIDE)
+    store_i64(args + 8 * P_K, load_i64(source + 8 * S_K) + row * k_stride)
+    store_i64(args + 8 * P_V, load_i64(source + 8 * S_V) + row * v_stride)
+    store_i64(args + 8 * P_K_STRIDE, k_stride)
+    store_i64(args + 8 * P_V_STRIDE, v_stride)
+    store_i64(args + 8 * P_K_HEAD_STRIDE, load_i64(source + 8 * S_K_HEAD_STRIDE))
+    store_i64(args + 8 * P_V_HEAD_STRIDE, load_i64(source + 8 * S_V_HEAD_STRIDE))
+    store_i64(args + 8 * P_SLOTS, 0 if new else load_i64(chunk + 8 * C_SLOTS))
+    store_i64(args + 8 * P_QUERIES, load_i64(chunk + 8 * C_QUERIES))
+    store_i64(args + 8 * P_KEYS, keys)
+    store_i64(args + 8 * P_WINDOW, window if window > 0 else keys)
+    store_i64(args + 8 * P_Q, load_i64(args + 8 * P_ALL_Q) + first * load_i64(args + 8 * P_Q_STRIDE))
+    store_i64(args + 8 * P_OUT, load_i64(args + 8 * P_ALL_OUT) + first * load_i64(args + 8 * P_OUT_STRIDE))
+
+
 @numba.cfunc(types.void(types.intp), **JIT)
 def run_prefill(args):
-    """Pack, then attend, each on every thread."""
+    """One chunk after the other: pack, then attend, each on every thread. A chunk without keys gives zeros."""
     parallel, threads = load_i64(args + 8 * P_PARALLEL), load_i64(args + 8 * P_THREADS)
-    call_parallel(parallel, load_i64(args + 8 * P_PACK_WORKER), args, threads)
-    call_parallel(parallel, load_i64(args + 8 * P_WORKER), args, threads)
+    row_bytes = 4 * load_i64(args + 8 * P_HEADS) * load_i64(args + 8 * P_V_DIM)
+    for index in range(load_i64(args + 8 * P_NUM_CHUNKS)):
+        _enter_chunk(args, load_i64(args + 8 * P_CHUNKS) + 8 * NUM_FIELDS * index)
+        if load_i64(args + 8 * P_KEYS) > 0:
+            call_parallel(parallel, load_i64(args + 8 * P_PACK_WORKER), args, threads)
+            call_parallel(parallel, load_i64(args + 8 * P_WORKER), args, threads)
+        else:
+            for query in range(load_i64(args + 8 * P_QUERIES)):
+                out = load_i64(args + 8 * P_OUT) + query * load_i64(args + 8 * P_OUT_STRIDE)
+                fill_bytes(out, 0, row_bytes)

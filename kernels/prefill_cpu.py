@@ -1,7 +1,7 @@
-"""Prefill on CPU: one call of the kernel per sequence (numba_prefill.py), on buffers that are kept between calls.
+"""Prefill on CPU: one call of the kernel for all sequences (numba_prefill.py), on buffers that are kept between calls.
 
 A first chunk reads its own new K and V, everything else reads the cache, through the slots of its tokens or in place
-where those lie in one run. A quantised cache is turned into floats first, the new tokens too.
+where those lie in one run. A quantised cache is turned into floats first, sequence by sequence, the new tokens too.
 
 Against torch's SDPA on one AVX-512 core, 8 / 4 heads of 64: 1.5x for 512 new tokens, 1.3x after 1,536 earlier ones,
 level up to 128 new ones, behind for 32 (0.1 ms). SDPA would also want a mask tensor for every chunk after the first.
@@ -16,6 +16,11 @@ import torch
 
 from kernels.api import AttentionOptions, KVCache, KVPair, dense_rows
 from kernels.numba_prefill import (
+    C_KEYS,
+    C_NEW,
+    C_ROW,
+    C_SLOTS,
+    NUM_FIELDS,
     NUM_PREFILL_ARGS,
     attend_worker,
     pack_worker,
@@ -32,19 +37,20 @@ _ARGS = struct.Struct(f"{NUM_PREFILL_ARGS}q")
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """One sequence of a prefill step, under one sliding window."""
+class Chunks:
+    """The sequences of a prefill step under one sliding window.
 
-    rows: slice  # of the packed queries
-    num_queries: int
-    num_keys: int  # tokens that any of its queries may see
-    whole: bool  # the queries are the whole sequence: no earlier context
-    run: slice | None  # the slots, where they are consecutive
-    slots: torch.Tensor | None  # [num_keys] int64 otherwise
+    ``table [chunks, NUM_FIELDS] int64``: see numba_prefill.py. ``slots``: of each chunk's keys, int64; held here
+    because the table has their addresses. ``max_keys``: of the longest.
+    """
+
+    table: torch.Tensor
+    slots: list[torch.Tensor]
+    max_keys: int
 
 
 class PrefillPlan:
-    """Slots of a step's sequences, per sliding window, found when first asked for."""
+    """Where a step's sequences lie, per sliding window, found when first asked for and used by all layers."""
 
     def __init__(
         self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
@@ -52,32 +58,34 @@ class PrefillPlan:
         self._page_starts, self._page_size = page_starts, page_size
         self._query_starts: list[int] = query_starts.tolist()
         self._seq_lens: list[int] = seq_lens.tolist()
-        self._chunks: dict[int | None, list[Chunk]] = {}
+        self._chunks: dict[int | None, Chunks] = {}
 
-    def chunks(self, window: int | None) -> list[Chunk]:
-        """The sequences with queries; rows of sequences of length 0 (padding) have num_keys 0."""
+    def chunks(self, window: int | None) -> Chunks:
+        """The sequences with queries; those of length 0 (padding) have no keys."""
         if window not in self._chunks:
             bounds = zip(self._query_starts, self._query_starts[1:], self._seq_lens, strict=False)
-            self._chunks[window] = [
-                self._chunk(b, lo, hi, seq_len, window) for b, (lo, hi, seq_len) in enumerate(bounds) if hi > lo
-            ]
+            rows, slots = [], []
+            for b, (lo, hi, seq_len) in enumerate(bounds):
+                if hi > lo:
+                    rows.append(self._chunk(b, lo, hi - lo, seq_len, window, slots))
+            table = torch.tensor(rows, dtype=torch.int64).view(-1, NUM_FIELDS)
+            self._chunks[window] = Chunks(table, slots, max((row[C_KEYS] for row in rows), default=0))
         return self._chunks[window]
 
-    def _chunk(self, b: int, lo: int, hi: int, seq_len: int, window: int | None) -> Chunk:
-        n = hi - lo
-        if seq_len == 0:
-            return Chunk(slice(lo, hi), n, 0, False, None, None)
-        if seq_len < n:
+    def _chunk(
+        self, b: int, first: int, queries: int, seq_len: int, window: int | None, kept: list[torch.Tensor]
+    ) -> tuple[int, ...]:
+        if seq_len and seq_len < queries:
             raise ValueError(
-                f"sequence {b} has {n} new tokens but a length of {seq_len}: seq_lens counts new tokens too"
+                f"sequence {b} has {queries} new tokens but a length of {seq_len}: seq_lens counts new tokens too"
             )
-        first = 0 if window is None else max(0, seq_len - n + 1 - window)
-        keys = seq_len - first
-        slots = token_slots(self._page_starts[b], first, seq_len, self._page_size)
-        low, high = int(slots[0]), int(slots[-1])
-        consecutive = high - low == keys - 1 and bool((slots.diff() == 1).all())
-        run = slice(low, high + 1) if consecutive else None
-        return Chunk(slice(lo, hi), n, keys, n == seq_len, run, None if consecutive else slots)
+        oldest = 0 if window is None else max(0, seq_len - queries + 1 - window)
+        slots = token_slots(self._page_starts[b], oldest, seq_len, self._page_size)
+        kept.append(slots)
+        keys = len(slots)
+        consecutive = keys > 0 and int(slots[-1] - slots[0]) == keys - 1 and bool((slots.diff() == 1).all())
+        place = (0, int(slots[0])) if consecutive else (slots.data_ptr(), 0)
+        return (first, queries, keys, int(keys == queries), *place)
 
 
 class CpuPrefill:
@@ -104,63 +112,56 @@ class CpuPrefill:
         """``q [T, H, D]`` -> ``[T, H, Dv]``; see kernels.api.AttentionBackend.prefill_attention."""
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
-        q = dense_rows(q)
-        for chunk in plan.chunks(options.sliding_window):
-            if chunk.num_keys:
-                k, v, slots = self._keys_and_values(chunk, k_cache, v_cache, new_kv)
-                self._run(q[chunk.rows], dense_rows(k), dense_rows(v), slots, chunk.num_keys, options, out[chunk.rows])
-            else:
-                out[chunk.rows] = 0
+        q, chunks = dense_rows(q), plan.chunks(options.sliding_window)
+        if not isinstance(k_cache, QuantizedKV):
+            table = chunks.table
+            if new_kv is None and bool(table[:, C_NEW].any()):
+                table = table.clone()
+                table[:, C_NEW] = 0
+            new = tuple(map(dense_rows, new_kv)) if new_kv is not None else (k_cache, v_cache)
+            self._run(q, (k_cache, v_cache), new, table, chunks.max_keys, options, out)
+            return out
+        for row, slots in zip(chunks.table.clone(), chunks.slots, strict=True):  # one sequence's floats at a time
+            kv = self._dequantise("k", k_cache, slots), self._dequantise("v", v_cache, slots)
+            row[C_NEW] = row[C_SLOTS] = row[C_ROW] = 0
+            self._run(q, kv, kv, row[None], len(slots), options, out)
         return out
 
-    def _keys_and_values(
-        self, chunk: Chunk, k_cache: KVCache, v_cache: KVCache, new_kv: KVPair | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """K ``[rows, Hkv, D]``, V ``[rows, Hkv, Dv]`` and which rows are the chunk's tokens; None: all, in order."""
-        if isinstance(k_cache, QuantizedKV):
-            return self._dequantise("k", k_cache, chunk), self._dequantise("v", v_cache, chunk), None
-        if chunk.whole and new_kv is not None and chunk.num_keys == chunk.num_queries:
-            return new_kv[0][chunk.rows], new_kv[1][chunk.rows], None
-        if chunk.run is not None:
-            return k_cache[chunk.run], v_cache[chunk.run], None
-        return k_cache, v_cache, chunk.slots
-
-    def _dequantise(self, side: str, cache: QuantizedKV, chunk: Chunk) -> torch.Tensor:
-        """The chunk's rows as float32, in a buffer that is used again by the next call."""
-        slots = chunk.slots if chunk.run is None else torch.arange(chunk.run.start, chunk.run.stop)
+    def _dequantise(self, side: str, cache: QuantizedKV, slots: torch.Tensor) -> torch.Tensor:
+        """``[n, Hkv, dim]`` float32, in a buffer that is used again by the next call."""
         _, heads, dim = cache.shape
         return load_rows(cache, slots, self._buffer(side, len(slots) * heads * dim).view(-1, heads, dim))
 
     def _run(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slots: torch.Tensor | None,
-        keys: int,
+        cache: KVPair,
+        new: KVPair,
+        table: torch.Tensor,
+        max_keys: int,
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        if not (q.dtype == k.dtype == v.dtype == out.dtype == torch.float32) or out.stride(1) != v.shape[2]:
+        tensors = (q, *cache, *new, out)
+        if any(x.dtype != torch.float32 or x.stride(2) != 1 for x in tensors) or out.stride(1) != out.shape[2]:
             raise ValueError(
-                f"the numba prefill kernel computes in torch.float32 into dense heads, not with q {q.dtype}, "
-                f"k {k.dtype}, v {v.dtype} and out {out.dtype}, strides {out.stride()}: "
+                "the numba prefill kernel computes in torch.float32 with dense heads, not with "
+                f"{', '.join(f'{x.dtype} of strides {x.stride()}' for x in tensors)}: "
                 "use default_backend(device, dtype)"
             )
-        queries, heads, dim = q.shape
-        kv_heads, v_dim, threads = k.shape[1], v.shape[2], torch.get_num_threads()
+        (_, heads, dim), kv_heads, v_dim, threads = q.shape, cache[0].shape[1], out.shape[2], torch.get_num_threads()
         stride = -(-work_floats(dim, v_dim) // 16) * 16
-        packed = self._buffer("packed", packed_floats(keys, kv_heads, dim, v_dim))
+        packed = self._buffer("packed", packed_floats(max_keys, kv_heads, dim, v_dim))
         sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         self._floats[0], self._floats[1] = options.scale, options.softcap or 0.0
         _ARGS.pack_into(
             self._view, 0,
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if slots is None else slots.data_ptr(), out.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(), self._floats.data_ptr(), packed.data_ptr(),
+            0, 0, 0, 0, 0, 0 if sinks is None else sinks.data_ptr(), self._floats.data_ptr(), packed.data_ptr(),
             self._buffer("work", threads * stride).data_ptr(), 4 * stride,
-            queries, keys, heads, kv_heads, dim, v_dim, options.sliding_window or keys,
-            4 * q.stride(0), 4 * q.stride(1), 4 * k.stride(0), 4 * k.stride(1), 4 * v.stride(0), 4 * v.stride(1),
-            4 * out.stride(0), threads, *self._team, pack_worker.address, attend_worker.address,
+            0, 0, heads, kv_heads, dim, v_dim, 0, 4 * q.stride(0), 4 * q.stride(1), 0, 0, 0, 0, 4 * out.stride(0),
+            threads, *self._team, pack_worker.address, attend_worker.address,
+            table.data_ptr(), len(table), q.data_ptr(), out.data_ptr(), options.sliding_window or 0,
+            *_source(*cache), *_source(*new),
         )  # fmt: skip
         run_prefill.ctypes(self._args.data_ptr())  # ctypes releases the GIL during the call
 
@@ -170,3 +171,8 @@ class CpuPrefill:
         if buffer is None or len(buffer) < floats:
             buffer = self._buffers[name] = torch.empty(1 << max(0, floats - 1).bit_length(), dtype=torch.float32)
         return buffer[:floats]
+
+
+def _source(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Addresses and strides in bytes, as numba_prefill.py's S_K and so on."""
+    return (k.data_ptr(), v.data_ptr(), 4 * k.stride(0), 4 * k.stride(1), 4 * v.stride(0), 4 * v.stride(1))

@@ -64,6 +64,7 @@ def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (15 << 30, 16 << 30))
 
 
 def test_a_head_dim_beyond_the_backend_s_from_the_command_line(tmp_path: Path) -> None:
@@ -94,6 +95,19 @@ def test_a_shape_that_no_kernel_has(tmp_path: Path, no_weights: None, changes: d
     with pytest.raises(ValueError, match="model 'odd' cannot be served") as refused:
         load_model(config)
     assert all(name in str(refused.value) for name in names), refused.value
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "num_hidden_layers"])
+def test_sizes_of_nothing(tmp_path: Path, no_weights: None, name: str) -> None:
+    with pytest.raises(ValueError, match=f"model 'odd' has {name} 0: it must be at least 1"):
+        load_model(EngineConfig(model=config_file(tmp_path, **{name: 0}), device="cpu"))
+
+
+def test_weights_beyond_the_memory(no_weights: None) -> None:
+    """The kernel would end the process, and perhaps others, when they are half filled in."""
+    said = r"weights of model 'llama-3.1-70b' take 26\d.* in float32 and this machine has"
+    with pytest.raises(ValueError, match=said):
+        load_model(EngineConfig(model="llama-3.1-70b", load_format="dummy", device="cpu", dtype="float32"))
 
 
 def test_bfloat16_on_a_gpu_that_has_none(tmp_path: Path, no_weights: None, old_gpu: None) -> None:

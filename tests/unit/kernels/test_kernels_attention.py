@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -53,6 +55,19 @@ def test_decode_and_prefill_agree_with_float64(backend, problem, planned):
     check_decode(backend, problem, TOLERANCE, planned)
     if sum(problem.new):
         check_prefill(backend, problem, TOLERANCE, planned)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_prefill_over_threads(threads):
+    """More threads than blocks of queries, sequences without queries between others, chunks after long context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        p = Problem(lens=(130, 0, 300, 64, 1), new=(130, 0, 70, 1, 1), page_size=7, shape=(2, 36, 80), with_sinks=True)
+        for problem in (p, replace(p, window=65, softcap=3.0), replace(p, contiguous=True)):
+            check_prefill("numba", problem, TOLERANCE, planned=True)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])

@@ -35,7 +35,7 @@ def test_every_kv_format_from_sm_80_on(arch, kind):
         (70, {"dtype": torch.float16}, r"needs .* 8\.0 or newer for float16, and cannot serve cuda:0, .* 7\.0: use"),
         (90, {"dtype": torch.float64}, r"cannot compute with a torch\.float64 KV cache: use float16, bfloat16"),
         (90, {"kv_cache_dtype": "int2"}, "^unknown kv_cache_dtype 'int2'"),
-        (90, {"device": "cpu"}, r"needs a CUDA device, not cpu: use default_backend"),
+        (90, {"device": "cpu"}, r"needs a CUDA device, not cpu: use kernel_backend auto"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_value_and_the_limit(arch, other, sentence):
