@@ -9,6 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+DECODE_SHARES = {(64, 4096): 0.85, (64, 8192): 0.90, (1, 32768): 0.75}
+"""(sequences, context) -> share of the read bandwidth of a bfloat16 decode on a GPU."""
+FP8_DECODE_SHARE = 0.80  # of the read bandwidth, 64 x 8192
+FP8_DECODE_TIME = 0.58  # of bfloat16's
+PAGED_TIME, PAGE_OF_1_TIME = 1.05, 1.15  # of contiguous KV's: pages of 16 tokens and more, and of one
+PREFILL_SPEED = 0.8  # of torch's own
+COPY_SHARE = 0.8  # of a plain copy's speed: KV writes and page copies
+_BENCH_SLOT_BYTES = 2 * 8 * 8 * 128 * 2  # test_move on a GPU: K and V, 8 layers, 8 heads of 128, bfloat16
+
+
+def swap_gb_per_s(page_bytes: int) -> float | None:
+    """What swaps over PCIe (about 50 GB/s) are to reach with pages of so many bytes, all layers together."""
+    return 45.0 if page_bytes >= 2 << 20 else 30.0 if page_bytes >= 16 << 10 else None
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -38,9 +52,11 @@ class Bar:
 
     @property
     def wanted(self) -> str:
+        """The limit with its direction."""
         return f"{'<=' if self.at_most else '>='} {self.limit:g}"
 
     def fits_device(self, device: str) -> bool:
+        """``device``: cpu, or a GPU's name."""
         return device == "cpu" if self.device == "cpu" else device not in ("", "cpu")
 
     def values(self, measured: Sequence[Measured]) -> list[float]:
@@ -55,12 +71,15 @@ class Bar:
         ]
 
     def worst(self, values: Sequence[float]) -> float:
+        """The one that the bar is judged by."""
         return max(values) if self.at_most else min(values)
 
     def best(self, values: Sequence[float]) -> float:
+        """The one at the other end."""
         return min(values) if self.at_most else max(values)
 
     def met(self, value: float) -> bool:
+        """Whether ``value`` reaches the limit; the limit itself does."""
         return value <= self.limit if self.at_most else value >= self.limit
 
 
@@ -74,6 +93,11 @@ def _decode(batch: int, context: int, kv: str, **more: Any) -> dict[str, Any]:
 
 def _at_least_16(page_size: int) -> bool:
     return page_size >= 16
+
+
+def _swaps_at(limit: float) -> Callable[[int], bool]:
+    """Page sizes in tokens, contiguous (0) not among them, whose swaps are to reach ``limit``."""
+    return lambda page_size: page_size > 0 and swap_gb_per_s(page_size * _BENCH_SLOT_BYTES) == limit
 
 
 _CPU_DECODE = (  # (what is measured, figure, limit)
@@ -103,22 +127,27 @@ _GPU = (
     *(
         Bar(f"decode {batch} x {context} bfloat16: share of the read bandwidth", "cuda", "test_decode",
             _decode(batch, context, "bfloat16"), "ratio", limit)
-        for batch, context, limit in ((64, 4096, 0.85), (64, 8192, 0.90), (1, 32768, 0.75))
+        for (batch, context), limit in DECODE_SHARES.items()
     ),
     Bar("decode 64 x 8192 fp8: share of the read bandwidth", "cuda", "test_decode",
-        _decode(64, 8192, "fp8_e4m3"), "ratio", 0.80),
+        _decode(64, 8192, "fp8_e4m3"), "ratio", FP8_DECODE_SHARE),
     Bar("decode 64 x 8192 fp8: time over bfloat16", "cuda", "test_decode",
-        _decode(64, 8192, "fp8_e4m3"), "over_float", 0.58, at_most=True),
+        _decode(64, 8192, "fp8_e4m3"), "over_float", FP8_DECODE_TIME, at_most=True),
     Bar("decode 64 x 4096: time over contiguous, pages of 16 and more", "cuda", "test_decode",
-        _decode(64, 4096, "bfloat16", page_size=_at_least_16), "over_contiguous", 1.05, at_most=True),
+        _decode(64, 4096, "bfloat16", page_size=_at_least_16), "over_contiguous", PAGED_TIME, at_most=True),
     Bar("decode 64 x 4096: time over contiguous, pages of 1", "cuda", "test_decode",
-        _decode(64, 4096, "bfloat16", page_size=1), "over_contiguous", 1.15, at_most=True),
-    Bar("prefill: times torch's varlen_attn", "cuda", "test_prefill", {"kv": "bfloat16"}, "vs_varlen_attn", 0.8),
+        _decode(64, 4096, "bfloat16", page_size=1), "over_contiguous", PAGE_OF_1_TIME, at_most=True),
+    Bar("prefill: times torch's varlen_attn", "cuda", "test_prefill",
+        {"kv": "bfloat16"}, "vs_varlen_attn", PREFILL_SPEED),
     Bar("KV write of 32768 tokens: times a plain copy", "cuda", "test_write",
-        {"kv": "bfloat16", "tokens": 32768, "page_size": _at_least_16}, "vs_copy", 0.8),
+        {"kv": "bfloat16", "tokens": 32768, "page_size": _at_least_16}, "vs_copy", COPY_SHARE),
     Bar("page copy: times a plain copy", "cuda", "test_move",
-        {"kind": "copy", "kv": "bfloat16", "page_size": _at_least_16}, "vs_copy", 0.8),
-    Bar("swap, pages of 16 and more: GB/s", "cuda", "test_move",
-        {"kind": lambda kind: kind != "copy", "kv": "bfloat16", "page_size": _at_least_16}, "moved_gb_per_s", 30),
+        {"kind": "copy", "kv": "bfloat16", "page_size": _at_least_16}, "vs_copy", COPY_SHARE),
+    *(
+        Bar(f"swap, pages of {pages}: GB/s", "cuda", "test_move",
+            {"kind": lambda kind: kind != "copy", "kv": "bfloat16", "page_size": _swaps_at(limit)},
+            "moved_gb_per_s", limit)
+        for pages, limit in (("2 MiB and more", 45.0), ("16 KiB to 2 MiB", 30.0))
+    ),
 )  # fmt: skip
 BARS: tuple[Bar, ...] = (*_CPU, *_GPU)

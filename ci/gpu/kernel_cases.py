@@ -13,6 +13,7 @@ from ci.gpu.kernel_problems import CONTIGUOUS
 from kernels.api import KVCache
 from kernels.kv_formats import KV_FORMATS, find_format
 from kernels.quantized import FP8_MAX, QuantizedKV
+from kvbench import bench_bars
 
 FILL_ROWS = 1 << 16  # slots filled at once: a large cache is quantised through float32 copies of its parts
 
@@ -44,17 +45,15 @@ class Decode:
 
 def decode_cases(quick: bool) -> list[Decode]:
     """Most important first."""
-    base = Decode(64, 4096, bar=0.85)
-    long = Decode(64, 8192, bar=0.90)
+    base, long, single = (Decode(*shape, bar=bar) for shape, bar in bench_bars.DECODE_SHARES.items())
     contiguous = Decode(64, 4096, CONTIGUOUS)
-    cases = [base, long, Decode(1, 32768, bar=0.75), contiguous]
+    cases = [base, long, single, contiguous]
+    for kv in KV_FORMATS:
+        bars = (bench_bars.FP8_DECODE_SHARE, bench_bars.FP8_DECODE_TIME) if kv == "fp8_e4m3" else (None, None)
+        cases.append(Decode(64, 8192, kv=kv, bar=bars[0], against=long.name, bar_time=bars[1]))
+    page_bars = {1: bench_bars.PAGE_OF_1_TIME, 8: None}
     cases += [
-        Decode(64, 8192, kv=kv, bar=0.80 if kv == "fp8_e4m3" else None, against=long.name,
-               bar_time=0.58 if kv == "fp8_e4m3" else None)
-        for kv in KV_FORMATS
-    ]  # fmt: skip
-    cases += [
-        Decode(64, 4096, page, against=contiguous.name, bar_time=1.05 if page >= 16 else 1.15 if page == 1 else None)
+        Decode(64, 4096, page, against=contiguous.name, bar_time=page_bars.get(page, bench_bars.PAGED_TIME))
         for page in (1, 256, 8, 32, 64, 128)
     ]
     if not quick:

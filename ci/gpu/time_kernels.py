@@ -25,9 +25,9 @@ from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import raw_tensors
+from kvbench import bench_bars
 
 LAYERS_MOVED = 32  # a page is scattered over this many layers
-LINK_BAR_GB_PER_S = 45.0  # of swaps in pieces of 2 MiB and more, over PCIe of about 50 GB/s
 
 
 class KernelTimes:
@@ -114,7 +114,7 @@ class KernelTimes:
         self.row(
             case.name, timing, tflop_per_s=speed, ceiling_tflop_per_s=top, ratio=speed / top if top else None,
             torch_us={name: seconds * 1e6 for name, seconds in theirs.items()},
-            of_torch_speed=best / timing.median if best else None, bar_torch=0.8,
+            of_torch_speed=best / timing.median if best else None, bar_torch=bench_bars.PREFILL_SPEED,
         )  # fmt: skip
 
     def _torch_prefill(self, case: Prefill, q: torch.Tensor) -> dict[str, float]:
@@ -163,7 +163,7 @@ class KernelTimes:
         slots = torch.randperm(2 * tokens, device=self.device)[:tokens]
         timing = self.timed(lambda: self.backend.write_kv(k, v, *caches, slots))
         moved = k.nbytes + v.nbytes + tokens * cases.row_bytes(kv, heads, self.dtype)
-        self.bandwidth(name, timing, moved, "copy_gb_per_s", bar=0.80 if kv == "auto" else None)
+        self.bandwidth(name, timing, moved, "copy_gb_per_s", bar=bench_bars.COPY_SHARE if kv == "auto" else None)
 
     def moves(self, page_size: int) -> None:
         """Copies and swaps of pages that are scattered over the layers' tensors, in random order."""
@@ -180,14 +180,14 @@ class KernelTimes:
         size = f"page {page_size} ({page_size * slot_bytes / 2**10:,.0f} KiB)"
         copies = [Move(MoveKind.COPY, i * page_size, (pages + order[i]) * page_size, page_size) for i in range(pages)]
         self.bandwidth(f"page copy, {size}", self.timed(lambda: mover.move(copies), False), 2 * moved,
-                       "copy_gb_per_s", bar=0.80)  # fmt: skip
+                       "copy_gb_per_s", bar=bench_bars.COPY_SHARE)  # fmt: skip
         for kind, ceiling in (
             (MoveKind.SWAP_OUT, "device_to_host_gb_per_s"),
             (MoveKind.SWAP_IN, "host_to_device_gb_per_s"),
         ):
             moves = [Move(kind, i * page_size, order[i] * page_size, page_size) for i in range(pages)]
             timing = self.timed(lambda m=moves: mover.move(m), False)
-            bar = LINK_BAR_GB_PER_S if page_size * slot_bytes >= 2**21 else None
+            bar = bench_bars.swap_gb_per_s(page_size * slot_bytes)
             self.bandwidth(f"{kind.value}, {size}", timing, moved, ceiling, bar_gb_per_s=bar)
 
 

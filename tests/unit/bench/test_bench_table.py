@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvbench.bench_bars import BARS, Bar
+from kvbench.bench_bars import BARS, Bar, swap_gb_per_s
 from kvbench.bench_table import bar_lines, read_rows, to_csv, to_markdown, write_tables
 from kvbench.errors import UsageError
 
@@ -133,6 +133,20 @@ def test_bars_of_the_cpu_are_those_that_are_promised(read):
     assert lines["engine: times HF continuous batching"] == (">= 5", "not measured")
     assert lines["engine: times vLLM's CPU backend"] == (">= 1.5", "not measured")
     assert not any("bfloat16" in title for title in lines)
+
+
+def test_swaps_of_large_and_of_small_pages_have_bars_of_their_own(read):
+    def swap(page_size, speed):
+        params = {"kind": "swap_in", "kv": "bfloat16", "page_size": page_size}
+        return entry("test_move", params, {"moved_gb_per_s": speed}, device="Some GPU")
+
+    rows = read(swap(256, 44.0), swap(64, 46.0), swap(16, 31.0), swap(1, 29.0), swap(0, 1.0))
+    lines = {title: rest for title, *rest in bar_lines(rows, BARS) if "swap" in title}
+    assert lines == {
+        "swap, pages of 2 MiB and more: GB/s": [">= 45", "44 to 46", "MISSED"],
+        "swap, pages of 16 KiB to 2 MiB: GB/s": [">= 30", "29 to 31", "MISSED"],
+    }
+    assert [swap_gb_per_s(kib << 10) for kib in (8, 16, 2047, 2048)] == [None, 30.0, 30.0, 45.0]
 
 
 def test_files_are_written_and_what_is_no_benchmark_is_refused(tmp_path):
