@@ -8,9 +8,15 @@ and dot over the same bytes), ratio of the two; vs_X: how many times as fast as 
 was before paged kernels: gather all KV, then SDPA) or contiguous_sdpa (SDPA where nothing is paged, the GQA group
 packed as query rows: the best that torch does); over_contiguous: time over that of the same kernel on the contiguous
 layout; over_float: time over that of the same step on a float cache.
+
+One layer's KV may lie in the L3 of a CPU or the L2 of a GPU, for the kernel and for the ceiling alike: nothing is
+flushed between rounds. test_decode_of_many_layers goes through more memory than caches hold, as an engine does;
+`kvbench doctor` tells the bandwidth of the memory, and ci/gpu.sh times kernels with a flushed L2.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +105,29 @@ def test_decode(benchmark, batch, context, kv, page_size):
     note(
         benchmark, backend=backend_for(kv).name, kv_gb_per_s=num_bytes / own / 1e9, ceiling_gb_per_s=top / 1e9,
         ratio=num_bytes / own / top, **ratios(own, fastest),
+    )  # fmt: skip
+
+
+LAYERS = choose(full=16, quick=8, smoke=2)  # 67 MB of float32 each, but for smoke
+
+
+def test_decode_of_many_layers(benchmark):
+    """One decode step's attention, each layer with a cache of its own."""
+    batch, context = choose(full=(8, 4096), quick=(8, 4096), smoke=(2, 48))
+    require_kernel(FLOAT)
+    first = make_cache(FLOAT, batch, context, 16)
+    layers = [replace(first, k=first.k.clone(), v=first.v.clone()) for _ in range(LAYERS)]
+    q = torch.randn(batch, HEADS, DIM, dtype=compute_dtype(FLOAT), device=DEVICE)
+    of_layer = batch * context * bytes_per_token(FLOAT)
+    steps, reads = [decode_step(FLOAT, cache, q, context) for cache in layers], [readers(x, of_layer) for x in layers]
+    benchmark.group = f"decode of {LAYERS} layers, {batch} sequences of {context} tokens, page size 16"
+    rivals = {name: lambda name=name: [read[name]() for read in reads] for name in reads[0]}
+    own, fastest = race(benchmark, lambda: [step() for step in steps], rivals)
+    num_bytes = LAYERS * of_layer
+    top = ceiling(fastest, num_bytes)
+    note(
+        benchmark, working_set_mb=num_bytes / 1e6, kv_gb_per_s=num_bytes / own / 1e9, ceiling_gb_per_s=top / 1e9,
+        ratio=num_bytes / own / top,
     )  # fmt: skip
 
 

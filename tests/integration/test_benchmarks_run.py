@@ -12,6 +12,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
 # What the figures are is the benchmarks' own business; that they are there, finite and positive is checked here.
 FIGURES = {
     "test_decode": ("kv_gb_per_s", "ceiling_gb_per_s", "ratio"),
+    "test_decode_of_many_layers": ("kv_gb_per_s", "ceiling_gb_per_s", "ratio"),
     "test_prefill": ("gflop_per_s", "ceiling_gflop_per_s", "ratio"),
     "test_write": ("gb_per_s", "ceiling_gb_per_s", "ratio", "vs_copy"),
     "test_move": ("moved_gb_per_s", "ceiling_gb_per_s", "ratio", "vs_copy"),
