@@ -10,7 +10,7 @@ from kernels.kv_formats import find_format
 MIN_DOT = 16  # tl.dot takes no dimension under 16
 SHARED_BYTES = 64 * 1024  # of K and V tiles in flight; the smallest block limit, 99 KiB of sm_86, 89 and 120, has room
 MAX_STAGES = 4
-MIN_SPLIT_TOKENS = 256  # a shorter split costs more in the reduction than it gains
+MIN_SPLIT_TOKENS = 256  # a shorter split is not expected to gain what the reduction costs
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 2  # that run at a time, at least: what hides one program's waiting for its loads
 GOOD_FILL = 0.85  # of the best fill of the last wave: more splits than this needs only cost
@@ -139,7 +139,7 @@ def _few_rows(block_m: int, d_pad: int, v_pad: int, itemsize: int, kind: str) ->
     """Tiles of decode and of short chunks, for ``block_m`` rows."""
     if _wide_float32(d_pad, v_pad, itemsize) or (itemsize > 2 and block_m >= 64):
         return _wide_float32_tiles(block_m, d_pad, v_pad)
-    if block_m >= 64 and max(d_pad, v_pad) > 128:  # as prefill's: with longer tiles it spills, and sm_89 has no room
+    if block_m >= 32 and max(d_pad, v_pad) > 128:  # as prefill's: with longer tiles it spills, and sm_89 has no room
         return Tiles(block_m, 32, d_pad, v_pad, 2, 8)
     block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, kind)
     return Tiles(block_m, block_n, d_pad, v_pad, stages, 4)
@@ -157,7 +157,9 @@ def prefill_tiles(
     """Tiles of the prefill kernel: its rows are query tokens x the query heads of one KV head.
 
     Before sm_90 every warp holds the whole tile of K or V in registers, and dequantises it on its own: shorter tiles,
-    and fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory.
+    and fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory. Some variants
+    spill a few registers all the same (``ci/kernel_resources.json`` has all): int8 and fp8_e5m2 on sm_80 and sm_89, and
+    64 query heads a KV head of 256 values in split short chunks on sm_90.
     """
     d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
     if _wide_float32(d_pad, v_pad, itemsize):

@@ -42,13 +42,14 @@ def decode_kernel(
     b = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
-    heads = (kv_head * GROUP + rows).to(tl.int64)  # heads may lie as far apart as all tokens of a batch
+    heads = kv_head * GROUP + rows
     row_ok = rows < GROUP
     seq_len = tl.load(lens_ptr + b).to(tl.int32)
     begin = tl.maximum(seq_len - WINDOW, 0) if WINDOW > 0 else 0
 
     value, value_ok = columns(D, D_PAD, KIND)
-    q_at = q_ptr + b * q_stride + heads[:, None] * q_head_stride + value[None, :]
+    # int64: heads may lie as far apart as all tokens of a batch
+    q_at = q_ptr + b * q_stride + heads[:, None].to(tl.int64) * q_head_stride + value[None, :]
     q = tl.load(q_at, mask=row_ok[:, None] & value_ok[None, :], other=0.0)
     position = tl.zeros([BLOCK_M], tl.int32) + seq_len - 1
     cache = (

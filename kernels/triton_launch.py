@@ -43,6 +43,11 @@ class Side(NamedTuple):
     scale: float
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Splits:
     """Memory for the parts of split attention: one buffer a device and stream, for all layers and steps.
 
@@ -63,7 +68,7 @@ class Splits:
         if buffer is None or buffer.numel() < count * (v_dim + 1):
             size = 1 << (count * (v_dim + 1) - 1).bit_length()
             buffer = self._buffers[key] = torch.empty(size, dtype=torch.float32, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             self._captured[buffer.data_ptr()] = buffer
         parts, lse = buffer[: count * v_dim], buffer[count * v_dim : count * (v_dim + 1)]
         return parts.view(rows, splits, v_dim), lse.view(rows, splits)

@@ -8,7 +8,7 @@ that is scattered over a hundred tensors crosses PCIe as one piece. There ``u`` 
 part's offset and ``step`` 1. All of it is int64: byte offsets pass 2**31.
 
 A swap takes one of two ways. Where the records lie together on the host in runs of ``COPY_ENGINE_BYTES`` and more, the
-kernel gathers them in a staging buffer on the device (at its bandwidth, some fifty times that of PCIe) and one
+kernel gathers them in a staging buffer on the device (at its bandwidth, far above that of PCIe) and one
 asynchronous copy a run takes them over, or the reverse. Small scattered records would pay for a copy's launch more than
 for its bytes: there the kernel reads or writes the page-locked memory itself.
 

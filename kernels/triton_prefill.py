@@ -70,11 +70,12 @@ def prefill_kernel(
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     query = first_query + rows // GROUP
-    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)  # heads may lie as far apart as all tokens of a batch
+    heads = kv_head * GROUP + rows % GROUP
     row_ok = (rows < BLOCK_Q * GROUP) & (query < num_queries)
     token = (q_begin + query).to(tl.int64)
     value, value_ok = columns(D, D_PAD, KIND)
-    q_at = q_ptr + (token * q_stride + heads * q_head_stride)[:, None] + value[None, :]
+    # int64: heads may lie as far apart as all tokens of a batch
+    q_at = q_ptr + (token * q_stride + heads.to(tl.int64) * q_head_stride)[:, None] + value[None, :]
     q = tl.load(q_at, mask=row_ok[:, None] & value_ok[None, :], other=0.0)
 
     context = seq_len - num_queries  # tokens before the first query

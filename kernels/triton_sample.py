@@ -1,7 +1,7 @@
 """Draws from many rows of logits in one pass over them: temperature, counter-based Gumbel noise and argmax.
 
-In torch the noise is a dozen passes over an int64 tensor four times the size of the logits; here it stays in registers
-and a draw costs what reading the logits costs.
+In torch the noise is a dozen passes over an int64 tensor four times the size of the logits; here it stays in registers,
+and a draw is meant to cost little more than reading the logits.
 """
 
 from __future__ import annotations
