@@ -32,6 +32,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "avail
 
 
 def parser() -> argparse.ArgumentParser:
+    """The arguments of ``ci/gpu.sh``."""
     found = argparse.ArgumentParser(
         prog="ci/gpu.sh",
         description="Check kernels and engine on an NVIDIA GPU against references, time them against the ceilings "
@@ -109,6 +110,7 @@ class Runner:
 
     @property
     def time_left(self) -> float:
+        """Seconds for parts, those of the summary kept back."""
         return self.deadline - time.monotonic() - SUMMARY_S
 
     def run(self, parts: list[Part]) -> None:
@@ -184,6 +186,7 @@ def _stop(number: int, frame: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The whole run; the exit code."""
     started = time.monotonic()
     args, parts = parse(sys.argv[1:] if argv is None else argv)
     if args.device == "cuda" and (sentence := no_gpu()):

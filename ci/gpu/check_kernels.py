@@ -94,6 +94,7 @@ def _run_case(case: Case, device: str) -> dict[str, Any]:
 
 
 def keep(report: PartReport, case: Case, result: dict[str, Any]) -> None:
+    """Put the result down as a row, and as a failure or as skipped where it is one."""
     report.row(case=case.name, **result)
     if result["status"] == "failed":
         report.fail(case.name, result["reason"])
@@ -129,6 +130,7 @@ def run_cases(report: PartReport, cases: list[Case], device: str, workers: int, 
 
 
 def main() -> int:
+    """The part; 1 if a check failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     cases = tiny_cases() if args.tiny else all_cases()

@@ -102,6 +102,7 @@ class WarningsAreFailures(logging.Handler):
         self._report = report
 
     def emit(self, record: logging.LogRecord) -> None:
+        """One failure a record."""
         self._report.fail(record.name, record.getMessage())
 
 
@@ -118,6 +119,7 @@ class EngineJob:
         self.engine: Engine | None = None
 
     def load(self) -> None:
+        """Build the engine; what it came to is in the report."""
         tiny = self.args.tiny
         started = time.perf_counter()
         self.engine = build_engine(
@@ -139,6 +141,7 @@ class EngineJob:
         self.report.save()
 
     def warm_up(self) -> None:
+        """All prompts once, with short outputs, not measured."""
         assert self.engine is not None
         short = tuple(min(WARM_UP_TOKENS, wanted) for wanted in self.job.output_lengths)
         started = time.perf_counter()
@@ -146,6 +149,7 @@ class EngineJob:
         self.report.data["warm_up_seconds"] = time.perf_counter() - started
 
     def measure(self, run: int) -> None:
+        """One run of the job: a row, or a failure that says what is missing."""
         assert self.engine is not None
         job = self.job
         with SmiSampler(self.args.device == "cuda") as sampler:
@@ -259,6 +263,7 @@ def summarise(report: PartReport, label: str) -> None:
 
 
 def main() -> int:
+    """The part; 1 if a run failed."""
     parser = part_parser(__doc__)
     parser.add_argument("--model", required=True, help="a config that ships with the engine")
     args = parser.parse_args()

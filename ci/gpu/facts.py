@@ -75,10 +75,12 @@ class Ceilings:
         self.found: dict[str, float] = report.data.setdefault("ceilings", {})
 
     def keep(self, name: str, value: float, how: str) -> None:
+        """One ceiling and how it was measured."""
         self.found[name] = value = float(f"{value:.4g}")
         self.report.row(ceiling=name, value=value, how=how)
 
     def read(self) -> None:
+        """Read bandwidth."""
         x = torch.randn(self.size // 4, device=self.device)
         steps = {"torch.sum": lambda: torch.sum(x), "torch.dot": lambda: torch.dot(x, x)}
         if self.device == "cuda":
@@ -99,12 +101,14 @@ class Ceilings:
         return {f"triton {block}x{loads}": step(block, loads, warps) for block, loads, warps in BLOCKS}
 
     def copy(self) -> None:
+        """Copy bandwidth."""
         x = torch.randn(self.size // 4, device=self.device)
         y = torch.empty_like(x)
         timing = measure(lambda: y.copy_(x), self.device, self.seconds)
         self.keep("copy_gb_per_s", 2 * x.nbytes / timing.median / 1e9, "device to device, bytes read and written")
 
     def matmul(self) -> None:
+        """Matrix products."""
         n = self.matrix
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in "ab")
@@ -126,6 +130,7 @@ class Ceilings:
 
 
 def main() -> int:
+    """The part; 1 if a measurement failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     report.data["device"] = torch_facts(args.device)

@@ -20,6 +20,8 @@ FILL_ROWS = 1 << 16  # slots filled at once: a large cache is quantised through 
 
 @dataclass(frozen=True)
 class Heads:
+    """Heads of one layer, and their dim."""
+
     query: int
     kv: int
     dim: int
@@ -39,6 +41,7 @@ class Decode:
 
     @property
     def name(self) -> str:
+        """As tables show it."""
         page = "contiguous" if self.page_size == CONTIGUOUS else f"page {self.page_size}"
         return f"decode {self.kv}, {self.batch} x {self.context}, {page}"
 
@@ -63,6 +66,7 @@ def decode_cases(quick: bool) -> list[Decode]:
 
 
 def tiny_decode_cases() -> list[Decode]:
+    """For a CPU."""
     return [
         Decode(2, 64),
         Decode(2, 64, CONTIGUOUS),
@@ -72,6 +76,8 @@ def tiny_decode_cases() -> list[Decode]:
 
 @dataclass(frozen=True)
 class DecodeTensors:
+    """One decode step's inputs."""
+
     q: torch.Tensor
     k: KVCache
     v: KVCache
@@ -130,6 +136,7 @@ class Prefill:
 
     @property
     def name(self) -> str:
+        """As tables show it."""
         return f"prefill {self.kv}, {self.batch} x {self.new} after {self.context}"
 
     @property
@@ -139,6 +146,7 @@ class Prefill:
 
 
 def prefill_cases(quick: bool) -> list[Prefill]:
+    """Most important first."""
     cases = [Prefill(1, 4096, 0), Prefill(4, 1024, 3072), Prefill(1, 512, 16384)]
     if not quick:
         cases += [Prefill(8, 1024, 0), Prefill(1, 16384, 0), Prefill(4, 1024, 3072, "fp8_e4m3"),

@@ -208,6 +208,7 @@ def check_write(case: Case, drawn: Drawn, backend: Any, device: str) -> str | No
 
 
 def write_error(cache: KVCache, slots: torch.Tensor, rows: torch.Tensor) -> str | None:
+    """None, or how ``cache`` at ``slots`` differs from ``rows`` by more than its format allows."""
     if not isinstance(cache, QuantizedKV):
         return None if torch.equal(cache[slots], rows) else "plain values differ"
     rows = rows.float()

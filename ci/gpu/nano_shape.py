@@ -24,10 +24,12 @@ class Job:
 
     @property
     def input_tokens(self) -> int:
+        """Of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def output_tokens(self) -> int:
+        """Of all requests."""
         return sum(self.output_lengths)
 
     @property

@@ -31,15 +31,18 @@ class PartReport:
         return self._ends - time.monotonic()
 
     def row(self, **values: Any) -> None:
+        """One measurement."""
         self.data["rows"].append(values)
         self.save()
 
     def skip(self, what: str, reason: str) -> None:
+        """``what`` was not measured, and why."""
         self.data["skipped"].append({"what": what, "reason": reason})
         print(f"SKIPPED {what}: {reason}", flush=True)
         self.save()
 
     def fail(self, what: str, reason: str) -> None:
+        """``what`` is wrong, and how."""
         self.data["failures"].append({"what": what, "reason": reason})
         print(f"FAILED {what}: {reason}", flush=True)
         self.save()
@@ -51,6 +54,7 @@ class PartReport:
         self.save()
 
     def save(self) -> None:
+        """All of it, to the file, in one go."""
         scratch = self._path.with_suffix(".tmp")
         scratch.write_text(json.dumps(plain(self.data), indent=1) + "\n", encoding="utf-8")
         scratch.replace(self._path)
@@ -92,6 +96,7 @@ def sentence(error: BaseException) -> str:
 
 
 def ratio_text(value: float | None) -> str:
+    """For a table; a dash where there is none."""
     return "–" if value is None else f"{value:.2f}"
 
 

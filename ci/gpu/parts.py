@@ -32,12 +32,15 @@ class Part:
     result: str = ""  # the result file that its JSON goes into
 
     def command(self, python: str) -> list[str]:
+        """The part's process, but for the arguments that all parts have."""
         return [python, "-m", f"ci.gpu.{self.module}", *self.arguments]
 
     def seconds(self, quick: bool) -> float:
+        """After which it begins no new measurement."""
         return self.quick_s if quick else self.full_s
 
     def needed(self, device: str) -> tuple[str, ...]:
+        """Import names."""
         return self.needs + (self.gpu_needs if device == "cuda" else ("numba",) if self.module != "facts" else ())
 
 

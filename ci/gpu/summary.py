@@ -30,6 +30,7 @@ class Outcome:
 
     @property
     def line(self) -> str:
+        """For the terminal and the log."""
         return f"{self.status} {self.name}: {self.reason or self.data.get('headline') or self.what}"
 
 

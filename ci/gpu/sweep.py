@@ -34,6 +34,7 @@ EXIT_INVALID = 4
 
 
 def sweep_command(device: str, quick: bool, tiny: bool, folder: Path) -> list[str]:
+    """The sweep as ``kvbench`` is asked for it, results into ``folder``."""
     profile = "gpu" if device == "cuda" else "cpu"
     command = [sys.executable, "-m", "kvbench", "sweep", WORKLOAD, "--profile", profile, "--output-dir", str(folder)]
     return [*command, *(TINY if tiny else QUICK if quick else ())]
@@ -54,6 +55,7 @@ def run_sweep(command: list[str], seconds: float) -> tuple[int, bool]:
 
 
 def newest_run(folder: Path) -> Path | None:
+    """The latest run's folder, if there is one."""
     runs = sorted(folder.glob("*/*/manifest.json"), key=os.path.getmtime)
     return runs[-1].parent if runs else None
 
@@ -72,6 +74,7 @@ def _number(text: str | None) -> Any:
 
 
 def summarise(report: PartReport, cells: list[dict[str, Any]], label: str) -> None:
+    """One table row a cell, and the headline."""
     columns = [
         "cell",
         "valid",
@@ -110,6 +113,7 @@ def _shown(cell: dict[str, Any], key: str, form: str = "{:,.0f}") -> str:
 
 
 def main() -> int:
+    """The part; 1 if the sweep failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     folder = args.scratch / "sweep"

@@ -43,6 +43,7 @@ class KernelTimes:
         self.times: dict[str, float] = {}
 
     def supports(self, name: str, kv: str) -> bool:
+        """Whether the backend takes such a cache; if not, that is said."""
         try:
             self.backend.check_support(
                 num_heads=self.heads.query, num_kv_heads=self.heads.kv, head_dim=self.heads.dim,
@@ -54,9 +55,11 @@ class KernelTimes:
         return True
 
     def timed(self, step: Callable[[], object], capture: bool = True) -> Timing:
+        """Time ``step``, for as long as the run allows."""
         return measure(step, self.device, self.seconds, capture)
 
     def row(self, name: str, timing: Timing, **values: Any) -> None:
+        """One timed case."""
         self.times[name] = timing.median
         self.report.row(case=name, **timing.as_dict(), **values)
 
@@ -68,6 +71,7 @@ class KernelTimes:
         self.row(name, timing, bytes=moved, ceiling=ceiling, **values)
 
     def decode(self, case: Decode) -> None:
+        """One layer's decode step."""
         if not self.supports(case.name, case.kv):
             return
         t = cases.make_decode(case, self.heads, self.dtype, self.device)
@@ -92,6 +96,7 @@ class KernelTimes:
         self.bandwidth(name, timing, k.nbytes + v.nbytes, "read_gb_per_s")
 
     def prefill(self, case: Prefill) -> None:
+        """One layer's prefill, beside torch's own."""
         if not self.supports(case.name, case.kv):
             return
         total, length, heads = case.batch * case.new, case.context + case.new, self.heads
@@ -219,6 +224,7 @@ def summarise(report: PartReport, aimed: bool) -> None:
 
 
 def main() -> int:
+    """The part; 1 if a case failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     times = KernelTimes(report, args)

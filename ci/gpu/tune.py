@@ -20,6 +20,7 @@ QUICK = ("--head-dim", "128", "--page-size", "16")
 
 
 def tune_command(folder: Path, quick: bool, seconds: float) -> list[str]:
+    """``kvbench tune`` for as long as ``seconds`` allow."""
     command = [sys.executable, "-m", "kvbench", "tune", "--output-dir", str(folder)]
     return [*command, "--max-minutes", f"{max(1.0, seconds - START_S) / 60:.3f}", *(QUICK if quick else ())]
 
@@ -42,6 +43,7 @@ def summarise(report: PartReport, table: dict[str, Any]) -> None:
 
 
 def main() -> int:
+    """The part; 1 if tuning failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     if args.device == "cpu":
