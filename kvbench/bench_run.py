@@ -31,6 +31,7 @@ from kvbench.manifest import environment, usable_cores
 from kvbench.results import MANIFEST, create_run, utc_now, write_json
 
 BENCHMARKS = HOUSE / "tests" / "benchmarks"
+MODES = ("full", "quick", "smoke")  # as in tests/benchmarks/bench_mode.py
 _EXIT_CODES = {0: 0, 1: 4, 2: 130, 3: 4, 4: 2, 5: 5}  # pytest's -> ours
 
 
@@ -40,10 +41,16 @@ def main(arguments: Sequence[str], output_dir: Path = Path("results")) -> int:
     Raises:
         UsageError: there are no benchmarks here, or the results cannot be written.
     """
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
     if not BENCHMARKS.is_dir():
         raise UsageError(
             f"there is no {BENCHMARKS}: the benchmarks are in kvbench's git repository, run them from there"
         )
+    mode = os.environ.get("KVBENCH_BENCH", "full")
+    if mode not in MODES:
+        raise UsageError(f"KVBENCH_BENCH cannot be {mode!r}: it is one of {', '.join(MODES)}")
     average, cores = load_average(), usable_cores()
     if average is not None and average > cores / 2:
         print(
@@ -52,7 +59,7 @@ def main(arguments: Sequence[str], output_dir: Path = Path("results")) -> int:
             file=sys.stderr,
         )
     manifest: dict[str, Any] = {
-        "format": 1, "kind": "bench", "status": "running", "mode": os.environ.get("KVBENCH_BENCH", "full"),
+        "format": 1, "kind": "bench", "status": "running", "mode": mode,
         "command": ["python", "-m", "kvbench.bench_run", *arguments], "started": utc_now(), "ended": None,
         **environment(),
     }  # fmt: skip

@@ -77,12 +77,26 @@ def chosen_sides(args: argparse.Namespace) -> tuple[str, ...]:
         raise ValueError(f"--sides knows {', '.join(SIDES)}, not {', '.join(map(repr, unknown))}")
     if missing := [side for side in sides if side not in can]:
         raise ValueError(f"--sides {missing[0]} needs --vllm-python, the python of an environment with vLLM for CPUs")
-    if any(side in VLLM_SIDES for side in sides) and not os.access(args.vllm_python, os.X_OK):
+    if any(side in VLLM_SIDES for side in sides) and not _is_program(args.vllm_python):
         raise ValueError(f"--vllm-python {args.vllm_python!r} is not a program: give the python of an environment")
     for name in ("requests", "output_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} cannot be {getattr(args, name)}: it is at least 1")
+    check_json_path(args.json)
     return sides
+
+
+def _is_program(name: str) -> bool:
+    return os.path.isfile(name) and os.access(name, os.X_OK)
+
+
+def check_json_path(name: str | None) -> None:
+    """Before minutes of measuring, not after. Raises ValueError: the file could not be written."""
+    if name is None:
+        return
+    path = Path(name)
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"--json {name!r} cannot be written: give a file in a folder that is there and writable")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -168,15 +182,19 @@ def main(argv: Sequence[str], watch: Callable[[], Mapping[str, Any]] = dict) -> 
     args = build_parser().parse_args(argv)
     sides = chosen_sides(args)
     bars = parse_bars(args.require, sides)
+    vllm = vllm_version(args.vllm_python) if any(side in VLLM_SIDES for side in sides) else None
+    if vllm is None and any(side in VLLM_SIDES for side in sides):
+        raise ValueError(f"--vllm-python {args.vllm_python!r} has no vLLM: give the python of another environment")
     torch.set_num_threads(available_cpus())
-    config = engine_config(args)
-    case = make_case(args.requests, args.output_tokens, find_model(args.model).text_config["vocab_size"], args.seed)
+    spec = find_model(args.model)
+    config = engine_config(args).check_against_model(spec.max_positions)
+    case = make_case(args.requests, args.output_tokens, spec.text_config["vocab_size"], args.seed)
     print(
         f"{len(case.prompts)} requests, {sum(map(len, case.prompts))} prompt tokens, {case.output_tokens} output "
         f"tokens each, model {args.model}, {torch.get_num_threads()} threads",
         flush=True,
     )
-    if not args.vllm_python:
+    if args.sides is None and not args.vllm_python:
         print(VLLM_SKIPPED, flush=True)
     record: dict[str, Any] = {}
     with turns_of(sides, config, case, args.vllm_python, record) as turns:
@@ -185,8 +203,8 @@ def main(argv: Sequence[str], watch: Callable[[], Mapping[str, Any]] = dict) -> 
     print("\n".join(result.lines()))
     if args.json:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        if any(side in VLLM_SIDES for side in sides):
-            versions["vllm"] = vllm_version(args.vllm_python)
+        if vllm is not None:
+            versions["vllm"] = vllm
         record |= {"config": asdict(config), "versions": versions, "threads": torch.get_num_threads()}
         record |= {"machine": dict(machine), "bars": [asdict(bar) for bar in bars], **result.as_dict()}
         Path(args.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

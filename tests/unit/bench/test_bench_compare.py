@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import pytest
 
 from engine.bench.case import Case, make_case, speed_of
-from engine.bench.command import build_parser, chosen_sides, verdict
+from engine.bench.command import build_parser, check_json_path, chosen_sides, main, verdict
 from engine.bench.compare import Bar, Comparison, compare, parse_bars
 from engine.bench.turns import run_apart, run_command
 
@@ -150,3 +151,15 @@ def _runs(pid):
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_json_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+    for name in (tmp_path, tmp_path / "missing" / "x.json"):
+        with pytest.raises(ValueError, match=r"--json .* cannot be written"):
+            check_json_path(str(name))
+    check_json_path(str(tmp_path / "x.json"))
+
+
+def test_an_environment_without_vllm_is_told_before_anything_is_measured():
+    with pytest.raises(ValueError, match="has no vLLM"):
+        main(["--sides", "kvbench,vllm", "--vllm-python", sys.executable])

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvbench.bench_bars import BARS, Bar, swap_gb_per_s
+from kvbench.bench_run import main as run_benchmarks
 from kvbench.bench_table import bar_lines, read_rows, to_csv, to_markdown, write_tables
 from kvbench.errors import UsageError
 
@@ -163,3 +164,10 @@ def test_files_are_written_and_what_is_no_benchmark_is_refused(tmp_path):
     assert "| 16 |" not in (tmp_path / "table.md").read_text()  # alone, so it stands above the table
     assert "page_size 16" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "table.csv").read_text().count("\n") == 2
+
+
+def test_an_unknown_mode_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBENCH_BENCH", "foo")
+    with pytest.raises(UsageError, match="KVBENCH_BENCH cannot be 'foo': it is one of full, quick, smoke"):
+        run_benchmarks([], tmp_path)
+    assert not list(tmp_path.iterdir())
