@@ -158,8 +158,8 @@ def prefill_tiles(
 
     Before sm_90 every warp holds the whole tile of K or V in registers, and dequantises it on its own: shorter tiles,
     and fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory. Some variants
-    spill a few registers all the same (``ci/kernel_resources.json`` has all): int8 and fp8_e5m2 on sm_80 and sm_89, and
-    64 query heads a KV head of 256 values in split short chunks on sm_90.
+    spill a few registers all the same (``ci/kernel_resources.json`` has all): before sm_90 int8, fp8_e5m2 and, of
+    bf16, 64 values a head; on sm_90 split short chunks of 64 query heads a KV head of 256 values.
     """
     d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
     if _wide_float32(d_pad, v_pad, itemsize):
