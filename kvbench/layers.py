@@ -114,6 +114,11 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         node[_index(node, last, override)] = value
     else:
         node[last] = value
+    if key == "model.path" and value is not None:  # takes the place of the file's model, random weights included
+        for name in ("config", "load_format"):
+            node.pop(name, None)
+    elif key == "model.config" and value is not None:
+        node.pop("path", None)
 
 
 def _step_into(node: Any, part: str, so_far: str, override: str) -> Any:

@@ -200,3 +200,12 @@ def test_shipped_workloads_pass_every_check(name):
     budgets = {check_configuration(c.settings)["kv_budget_bytes"] for c in design.configurations}
     assert len(budgets) == 1
     load_workload(f"workloads/{name}.yaml", profile="gpu")
+
+
+def test_a_model_folder_takes_the_place_of_the_file_s_model(tmp_path):
+    """As the README has it; the weights are the folder's own, and no random ones."""
+    mixed = Path(__file__).parents[3] / "workloads" / "mixed.yaml"
+    engine = load_workload(mixed, profile="cpu", overrides=[f"model.path={tmp_path}"]).engine
+    assert (engine["model"], engine["load_format"]) == (str(tmp_path), "auto")
+    again = load_workload(mixed, profile="cpu", overrides=[f"model.path={tmp_path}", "model.config=llama-32m"]).engine
+    assert (again["model"], again["load_format"]) == ("llama-32m", "dummy")
