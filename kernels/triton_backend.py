@@ -91,9 +91,7 @@ class TritonBackend(TorchBackend):
                 f"the triton kernel backend cannot compute with a {dtype} KV cache: use float16, bfloat16 or float32"
             )
         if device.type != "cuda" and not knobs.runtime.interpret:
-            raise ValueError(
-                f"the triton kernel backend needs a CUDA device, not {device}: use default_backend(device, dtype)"
-            )
+            raise ValueError(f"the triton kernel backend needs a CUDA device, not {device}: use kernel_backend auto")
         arch = self._chip_of(device).arch
         capability = f"{device}, of compute capability {arch // 10}.{arch % 10}"
         if arch < OLDEST_ARCH:
