@@ -90,10 +90,15 @@ def check_compiler(device: torch.device) -> None:
         raise cannot_compile(device, error) from error
 
 
-def cannot_compile(device: torch.device, error: Exception) -> ValueError:
+def first_sentence(error: Exception) -> str:
+    """The first line of what a library says, and the second where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+
+
+def cannot_compile(device: torch.device, error: Exception) -> ValueError:
     return ValueError(
-        f"torch_compile cannot be true on device {device.type!r} here, because compiling fails ({reason}): install a "
+        f"torch_compile cannot be true on device {device.type!r} here, because compiling fails "
+        f"({first_sentence(error)}): install a "
         "C++ compiler that torch.compile finds, or leave torch_compile out"
     )

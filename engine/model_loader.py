@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig, format_bytes
-from engine.forward import check_compiler
+from engine.forward import check_compiler, first_sentence
 from engine.kv_budget import KVShape, LayerKV
 from engine.load_gate import check_family, check_logits, measure_kv
 from engine.model_spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
@@ -148,14 +148,8 @@ def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dty
                 str(spec.weights), dtype=dtype, attn_implementation="eager", use_safetensors=True, local_files_only=True
             )
     except Exception as error:
-        raise ValueError(f"transformers cannot load model {config.model!r}: {_sentence(error)}") from error
+        raise ValueError(f"transformers cannot load model {config.model!r}: {first_sentence(error)}") from error
     return model.to(device).eval().requires_grad_(False)
-
-
-def _sentence(error: Exception) -> str:
-    """The first line of what transformers says, and the second where the first only announces it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _describe(model: PreTrainedModel, spec: ModelSpec) -> ModelInfo:

@@ -74,7 +74,6 @@ class PackedLinear(nn.Module):
         if any(linear.bias is not None for linear in linears):
             parts = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(linears, weights, strict=True)]
             self.bias = torch.cat(parts).detach()
-        self._team = thread_team()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -97,14 +96,13 @@ class PackedLinear(nn.Module):
         out = rows.new_empty(rows.shape[0], self.out_features)
         assert rows.dtype == torch.float32 and (gate is None or gate.is_contiguous())
         epilogue = (HAS_BIAS if self.bias is not None else 0) | (HAS_GATE if gate is not None else 0)
-        team = self._team
         _GEMM_ARGS.pack_into(
             _scratch.view, 0,
             rows.data_ptr(), self.packed.data_ptr(), out.data_ptr(),
             0 if self.bias is None else self.bias.data_ptr(), 0 if gate is None else gate.data_ptr(),
             rows.shape[0], self.out_features, self.in_features,
             4 * rows.stride(0), 4 * self.out_features, 4 * self.out_features, torch.get_num_threads(),
-            build_gemm(epilogue).address, team.parallel, team.thread_num, team.num_threads,
+            build_gemm(epilogue).address, *thread_team(),
         )  # fmt: skip
         run_gemm.ctypes(_scratch.address)  # ctypes releases the GIL during the call
         return out.view(*x.shape[:-1], self.out_features)

@@ -31,7 +31,7 @@ from kvbench.manifest import environment, usable_cores
 from kvbench.results import MANIFEST, create_run, utc_now, write_json
 
 BENCHMARKS = HOUSE / "tests" / "benchmarks"
-MODES = ("full", "quick", "smoke")  # as in tests/benchmarks/bench_mode.py
+MODES = ("full", "quick", "smoke")  # of KVBENCH_BENCH
 _EXIT_CODES = {0: 0, 1: 4, 2: 130, 3: 4, 4: 2, 5: 5}  # pytest's -> ours
 
 

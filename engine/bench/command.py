@@ -182,8 +182,8 @@ def main(argv: Sequence[str], watch: Callable[[], Mapping[str, Any]] = dict) -> 
     args = build_parser().parse_args(argv)
     sides = chosen_sides(args)
     bars = parse_bars(args.require, sides)
-    vllm = vllm_version(args.vllm_python) if any(side in VLLM_SIDES for side in sides) else None
-    if vllm is None and any(side in VLLM_SIDES for side in sides):
+    vllm = None
+    if any(side in VLLM_SIDES for side in sides) and (vllm := vllm_version(args.vllm_python)) is None:
         raise ValueError(f"--vllm-python {args.vllm_python!r} has no vLLM: give the python of another environment")
     torch.set_num_threads(available_cpus())
     spec = find_model(args.model)

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import torch
 
+from kvbench.bench_run import MODES
+
 T = TypeVar("T")
-MODES = ("full", "quick", "smoke")
 MODE = os.environ.get("KVBENCH_BENCH", "full")
 if MODE not in MODES:
     raise ValueError(f"KVBENCH_BENCH cannot be {MODE!r}: choose one of {', '.join(MODES)}")

@@ -124,5 +124,5 @@ def test_padding_steps_touch_nobodys_kv(kv_cache_dtype, tmp_path_factory):
     run_padding_steps(checked, PAGES, MAX_LEN, torch.device("cpu"))
     assert len(seen) == len(list(padding_steps(PAGES, MAX_LEN, torch.device("cpu")))) == 6
     assert {step.max_queries for step in seen} == {0, 1, SHORT_QUERIES + 1}
-    for now, then in zip(host.raw_tensors(), before, strict=True):
-        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
+    for after, then in zip(host.raw_tensors(), before, strict=True):
+        assert torch.equal(after.view(torch.uint8), then.view(torch.uint8))

@@ -49,8 +49,8 @@ def table_of(measured) -> dict:
 def test_a_table_agrees_with_itself_and_with_less():
     table = table_of(MEASURED)
     better = {"sm_80": {"a": Resources(8, 0, 0, 0), "b": SMALL}, "sm_90": {"a": SMALL}}
-    for now in (MEASURED, better):
-        assert not resources.worse_than(table, now) and not resources.unlisted(table, now)
+    for measured in (MEASURED, better):
+        assert not resources.worse_than(table, measured) and not resources.unlisted(table, measured)
 
 
 @pytest.mark.parametrize(
