@@ -17,6 +17,8 @@ class RequestSpec:
     ``arrival_s``: intended start [s after the load's start] in open loop, None in closed loop.
     ``prefix_tokens``: how many leading tokens are shared with other requests of the load.
     ``priority``: 0 is the most urgent; sent only where the load's spec says so.
+    ``session``: the conversation it is part of, whose requests follow one another in order of ``turn`` (from 0).
+    ``think_s``: seconds from the end of the session's previous request to this one's intended start (turn > 0).
     """
 
     index: int
@@ -27,6 +29,9 @@ class RequestSpec:
     arrival_s: float | None = None
     prefix_tokens: int = 0
     priority: int = 0
+    session: int | None = None
+    turn: int = 0
+    think_s: float = 0.0
 
     def to_row(self) -> dict[str, Any]:
         """The JSONL row."""
@@ -39,6 +44,9 @@ class RequestSpec:
             "arrival_s": self.arrival_s,
             "prefix_tokens": self.prefix_tokens,
             **({"priority": self.priority} if self.priority else {}),
+            **({} if self.session is None else {"session": self.session}),
+            **({"turn": self.turn} if self.turn else {}),
+            **({"think_s": self.think_s} if self.think_s else {}),
         }
 
     @classmethod
@@ -56,6 +64,9 @@ class RequestSpec:
             arrival_s=None if row.get("arrival_s") is None else float(row["arrival_s"]),
             prefix_tokens=int(row.get("prefix_tokens") or 0),
             priority=int(row.get("priority") or 0),
+            session=None if row.get("session") is None else int(row["session"]),
+            turn=int(row.get("turn") or 0),
+            think_s=float(row.get("think_s") or 0.0),
         )
 
 

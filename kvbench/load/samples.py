@@ -18,6 +18,8 @@ SCHEMA = pa.schema(
         ("class", pa.string()),
         ("priority", pa.int64()),
         ("user", pa.int64()),
+        ("session", pa.int64()),
+        ("turn", pa.int64()),
         ("prompt_tokens", pa.int64()),
         ("output_tokens", pa.int64()),
         ("cached_tokens", pa.int64()),
@@ -25,6 +27,7 @@ SCHEMA = pa.schema(
         ("max_tokens", pa.int64()),
         ("t0", pa.float64()),
         ("ts", pa.float64()),
+        ("queued_s", pa.float64()),
         ("first", pa.float64()),
         ("last", pa.float64()),
         ("end", pa.float64()),
@@ -45,7 +48,10 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Sample:
-    """One request's outcome. ``t0``, ``ts``, ``end`` [s] on the clock of the completion's times."""
+    """One request's outcome. ``t0``, ``ts``, ``end`` [s] on the clock of the completion's times.
+
+    ``queued_s``: how long it waited in the client for a place under ``max_concurrency``, part of ``ts - t0``.
+    """
 
     request: RequestSpec
     user: int
@@ -53,6 +59,12 @@ class Sample:
     ts: float
     end: float
     completion: Completion
+    queued_s: float = 0.0
+
+    @property
+    def slip_s(self) -> float:
+        """How much later than intended it was sent [s], without the time it was made to wait for a place."""
+        return self.ts - self.t0 - self.queued_s
 
     def to_row(self, zero: float) -> dict[str, object]:
         """The Parquet row, with times in seconds since ``zero``."""
@@ -64,6 +76,8 @@ class Sample:
             "class": request.cls,
             "priority": request.priority,
             "user": self.user,
+            "session": request.session,
+            "turn": request.turn,
             "prompt_tokens": sent if done.prompt_tokens is None else done.prompt_tokens,
             "output_tokens": done.output_tokens or 0,
             "cached_tokens": done.cached_tokens,
@@ -71,6 +85,7 @@ class Sample:
             "max_tokens": request.max_tokens,
             "t0": self.t0 - zero,
             "ts": self.ts - zero,
+            "queued_s": self.queued_s,
             "first": None if done.first is None else done.first - zero,
             "last": times[-1] if times else None,
             "end": self.end - zero,

@@ -8,11 +8,17 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from kvbench.load.dialect import Dialect
 from kvbench.load.strict import StrictModel, explain
 
 
 class LoadSpec(StrictModel):
-    """One load. Times in seconds; unset time-outs equal ``timeout_s``. ``send_priority``: requests tell theirs."""
+    """One load. Times in seconds; unset time-outs equal ``timeout_s``. ``send_priority``: requests tell theirs.
+
+    ``max_concurrency``: most requests in flight in open loop; the others wait in the client, and that is part of ttft.
+    ``api_key_env``: the name of the environment variable that holds the key; the key itself is in no file.
+    ``dialect``: what the server's API does differently from OpenAI's. ``processes``: load processes that share it.
+    """
 
     base_url: str
     model: str
@@ -30,11 +36,22 @@ class LoadSpec(StrictModel):
     return_token_ids: bool = True
     send_priority: bool = False
     better_priority: bool = True
+    max_concurrency: int | None = Field(default=None, ge=1)
+    api_key_env: str | None = Field(default=None, min_length=1)
+    tls_verify: bool = True
+    tls_ca_file: str | None = Field(default=None, min_length=1)
+    dialect: Dialect = Dialect()
+    processes: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _closed_needs_users(self) -> LoadSpec:
         if self.mode == "closed" and self.concurrency is None:
             raise ValueError("mode closed needs concurrency, the number of users; give at least 1.")
+        if self.mode == "closed" and self.max_concurrency is not None:
+            raise ValueError(
+                f"max_concurrency {self.max_concurrency} has no meaning in mode closed, where concurrency is the cap; "
+                "remove it or set mode: open."
+            )
         return self
 
 
