@@ -1,0 +1,208 @@
+"""One load on a server that is up: warmed up, its cache in the declared state, measured, judged.
+
+What a block of a sweep and ``kvbench load`` share. Around every load: wait until the server is idle, put the cache
+into the declared state, check that no page is owned, measure, check that no page stayed owned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvbench import loadrun, server_state
+from kvbench.contention import MachineWatch, contention_reasons
+from kvbench.design import LoadPoint
+from kvbench.errors import MeasurementError
+from kvbench.load.schema import LoadConfig
+from kvbench.metrics import summarise
+from kvbench.results import read_json, utc_now, write_json
+from kvbench.server_metrics import MetricsPoller, MetricsSample, counter_changes, gauge_summary
+from kvbench.targets.base import Target
+
+WARM_UP_REQUESTS = 4
+_WARM_UP_TOKENS = 16
+_WARM_UP_MARGIN_S = 30.0
+_WARM_UP_SEED = 0x5EED  # other token contents than any measured request
+_MAX_FAILED_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A server that is up and the load section of the workload it is measured with.
+
+    ``settings``: the configuration under test (``{"target": url}`` for a server that ran before); ``info``: its
+    /server_info; ``server_log``: where its output goes, None when that is not ours; ``check``: called twice a second,
+    raises when the measurement must end.
+    """
+
+    load: LoadConfig
+    seed: int
+    target: Target
+    settings: Mapping[str, Any]
+    info: Mapping[str, Any] | None
+    server_log: Path | None
+    check: Callable[[], None]
+
+    def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
+        """The requests of one load. Raises MeasurementError when none can be made for this server."""
+        try:
+            return loadrun.make_requests(
+                self.load,
+                point,
+                vocab_size=self.target.model.vocab_size,
+                max_model_len=self.target.model.max_model_len,
+                seed=self.seed if seed is None else seed,
+                repeat=repeat,
+            )
+        except ValueError as error:
+            raise MeasurementError(f"no requests can be made for this server: {error}") from None
+
+
+def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> None:
+    """A few requests of the load's shape but other contents: kernels compile, buffers are touched.
+
+    Raises MeasurementError when one fails or is not answered in time.
+    """
+    if count < 1:
+        return
+    requests = sorted(
+        subject.requests(point, 0, subject.seed ^ _WARM_UP_SEED),
+        key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
+    )
+    step = max(1, (len(requests) - 1) // max(1, count - 1))
+    chosen = requests[::step][:count]
+    timeout = subject.load.timeout_s
+    complete = subject.target.complete
+    with ThreadPoolExecutor(WARM_UP_REQUESTS) as pool:
+        sent = [pool.submit(complete, _prompt(r), min(_WARM_UP_TOKENS, r.max_tokens), timeout) for r in chosen]
+        for future in sent:
+            limit = (timeout + _WARM_UP_MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
+            try:
+                future.result(timeout=limit)
+            except TimeoutError:
+                raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
+
+
+def measure_load(
+    subject: Subject,
+    point: LoadPoint,
+    requests: list[Any],
+    requests_file: Path,
+    out: Path,
+    *,
+    first: bool,
+    on_progress: loadrun.Progress,
+) -> dict[str, Any]:
+    """From the idle server to the judged result; raw samples, counters and logs are written to ``out``.
+
+    ``first``: nothing was measured on this server before. Returns ``valid``, ``invalid_reasons``, ``metrics``,
+    ``machine``, ``prefix_cache_bounds``, ``started_at``, ``ended_at`` and ``wall_s``.
+
+    Raises:
+        MeasurementError: the load could not be driven to its end.
+    """
+    target, load = subject.target, subject.load
+    subject.check()
+    reasons = server_state.prepare_cache(target, load, requests, first=first)
+    log_from = _size(subject.server_log)
+    spec = loadrun.load_spec(
+        load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
+        send_priority=loadrun.takes_priority(subject.settings, subject.info),
+    )  # fmt: skip
+    started_at, began = utc_now(), time.monotonic()
+    machine = MachineWatch(target.server())
+    before = server_state.read_metrics(target)
+    with MetricsPoller(lambda: target.metrics()) as poller:
+        loadrun.drive(
+            spec,
+            total=len(requests),
+            limit_s=loadrun.bound_s(load, point, requests),
+            on_progress=on_progress,
+            check=subject.check,
+            on_phase=machine.on_phase,
+        )
+    after = server_state.wait_release(target)
+    _copy_tail(subject.server_log, log_from, out / "server.log")
+    told = read_json(out / "load.json")
+    metrics = _metrics(out, load, told, poller, before, after)
+    report = machine.report()
+    reasons += list(told.get("invalid_reasons") or [])
+    reasons += server_state.leak_reasons(after) + _validity(metrics, told)
+    reasons += contention_reasons(report)
+    bounds = server_state.hit_bounds(load, requests, subject.info, before, after)
+    complete = int(metrics.get("completed") or 0) == len(requests)
+    reasons += server_state.cache_reasons(load, bounds, before, after, complete=complete)
+    return {
+        "valid": not reasons,
+        "invalid_reasons": reasons,
+        "metrics": metrics,
+        "machine": report,
+        "prefix_cache_bounds": dataclasses.asdict(bounds) if bounds else None,
+        "started_at": started_at,
+        "ended_at": utc_now(),
+        "wall_s": time.monotonic() - began,
+    }
+
+
+def _metrics(
+    out: Path,
+    load: LoadConfig,
+    told: Mapping[str, Any],
+    poller: MetricsPoller,
+    before: MetricsSample | None,
+    after: MetricsSample | None,
+) -> dict[str, Any]:
+    """Metrics of a load that ended; writes counters.json and server.parquet."""
+    requests = pd.read_parquet(out / "requests.parquet")
+    metrics = summarise(requests, told, load.slo.model_dump() if load.slo else None)
+    start = float(told.get("start_unix") or 0.0)
+    duration = float(metrics.get("duration_s") or told.get("duration_s") or 0.0)
+    if poller.samples:
+        pd.DataFrame([{"t": s.wall - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(
+            out / "server.parquet", index=False
+        )
+    during = [s for s in poller.samples if 0.0 <= s.wall - start <= duration] or poller.samples
+    gauges = gauge_summary(during)
+    counters = {
+        **counter_changes(before, after),
+        **{f"{name}_{part}": value for name, parts in gauges.items() for part, value in parts.items()},
+        "pages_owned_after": after.owned_pages if after else None,
+        "swap_slots_used_after": after.swapped_slots if after else None,
+        "polls": len(poller.samples),
+        "polls_failed": poller.failures,
+    }
+    write_json(out / "counters.json", counters)
+    return metrics
+
+
+def _validity(metrics: Mapping[str, Any], told: Mapping[str, Any]) -> list[str]:
+    reasons = []
+    if told.get("incomplete"):
+        reasons.append("the load client was stopped before its last request")
+    failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
+    if failed > _MAX_FAILED_SHARE * (failed + completed):
+        kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
+        reasons.append(f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})")
+    return reasons
+
+
+def _size(log: Path | None) -> int:
+    return log.stat().st_size if log is not None and log.is_file() else 0
+
+
+def _copy_tail(source: Path | None, start: int, to: Path) -> None:
+    if source is not None and source.is_file():
+        with source.open("rb") as file:
+            file.seek(start)
+            to.write_bytes(file.read())
+
+
+def _prompt(request: Any) -> Any:
+    return list(request.prompt_token_ids) if request.prompt is None else request.prompt
