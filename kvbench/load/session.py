@@ -75,9 +75,9 @@ class LoadSession:
         self._users += 1
         return self._users - 1
 
-    def begin(self) -> None:
-        """The start: time 0 of the load."""
-        self.zero = time.perf_counter()
+    def begin(self, zero: float | None = None) -> None:
+        """The start. ``zero`` [s, perf_counter]: time 0 of the load where it was agreed on before, else now."""
+        self.zero = time.perf_counter() if zero is None else zero
         self.go.set()
 
     def elapsed(self) -> float:
