@@ -95,7 +95,7 @@ class StreamingClient:
         self._raw = RawStream(0.0)
         self._tail = b""
         self._head: Head | None = None
-        self._used = False
+        self._used = False  # the connection that stands has had an exchange
 
     def connect(self) -> None:
         """Opens the connection if there is none. StreamFailure when that fails."""
@@ -125,6 +125,7 @@ class StreamingClient:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+            self._used = False
 
     def exchange(self, request: bytes) -> RawStream:
         """Sends the bytes of one HTTP request and keeps what comes back until the response is whole.
@@ -133,15 +134,30 @@ class StreamingClient:
         the server had closed meanwhile is opened anew, once, before anything was received; ``ts`` stays the
         first send.
         """
+        if self._used and not self._is_quiet():
+            self.close()
         raw = self._attempt(request, time.perf_counter())
         stale = self._used and not raw.times and raw.error_kind == "truncated"
         if stale:
             self.close()
             raw = self._attempt(request, raw.ts)
-        self._used = True
+        self._used = self._sock is not None
         if raw.error_kind is not None or self._head is None or self._head.close:
             self.close()
         return raw
+
+    def _is_quiet(self) -> bool:
+        """Nothing has come over the kept connection since the last response's end, not even its close.
+
+        What did come would be taken for the beginning of the next response, and every later one would be another's.
+        """
+        try:
+            os.read(self._fd, 1)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def _attempt(self, request: bytes, ts: float) -> RawStream:
         raw = self._raw = RawStream(ts)

@@ -13,6 +13,7 @@ from kvbench.load.sse import Body, Head, MalformedStream, body_of, events, parse
 
 _SLICE = 8  # events parsed between two pauses: about 0.1 ms
 _ERROR_CHARS = 300
+_MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
 SENT_TOGETHER_S = 0.0005
 
 
@@ -105,6 +106,8 @@ def _read_events(
         if data == b"[DONE]":
             out.done = True
             continue
+        if out.done:
+            raise MalformedStream(f"{data[:60]!r} came after [DONE]")
         read = bisect_right(ends, body.wire_offset(position - 1))
         if _take(out, data, times[read]):
             out.coalesced += read == last_read and not _sent_together(out)
@@ -119,7 +122,7 @@ def _take(out: Completion, data: bytes, when: float) -> bool:
     """Adds one event; True when it carried a token."""
     try:
         event = json.loads(data.decode())  # of bytes, json would first guess the encoding
-    except ValueError:
+    except (ValueError, RecursionError):
         raise MalformedStream(f"{data[:60]!r} is not JSON") from None
     if not isinstance(event, dict):
         raise MalformedStream(f"{data[:60]!r} is not an object")
@@ -131,14 +134,17 @@ def _take(out: Completion, data: bytes, when: float) -> bool:
     choices = event.get("choices")
     if not choices:
         return False
-    choice = choices[0]
-    if not isinstance(choice, dict):
-        raise MalformedStream(f"{data[:60]!r} has no readable choice")
-    text = choice.get("text")
-    if text is None:
-        text = (choice.get("delta") or {}).get("content")
-    ids = choice.get("token_ids")
-    out.finish_reason = choice.get("finish_reason") or out.finish_reason
+    try:
+        choice = choices[0]
+        text = choice.get("text")
+        if text is None:
+            text = (choice.get("delta") or {}).get("content")
+        ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+    except (AttributeError, KeyError, TypeError):
+        raise MalformedStream(f"{data[:60]!r} has no readable choice") from None
+    if not (isinstance(text, str | None) and isinstance(ids, list | None) and isinstance(reason, str | None)):
+        raise MalformedStream(f"a choice of {data[:60]!r} has a field of another type than the API's")
+    out.finish_reason = reason or out.finish_reason
     if not text and not ids:
         return False
     out.chunk_times.append(when)
@@ -170,13 +176,15 @@ def _sent_together(out: Completion) -> bool:
 
 def _take_usage(out: Completion, usage: Any) -> None:
     try:
-        out.prompt_tokens = int(usage["prompt_tokens"])
-        out.output_tokens = int(usage["completion_tokens"])
         details = usage.get("prompt_tokens_details") or {}
+        told = usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens") or 0
+        if not all(0 <= int(count) < _MOST_TOKENS for count in told):
+            raise ValueError
+        out.prompt_tokens, out.output_tokens = int(told[0]), int(told[1])
         cached = details.get("cached_tokens")
         out.cached_tokens = None if cached is None else int(cached)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise MalformedStream(f"usage {str(usage)[:80]!r} lacks prompt_tokens or completion_tokens") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise MalformedStream(f"usage {str(usage)[:80]!r} lacks readable prompt_tokens or completion_tokens") from None
 
 
 def _check(out: Completion, max_tokens: int) -> None:
@@ -189,6 +197,8 @@ def _check(out: Completion, max_tokens: int) -> None:
         out.fail("no_usage", "the stream carried no usage (stream_options.include_usage was asked for)")
         return
     chunks, told = len(out.chunk_times), out.output_tokens
+    if (out.cached_tokens or 0) > (out.prompt_tokens or 0):
+        out.fail("usage_mismatch", f"usage says {out.cached_tokens} of {out.prompt_tokens} prompt tokens were cached")
     if told > max_tokens:
         out.fail("usage_mismatch", f"usage says {told} tokens, but max_tokens was {max_tokens}")
     elif out.chunk_tokens is not None and chunks:
@@ -201,11 +211,23 @@ def _check(out: Completion, max_tokens: int) -> None:
 
 
 def _close(out: Completion) -> Completion:
+    """What can be stored: one answer with a wild token id or half a character must not cost the load its file."""
+    ids = out.token_ids
+    if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < _MOST_TOKENS):
+        wild = next(i for i in ids if type(i) is not int or not 0 <= i < _MOST_TOKENS)
+        out.fail("malformed", f"{str(wild)[:40]!r} is no token id")
+        out.token_ids = []
+    out.text, out.error, out.finish_reason = map(_storable, (out.text, out.error, out.finish_reason))
     if out.first is None and out.chunk_times:
         out.first = out.chunk_times[0]
     if out.chunk_tokens is not None and len(out.chunk_tokens) != len(out.chunk_times):
         out.chunk_tokens = None
     return out
+
+
+def _storable(text: Any) -> Any:
+    """Text that UTF-8 can hold: JSON may carry half of a surrogate pair."""
+    return text if text is None or text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _error_text(body: bytes) -> str:
@@ -214,6 +236,6 @@ def _error_text(body: bytes) -> str:
     try:
         error = json.loads(body)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return text[:_ERROR_CHARS].strip()

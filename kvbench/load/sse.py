@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 _BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LINE = re.compile(rb"\r\n|\n|\r")
+_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
+_LENGTH_DIGITS = 18
 
 
 class MalformedStream(Exception):
@@ -54,17 +56,19 @@ def parse_head(data: bytes) -> Head | None:
         return None
     lines = data[:end].split(b"\r\n")
     parts = lines[0].split(b" ", 2)
-    if len(parts) < 2 or not parts[1].isdigit():
+    if len(parts) < 2 or not parts[1].isdigit() or len(parts[1]) != 3:
         raise MalformedStream(f"the status line {lines[0][:60]!r} has no status")
     headers = {}
     for line in lines[1:]:
         name, _, value = line.partition(b":")
         headers[name.strip().lower()] = value.strip()
     length = headers.get(b"content-length")
-    if length is not None and not length.isdigit():
-        raise MalformedStream(f"Content-Length {length!r} is not a number")
+    if length is not None and not (length.isdigit() and len(length) <= _LENGTH_DIGITS):
+        raise MalformedStream(f"Content-Length {length[:40]!r} is not a number of bytes")
     chunked = headers.get(b"transfer-encoding", b"").lower() == b"chunked"
     close = headers.get(b"connection", b"").lower() == b"close" or parts[0] == b"HTTP/1.0"
+    if parts[1] in (b"204", b"304"):
+        chunked, length = False, b"0"  # these have no body, whatever their headers say
     unframed = not chunked and length is None
     return Head(
         int(parts[1]), end + 4, chunked, None if chunked or length is None else int(length), close or unframed
@@ -79,10 +83,9 @@ def dechunk(data: bytes, begin: int) -> Body:
         if line_end < 0:
             return Body(b"".join(pieces), starts, offsets, False)
         text = data[position:line_end].split(b";", 1)[0].strip()
-        try:
-            size = int(text, 16)
-        except ValueError:
-            raise MalformedStream(f"the chunk size {text[:20]!r} is not hexadecimal") from None
+        if not _SIZE.fullmatch(text):  # int() would also take a sign, and go backwards
+            raise MalformedStream(f"the chunk size {text[:20]!r} is not hexadecimal")
+        size = int(text, 16)
         position = line_end + 2
         if size == 0:
             whole = data.startswith(b"\r\n", position) or data.find(b"\r\n\r\n", position) >= 0

@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -195,30 +196,35 @@ async def stream(
     writer.write(b"0\r\n\r\n")
 
 
+async def answer(engine: FakeEngine, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> None:
+    """One request of an endpoint, answered as the engine's server answers it."""
+    match path:
+        case "/health":
+            respond(writer, 200, "")
+        case "/v1/models":
+            respond(writer, 200, {"object": "list", "data": [engine.card()]})
+        case "/server_info":
+            respond(writer, 200, engine.info())
+        case "/metrics":
+            respond(writer, 200, engine.metrics())
+        case "/reset_prefix_cache":
+            respond(writer, engine.reset(), {})
+        case "/v1/completions":
+            await complete(engine, writer, body)
+        case _:
+            respond(writer, 404, {"error": {"message": f"no {path}"}})
+
+
 def serve_connection(engine: FakeEngine) -> Any:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while request := await read_request(reader):
                 _, path, body = request
-                match path:
-                    case "/health":
-                        respond(writer, 200, "")
-                    case "/v1/models":
-                        respond(writer, 200, {"object": "list", "data": [engine.card()]})
-                    case "/server_info":
-                        respond(writer, 200, engine.info())
-                    case "/metrics":
-                        respond(writer, 200, engine.metrics())
-                    case "/reset_prefix_cache":
-                        if engine.fault == "drop_reset":
-                            spend()
-                            engine.fault = fault()
-                            break
-                        respond(writer, engine.reset(), {})
-                    case "/v1/completions":
-                        await complete(engine, writer, json.loads(body))
-                    case _:
-                        respond(writer, 404, {"error": {"message": f"no {path}"}})
+                if path == "/reset_prefix_cache" and engine.fault == "drop_reset":
+                    spend()
+                    engine.fault = fault()
+                    break
+                await answer(engine, writer, path, json.loads(body) if path == "/v1/completions" else {})
                 await writer.drain()
         writer.close()
 
@@ -240,7 +246,8 @@ async def run(flags: argparse.Namespace) -> None:
     await stop.wait()
 
 
-def main() -> int:
+def main(serve: Callable[[argparse.Namespace], Coroutine[Any, Any, None]] = run) -> int:
+    """The command line; ``serve`` is the server that the flags are for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
@@ -258,7 +265,7 @@ def main() -> int:
     if fault() == "refuse":
         print("error: kv_budget 1 is too small for this fake engine: raise kv_budget", file=sys.stderr)
         return 2
-    asyncio.run(run(flags))
+    asyncio.run(serve(flags))
     return 0
 
 
