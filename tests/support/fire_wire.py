@@ -139,7 +139,7 @@ LATE = {  # a right answer, and 20 ms later what nobody has asked for
 CLOSING = (
     "not_http long_head no_head half_stream silent_close trailing long_chunk endless_size length_more length_digits "
     "length_text length_negative status_word status_huge"
-).split()
+)
 
 
 async def wire(name: str, body: dict[str, Any], reader: Any, writer: asyncio.StreamWriter, fire: Any) -> bool:
@@ -157,4 +157,4 @@ async def wire(name: str, body: dict[str, Any], reader: Any, writer: asyncio.Str
         await asyncio.sleep(0.02)
         writer.write(late)
         await writer.drain()
-    return name not in CLOSING
+    return name not in CLOSING.split()
