@@ -12,6 +12,7 @@ import click
 from kvbench import __version__
 from kvbench.cli_tools import cache_sim, tune
 from kvbench.house import check_house, guarded
+from kvbench.mock_command import mock_server
 
 _EXIT_CODES = """\b
 Exit codes:
@@ -221,6 +222,7 @@ def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
 
 cli.add_command(cache_sim)
 cli.add_command(tune)
+cli.add_command(mock_server)
 
 
 @cli.command()

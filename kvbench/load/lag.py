@@ -7,15 +7,15 @@ Linux), a greenlet sleeps 10 ms and notes how late it woke, which overestimates:
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from typing import Any
 
 import gevent
 
+from kvbench.kernel_timer import kernel_timer, set_timer
+
 PERIOD_S = 0.010
-_CLOCK_MONOTONIC, _ABSOLUTE = 1, 1
 
 
 class LagProbe:
@@ -31,8 +31,8 @@ class LagProbe:
     def start(self) -> None:
         """Begins to measure."""
         self._due = time.perf_counter() + PERIOD_S
-        self._fd = _kernel_timer(self._due, PERIOD_S)
-        if self._fd < 0:
+        self._fd = kernel_timer()
+        if self._fd < 0 or not set_timer(self._fd, self._due, PERIOD_S):
             self._greenlet = gevent.spawn(self._sleep_and_note)
             return
         self._watcher = gevent.get_hub().loop.io(self._fd, 1)
@@ -61,19 +61,3 @@ class LagProbe:
             before = time.perf_counter()
             gevent.sleep(PERIOD_S)
             self.lags.append(max(0.0, time.perf_counter() - before - PERIOD_S))
-
-
-def _kernel_timer(first: float, period: float) -> int:
-    """A timerfd that fires at ``first`` [s, perf_counter's clock] and every ``period`` after; -1 without one."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        fd = libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, AttributeError):
-        return -1
-    if fd < 0:
-        return -1
-    parts = [part for t in (period, first) for part in (int(t), int(t % 1 * 1e9))]
-    if libc.timerfd_settime(fd, _ABSOLUTE, (ctypes.c_long * 4)(*parts), None) != 0:
-        os.close(fd)
-        return -1
-    return fd

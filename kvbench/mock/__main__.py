@@ -1,0 +1,16 @@
+"""``python -m kvbench.mock``: the same as ``kvbench mock-server``."""
+
+import sys
+
+from kvbench.house import guarded
+from kvbench.mock_command import mock_server
+
+
+def run() -> int:
+    """The command's exit code."""
+    result = mock_server.main(args=sys.argv[1:], prog_name="python -m kvbench.mock", standalone_mode=False)
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(run))

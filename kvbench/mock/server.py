@@ -1,0 +1,177 @@
+"""The mock server: one asyncio process that speaks enough HTTP/1.1 for an OpenAI-compatible completions API.
+
+Routes: POST .../completions, GET /health, /v1/models, /server_info, /metrics and /stamps (every request with its
+prompt, receipt, due and send times in seconds of perf_counter, which all processes of a machine share).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+import signal
+import ssl
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbench.mock.answer import Answer
+from kvbench.mock.pacer import Pacer
+from kvbench.mock.settings import MockSettings
+
+_KEPT_STAMPS = 20_000  # of the newest requests
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
+_STAMPED = re.compile(rb"\r\nx-kvbench-stamp:[ \t]*1", re.IGNORECASE)
+_KEY = re.compile(rb"\r\nauthorization:[ \t]*bearer[ \t]+([^\r\n]*)", re.IGNORECASE)
+_JSON, _TEXT = "application/json", "text/plain; version=0.0.4"
+
+
+@dataclass
+class MockState:
+    """What all connections share. ``api_key``: requests without it are answered 401; None: nobody is asked."""
+
+    settings: MockSettings
+    pacer: Pacer
+    api_key: str | None = None
+    stamps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STAMPS))
+    requests: int = 0
+    running: int = 0
+    tokens: int = 0
+
+    def metrics(self) -> str:
+        """Prometheus text, under the names of the built-in server."""
+        lines = []
+        for name, kind, value in (
+            ("num_requests_running", "gauge", self.running),
+            ("num_requests_waiting", "gauge", 0),
+            ("request_success_total", "counter", self.requests - self.running),
+            ("generation_tokens_total", "counter", self.tokens),
+        ):
+            lines += [f"# TYPE kvbench:{name.removesuffix('_total')} {kind}", f"kvbench:{name} {float(value)}"]
+        return "\n".join(lines) + "\n"
+
+
+class Connection(asyncio.Protocol):
+    """One client connection: HTTP/1.1 requests one after the other."""
+
+    def __init__(self, state: MockState) -> None:
+        self._state = state
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._running = 0
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._state.running -= self._running
+        self._running = 0
+
+    def data_received(self, data: bytes) -> None:
+        received = time.perf_counter()
+        self._buffer += data
+        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
+            head = self._buffer[:end]
+            told = _LENGTH.search(head)
+            length = int(told[1]) if told else 0
+            if len(self._buffer) < end + 4 + length:
+                return
+            body, self._buffer = self._buffer[end + 4 : end + 4 + length], self._buffer[end + 4 + length :]
+            self._route(head, body, received)
+
+    def _route(self, head: bytes, body: bytes, received: float) -> None:
+        method, _, rest = head.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1")
+        state, settings = self._state, self._state.settings
+        if state.api_key is not None and path != "/health":
+            key = _KEY.search(head)
+            if key is None or key[1].decode("latin-1").strip() != state.api_key:
+                self._refuse("401 Unauthorized", "the API key is missing or wrong")
+                return
+        if method == b"POST" and path.endswith("/completions"):
+            self._complete(head, body, received)
+        elif path == "/health":
+            self._respond("200 OK", b"{}")
+        elif path.endswith("/v1/models"):
+            row = {"id": "mock", "object": "model", "owned_by": "kvbench", "max_model_len": settings.max_model_len}
+            self._respond("200 OK", json.dumps({"object": "list", "data": [row]}).encode())
+        elif path == "/server_info":
+            told = {"model": {"name": "mock", "vocab_size": settings.vocab_size}}
+            self._respond("200 OK", json.dumps(told).encode())
+        elif path == "/metrics":
+            self._respond("200 OK", state.metrics().encode(), _TEXT)
+        elif path == "/stamps":
+            self._respond("200 OK", json.dumps(list(state.stamps)).encode())
+        else:
+            self._refuse("404 Not Found", f"there is no {path}")
+
+    def _respond(self, status: str, body: bytes, kind: str = _JSON) -> None:
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
+
+    def _refuse(self, status: str, message: str) -> None:
+        self._respond(status, json.dumps({"error": {"message": message, "type": "mock"}}).encode())
+
+    def _complete(self, head: bytes, raw: bytes, received: float) -> None:
+        state = self._state
+        number = state.requests
+        state.requests += 1
+        try:
+            body = json.loads(raw)
+            settings = state.settings.for_request(number, str(body["model"]))
+            prompt = body["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            self._refuse("400 Bad Request", f"not a completions request: {error}")
+            return
+        stamp = {
+            "number": number, "prompt": prompt, "received": received, "fault": settings.fault, "sends": [], "due": [],
+            "body": body, "end": None,
+        }  # fmt: skip
+        state.stamps.append(stamp)
+        if settings.fault == "silent":
+            return
+        if settings.fault.startswith("http"):
+            self._refuse(f"{settings.fault[4:]} Mock", "the mock was told to fail")
+            return
+        if settings.fault == "not_http":
+            self._transport.write(b"SSH-2.0-mock\r\n")
+            return
+        self._count(1)
+        Answer(
+            self._transport, state.pacer, settings, body, stamp,
+            stamped=_STAMPED.search(head) is not None, on_end=lambda: self._ended(stamp),
+        ).start()  # fmt: skip
+
+    def _count(self, change: int) -> None:
+        self._running += change
+        self._state.running += change
+
+    def _ended(self, stamp: dict[str, Any]) -> None:
+        self._state.tokens += len(stamp["sends"])
+        if self._running:  # a connection that was lost has given its streams back already
+            self._count(-1)
+
+
+async def serve(
+    settings: MockSettings,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: ssl.SSLContext | None = None,
+    api_key: str | None = None,
+) -> None:
+    """Serves until SIGINT or SIGTERM; prints ``ready URL`` once it does. OSError when the address cannot be had."""
+    loop = asyncio.get_running_loop()
+    state = MockState(settings, Pacer(loop), api_key)
+    server = await loop.create_server(lambda: Connection(state), host, port, ssl=tls, backlog=4096)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # a full collection would make chunks late
+    bound = server.sockets[0].getsockname()[1]
+    print(f"ready {'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{bound}", flush=True)
+    await stop.wait()
+    server.close()

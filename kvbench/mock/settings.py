@@ -1,0 +1,94 @@
+"""What the mock server does, and what one request may change of it through its model's name."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
+FAULTS = (
+    "truncate", "stall", "silent", "malformed_json", "malformed_sse", "bad_chunk", "not_http",
+    "no_done", "no_usage", "no_finish", "wrong_usage", "error_event", "close_after", "drip", "crlf", "role_first",
+    "no_ids", "trailers", "early_hints", "close_delimited",
+)  # fmt: skip
+# besides httpNNN, a status and no stream
+_HTTP_ERROR = re.compile(r"http[45]\d\d")
+
+
+@dataclass(frozen=True)
+class MockSettings:
+    """Of the whole server; the fields from ``ttft_ms`` to ``fault`` can be changed by one request.
+
+    ``ttft_ms``: from a request's receipt to its first chunk; ``itl_ms``: between chunks. ``jitter``: their coefficient
+    of variation (gamma distributed, the means stay). ``tokens_per_chunk``: tokens in one chunk, ``events_per_write``:
+    chunks sent at once. ``in_step``: the chunks of all streams fall on common ticks of ``itl_ms``, as those of an
+    engine's steps do. ``cached_tokens``: of every prompt, as its usage tells. ``fail_rate``, ``truncate_rate``: of the
+    requests, this share is answered 500, or closed in the middle; exact in every stretch of 1/rate requests, at places
+    drawn from ``seed``.
+    """
+
+    ttft_ms: float = 50.0
+    itl_ms: float = 20.0
+    jitter: float = 0.0
+    tokens_per_chunk: int = 1
+    events_per_write: int = 1
+    in_step: bool = False
+    cached_tokens: int = 0
+    fault: str = ""
+    fail_rate: float = 0.0
+    truncate_rate: float = 0.0
+    seed: int = 0
+    vocab_size: int = 32000
+    max_model_len: int = 32768
+
+    def for_request(self, number: int, model: str) -> MockSettings:
+        """Settings of request ``number`` (from 0) to ``model``, whose query changes them: ``mock?itl_ms=5``.
+
+        Raises:
+            ValueError: an unknown name or an impossible value in the query.
+        """
+        fault = self.fault
+        if _struck(number, self.truncate_rate, self.seed + 1):
+            fault = "truncate"
+        if _struck(number, self.fail_rate, self.seed):
+            fault = "http500"
+        changes = {name: _value(name, text) for name, text in parse_qsl(model.partition("?")[2])}
+        return dataclasses.replace(self, **{"fault": fault, **changes})
+
+    def gaps_s(self, count: int, number: int) -> Iterator[float]:
+        """Seconds from receipt to the first write, then from each write to the next, ``count`` in all."""
+        draw = random.Random(f"{self.seed}:{number}")
+        for k in range(count):
+            mean = (self.itl_ms if k else self.ttft_ms) / 1000
+            shape = 1 / self.jitter**2 if self.jitter else 0.0
+            yield mean * draw.gammavariate(shape, 1 / shape) if shape and mean else mean
+
+
+def _struck(number: int, rate: float, seed: int) -> bool:
+    """Whether request ``number`` is one of the share ``rate``: every 1/rate-th, from a place drawn from the seed."""
+    offset = random.Random(seed).random()
+    return int((number + 1) * rate + offset) > int(number * rate + offset)
+
+
+_CONVERT = {
+    "ttft_ms": float, "itl_ms": float, "jitter": float, "fault": str,
+    "tokens_per_chunk": int, "events_per_write": int, "cached_tokens": int,
+    "in_step": lambda text: text not in ("0", "false"),
+}  # fmt: skip
+
+
+def _value(name: str, text: str) -> object:
+    if name not in _CONVERT:
+        raise ValueError(f"the model's query cannot set {name!r}: it is one of {', '.join(_CONVERT)}")
+    try:
+        value = _CONVERT[name](text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} in the model's query is not a number") from None
+    if name == "fault" and text not in FAULTS and not _HTTP_ERROR.fullmatch(text):
+        raise ValueError(f"there is no fault {text!r}: it is httpNNN or one of {', '.join(FAULTS)}")
+    if isinstance(value, float | int) and (value < 0 or (value < 1 and name.endswith(("_chunk", "_write")))):
+        raise ValueError(f"{name}={text} in the model's query is too small")
+    return value

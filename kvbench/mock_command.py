@@ -1,0 +1,80 @@
+"""``kvbench mock-server``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+_RATE = click.FloatRange(0, 1)
+
+
+@click.command(name="mock-server")
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
+@click.option("--ttft-ms", type=click.FloatRange(0), default=50.0, show_default=True, help="Receipt to first chunk.")
+@click.option("--itl-ms", type=click.FloatRange(0), default=20.0, show_default=True, help="Between chunks.")
+@click.option(
+    "--jitter", type=click.FloatRange(0, 10), default=0.0, show_default=True,
+    help="Coefficient of variation of both (gamma distributed; the means stay).",
+)  # fmt: skip
+@click.option("--tokens-per-chunk", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--events-per-write", type=click.IntRange(1), default=1, show_default=True, help="Chunks sent at once.")
+@click.option("--in-step", is_flag=True, help="All streams' chunks on common ticks, as an engine's steps send them.")
+@click.option("--fail-rate", type=_RATE, default=0.0, show_default=True, help="Share of requests answered 500.")
+@click.option("--truncate-rate", type=_RATE, default=0.0, show_default=True, help="Share closed in mid-stream.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--vocab-size", type=click.IntRange(1), default=32000, show_default=True)
+@click.option("--max-model-len", type=click.IntRange(1), default=32768, show_default=True)
+@click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PEM; serves https://.")
+@click.option("--tls-key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PEM; of --tls-cert.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable with the key that requests must carry.")
+def mock_server(**options: Any) -> int:
+    """Serve an OpenAI-compatible completions API that computes nothing, on a known schedule.
+
+    Every chunk is stamped with the moment of its sending where the request asks for it (x-kvbench-stamp: 1); GET
+    /stamps tells all schedules and sends afterwards. One request changes the schedule through its model's name, as a
+    query: mock?ttft_ms=20&itl_ms=5&tokens_per_chunk=2&fault=stall.
+
+    \b
+    Example:
+      kvbench mock-server --port 8000 --ttft-ms 100 --itl-ms 20 --jitter 0.1 --truncate-rate 0.01
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000
+    \b
+    Prints "ready URL" once it serves. Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.
+    """
+    import asyncio
+    import os
+
+    from kvbench.errors import UsageError
+    from kvbench.mock.server import serve
+    from kvbench.mock.settings import MockSettings
+
+    host, port, cert, key, key_env = (options.pop(k) for k in ("host", "port", "tls_cert", "tls_key", "api_key_env"))
+    api_key = os.environ.get(key_env) if key_env else None
+    if key_env and not api_key:
+        raise UsageError(f"--api-key-env {key_env}: there is no such environment variable, or it is empty; set it")
+    tls = _tls(cert, key)
+    try:
+        asyncio.run(serve(MockSettings(**options), host=host, port=port, tls=tls, api_key=api_key))
+    except OSError as error:
+        raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port") from None
+    return 0
+
+
+def _tls(cert: Path | None, key: Path | None) -> Any:
+    import ssl
+
+    from kvbench.errors import UsageError
+
+    if cert is None:
+        if key is not None:
+            raise UsageError(f"--tls-key {key} needs --tls-cert: give both or neither")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"--tls-cert {cert} cannot be used ({error}): give a PEM certificate and its key") from None
+    return context
