@@ -24,7 +24,7 @@ import numpy as np
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Request, Sequence
-from kvbench.load.page_id_traces import PageIdTrace
+from kvbench.traces.model import Trace
 
 _END = 0  # the token that is never matched; any number will do
 
@@ -55,7 +55,7 @@ class HitRates:
     median_request: float
 
 
-def replay(trace: PageIdTrace, num_pages: int) -> Replay:
+def replay(trace: Trace, num_pages: int) -> Replay:
     """The trace through an empty ``PagePool`` of ``num_pages`` and its ``PrefixCache``. ValueError for no pages."""
     cache = PrefixCache(page_size=1)
     pool = PagePool(num_pages, cache.evict)
@@ -76,7 +76,7 @@ def replay(trace: PageIdTrace, num_pages: int) -> Replay:
     return Replay(num_pages, hits, cache.evictions, num_cut)
 
 
-def working_set(trace: PageIdTrace) -> int:
+def working_set(trace: Trace) -> int:
     """Pages that a cache needs to keep everything: distinct prefixes of whole pages."""
     nodes: dict[tuple[int, int], int] = {}
     for page_ids in trace.page_ids:
@@ -86,7 +86,7 @@ def working_set(trace: PageIdTrace) -> int:
     return len(nodes)
 
 
-def hit_rates(trace: PageIdTrace, hits: np.ndarray, warm_up: int = 0) -> HitRates:
+def hit_rates(trace: Trace, hits: np.ndarray, warm_up: int = 0) -> HitRates:
     """Hit rates of the requests after the first ``warm_up``. ValueError when these have no page."""
     pages, tokens, hits = trace.pages[warm_up:], trace.prompt_tokens[warm_up:], hits[warm_up:]
     if not pages.sum():
@@ -105,7 +105,7 @@ def hit_rates(trace: PageIdTrace, hits: np.ndarray, warm_up: int = 0) -> HitRate
     )
 
 
-def capacities(trace: PageIdTrace, distinct: int) -> list[int]:
+def capacities(trace: Trace, distinct: int) -> list[int]:
     """A ladder of 1, 2, 5, 10 ... from the smallest pool that cuts no request to ``distinct``, that never evicts."""
     longest = int(trace.pages.max())
     steps = [digit * 10**power for power in range(len(str(distinct))) for digit in (1, 2, 5)]

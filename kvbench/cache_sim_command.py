@@ -17,7 +17,8 @@ from rich.text import Text
 from engine.config import format_bytes
 from kvbench.cache_sim import HitRates, Replay, capacities, hit_rates, parse_pages, replay, working_set
 from kvbench.errors import UsageError
-from kvbench.load.page_id_traces import PageIdTrace, read_page_ids
+from kvbench.traces.model import Trace
+from kvbench.traces.read import read_page_ids
 
 _CUT = "requests longer than the pool: their first pages only are looked up and kept; an engine refuses them"
 
@@ -37,7 +38,7 @@ class Simulation:
     """All capacities of one trace, and the cache that never evicts. ``seconds``: of the replays alone."""
 
     path: Path
-    trace: PageIdTrace
+    trace: Trace
     warm_up: int
     bytes_per_token: int | None
     points: tuple[Point, ...]
@@ -48,7 +49,8 @@ class Simulation:
 
 def cache_sim_command(
     *,
-    trace: Path,
+    trace: tuple[Path, ...],
+    format: str,
     pages: tuple[str, ...],
     page_size: int | None,
     warm_up: int,
@@ -62,9 +64,9 @@ def cache_sim_command(
     try:
         bytes_per_token = _bytes_per_token(kv_bytes_per_token, model, kv_cache_dtype)
         asked = parse_pages(pages) if pages else None
-        read = read_page_ids(trace, page_size)
+        read = read_page_ids(trace, format, page_size)
         with Console(stderr=True).status(f"replaying {len(read):,} requests"):
-            result = simulate(trace, read, asked, warm_up, bytes_per_token)
+            result = simulate(trace[0], read, asked, warm_up, bytes_per_token)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if html is not None:
@@ -80,7 +82,7 @@ def cache_sim_command(
 
 
 def simulate(
-    path: Path, trace: PageIdTrace, pages: list[int] | None, warm_up: int = 0, bytes_per_token: int | None = None
+    path: Path, trace: Trace, pages: list[int] | None, warm_up: int = 0, bytes_per_token: int | None = None
 ) -> Simulation:
     """Replay ``trace`` at each of ``pages`` (None: a ladder up to the working set) and without a limit. ValueError."""
     hit_rates(trace, trace.pages * 0, warm_up)  # something is left to count, before the work
@@ -141,7 +143,9 @@ def as_dict(result: Simulation) -> dict[str, Any]:
     trace = result.trace
     return {
         "trace": str(result.path),
+        "format": trace.format,
         "page_size": trace.page_size,
+        "page_size_from": trace.page_size_from,
         "requests": len(trace),
         "warm_up_requests": result.warm_up,
         "pages": int(trace.pages.sum()),
@@ -188,6 +192,7 @@ def _print(console: Console, result: Simulation) -> None:
     lines = [
         f"{len(trace):,} requests of {int(trace.prompt_tokens.sum()):,} prompt tokens, {int(trace.pages.sum()):,} "
         f"pages of {trace.page_size} tokens, one request after another{counted}.",
+        f"Format {trace.format}; page size {trace.page_size_from}.",
         f"{ceiling.run.num_pages:,} pages ({ceiling.num_tokens:,} tokens{needed}) keep everything: the ceiling.",
         *([f"* {_CUT}."] if cut else []),
         f"Replayed {result.replayed_pages:,} pages in {result.seconds:.2f} s.",

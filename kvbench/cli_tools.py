@@ -9,7 +9,8 @@ import click
 
 
 @click.command(name="cache-sim")
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("trace", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--format", default="auto", metavar="NAME", help="The trace's format (default: found by its content).")
 @click.option(
     "--pages", multiple=True, metavar="N[,N...]",
     help="Pages in the pool, such as 1k,5k,20k. Repeatable. (Default: 1, 2, 5, 10 ... from the longest request up to "
@@ -35,8 +36,8 @@ def cache_sim(**options: Any) -> int:
     """Show what a prefix cache would have hit on TRACE, against its capacity, and the infinite cache's ceiling.
 
     TRACE has page ids: JSONL with hash_ids and input_length (Mooncake, Qwen/Bailian), or a session of
-    kv-cache-tester (JSON). Its requests go one after another through the engine's own page pool and prefix cache
-    (least recently used pages are evicted first); no model runs.
+    kv-cache-tester (JSON; several files are several sessions, one after another). Its requests go one after another
+    through the engine's own page pool and prefix cache (least recently used pages are evicted first); no model runs.
 
     \b
     Examples:

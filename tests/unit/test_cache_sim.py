@@ -1,13 +1,14 @@
-"""cache-sim: the engine's pool and cache against a plain LRU, against published hit rates, and what it refuses."""
+"""cache-sim: the engine's pool and cache against a plain LRU, and what it refuses.
+
+The hit rates of public traces: tests/unit/traces/test_trace_stats.py.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections import OrderedDict
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,16 +19,13 @@ from engine.page_pool import PagePool
 from kvbench import cache_sim
 from kvbench.cache_sim import capacities, hit_rates, parse_pages, replay, working_set
 from kvbench.cli import main
-from kvbench.load.page_id_traces import PageIdTrace, read_page_ids
-
-ROOT = Path(__file__).resolve().parents[2]
-TRACES = Path(os.environ.get("KVBENCH_TRACES", ROOT.parent / "shared" / "traces"))
-MOONCAKE = "mooncake/conversation_600s-900s.jsonl"
+from kvbench.traces.model import UNKNOWN, Trace
 
 
-def trace_of(requests: list[list[int]], page_size: int = 4, tokens: list[int] | None = None) -> PageIdTrace:
+def trace_of(requests: list[list[int]], page_size: int = 4, tokens: list[int] | None = None) -> Trace:
     tokens = tokens or [len(ids) * page_size for ids in requests]
-    return PageIdTrace("jsonl", page_size, tuple(array("q", ids) for ids in requests), np.array(tokens))
+    ids = tuple(array("q", numbers) for numbers in requests)
+    return Trace("mooncake", np.array(tokens), np.full(len(ids), UNKNOWN), page_ids=ids, page_size=page_size)
 
 
 def plain_lru(requests: list[list[int]], capacity: int) -> list[int]:
@@ -109,44 +107,6 @@ def test_rates_count_pages_tokens_full_pages_and_requests():
     assert warm.pages == 4 / 5 and warm.tokens == 14 / 18 and warm.requests == 2 / 3
     with pytest.raises(ValueError, match="after 3 of 4 requests"):
         hit_rates(trace, replay(trace, 10).hits, warm_up=3)
-
-
-def expected(name: str) -> dict:
-    if not (TRACES / name).is_file():
-        pytest.skip(f"the trace slices are not at {TRACES} (set KVBENCH_TRACES)")
-    return json.loads((TRACES / "expected_stats.json").read_text())[name]
-
-
-@pytest.mark.parametrize("name", [MOONCAKE, "sharegpt_derived/sharegpt_llama31_bs16_0-150.jsonl"])
-def test_lru_hit_rates_of_the_real_slices(name):
-    stats = expected(name)
-    trace = read_page_ids(TRACES / name)
-    for tokens, rate in stats["lru_block_hit_by_capacity_tokens"].items():
-        done = replay(trace, int(tokens) // trace.page_size)
-        assert round(hit_rates(trace, done.hits).pages, 4) == rate, f"at {tokens} tokens"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        MOONCAKE,
-        "sharegpt_derived/sharegpt_llama31_bs16_0-150.jsonl",
-        *(f"weka_agentic/trace_{number}.json" for number in ("0021", "0057", "0167", "0277", "0460", "0527")),
-    ],
-)
-def test_infinite_cache_of_the_real_slices(name):
-    stats = expected(name)
-    cold = stats["prefix_infinite_cache_cold"]
-    trace = read_page_ids(TRACES / name)
-    distinct = working_set(trace)
-    rates = hit_rates(trace, replay(trace, distinct).hits)
-    assert (len(trace), trace.prompt_tokens.sum()) == (stats["n"], stats["prompt_tokens_total"])
-    assert (trace.page_size, trace.pages.sum(), distinct) == (cold["block"], cold["blocks"], cold["unique_blocks"])
-    assert round(rates.pages, 4) == cold["block_hit"]
-    assert round(rates.tokens, 4) == cold["token_hit"]
-    assert round(rates.full_pages, 4) == cold["fullblock_hit"]
-    assert rates.requests == pytest.approx(cold["req_with_hit"], abs=0.0005)
-    assert rates.median_request == pytest.approx(cold["per_req_p50"], abs=0.0005)
 
 
 def row(ids: list[int], tokens: int) -> dict:

@@ -1,6 +1,6 @@
 """Readers of traces with page ids: order, page size, ids of any kind, and bad files with the place and the way out.
 
-That the real slices are read as they should be is in tests/unit/test_cache_sim.py, with their hit rates.
+That the real slices are read as they should be is in test_trace_stats.py, with their hit rates.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.load.page_id_traces import read_page_ids
+from kvbench.traces.read import read_page_ids
 
 
 def jsonl(path: Path, *rows: dict | str) -> Path:
@@ -47,11 +47,11 @@ def test_a_page_size_that_is_no_power_of_two_is_given(tmp_path, way, pages):
     lengths = (47, 48, 49, 96, 480, 500)
     rows = [row(list(range(pages(n))), n) for n in lengths]
     path = jsonl(tmp_path / "t.jsonl", *rows)
-    assert read_page_ids(path, 48).page_size == 48
+    assert read_page_ids(path, page_size=48).page_size == 48
     with pytest.raises(ValueError, match=r"give it with --page-size"):
         read_page_ids(path)
     with pytest.raises(ValueError, match=r"--page-size 64 there would be"):
-        read_page_ids(path, 64)
+        read_page_ids(path, page_size=64)
 
 
 def session(requests: list, **top) -> str:
@@ -82,11 +82,12 @@ GOOD = json.dumps(row([1, 2, 3, 4]))
     [
         ("", ["is empty"]),
         (" \n\n", ["is empty"]),
-        ("TIMESTAMP,ContextTokens\n2023,5", ["no page ids", "Azure", "Mooncake"]),
-        ("a,b\n" * 3, ["no page ids"]),
-        ('[{"conversations": []}]', ["no page ids"]),
-        ("\x00\xff", ["no page ids"]),
-        ('{"timestamp": 1, "input": "x"}', ["line 1", "'timestamp', 'input' and no hash_ids", "Mooncake"]),
+        ("TIMESTAMP,ContextTokens\n2023,5", ["no trace of a known format", "azure", "mooncake"]),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-01-01,5,5", ["format azure", "no page ids", "Mooncake"]),
+        ("a,b\n" * 3, ["no trace of a known format", "'a,b'"]),
+        ('[{"conversations": []}]', ["no request to send"]),
+        ("\x00\xff", ["no trace of a known format"]),
+        ('{"timestamp": 1, "input": "x"}', ["no trace of a known format", "first row has 'timestamp', 'input'"]),
         ('{"hash_ids": [1, 2', ["line 1", "not JSON"]),
         (f"{GOOD}\n\n{{broken", ["line 3", "not a JSON object", "mend or remove"]),
         (f"{GOOD}\n[1]", ["line 2", "not a JSON object"]),
@@ -102,7 +103,10 @@ GOOD = json.dumps(row([1, 2, 3, 4]))
         (f"{GOOD}\n" + json.dumps(row([1], timestamp=10**400)), ["line 2", "is not a time"]),
         (f"{GOOD}\n" + json.dumps(row([1, 2], 500)), ["line 2", "2 page ids for 500 tokens", "13 to 21"]),
         (json.dumps(row([], 5)), ["no request with a full page"]),
-        (json.dumps(row([1], 5)), ["page size", "3 or more", "--page-size"]),
+        (
+            session([call(0, [1], 5)], block_size=None),
+            ["page size", "3 or more", "--page-size", "load.prompts.page_size"],
+        ),
         (session([call(0, [1]), 5]), ["requests[1]", "5 is not a request"]),
         (session([{"t": 0, "in": 9}]), ["requests[0]", "no list of page ids"]),
         (session([{**call(0, [1]), "t": "x"}]), ["requests[0]", "t 'x'"]),

@@ -1,0 +1,5 @@
+"""Recorded and generated traces of LLM requests: one model, one reader a family of formats, their statistics.
+
+A trace says when requests came and how long they were; some also say which prompts begin alike (page ids) or carry
+the texts themselves. Nothing here knows of loads or servers.
+"""

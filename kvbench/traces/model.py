@@ -1,0 +1,134 @@
+"""What every trace is read into."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+UNKNOWN = -1  # a number of tokens that the trace does not tell
+MOST_TOKENS = 2**40  # of one prompt or output: anything above is a mistake and not a length
+
+Prompt = tuple[str, ...] | array
+"""A prompt as the trace has it: texts, one after another (so that a conversation's history is whole texts), or ids."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of arrival (ties, and traces without all times: in the file's order).
+
+    Attributes:
+        format: the reader's name.
+        prompt_tokens, output_tokens: int64 [requests]; ``UNKNOWN`` where the trace does not tell.
+        arrival_s: float64 [requests], seconds after the first; NaN for a later turn of a session that says only how
+            long after the turn before. None: the trace has no times.
+        page_ids: int64 arrays, one a request: what pages of ``page_size`` tokens its prompt is made of, numbered from
+            0 as they come in the file. The last page may be partly filled, and may have no id then.
+        page_size_from: how the page size is known.
+        session: int64 [requests], numbered from 0; requests of a session follow one another in order of ``turn``
+            (int64, from 0). ``think_s``: float64, seconds between the end of the turn before and this request; None
+            when the trace does not tell.
+        prompts, replies: the texts, where the trace has them.
+        tick_s: the clock's step where timestamps are so coarse that most requests share one.
+        left_out: why rows of the file are not here, and how many.
+    """
+
+    format: str
+    prompt_tokens: np.ndarray
+    output_tokens: np.ndarray
+    arrival_s: np.ndarray | None = None
+    page_ids: tuple[array, ...] | None = None
+    page_size: int | None = None
+    page_size_from: str = ""
+    session: np.ndarray | None = None
+    turn: np.ndarray | None = None
+    think_s: np.ndarray | None = None
+    prompts: tuple[Prompt, ...] | None = None
+    replies: tuple[str | None, ...] | None = None
+    tick_s: float | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def pages(self) -> np.ndarray:
+        """Pages with an id of each request. int64 [requests]"""
+        return np.array([len(ids) for ids in self.page_ids or ()], dtype=np.int64)
+
+    def take(self, rows: np.ndarray) -> Trace:
+        """The requests at ``rows`` (int64), in that order; times, page ids and turns stay as they are."""
+        picked = {
+            name: values[rows]
+            for name in ("prompt_tokens", "output_tokens", "arrival_s", "session", "turn", "think_s")
+            if (values := getattr(self, name)) is not None
+        }
+        for name in ("page_ids", "prompts", "replies"):
+            if (values := getattr(self, name)) is not None:
+                picked[name] = tuple(values[i] for i in rows)
+        return dataclasses.replace(self, **picked)
+
+
+def select(
+    trace: Trace,
+    *,
+    start_s: float = 0.0,
+    duration_s: float | None = None,
+    rate_scale: float = 1.0,
+    max_requests: int | None = None,
+) -> Trace:
+    """The requests of [start_s, start_s + duration_s) of the trace, re-based to 0 and played rate_scale times as fast.
+
+    ``start_s`` and ``duration_s`` are in the trace's own time; a turn without a time goes with the turn before it.
+    Think times are not scaled: how long a user reads does not depend on how many others there are. ValueError when
+    nothing is left, or when a window is asked of a trace that has no times.
+    """
+    whole = start_s == 0 and duration_s is None
+    if trace.arrival_s is None:
+        if not whole:
+            raise ValueError(
+                "the trace has no arrival times, so start_s and duration_s have no meaning; use max_requests."
+            )
+        return trace if max_requests is None else trace.take(np.arange(min(max_requests, len(trace))))
+    end = np.inf if duration_s is None else start_s + duration_s
+    times = known_times(trace)
+    keep = np.flatnonzero((times >= start_s) & (times < end))[:max_requests]
+    if not keep.size:
+        raise ValueError(
+            f"no request of the trace lies in [{start_s}, {end}) s; it spans 0 to "
+            f"{times.max():.1f} s, so choose start_s and duration_s inside that."
+        )
+    part = trace.take(keep)
+    arrival = part.arrival_s - times[keep[0]]
+    tick = None if trace.tick_s is None else trace.tick_s / rate_scale
+    return dataclasses.replace(part, arrival_s=arrival / rate_scale, tick_s=tick)
+
+
+def known_times(trace: Trace) -> np.ndarray:
+    """``arrival_s``, a turn without a time having the time of the turn before it. float64 [requests]"""
+    assert trace.arrival_s is not None
+    times = trace.arrival_s.copy()
+    if trace.session is not None and np.isnan(times).any():
+        last: dict[int, float] = {}
+        for i, session in enumerate(trace.session):
+            if np.isnan(times[i]):
+                times[i] = last.get(int(session), 0.0)
+            last[int(session)] = times[i]
+    return times
+
+
+def find_tick(arrival_s: np.ndarray) -> float | None:
+    """The clock's step [s] when timestamps are quantised: most requests share a time, and the times lie on a grid.
+
+    Some clocks round each tick (Mooncake's 3 s are 2.999, 3 and 3.001 s apart), so gaps may be 1 % off.
+    """
+    times = np.unique(arrival_s[~np.isnan(arrival_s)])
+    if len(times) < 3 or len(times) > len(arrival_s) / 2:
+        return None
+    gaps = np.diff(times)
+    tick = float(np.median(gaps))
+    multiples = gaps / tick
+    off = np.abs(multiples - np.round(multiples))
+    return round(tick, 3) if np.all(multiples > 0.5) and np.mean(off <= 0.01) >= 0.95 else None

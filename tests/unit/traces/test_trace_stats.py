@@ -1,0 +1,136 @@
+"""Public slices are read and counted as their expected statistics say, to the digit; small cases by hand and scipy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from kvbench.cache_sim import hit_rates, replay, working_set
+from kvbench.traces import stats
+from kvbench.traces.model import Trace
+from kvbench.traces.read import read_trace
+
+ROOT = Path(__file__).resolve().parents[3]
+TRACES = Path(os.environ.get("KVBENCH_TRACES", ROOT.parent / "shared" / "traces"))
+EXPECTED = TRACES / "expected_stats.json"
+SLICES = json.loads(EXPECTED.read_text()) if EXPECTED.is_file() else {}
+needs_slices = pytest.mark.skipif(not SLICES, reason=f"no trace slices in {TRACES}; set KVBENCH_TRACES to their folder")
+
+
+def printed(spread: stats.Spread) -> dict:
+    return dataclasses.asdict(spread) | {"mean": round(spread.mean, 1)}
+
+
+def lengths_of(trace: Trace) -> dict:
+    if trace.prompts is not None:
+        return {
+            "input_chars": printed(stats.spread(stats.prompt_characters(trace))),
+            "output_chars": printed(stats.spread(stats.reply_characters(trace))),
+        }
+    memory = stats.memory(stats.total_tokens(trace))
+    return {
+        "prompt_tokens_total": int(trace.prompt_tokens.sum()),
+        "output_tokens_total": int(trace.output_tokens.sum()),
+        "prompt": printed(stats.spread(trace.prompt_tokens)),
+        "output": printed(stats.spread(trace.output_tokens)),
+        "mem": {
+            "total": printed(memory.total),
+            "reserve_max_util": round(memory.reserve_max_util, 3),
+            "reserve_p99_util": round(memory.reserve_p99_util, 3),
+            **{f"waste{size}": round(share, 4) for size, share in memory.waste.items()},
+            **{f"frac_le{size // 1024}k": round(share, 3) for size, share in memory.share_up_to.items()},
+        },
+    }
+
+
+def arrivals_of(trace: Trace) -> dict:
+    found = stats.arrivals(trace.arrival_s)
+    told = {
+        "span_s": round(found.span_s, 1),
+        "rate": round(found.rate, 3),
+        "cv": round(found.cv, 2),
+        "zero_gap_frac": round(found.zero_gap_share, 3),
+        **{f"fano_{w}s": None if f is None else round(f, 2) for w, f in found.fano.items()},
+    }
+    return told | ({} if found.peak_rate_10s is None else {"peak10s_rate": round(found.peak_rate_10s, 1)})
+
+
+def prefixes_of(trace: Trace) -> dict:
+    unique = working_set(trace)
+    rates = hit_rates(trace, replay(trace, unique).hits)
+    return {
+        "block": trace.page_size,
+        "blocks": int(trace.pages.sum()),
+        "unique_blocks": unique,
+        "block_hit": round(rates.pages, 4),
+        "token_hit": round(rates.tokens, 4),
+        "fullblock_hit": round(rates.full_pages, 4),
+        "req_with_hit": round(rates.requests, 4),
+        "per_req_p50": round(rates.median_request, 3),
+    }
+
+
+@needs_slices
+@pytest.mark.parametrize("name", SLICES)
+def test_a_public_slice_has_the_expected_statistics(name):
+    expected = dict(SLICES[name])
+    trace = read_trace(TRACES / name)
+    got = {"n": len(trace), **lengths_of(trace)}
+    if "arrivals" in expected:
+        got["arrivals"] = arrivals_of(trace)
+    if "prefix_infinite_cache_cold" in expected:
+        got["prefix_infinite_cache_cold"] = prefixes_of(trace)
+    if "lru_block_hit_by_capacity_tokens" in expected:
+        got["lru_block_hit_by_capacity_tokens"] = {
+            tokens: round(hit_rates(trace, replay(trace, int(tokens) // trace.page_size).hits).pages, 4)
+            for tokens in expected["lru_block_hit_by_capacity_tokens"]
+        }
+    expected.pop("prefix_infinite_cache_warmed_by_rows_before", None)  # by rows that are not in the slice
+    assert got == expected
+
+
+@needs_slices
+def test_every_slice_that_is_a_trace_is_expected_or_read():
+    others = {p.relative_to(TRACES).as_posix() for p in TRACES.glob("*/**/*.*") if p.is_file()} - SLICES.keys()
+    texts = {n for n in others if n.startswith("text/") and not n.endswith(".txt")}
+    assert {read_trace(TRACES / n).format for n in texts} == {"questions", "sharegpt"}
+    left = {n.split("/")[0] for n in others - texts}
+    assert left <= {"LICENSES", "text", "servegen"}
+
+
+def test_poisson_arrivals_look_like_poisson_and_bursts_do_not():
+    rng = np.random.default_rng(0)
+    steady = np.cumsum(rng.exponential(0.1, 60_000))
+    found = stats.arrivals(steady - steady[0])
+    assert found.rate == pytest.approx(10, rel=0.02) and found.cv == pytest.approx(1, abs=0.02)
+    # The index of dispersion of n windows of a Poisson process is chi-squared over n - 1 (Cox and Lewis, 1966).
+    for window, fano in found.fano.items():
+        windows = int(found.span_s // window)
+        low, high = scipy_stats.chi2.ppf([0.0005, 0.9995], windows - 1) / (windows - 1)
+        assert low < fano < high
+    bursts = np.repeat(np.arange(600) * 1.0, 10)
+    found = stats.arrivals(bursts)
+    assert found.zero_gap_share == pytest.approx(0.9, abs=0.001) and found.cv == pytest.approx(3, abs=0.01)
+    assert found.fano[1] == 0 and found.peak_rate_10s == 10.0
+
+
+def test_arrivals_that_span_nothing_have_no_rate():
+    assert stats.arrivals(np.zeros(5)) is None and stats.arrivals(np.array([0.0])) is None
+    few = stats.arrivals(np.array([0.0, 1.0, 4.9]))
+    assert few.fano == {1: None, 10: None, 60: None} and few.peak_rate_10s is None
+
+
+def test_reservations_and_pages_by_hand():
+    memory = stats.memory(np.array([16, 17, 64, 2048]))
+    assert memory.reserve_max_util == pytest.approx((16 + 17 + 64 + 2048) / 4 / 2048)
+    assert memory.waste[16] == pytest.approx(15 / (16 + 32 + 64 + 2048))
+    assert memory.waste[256] == pytest.approx(1 - 2145 / (3 * 256 + 2048))
+    assert memory.share_up_to == {2048: 1.0, 8192: 1.0, 32768: 1.0}
+    with pytest.raises(ValueError, match="no values"):
+        stats.memory(np.array([], dtype=np.int64))
