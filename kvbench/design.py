@@ -33,13 +33,14 @@ class Configuration:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """One load: ``concurrency`` users (closed) or ``request_rate`` requests/s (open; None: the trace's own)."""
+    """One load: ``concurrency`` users (closed) or ``request_rate`` requests/s (open; None: as ``arrivals`` says)."""
 
     load_id: str
     mode: str
     concurrency: int | None
     request_rate: float | None
     num_requests: int | None
+    arrivals: str = "poisson"
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,17 @@ def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Co
     return tuple(named)
 
 
-def load_point(mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None) -> LoadPoint:
-    """The load point with its id: ``c24`` for 24 users, ``r4`` for 4 requests/s, ``trace`` for a trace's own rate."""
-    open_id = "trace" if rate is None else f"r{slug(f'{rate:g}')}"
+def load_point(
+    mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None, arrivals: str = "poisson"
+) -> LoadPoint:
+    """The load point with its id: ``c24`` for 24 users, ``r4`` for 4 requests/s, else what its arrivals are.
+
+    ``arrivals`` without one rate: ``trace``, ``ramp`` or ``step``.
+    """
+    own = "trace" if arrivals == "poisson" else arrivals
+    open_id = own if rate is None else f"r{slug(f'{rate:g}')}"
     load_id = f"c{concurrency}" if mode == "closed" else open_id
-    return LoadPoint(load_id, mode, concurrency, rate, num_requests)
+    return LoadPoint(load_id, mode, concurrency, rate, num_requests, arrivals)
 
 
 def select(design: Design, patterns: Sequence[str]) -> Design:

@@ -86,7 +86,13 @@ class Workload:
     @property
     def load_points(self) -> tuple[LoadPoint, ...]:
         return tuple(
-            load_point(p.mode, concurrency=p.concurrency, rate=p.request_rate, num_requests=p.num_requests)
+            load_point(
+                p.mode,
+                concurrency=p.concurrency,
+                rate=p.request_rate,
+                num_requests=p.num_requests,
+                arrivals=p.arrivals,
+            )
             for p in self.load.points()
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from pathlib import Path
 
@@ -17,9 +18,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from kvbench.load import traces
-from kvbench.load.arrivals import arrivals
+from kvbench.load.conversations import draw_conversations
+from kvbench.load.draws import draw_lengths, largest_remainder, random_tokens, shared_counts
 from kvbench.load.requests import RequestList, RequestSpec, distinct_prefixes, read_requests, write_requests
-from kvbench.load.schema import Length, LoadConfig, SyntheticPrompts, TextPrompts, TracePrompts
+from kvbench.load.schedule import draw_times, notes_of, recorded_times, with_times
+from kvbench.load.schema import LoadConfig, SyntheticPrompts, TextPrompts, TracePrompts
 
 __all__ = [
     "RequestList",
@@ -30,8 +33,7 @@ __all__ = [
     "write_requests",
 ]
 
-_LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
-_QUANTILE_OF = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+_ARRIVALS = 1  # arrivals have a stream of random numbers of their own
 SHIPPED_TOKENIZER = "engine/tokenizer/bpe8k"
 _REPO_ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,51 +53,31 @@ def build_requests(
     Token ids lie in [16, vocab_size). ValueError when a request cannot fit max_model_len or a file is missing.
     """
     value = concurrency if load.mode == "closed" else rate
-    count = load.num_requests_for(value)
-    rng = np.random.default_rng([seed, repeat, round((value or 0) * 1_000_000), load.mode == "open"])
+    count = load.count_for(value)
+    key = [seed, repeat, 0 if value in (None, math.inf) else round(value * 1_000_000), load.mode == "open"]
+    rng, clock = np.random.default_rng(key), np.random.default_rng([*key, _ARRIVALS])
+    times = None
+    if load.counted_by_time:
+        times = draw_times(load, rate, None, clock)
+        count = len(times)
     prompts = load.prompts
-    if isinstance(prompts, SyntheticPrompts):
+    if load.sessions is not None and isinstance(prompts, SyntheticPrompts):
+        requests, notes = draw_conversations(prompts, load.sessions, count or 0, vocab_size, max_model_len, rng)
+    elif isinstance(prompts, SyntheticPrompts):
         requests, notes = _synthetic(prompts, count or 0, vocab_size, max_model_len, rng)
     elif isinstance(prompts, TextPrompts):
         requests, notes = _text(prompts, count or 0, vocab_size, rng)
     else:
         requests, notes = _trace(prompts, count, vocab_size, max_model_len, rng)
-    if load.mode == "open" and load.arrivals != "trace":
-        times = arrivals(load.arrivals, float(rate or 0), len(requests), rng)
-        requests = [dataclasses.replace(r, arrival_s=float(t)) for r, t in zip(requests, times, strict=True)]
-    elif load.mode == "closed":
-        requests = [dataclasses.replace(r, arrival_s=None) for r in requests]
+    if load.mode == "open":
+        if load.arrivals == "trace":
+            times = recorded_times(load, requests, clock)
+        elif times is None:
+            times = draw_times(load, rate, sum(not r.turn for r in requests), clock)
+        notes |= notes_of(load, rate, times)
+    requests = with_times(requests, times)
     _check_fit(requests, max_model_len)
     return RequestList(requests, notes)
-
-
-def largest_remainder(shares: list[float], total: int) -> list[int]:
-    """Whole counts that add up to ``total`` and differ from share x total by less than 1 (Hamilton's method)."""
-    exact = [share * total / sum(shares) for share in shares]
-    counts = [int(x + 1e-9) for x in exact]
-    order = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
-    for i in order[: total - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
-def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` token counts at evenly spaced quantiles of the distribution, in random order. int64 [count]"""
-    u = (np.arange(count) + 0.5) / max(count, 1)
-    if length.percentiles is not None:
-        given = {"min": 1.0, **length.percentiles}
-        points = sorted((_QUANTILE_OF[name], value) for name, value in given.items())
-        values = np.interp(u, [p for p, _ in points], [v for _, v in points])
-        lengths = np.maximum(1, np.rint(values)).astype(np.int64)
-    else:
-        low, high = int(length.low or 1), int(length.high or 1)
-        lengths = (low + np.floor(u * (high - low + 1))).astype(np.int64)
-    return rng.permutation(lengths)
-
-
-def _random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:
-    low = _LOWEST_TOKEN if vocab_size > 2 * _LOWEST_TOKEN else 0
-    return tuple(rng.integers(low, vocab_size, size=count).tolist())
 
 
 def _synthetic(
@@ -106,8 +88,8 @@ def _synthetic(
     prefix_len = shared.tokens if shared else 0
     scale = _synthetic_scale(prompts, max_model_len - prefix_len)
     counts = largest_remainder([c.share for c in classes], count)
-    with_prefix = _shared_counts(shared.share, counts) if shared else [0] * len(classes)
-    families = [_random_tokens(prefix_len, vocab_size, rng) for _ in range(shared.families if shared else 0)]
+    with_prefix = shared_counts(shared.share, counts) if shared else [0] * len(classes)
+    families = [random_tokens(prefix_len, vocab_size, rng) for _ in range(shared.families if shared else 0)]
     turns = itertools.cycle(families)
     drawn: list[RequestSpec] = []
     for item, total, prefixed in zip(classes, counts, with_prefix, strict=True):
@@ -115,7 +97,7 @@ def _synthetic(
         outputs = traces.scale_lengths(draw_lengths(item.output_tokens, total, rng), scale)
         flags = rng.permutation(np.arange(total) < prefixed)
         for prompt_len, output_len, flag in zip(lengths, outputs, flags, strict=True):
-            body = _random_tokens(int(prompt_len), vocab_size, rng)
+            body = random_tokens(int(prompt_len), vocab_size, rng)
             family = next(turns) if flag else ()
             drawn.append(
                 RequestSpec(
@@ -131,12 +113,6 @@ def _synthetic_scale(prompts: SyntheticPrompts, room: int) -> float:
     if prompts.length_scale != "auto":
         return float(prompts.length_scale)
     return traces.fit_scale(max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in prompts.classes), room)
-
-
-def _shared_counts(share: float, counts: list[int]) -> list[int]:
-    """How many of each class get the prefix: exact in total, and in proportion to the classes."""
-    total = int(np.floor(share * sum(counts) + 0.5))
-    return largest_remainder([float(c) for c in counts], total)
 
 
 def _text(
@@ -161,11 +137,7 @@ def _text(
         own = prefix if flags[i] else ()
         ids = own + _random_lines(encoded, int(lengths[i]), picker)
         text = tokenizer.decode(list(ids), skip_special_tokens=False) if prompts.send_text else None
-        requests.append(
-            RequestSpec(
-                i, Path(prompts.file).stem, ids, text, int(outputs[i]), prefix_tokens=len(own)
-            )
-        )
+        requests.append(RequestSpec(i, Path(prompts.file).stem, ids, text, int(outputs[i]), prefix_tokens=len(own)))
     return requests, {"text": Path(prompts.file).name, "shared_prefix_tokens": len(prefix)}
 
 
@@ -231,7 +203,7 @@ def _trace(
     lengths = traces.scale_lengths(part.prompt_tokens, scale)
     outputs = traces.scale_lengths(part.output_tokens, scale)
     requests = [
-        RequestSpec(i, "trace", _random_tokens(int(n), vocab_size, rng), None, int(m), arrival_s=float(t))
+        RequestSpec(i, "trace", random_tokens(int(n), vocab_size, rng), None, int(m), arrival_s=float(t))
         for i, (t, n, m) in enumerate(zip(part.arrival_s, lengths, outputs, strict=True))
     ]
     notes = {

@@ -19,6 +19,8 @@ class RequestSpec:
     ``priority``: 0 is the most urgent; sent only where the load's spec says so.
     ``session``: the conversation it is part of, whose requests follow one another in order of ``turn`` (from 0).
     ``think_s``: seconds from the end of the session's previous request to this one's intended start (turn > 0).
+    ``new_tokens``: 0, or how many of the last ids are new in a turn whose history is to hold the server's own answers;
+    the ids before them then hold answers drawn beforehand, for a server that does not tell its token ids.
     """
 
     index: int
@@ -32,6 +34,7 @@ class RequestSpec:
     session: int | None = None
     turn: int = 0
     think_s: float = 0.0
+    new_tokens: int = 0
 
     def to_row(self) -> dict[str, Any]:
         """The JSONL row."""
@@ -47,6 +50,7 @@ class RequestSpec:
             **({} if self.session is None else {"session": self.session}),
             **({"turn": self.turn} if self.turn else {}),
             **({"think_s": self.think_s} if self.think_s else {}),
+            **({"new_tokens": self.new_tokens} if self.new_tokens else {}),
         }
 
     @classmethod
@@ -67,6 +71,7 @@ class RequestSpec:
             session=None if row.get("session") is None else int(row["session"]),
             turn=int(row.get("turn") or 0),
             think_s=float(row.get("think_s") or 0.0),
+            new_tokens=int(row.get("new_tokens") or 0),
         )
 
 
@@ -76,6 +81,26 @@ class RequestList(list[RequestSpec]):
     def __init__(self, requests: Iterable[RequestSpec], notes: dict[str, Any] | None = None) -> None:
         super().__init__(requests)
         self.notes = dict(notes or {})
+
+
+def conversations(requests: Iterable[RequestSpec]) -> list[list[RequestSpec]]:
+    """The requests that are sent one after the other, by turn: one list a session, a request of none by itself.
+
+    In the order of their first requests. One process must send the whole of each. ValueError for a turn that is there
+    twice or not at all.
+    """
+    found: dict[tuple[str, int], list[RequestSpec]] = {}
+    for request in requests:
+        alone = request.session is None
+        found.setdefault(("alone", request.index) if alone else ("session", int(request.session or 0)), []).append(
+            request
+        )
+    for (kind, number), turns in found.items():
+        if kind == "session":
+            turns.sort(key=lambda r: r.turn)
+            if [r.turn for r in turns] != list(range(len(turns))):
+                raise ValueError(f"session {number} has the turns {[r.turn for r in turns]}; number them 0, 1, 2 ...")
+    return list(found.values())
 
 
 def notes_path(path: Path) -> Path:

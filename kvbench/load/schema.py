@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, field_serializer, model_validator
 
+from kvbench.load.arrival_schema import ArrivalFields, IntTuple, RateTuple
 from kvbench.load.length import Length
 from kvbench.load.prompt_schema import (
     PromptClass,
@@ -21,6 +22,7 @@ from kvbench.load.prompt_schema import (
     TextPrompts,
     TracePrompts,
 )
+from kvbench.load.session_schema import Sessions
 from kvbench.load.strict import StrictModel, explain
 
 __all__ = [
@@ -37,49 +39,42 @@ __all__ = [
 ]
 
 
-def _as_tuple(value: Any) -> Any:
-    """A single value or a list becomes a tuple, so that YAML may give either."""
-    if value is None or isinstance(value, tuple):
-        return value
-    return tuple(value) if isinstance(value, list) else (value,)
-
-
-IntTuple = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
-FloatTuple = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
-
-
 class Slo(StrictModel):
-    """Limits for goodput; a request counts when it meets every limit that is given."""
+    """Limits for goodput; a request counts when it meets every limit that is given.
+
+    ``itl_ms`` is a limit on the request's longest pause between chunks, the others on its one value.
+    """
 
     ttft_ms: float | None = Field(default=None, gt=0)
     tpot_ms: float | None = Field(default=None, gt=0)
+    itl_ms: float | None = Field(default=None, gt=0)
     e2el_ms: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _some(self) -> Slo:
-        if self.ttft_ms is None and self.tpot_ms is None and self.e2el_ms is None:
-            raise ValueError("slo is empty; give at least one of ttft_ms, tpot_ms, e2el_ms.")
+        if all(getattr(self, name) is None for name in type(self).model_fields):
+            raise ValueError(f"slo is empty; give at least one of {', '.join(type(self).model_fields)}.")
         return self
 
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """One load of a sweep: a concurrency (closed loop) or a rate (open; None: the trace's own arrivals)."""
+    """One load of a sweep: a concurrency (closed loop) or a rate (open; None: a ramp, steps or a trace)."""
 
     mode: str
     concurrency: int | None
     request_rate: float | None
     num_requests: int | None
+    arrivals: str = "poisson"
 
 
-class LoadConfig(StrictModel):
+class LoadConfig(ArrivalFields):
     """The ``load:`` section."""
 
     mode: Literal["closed", "open"] = "closed"
     concurrency: IntTuple | None = None
     num_requests: IntTuple | None = None
-    request_rate: FloatTuple | None = None
-    arrivals: Literal["poisson", "constant", "trace"] = "poisson"
+    sessions: Sessions | None = None
     repeats: int = Field(default=3, ge=1, le=1000)
     cache_state: Literal["cold", "primed", "steady"] = "cold"
     ignore_eos: bool = True
@@ -88,77 +83,109 @@ class LoadConfig(StrictModel):
     prompts: Prompts
     slo: Slo | None = None
 
+    @field_serializer("request_rate", when_used="json")
+    def _finite(self, rates: RateTuple | None) -> list[float | str] | None:
+        return None if rates is None else ["inf" if rate == math.inf else rate for rate in rates]
+
     @model_validator(mode="after")
     def _consistent(self) -> LoadConfig:
         _check_numbers("concurrency", self.concurrency, "1 user", 1)
         _check_numbers("num_requests", self.num_requests, "1 request", 1)
         _check_numbers("request_rate", self.request_rate, "more than 0 requests/s", None)
         if self.mode == "closed":
-            self._check_closed()
+            if not self.concurrency:
+                raise ValueError("mode closed needs concurrency, e.g. `concurrency: [3, 24]`.")
+            self.check_closed_loop()
         else:
             self._check_open()
-        if self.num_requests is None and not isinstance(self.prompts, TracePrompts):
-            raise ValueError("num_requests is missing; say how many requests one load sends, e.g. 48.")
-        swept = self.swept_values()
-        if self.num_requests is not None and len(self.num_requests) not in (1, len(swept)):
-            raise ValueError(
-                f"num_requests has {len(self.num_requests)} values for {len(swept)} loads {list(swept)}; "
-                "give one number, or one for each."
-            )
-        for point in self.points():
-            if point.concurrency and point.num_requests and point.num_requests < point.concurrency:
-                raise ValueError(
-                    f"num_requests {point.num_requests} never reaches concurrency {point.concurrency}; "
-                    "send at least as many requests as there are users."
-                )
+        if self.sessions is not None:
+            self._check_sessions(self.sessions)
+        self._check_counts()
         return self
-
-    def _check_closed(self) -> None:
-        if not self.concurrency:
-            raise ValueError("mode closed needs concurrency, e.g. `concurrency: [3, 24]`.")
-        if self.request_rate is not None:
-            given = list(self.request_rate)
-            raise ValueError(f"request_rate {given} has no meaning in mode closed; remove it or set mode: open.")
-        if self.arrivals == "trace":
-            raise ValueError("arrivals: trace has no meaning in mode closed; set mode: open.")
 
     def _check_open(self) -> None:
         if self.concurrency is not None:
             given = list(self.concurrency)
-            raise ValueError(f"concurrency {given} has no meaning in mode open; remove it or set mode: closed.")
-        if self.arrivals == "trace":
-            if not isinstance(self.prompts, TracePrompts):
+            raise ValueError(
+                f"concurrency {given} has no meaning in mode open; remove it or set mode: closed (a cap on the "
+                "requests in flight is max_concurrency)."
+            )
+        if self.arrivals == "trace" and not isinstance(self.prompts, TracePrompts):
+            raise ValueError(
+                f"arrivals: trace needs prompts of kind trace, not {self.prompts.kind}; use poisson or constant."
+            )
+        self.check_open_loop()
+
+    def _check_sessions(self, sessions: Sessions) -> None:
+        _check_numbers("sessions.num_sessions", sessions.num_sessions, "1 session", 1)
+        if not isinstance(self.prompts, SyntheticPrompts):
+            raise ValueError(
+                f"sessions are made of prompts of kind synthetic, not {self.prompts.kind}; change the kind or remove "
+                "sessions."
+            )
+        if self.num_requests is not None:
+            raise ValueError(
+                f"num_requests {list(self.num_requests)} contradicts sessions, which end with their own last turn; "
+                "give sessions.num_sessions."
+            )
+
+    def _check_counts(self) -> None:
+        """How many requests or sessions a load holds must be said once, for each load."""
+        name, counts = "num_requests", self.num_requests
+        if self.sessions is not None:
+            name, counts = "sessions.num_sessions", self.sessions.num_sessions
+        if counts is not None and self.counted_by_time:
+            other = "duration_s" if self.duration_s is not None else "the seconds of the steps"
+            raise ValueError(f"{name} {list(counts)} contradicts {other}, which say how many there are; remove one.")
+        if counts is None and not self.counted_by_time and not isinstance(self.prompts, TracePrompts):
+            what = "sessions one load holds" if self.sessions is not None else "requests one load sends"
+            raise ValueError(f"{name} is missing; say how many {what}, e.g. 48.")
+        swept = self.swept_values()
+        if counts is not None and len(counts) not in (1, len(swept)):
+            raise ValueError(
+                f"{name} has {len(counts)} values for {len(swept)} loads {list(swept)}; give one number, or one for "
+                "each."
+            )
+        for value, count in zip(swept, self._counts(), strict=True):
+            if self.mode == "closed" and count is not None and count < (value or 0):
                 raise ValueError(
-                    f"arrivals: trace needs prompts of kind trace, not {self.prompts.kind}; use poisson or constant."
+                    f"{name} {count} never reaches concurrency {value}; send at least as many as there are users."
                 )
-            if self.request_rate is not None:
-                given = list(self.request_rate)
-                raise ValueError(f"request_rate {given} contradicts arrivals: trace; use prompts.rate_scale.")
-        elif not self.request_rate:
-            raise ValueError(f"arrivals: {self.arrivals} needs request_rate, e.g. `request_rate: [4]`.")
+
+    def _counts(self) -> tuple[int | None, ...]:
+        """Requests, or sessions where there are such, of each load."""
+        given = self.sessions.num_sessions if self.sessions is not None else self.num_requests
+        counts: tuple[int | None, ...] = given or (None,)
+        return counts * len(self.swept_values()) if len(counts) == 1 else counts
 
     def swept_values(self) -> tuple[int | float | None, ...]:
-        """The swept load values: concurrencies, rates, or (None,) for a trace's own arrivals."""
+        """The swept load values: concurrencies, rates, or (None,) where the arrivals have no one rate."""
         if self.mode == "closed":
             return self.concurrency or ()
         return self.request_rate if self.request_rate is not None else (None,)
 
     def points(self) -> list[LoadPoint]:
         """One LoadPoint for each swept value, in the order of the file."""
-        values = self.swept_values()
-        counts: tuple[int | None, ...] = self.num_requests or (None,)
-        counts = counts * len(values) if len(counts) == 1 else counts
         closed = self.mode == "closed"
         return [
-            LoadPoint(self.mode, v if closed else None, None if closed else v, n)  # type: ignore[arg-type]
-            for v, n in zip(values, counts, strict=True)
+            LoadPoint(
+                self.mode,
+                value if closed else None,  # type: ignore[arg-type]
+                None if closed else value,
+                None if self.sessions is not None else count,
+                self.arrivals,
+            )
+            for value, count in zip(self.swept_values(), self._counts(), strict=True)
         ]
 
-    def num_requests_for(self, value: float | None) -> int | None:
-        """Requests of the load with this concurrency or rate (None: as many as the trace slice has)."""
-        for point in self.points():
-            if value in (point.concurrency, point.request_rate):
-                return point.num_requests
+    def count_for(self, value: float | None) -> int | None:
+        """Requests (or sessions, where there are such) of the load with this concurrency or rate.
+
+        None: as many as the arrivals' times or the trace's slice give.
+        """
+        for swept, count in zip(self.swept_values(), self._counts(), strict=True):
+            if swept == value:
+                return count
         raise ValueError(f"no load of {value}; this workload has {list(self.swept_values())}.")
 
 
@@ -168,7 +195,7 @@ def _check_numbers(name: str, values: tuple[float, ...] | None, least: str, mini
     if not values:
         raise ValueError(f"{name} is an empty list; give at least one value.")
     for value in values:
-        if not math.isfinite(value) or (value < minimum if minimum is not None else value <= 0):
+        if math.isnan(value) or (value < minimum if minimum is not None else value <= 0):
             raise ValueError(f"{name} {value} is too small; the least is {least}.")
     if name != "num_requests" and len(set(values)) != len(values):
         raise ValueError(f"{name} {list(values)} lists a value twice; remove one.")

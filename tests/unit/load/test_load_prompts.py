@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from kvbench.load.arrivals import constant_arrivals, poisson_arrivals
+from kvbench.load.draws import draw_lengths, largest_remainder
 from kvbench.load.prompts import (
     RequestList,
     build_requests,
     distinct_prefixes,
-    draw_lengths,
-    largest_remainder,
     read_requests,
     write_requests,
 )
@@ -187,17 +185,6 @@ def test_text_needs_a_vocabulary_that_holds_it() -> None:
     assert build(chosen, vocab_size=128256) == build(sonnets())
     with pytest.raises(ValueError, match=r"nowhere\.txt does not exist"):
         build(sonnets(file="nowhere.txt"))
-
-
-def test_constant_and_poisson_arrivals() -> None:
-    assert constant_arrivals(4.0, 5).tolist() == [0, 0.25, 0.5, 0.75, 1.0]
-    times = poisson_arrivals(5.0, 20_000, np.random.default_rng(1))
-    gaps = np.diff(times)
-    assert times[0] == 0
-    assert gaps.mean() == pytest.approx(0.2, rel=0.03)
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.03)  # exponential
-    with pytest.raises(ValueError, match="must be above 0"):
-        constant_arrivals(0, 3)
 
 
 def test_open_loop_requests_carry_their_arrivals() -> None:
