@@ -23,6 +23,7 @@ from kvbench.load.sse import Head, MalformedStream, dechunk, parse_head
 
 _READ_BYTES = 65536
 _CHUNKED_END = b"0\r\n\r\n"
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class RawStream:
     """One exchange as it came over the wire. ``times[i]`` [s, perf_counter] stamps ``chunks[i]``.
 
     ``error_kind`` is None when a whole HTTP response arrived (whatever its status): refused, connect_timeout,
-    connection, timeout, truncated, malformed, interrupted.
+    connection, timeout, truncated, malformed, too_long, interrupted.
     """
 
     ts: float
@@ -94,6 +95,8 @@ class StreamingClient:
         self._done = Event()
         self._raw = RawStream(0.0)
         self._tail = b""
+        self._received = 0
+        self._most_bytes = _MOST_BYTES
         self._head: Head | None = None
         self._used = False  # the connection that stands has had an exchange
 
@@ -127,13 +130,16 @@ class StreamingClient:
             self._sock = None
             self._used = False
 
-    def exchange(self, request: bytes) -> RawStream:
+    def exchange(self, request: bytes, most_bytes: int = _MOST_BYTES) -> RawStream:
         """Sends the bytes of one HTTP request and keeps what comes back until the response is whole.
+
+        A response of more than ``most_bytes`` is given up: what never ends must not fill the memory.
 
         Never raises for what the network does: the failure's kind is in the result. A kept-alive connection that
         the server had closed meanwhile is opened anew, once, before anything was received; ``ts`` stays the
         first send.
         """
+        self._most_bytes = most_bytes
         if self._used and not self._is_quiet():
             self.close()
         raw = self._attempt(request, time.perf_counter())
@@ -161,7 +167,7 @@ class StreamingClient:
 
     def _attempt(self, request: bytes, ts: float) -> RawStream:
         raw = self._raw = RawStream(ts)
-        self._head, self._tail = None, b""
+        self._head, self._tail, self._received = None, b"", 0
         self._done.clear()
         try:
             self.connect()
@@ -232,9 +238,18 @@ class StreamingClient:
             return
         raw.times.append(now)
         raw.chunks.append(data)
+        self._received += len(data)
+        if self._received > self._most_bytes:
+            self._finish("too_long", f"the response is longer than {self._most_bytes} bytes")
+            return
         self._tail = tail = data[-5:] if len(data) >= 5 else (self._tail + data)[-5:]
-        if self._head is None or self._head.length is not None or tail == _CHUNKED_END:
+        if self._head is None or self._is_last() or tail == _CHUNKED_END:
             self._check_complete()
+
+    def _is_last(self) -> bool:
+        """All of a body is there whose length the head told."""
+        head = self._head
+        return head.length is not None and self._received - head.size >= head.length
 
     def _on_closed(self) -> None:
         if self._head is not None and not self._head.chunked and self._head.length is None:
@@ -252,10 +267,9 @@ class StreamingClient:
             head = self._head
             if head is None:
                 return
-            if head.chunked:
-                done = self._tail == _CHUNKED_END and dechunk(data, head.size).complete
-            else:
-                done = head.length is not None and len(data) - head.size >= head.length
+            done = self._is_last() or (
+                head.chunked and self._tail == _CHUNKED_END and dechunk(data, head.size).complete
+            )
         except MalformedStream as error:
             self._finish("malformed", str(error))
             return

@@ -23,6 +23,7 @@ from kvbench.load.spec import LoadSpec
 # before that stream is parsed. Bursts of 64 chunks take under 2 ms.
 _PARSE_DELAY_S = 0.004
 _ENDPOINT = "/v1/completions"
+_MOST_BYTES, _MOST_BYTES_PER_TOKEN = 1 << 20, 4096  # of an answer; an event of one token has 200 to 400
 _GONE_KINDS = ("refused", "connect_timeout", "connection", "timeout")
 
 
@@ -96,7 +97,7 @@ class LoadSession:
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
-            raw = client.exchange(body)
+            raw = client.exchange(body, _MOST_BYTES + _MOST_BYTES_PER_TOKEN * request.max_tokens)
         except gevent.GreenletExit:
             raw = client.last_raw
             self._queue.put(_Returned(request, user, raw.ts if t0 is None else t0, raw))

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvbench.load.requests import RequestSpec
-from tests.support.fire_wire import BROKEN, LATE, TOKENS, WHOLE
+from tests.support.fire_wire import BROKEN, ENDLESS, LATE, TOKENS, WHOLE
 from tests.support.loads import ROOT, LoadRunner
 
-NAMES = [*BROKEN, *WHOLE]
+NAMES = [*BROKEN, *ENDLESS, *WHOLE]
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def test_the_load_ends_with_every_request_accounted_for(load):
     assert load.load["completed"] == load.samples["ok"].sum() and not load.load["incomplete"]
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", [*BROKEN, *ENDLESS])
 def test_a_broken_answer_is_a_failure_of_its_kind(load, name):
     row = load.samples.set_index("class").loc[name]
     assert not row["ok"] and row["error"]
-    assert row["error_kind"] in BROKEN[name][0].split(), row["error"]
+    assert row["error_kind"] in {**BROKEN, **ENDLESS}[name][0].split(), row["error"]
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -127,9 +127,19 @@ BROKEN = {  # (the kinds that may be counted, the bytes)
     "not_http": ("malformed", b"\x16\x03\x01\x00 SSH-2.0\r\n\r\n"),
     "long_head": ("malformed too_long no_finish_reason", b"HTTP/1.1 200 OK\r\nx: " + b"a" * 100_000 + b"\r\n\r\n"),
     "no_head": ("truncated malformed", b"HTTP/1.1 200"),
-    "trailing": ("timeout malformed", chunked(good(), end=b"0\r\n\r\nstray bytes")),
+    "trailing": ("timeout malformed truncated", chunked(good(), end=b"0\r\n\r\nstray bytes")),
     "half_stream": ("truncated", chunked(good()[:2], end=b"")),
     "silent_close": ("truncated connection", b""),
+}
+ENDLESS = {  # the kind, and what ``Fire.strike`` calls it; 0.5 s and some MiB must be enough of it
+    "hang": ("timeout", "hang"),
+    "half_head": ("timeout", "half_head"),
+    "drip_head": ("timeout", "drip_head"),
+    "drip_body": ("timeout", "drip_body"),
+    "drip_length": ("timeout", "drip_length"),
+    "flood": ("too_long", "flood"),
+    "flood_length": ("too_long", "flood_length"),
+    "reset": ("truncated connection", "reset"),
 }
 LATE = {  # a right answer, and 20 ms later what nobody has asked for
     "stray": (chunked(good()), b"stray bytes\r\n\r\n"),
@@ -149,10 +159,15 @@ async def wire(name: str, body: dict[str, Any], reader: Any, writer: asyncio.Str
         answer = WHOLE[name]
     elif name in LATE:
         answer, late = LATE[name]
+    elif name in ENDLESS:
+        answer = b""
     else:
         _, answer = BROKEN[name]
     writer.write(answer)
     await writer.drain()
+    if name in ENDLESS:
+        await fire.strike({"do": ENDLESS[name][1]}, writer)
+        return False
     if late:
         await asyncio.sleep(0.02)
         writer.write(late)
