@@ -1,4 +1,9 @@
-"""Child processes that never outlive us: own process group, a lower priority, a bounded stop."""
+"""Child processes that never outlive us: own session, a lower priority, a bounded stop of the whole family.
+
+A server starts helpers, and helpers change their process group or their parent. So a child's family is everybody who
+descends from it, shares its session, or carries the mark that its environment got: whoever has shed two of these
+still has the third.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 _PR_SET_PDEATHSIG = 1
+_MARK = "KVBENCH_LAUNCH"
+_KILLED_S = 2.0  # a killed process is gone as soon as the kernel has taken it apart
 _BACKGROUND_NICE = 5  # the load client gets the better priority where both share a small machine
 
 
@@ -44,52 +55,112 @@ def _in_child(background: bool) -> Callable[[], None]:
     return prepare
 
 
+class Child(subprocess.Popen[bytes]):
+    """A launched process. ``mark``: what its environment, and so its descendants', says whose it is."""
+
+    mark: str = ""
+
+
 def launch(
     command: Sequence[str],
     *,
     stdout: int | IO[bytes],
-    stderr: int | IO[bytes],
+    stderr: int | IO[bytes] | None,
     background: bool = False,
-    env: Mapping[str, str] | None = None,
+    own_session: bool = True,
+    env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
-) -> subprocess.Popen[bytes]:
+) -> Child:
     """Start ``command`` in a session (and so a process group) of its own; a terminal's Ctrl-C reaches only us.
 
     ``background``: at a lower priority and as a batch job, for a server that shares its cores with the load client.
+    ``own_session`` False: in our process group, for one that is to be stopped together with us. ``env`` is added to
+    our environment; a variable that is None there is taken away.
     """
-    return subprocess.Popen(
+    mark = uuid.uuid4().hex
+    merged = {**os.environ, **(env or {}), _MARK: mark}
+    process = Child(
         list(command),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
-        start_new_session=True,
+        start_new_session=own_session,
         preexec_fn=_in_child(background),
-        env={**os.environ, **(env or {})},
+        env={name: value for name, value in merged.items() if value is not None},
         cwd=cwd,
     )
+    process.mark = mark
+    return process
 
 
-def stop(process: subprocess.Popen[bytes], grace_s: float = 6.0) -> int:
-    """TERM to the whole group, then KILL; returns the exit code. At most ``grace_s`` + 5 s.
+def stop(process: Child, grace_s: float = 6.0) -> int:
+    """TERM to the whole family, then KILL; returns the exit code. At most ``grace_s`` + 7 s.
 
     -SIGKILL when not even that has ended it in time: a process stuck in the kernel goes as soon as it gets out.
     """
-    _signal_group(process, signal.SIGTERM)
+    known = family(process.pid, process.mark)
+    _signal_group(process.pid, signal.SIGTERM)
+    _signal_each((p for p in known if _group(p) != process.pid), signal.SIGTERM)
     try:
         code = process.wait(timeout=grace_s)
     except subprocess.TimeoutExpired:
-        _signal_group(process, signal.SIGKILL)
+        _signal_group(process.pid, signal.SIGKILL)
         try:
             code = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
-    _signal_group(process, signal.SIGKILL)  # grandchildren that the leader left behind
+    kill_family(process.pid, process.mark, known)  # those that the leader left behind
     return code
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+def family(pid: int, mark: str) -> set[psutil.Process]:
+    """The living descendants of ``pid``, the members of its session, and whoever carries ``mark``; without itself."""
+    found = {p for p in psutil.process_iter() if p.pid not in (pid, os.getpid()) and _belongs(p, pid, mark)}
+    with contextlib.suppress(psutil.Error):  # it has ended, and its children have another parent now
+        found.update(psutil.Process(pid).children(recursive=True))
+    return found
+
+
+def kill_family(pid: int, mark: str, known: Iterable[psutil.Process] = ()) -> None:
+    """KILL for the group of ``pid`` and its family, ``known`` members first; waits until they are gone (2 s)."""
+    _signal_group(pid, signal.SIGKILL)
+    members = {*known, *family(pid, mark)}
+    _signal_each(members, signal.SIGKILL)
+    deadline = time.monotonic() + _KILLED_S
+    while any(map(_runs, members)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE  # some inits do not reap
+    except psutil.Error:
+        return False
+
+
+def _belongs(process: psutil.Process, pid: int, mark: str) -> bool:
+    try:
+        return os.getsid(process.pid) == pid or process.environ().get(_MARK) == mark
+    except (psutil.Error, OSError):  # it has ended, or it is somebody else's
+        return False
+
+
+def _group(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except OSError:
+        return None
+
+
+def _signal_each(processes: Iterable[psutil.Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # psutil checks that the pid is still the same process
+            process.send_signal(number)
+
+
+def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone
-        os.killpg(process.pid, number)
+        os.killpg(pid, number)
 
 
 def last_lines(path: Path, count: int = 8, limit: int = 1500) -> str:

@@ -105,6 +105,7 @@ def test_the_phases_are_told_in_order_while_the_client_lives(tmp_path, monkeypat
 def test_a_process_that_outlives_kill_is_given_up(monkeypatch):
     class Stuck:
         pid = 2**22 + 5  # no such process
+        mark = "none"
 
         def wait(self, timeout):
             raise subprocess.TimeoutExpired("x", timeout)

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvbench import processes
+from kvbench.watchdog import Watchdog
 
 STUBBORN = (
     "import signal, subprocess, sys, time\n"
@@ -43,6 +44,90 @@ def test_a_child_that_ignores_term_is_killed_with_its_own_children():
     process.stdout.close()
     assert code == -9
     assert wait_gone(grandchild)
+
+
+# A launcher as there are many: a worker in a process group of its own, one in a session of its own whose parent has
+# ended, and one that was given another environment.
+LAUNCHER = """
+import os, subprocess, sys, time
+SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"]
+grouped = subprocess.Popen(SLEEP, preexec_fn=os.setpgrp)
+orphan = subprocess.run(
+    [sys.executable, "-c", f"import subprocess; print(subprocess.Popen({SLEEP!r}, start_new_session=True, "
+     "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"], capture_output=True, text=True).stdout.strip()
+bare = subprocess.Popen(SLEEP, env={}, preexec_fn=os.setpgrp)
+time.sleep(0.3)  # the handlers stand
+print(grouped.pid, orphan, bare.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def launched_family():
+    process = processes.launch([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return process, [int(word) for word in process.stdout.readline().split()]
+
+
+def test_grandchildren_that_left_the_group_or_lost_their_parent_are_stopped_too():
+    process, pids = launched_family()
+    assert len(pids) == 3
+    assert all(alive(pid) and os.getpgid(pid) != process.pid for pid in pids)
+    processes.stop(process, grace_s=1.0)
+    process.stdout.close()
+    assert not [pid for pid in pids if not wait_gone(pid, 2)]
+
+
+def test_grandchildren_of_a_leader_that_has_ended_by_itself_are_stopped_too():
+    process, pids = launched_family()
+    process.kill()
+    process.wait()
+    assert all(alive(pid) for pid in pids)
+    assert processes.stop(process) == -9
+    process.stdout.close()
+    assert not [pid for pid in pids if not wait_gone(pid, 2)]
+
+
+def test_nobody_elses_processes_are_touched():
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    process, _ = launched_family()
+    processes.stop(process, grace_s=1.0)
+    process.stdout.close()
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+def test_the_watchdog_ends_the_family_and_removes_the_folder_of_a_kvbench_that_was_killed(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "weights").write_text("x")
+    code = (
+        "import subprocess, sys, time\nfrom pathlib import Path\nfrom kvbench import processes\n"
+        "from kvbench.watchdog import Watchdog\n"
+        f"p = processes.launch([sys.executable, '-c', {LAUNCHER!r}], stdout=subprocess.PIPE, stderr=None)\n"
+        f"w = Watchdog(p.pid, p.mark, Path({str(folder)!r}))\n"
+        "print(p.pid, p.stdout.readline().decode(), flush=True)\ntime.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 4
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert not [pid for pid in pids if not wait_gone(pid)]
+    deadline = time.monotonic() + 5
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists()
+
+
+def test_a_watchdog_that_is_released_leaves_everything_alone(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    watchdog = Watchdog(process.pid, "no such mark", tmp_path)
+    watchdog.release()
+    assert process.poll() is None
+    assert tmp_path.exists()
+    process.kill()
+    process.wait()
 
 
 def test_a_polite_child_ends_by_term():

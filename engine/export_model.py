@@ -1,0 +1,94 @@
+"""Writes a model as a folder that other engines can serve: config.json, safetensors, tokenizer, generation_config.json.
+
+    python -m engine.export_model JOB.json
+
+The job is a JSON object: ``settings`` (``model``, ``load_format``, ``seed``, ``dtype``, ``device`` of EngineConfig),
+``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null) and ``ignore_eos``. The weights are the
+very ones that the built-in engine serves for the same settings. A process of its own: its caller needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_EOS_FILES = ("config.json", "generation_config.json")
+
+
+def export_model(job: dict[str, Any]) -> None:
+    """Does the job. Raises ValueError in a sentence for a model that cannot be had."""
+    from engine.config import EngineConfig
+    from engine.model_loader import load_model
+
+    folder = Path(job["folder"])
+    loaded = load_model(EngineConfig.from_mapping(job["settings"]))
+    folder.mkdir(parents=True)
+    loaded.model.save_pretrained(folder)
+    if job["tokenizer"] is None:
+        save_word_tokenizer(folder, loaded.info.vocab_size)
+    else:
+        copy_tokenizer(Path(job["tokenizer"]), folder)
+    if job["ignore_eos"]:
+        drop_eos(folder)
+
+
+def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer for random weights, one word a token: the text of ids 17, 4 is "17 4", and the other way round.
+
+    So a text has exactly the tokens it was made of, for servers that take no token ids, and every generated token has
+    a text, so that a server holds no chunk back until it is valid UTF-8.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer's files of another folder."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def drop_eos(folder: Path) -> None:
+    """Takes the end-of-sequence token out of the folder's configs, for servers that cannot be told to ignore it."""
+    for name in _EOS_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for section in (config, config.get("text_config") or {}):
+            if "eos_token_id" in section:
+                section["eos_token_id"] = None
+        path.unlink()  # it may be a link to the model's own
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def main(job_file: str) -> int:
+    """0, or 2 with a sentence on stderr."""
+    try:
+        export_model(json.loads(Path(job_file).read_text(encoding="utf-8")))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
