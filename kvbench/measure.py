@@ -7,10 +7,11 @@ into the declared state, check that no page is owned, measure, check that no pag
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from kvbench.targets.base import Target
 WARM_UP_REQUESTS = 4
 _WARM_UP_TOKENS = 16
 _WARM_UP_MARGIN_S = 30.0
-_WARM_UP_SEED = 0x5EED  # other token contents than any measured request
+_WARM_UP_SEED = 0x5EED  # other lengths and contents than any measured request, where they are drawn
 _MAX_FAILED_SHARE = 0.01
 
 
@@ -39,7 +40,7 @@ class Subject:
 
     ``settings``: the configuration under test (``{"target": url}`` for a server that ran before); ``info``: its
     /server_info; ``server_log``: where its output goes, None when that is not ours; ``check``: called twice a second,
-    raises when the measurement must end.
+    raises when the measurement must end; ``client``: further fields of LoadSpec.
     """
 
     load: LoadConfig
@@ -49,6 +50,7 @@ class Subject:
     info: Mapping[str, Any] | None
     server_log: Path | None
     check: Callable[[], None]
+    client: Mapping[str, Any] = field(default_factory=dict)
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
         """The requests of one load. Raises MeasurementError when none can be made for this server."""
@@ -68,6 +70,9 @@ class Subject:
 def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> None:
     """A few requests of the load's shape but other contents: kernels compile, buffers are touched.
 
+    Their tokens are shuffled: prompts of a trace or a text file are the same for every seed, and must not be in the
+    cache before they are measured.
+
     Raises MeasurementError when one fails or is not answered in time.
     """
     if count < 1:
@@ -81,7 +86,7 @@ def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
     timeout = subject.load.timeout_s
     complete = subject.target.complete
     with ThreadPoolExecutor(WARM_UP_REQUESTS) as pool:
-        sent = [pool.submit(complete, _prompt(r), min(_WARM_UP_TOKENS, r.max_tokens), timeout) for r in chosen]
+        sent = [pool.submit(complete, _shuffled(r), min(_WARM_UP_TOKENS, r.max_tokens), timeout) for r in chosen]
         for future in sent:
             limit = (timeout + _WARM_UP_MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
             try:
@@ -99,11 +104,14 @@ def measure_load(
     *,
     first: bool,
     on_progress: loadrun.Progress,
+    failures_invalidate: bool = True,
 ) -> dict[str, Any]:
     """From the idle server to the judged result; raw samples, counters and logs are written to ``out``.
 
-    ``first``: nothing was measured on this server before. Returns ``valid``, ``invalid_reasons``, ``metrics``,
-    ``machine``, ``prefix_cache_bounds``, ``started_at``, ``ended_at`` and ``wall_s``.
+    ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests are a result
+    (a server under more than it can take), not a fault of the measurement. Returns ``valid``, ``invalid_reasons``,
+    ``metrics``, ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and
+    ``wall_s``.
 
     Raises:
         MeasurementError: the load could not be driven to its end.
@@ -115,7 +123,7 @@ def measure_load(
     spec = loadrun.load_spec(
         load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
         send_priority=loadrun.takes_priority(subject.settings, subject.info),
-    )  # fmt: skip
+    ) | dict(subject.client)  # fmt: skip
     started_at, began = utc_now(), time.monotonic()
     machine = MachineWatch(target.server())
     before = server_state.read_metrics(target)
@@ -134,7 +142,8 @@ def measure_load(
     metrics = _metrics(out, load, told, poller, before, after)
     report = machine.report()
     reasons += list(told.get("invalid_reasons") or [])
-    reasons += server_state.leak_reasons(after) + _validity(metrics, told)
+    metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
+    reasons += server_state.leak_reasons(after) + _validity(metrics, told, failures_invalidate)
     reasons += contention_reasons(report)
     bounds = server_state.hit_bounds(load, requests, subject.info, before, after)
     complete = int(metrics.get("completed") or 0) == len(requests)
@@ -144,6 +153,7 @@ def measure_load(
         "invalid_reasons": reasons,
         "metrics": metrics,
         "machine": report,
+        "prefix_cache": server_state.hits_and_queries(before, after),
         "prefix_cache_bounds": dataclasses.asdict(bounds) if bounds else None,
         "started_at": started_at,
         "ended_at": utc_now(),
@@ -182,12 +192,21 @@ def _metrics(
     return metrics
 
 
-def _validity(metrics: Mapping[str, Any], told: Mapping[str, Any]) -> list[str]:
+def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
+    """CPU seconds of the client's processes on this machine per 1,000 output tokens of successful requests."""
+    tokens = metrics.get("total_output_tokens")
+    cores, seconds = machine.get("client_cpu_cores"), machine.get("seconds")
+    if cores is None or seconds is None:  # no /proc: what the client says of itself
+        cores, seconds = (metrics.get("client") or {}).get("cpu_fraction"), metrics.get("duration_s")
+    return cores * seconds / tokens * 1000.0 if tokens and cores is not None and seconds else None
+
+
+def _validity(metrics: Mapping[str, Any], told: Mapping[str, Any], failures_invalidate: bool) -> list[str]:
     reasons = []
     if told.get("incomplete"):
         reasons.append("the load client was stopped before its last request")
     failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
-    if failed > _MAX_FAILED_SHARE * (failed + completed):
+    if failures_invalidate and failed > _MAX_FAILED_SHARE * (failed + completed):
         kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
         reasons.append(f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})")
     return reasons
@@ -204,5 +223,8 @@ def _copy_tail(source: Path | None, start: int, to: Path) -> None:
             to.write_bytes(file.read())
 
 
-def _prompt(request: Any) -> Any:
-    return list(request.prompt_token_ids) if request.prompt is None else request.prompt
+def _shuffled(request: Any) -> Any:
+    """The request's prompt, its token ids or else its words in another order."""
+    given = request.prompt_token_ids if request.prompt is None else request.prompt.split(" ")
+    mixed = random.Random(_WARM_UP_SEED).sample(given, len(given))
+    return mixed if request.prompt is None else " ".join(mixed)

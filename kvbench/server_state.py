@@ -144,6 +144,11 @@ def cache_reasons(
     return [reason] if reason else []
 
 
+def hits_and_queries(before: MetricsSample | None, after: MetricsSample | None) -> dict[str, float | None]:
+    """Prompt tokens that the prefix cache served (``hits``) of those it was asked for (``queries``); None: not told."""
+    return {what: _change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries")}
+
+
 def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:
     if before is None or after is None or counter not in after.counters:
         return None

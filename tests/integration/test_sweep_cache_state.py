@@ -92,6 +92,7 @@ def test_a_warm_up_with_measured_prompts_is_caught(measure, monkeypatch):
     with fake_server("keep", *CACHING) as url:  # its reset empties nothing
         assert measure(url, repeat=0)[0] == []  # the warm-up's prompts are others
     monkeypatch.setattr(measuring, "_WARM_UP_SEED", 0)
+    monkeypatch.setattr(measuring, "_shuffled", lambda request: list(request.prompt_token_ids))
     with fake_server("keep", *CACHING) as url:
         (reason,) = measure(url, repeat=0)[0]
         assert "it held prompts from before this load" in reason
