@@ -12,7 +12,9 @@ import click
 from kvbench import __version__
 from kvbench.cli_tools import cache_sim, tune
 from kvbench.house import check_house, guarded
+from kvbench.load_command import load
 from kvbench.mock_command import mock_server
+from kvbench.trace_command import trace
 
 _EXIT_CODES = """\b
 Exit codes:
@@ -154,34 +156,6 @@ def bench_engine(arguments: tuple[str, ...]) -> int:
 
 
 @cli.command()
-@click.argument("workload", type=click.Path())
-@click.option("--url", required=True, help="The server, e.g. http://127.0.0.1:8000 (with or without /v1).")
-@_PROFILE
-@_OVERRIDE
-@_SEED
-@click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first).")
-@click.option("--model", metavar="NAME", help="The model's name at the server (default: the first it lists).")
-@click.option("--vocab-size", type=click.IntRange(1), help="If the server does not tell.")
-@click.option("--max-model-len", type=click.IntRange(1), help="If the server does not tell.")
-@click.option("--output-dir", type=click.Path(path_type=Path), help="Keep the raw samples there (default: do not).")
-@_with_exit_codes(_EXIT_CODES)
-def load(**options: Any) -> int:
-    """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
-
-    \b
-    Examples:
-      kvbench serve --model llama-32m --port 8000 &
-      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --at c32
-
-    \b
-    Files written, with --output-dir only: requests.parquet (one row a request), load.json, metrics.json.
-    """
-    from kvbench.commands import load_command
-
-    return load_command(**options)
-
-
-@cli.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 def report(run_dir: Path) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
@@ -220,8 +194,10 @@ def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     return plan_command(workload, profile, overrides)
 
 
+cli.add_command(load)
 cli.add_command(cache_sim)
 cli.add_command(tune)
+cli.add_command(trace)
 cli.add_command(mock_server)
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.table import Table
 
 from kvbench.errors import UsageError
-from kvbench.results import RunFolder, latest_incomplete, open_run, write_json
+from kvbench.results import RunFolder, latest_incomplete, open_run
 from kvbench.targets.base import Target
 from kvbench.workload import Workload, load_workload, resolve
 
@@ -199,81 +196,3 @@ def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...])
     for note in (*notes, *(f"note: {note}" for note in design.notes)):
         console.print(note, highlight=False, markup=False)
     return 0
-
-
-def load_command(*, workload: str, url: str, at: str | None, output_dir: Path | None, **options: Any) -> int:
-    """``kvbench load``. Raises UsageError or MeasurementError."""
-    import pandas as pd
-
-    from kvbench import loadrun
-    from kvbench.metrics import summarise
-    from kvbench.targets.openai import OpenAITarget
-
-    asked = {key: options.pop(key) for key in ("profile", "overrides", "seed")}
-    loaded = load_workload(workload, **asked)
-    points = {p.load_id: p for p in loaded.load_points}
-    point = loaded.load_points[0] if at is None else points.get(at)
-    if point is None:
-        raise UsageError(f"--at {at!r} is no load of this workload: its loads are {', '.join(points)}")
-    require_url("--url", url)
-    target = OpenAITarget(url, **options)
-    target.start({}, Path())
-    model = target.model
-    try:
-        requests = loadrun.make_requests(
-            loaded.load,
-            point,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            seed=loaded.seed,
-            repeat=1,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    console = Console()
-    with tempfile.TemporaryDirectory() as scratch:
-        out = output_dir or Path(scratch)
-        path, _ = loadrun.store_requests(requests, out, f"{point.load_id}-1")
-        spec = loadrun.load_spec(
-            loaded.load, point, base_url=target.base_url, model=model.name, requests_file=path.resolve(),
-            out_dir=out.resolve(), send_priority=loadrun.takes_priority({"target": url}, target.server_info()),
-        )  # fmt: skip
-        with console.status(f"{point.load_id}: {len(requests)} requests") as status:
-            loadrun.drive(
-                spec,
-                total=len(requests),
-                limit_s=loadrun.bound_s(loaded.load, point, requests),
-                on_progress=lambda done, total, failed, s: status.update(
-                    f"{point.load_id}: {done}/{total} requests, {failed} failed, {s:.0f} s"
-                ),
-            )
-        told = json.loads((out / "load.json").read_text())
-        slo = loaded.load.slo
-        metrics = summarise(pd.read_parquet(out / "requests.parquet"), told, slo.model_dump() if slo else None)
-        if output_dir:
-            write_json(out / "metrics.json", metrics)
-    target.stop()
-    return _print_metrics(console, point.load_id, metrics, told.get("invalid_reasons") or [])
-
-
-def _print_metrics(console: Console, load_id: str, metrics: Mapping[str, Any], reasons: list[str]) -> int:
-    table = Table(title=f"load {load_id}")
-    for name in ("metric", "mean", "p50", "p95", "p99", "n"):
-        table.add_column(name, justify="left" if name == "metric" else "right")
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
-        values = metrics[name]
-        cells = ["-" if values.get(k) is None else f"{values[k]:.1f}" for k in ("mean", "p50", "p95", "p99")]
-        table.add_row(name, *cells, str(values.get("n", 0)))
-    console.print(table)
-    steady = metrics.get("steady_output_throughput")
-    console.print(
-        f"{metrics['completed']} requests completed, {metrics['failed']} failed in {metrics['duration_s']:.1f} s; "
-        f"output tokens/s: {metrics.get('output_throughput') or 0:.1f} over the whole run, "
-        + (f"{steady:.1f} over the steady window" if steady else "no steady window"),
-        highlight=False,
-    )
-    if metrics["failed"]:
-        reasons = [*reasons, f"{metrics['failed']} requests failed: {metrics['failure_kinds']}"]
-    for reason in reasons:
-        console.print(f"INVALID: {reason}", highlight=False, markup=False)
-    return 4 if reasons else 0

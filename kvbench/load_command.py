@@ -1,0 +1,111 @@
+"""``kvbench load``: one load, or a search over rates, on a server that runs already."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+_HELP = """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
+
+    A few warm-up requests whose prompts are never measured go first; the cache is put into the declared state and
+    checked; the load is valid or the reasons why it is not are printed.
+
+    \b
+    Examples:
+      kvbench serve --model llama-32m --port 8000 &
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --at c32
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --goodput 'ttft:200 tpot:50' --output-dir out
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --find-max-rate 'p95_ttft<=500ms'
+
+    \b
+    Files written, with --output-dir only: manifest.json (complete or incomplete), requests.parquet (one row a
+    request), metrics.json (vllm bench serve's field names and kvbench's), load.json, counters.json, server.parquet;
+    with --find-max-rate the same for each run in runs/, and search.json.
+
+    \b
+    Exit codes:
+      0    measured
+      2    usage or bad input; nothing was sent
+      3    --find-max-rate ended before the tolerance was reached (--max-runs, --max-minutes)
+      4    the load is invalid, or could not be driven to its end
+      130  interrupted; with --output-dir go on with --resume
+    """
+
+
+_LIMIT = re.compile(r"[a-z0-9_]+:[0-9.]+")
+
+
+class _Command(click.Command):
+    """Takes ``--goodput ttft:200 tpot:50``, several words after one option, as vllm bench serve does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        for word in args:
+            if _LIMIT.fullmatch(word) and len(joined) > 1 and joined[-2] == "--goodput":
+                joined[-1] += f" {word}"
+            else:
+                joined.append(word)
+        return super().parse_args(ctx, joined)
+
+
+def _options(function: Any) -> Any:
+    """Every option, in the order of --help."""
+    for option in reversed(_ALL):
+        function = option(function)
+    return function
+
+
+_ALL = (
+    click.option("--url", help="The server, e.g. http://127.0.0.1:8000 (with or without /v1)."),
+    click.option("--profile", metavar="NAME", help="cpu or gpu: which of the file's profiles to use."),
+    click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE",
+                 help="Set a value of the workload after the profile. Repeatable."),
+    click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of the prompts (default: the file's)."),
+    click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first)."),
+    click.option("--request-rate", metavar="R", help="Open loop at R requests/s, whatever the server does; inf: all "
+                 "at once."),
+    click.option("--burstiness", type=click.FloatRange(min=0, min_open=True), metavar="B",
+                 help="Gamma-distributed gaps: below 1 burstier than Poisson, above 1 more regular."),
+    click.option("--max-concurrency", type=click.IntRange(1), metavar="N",
+                 help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
+                 "client is in their TTFT, and shown apart."),
+    click.option("--num-prompts", type=click.IntRange(1), metavar="N", help="Requests of the load."),
+    click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
+                 help="Warm-up requests, never measured."),
+    click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
+    click.option("--model", metavar="NAME", help="The model's name at the server (default: the first it lists)."),
+    click.option("--vocab-size", type=click.IntRange(1), help="If the server does not tell."),
+    click.option("--max-model-len", type=click.IntRange(1), help="If the server does not tell."),
+    click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+                 help="Keep manifest, raw samples and metrics there; it must be new or empty (default: keep nothing)."),
+    click.option("--resume", is_flag=True, help="With --output-dir: go on with what was begun there."),
+    click.option("--find-max-rate", metavar="SLO",
+                 help="Search the highest request rate that meets SLO: conditions such as p95_ttft<=500ms,"
+                 "p99_itl<=50ms or goodput>=95% (of the requests, with --goodput)."),
+    click.option("--min-rate", type=click.FloatRange(min=0, min_open=True), metavar="R",
+                 help="--find-max-rate: lowest rate tried (default: 1/64 of the first)."),
+    click.option("--max-rate", type=click.FloatRange(min=0, min_open=True), metavar="R",
+                 help="--find-max-rate: highest rate tried (default: 1024 times the first)."),
+    click.option("--tolerance", type=click.FloatRange(0.001, 0.5), default=0.05, show_default=True,
+                 help="--find-max-rate: how far the rates that meet and miss the SLO may lie apart at the end."),
+    click.option("--max-runs", type=click.IntRange(1, 1000), default=24, show_default=True,
+                 help="--find-max-rate: most runs."),
+    click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True,
+                 help="--find-max-rate: no run is begun after so many minutes."),
+    click.option("--run-seconds", type=click.FloatRange(min=0), default=20.0, show_default=True,
+                 help="--find-max-rate: least seconds of arrivals of a run, unless --num-prompts is given."),
+)  # fmt: skip
+
+
+def load(**options: Any) -> int:
+    from kvbench.load_main import load_command
+
+    return load_command(**options)
+
+
+load.__doc__ = _HELP
+load = click.command(cls=_Command)(click.argument("workload", type=click.Path())(_options(load)))

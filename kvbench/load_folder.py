@@ -1,0 +1,134 @@
+"""The folder of ``kvbench load --output-dir``: complete, or marked incomplete from the first moment on.
+
+    manifest.json    first, with status "incomplete": command, workload, versions, machine, target, calibration
+    requests.parquet, load.json, counters.json, server.parquet, metrics.json      one load
+    runs/<number>-r<rate>/...                                                     --find-max-rate: one folder a run
+    search.json                                                                   --find-max-rate: runs and answer
+
+What a killed run leaves is resumable: a single load is sent again, a search goes on from its finished runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.design import LoadPoint
+from kvbench.errors import UsageError
+from kvbench.manifest import environment
+from kvbench.results import MANIFEST, RunFolder, read_json, utc_now, write_json
+from kvbench.resume import environment_differences
+from kvbench.workload import Workload, differing_keys
+
+METRICS = "metrics.json"
+RUNS = "runs"
+COMPLETE, INCOMPLETE = "complete", "incomplete"
+_SAME = ("workload", "load", "target", "search")  # what a resumed folder must agree in
+
+
+@dataclass
+class LoadFolder:
+    """One folder and its manifest. ``resumed``: it held an unfinished load or search."""
+
+    path: Path
+    manifest: dict[str, Any]
+    resumed: bool = False
+
+    def update(self, **facts: Any) -> None:
+        """Put further facts into the manifest, at once."""
+        self.manifest |= facts
+        write_json(self.path / MANIFEST, self.manifest)
+
+    def finish(self, **facts: Any) -> None:
+        """Everything is written: the folder is complete."""
+        self.update(status=COMPLETE, ended=utc_now(), **facts)
+
+    def run(self, number: int, name: str) -> Path:
+        """An empty folder for a run of a search; what an interrupted one left is removed."""
+        path = self.path / RUNS / f"{number:02d}-{name}"
+        for stale in (self.path / RUNS).glob(f"{number:02d}-*"):
+            shutil.rmtree(stale)
+        path.mkdir(parents=True)
+        return path
+
+    def finished_runs(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Folder and metrics.json of the runs that ended, in their order."""
+        for path in sorted((self.path / RUNS).glob(f"*/{METRICS}")):
+            yield path.parent, read_json(path)
+
+
+def describe(workload: Workload, point: LoadPoint, target: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The manifest of a load, before anything is sent. ``target``: url, model, preset; never a key."""
+    return {
+        "format": 1,
+        "kind": "load",
+        "status": INCOMPLETE,
+        "command": ["kvbench", *sys.argv[1:]],
+        "workload": json.loads(json.dumps(dict(workload.resolved), default=str)),
+        "workload_name": workload.name,
+        "profile": workload.profile,
+        "seed": workload.seed,
+        "load": {
+            "load_id": point.load_id,
+            "mode": point.mode,
+            "concurrency": point.concurrency,
+            "request_rate": str(point.request_rate) if point.request_rate == float("inf") else point.request_rate,
+            "num_requests": point.num_requests,
+        },
+        "target": dict(target),
+        "search": None,
+        **environment(),
+        "started": utc_now(),
+        "ended": None,
+        **more,
+    }
+
+
+@contextmanager
+def opened(path: Path, manifest: dict[str, Any], *, resume: bool) -> Iterator[LoadFolder]:
+    """The folder, locked, its manifest written. Raises UsageError for one that holds something else."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-dir {path} cannot be made: {error.strerror}; give another folder") from None
+    with RunFolder(path).locked():
+        folder = _reopened(path, manifest) if resume else _new(path, manifest)
+        folder.update()
+        yield folder
+
+
+def _new(path: Path, manifest: dict[str, Any]) -> LoadFolder:
+    if held := sorted(p.name for p in path.iterdir() if p.name != ".lock"):
+        raise UsageError(
+            f"--output-dir {path} is not empty (it holds {held[0]}): give a new folder, or --resume to go on with the "
+            "load that was begun there"
+        )
+    return LoadFolder(path, manifest)
+
+
+def _reopened(path: Path, manifest: dict[str, Any]) -> LoadFolder:
+    if not (path / MANIFEST).is_file():
+        return _new(path, manifest)  # it was stopped before its first word, or never begun
+    stored = read_json(path / MANIFEST)
+    if not isinstance(stored, dict) or stored.get("kind") != "load":
+        raise UsageError(f"{path} is not the folder of a load: give the one that --output-dir named")
+    asked = {key: manifest.get(key) for key in _SAME}
+    if keys := differing_keys({key: stored.get(key) for key in _SAME}, json.loads(json.dumps(asked, default=str))):
+        raise UsageError(
+            f"{path} was begun with another load; it differs in {', '.join(keys)}: give the same command again, or a "
+            "new --output-dir"
+        )
+    if stored.get("status") != COMPLETE and any((path / RUNS).glob(f"*/{METRICS}")):
+        differences, _ = environment_differences(stored, manifest)
+        if differences:
+            raise UsageError(
+                f"{path} was begun under other conditions than now: {'; '.join(differences)}. Go back to those, or "
+                "give a new --output-dir"
+            )
+    return LoadFolder(path, stored, resumed=True)

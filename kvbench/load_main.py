@@ -1,0 +1,181 @@
+"""What ``kvbench load`` does, apart from parsing. Imported when the command runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvbench import loadrun
+from kvbench.design import LoadPoint, load_point
+from kvbench.errors import Interrupted, UsageError
+from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
+from kvbench.load_options import Asked, parse_rate, shaped
+from kvbench.load_result import show, stored
+from kvbench.measure import Subject, measure_load, warm_up
+from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
+from kvbench.results import read_json, write_json
+from kvbench.sweep import EXIT_INTERRUPTED, Interruption
+from kvbench.targets.base import Target
+from kvbench.workload import Workload
+
+EXIT_OK, EXIT_INVALID = 0, 4
+_RUN = 1  # of a single load; 0 is the warm-up's
+
+
+def load_command(
+    *, workload: str, output_dir: Path | None, resume: bool, find_max_rate: str | None, **options: Any
+) -> int:
+    """``kvbench load``; the exit code. Raises UsageError or MeasurementError."""
+    if resume and output_dir is None:
+        raise UsageError("--resume goes with --output-dir: name the folder of the load that was begun")
+    how = {key: options[key] for key in ("profile", "overrides", "seed")}
+    asked = Asked(
+        at=options["at"],
+        request_rate=parse_rate(options["request_rate"]),
+        burstiness=options["burstiness"],
+        max_concurrency=options["max_concurrency"],
+        num_prompts=options["num_prompts"],
+        goodput=tuple(options["goodput"]),
+    )
+    search = None
+    if find_max_rate is None:
+        loaded, point = shaped(workload, asked, **how)
+    else:
+        loaded, point, search = plan_search(workload, find_max_rate, asked, how, options)
+    target = new_target(options)
+    target.start({}, Path())
+    console = Console()
+    try:
+        with Interruption() as interruption, _folder(output_dir, loaded, point, target, search, resume) as folder:
+            subject = _subject(loaded, target, interruption)
+            session = Session(subject, point, folder, console, options["num_warmups"])
+            return session.search(search) if search else session.one()
+    except (Interrupted, KeyboardInterrupt) as interrupt:
+        name = getattr(interrupt, "signal_name", "SIGINT")
+        kept = f"go on with the same command and --resume ({output_dir})" if output_dir else "nothing is kept"
+        console.print(f"stopped by {name}; {kept}", highlight=False, markup=False, soft_wrap=True)
+        return EXIT_INTERRUPTED
+    finally:
+        target.stop()
+
+
+def new_target(options: Mapping[str, Any]) -> Target:
+    """The running server that the options name, not yet asked anything. Raises UsageError."""
+    from kvbench.commands import require_url
+    from kvbench.targets.openai import OpenAITarget
+
+    if not options["url"]:
+        raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
+    require_url("--url", options["url"])
+    return OpenAITarget(options["url"], **{key: options[key] for key in ("model", "vocab_size", "max_model_len")})
+
+
+@contextmanager
+def _folder(
+    output_dir: Path | None,
+    workload: Workload,
+    point: LoadPoint,
+    target: Target,
+    search: SearchPlan | None,
+    resume: bool,
+) -> Iterator[LoadFolder]:
+    """The folder asked for, or one that is gone afterwards."""
+    asked = dataclasses.asdict(search) if search else None
+    manifest = describe(workload, point, target_facts(target), search=asked)
+    if output_dir is not None:
+        with opened(output_dir, manifest, resume=resume) as folder:
+            yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch, opened(Path(scratch), manifest, resume=False) as folder:
+        yield folder
+
+
+def target_facts(target: Target) -> dict[str, Any]:
+    """Who was measured, for a manifest: url, model and what tells versions apart; never a key."""
+    return {"url": target.base_url, **dataclasses.asdict(target.model)}
+
+
+def _subject(workload: Workload, target: Target, interruption: Interruption) -> Subject:
+    def check() -> None:
+        interruption.check()
+        target.check_alive()
+
+    settings = {"target": target.base_url}
+    return Subject(workload.load, workload.seed, target, settings, target.server_info(), None, check)
+
+
+@dataclass
+class Session:
+    """The loads of one command on one server. ``warmups``: requests before the first, never measured."""
+
+    subject: Subject
+    point: LoadPoint
+    folder: LoadFolder
+    console: Console
+    warmups: int
+    measured: int = 0
+
+    def one(self) -> int:
+        """A single load; the exit code."""
+        kept_at = self.folder.path / METRICS
+        if self.folder.resumed and self.folder.manifest.get("status") == COMPLETE:
+            self.console.print("this load is finished and is not run again", highlight=False)
+            kept = read_json(kept_at)
+        else:
+            kept = self.measure(self.subject, self.point, _RUN, self.folder.path)
+            write_json(kept_at, kept)
+            self.folder.finish(valid=kept["valid"])
+        show(self.console, self.point.load_id, kept)
+        return EXIT_OK if kept["valid"] else EXIT_INVALID
+
+    def search(self, plan: SearchPlan) -> int:
+        """A search over rates; the exit code."""
+        from kvbench.rate_run import RateSearch
+
+        load = self.subject.load
+        native = mean_rate(self.subject.requests(self.point, _RUN)) if load.arrivals == "trace" else None
+
+        def measure(rate: float, count: int, number: int, out: Path) -> dict[str, Any]:
+            point = self.point
+            if native is None:
+                point = load_point("open", concurrency=None, rate=rate, num_requests=count, arrivals=load.arrivals)
+            subject = dataclasses.replace(self.subject, load=at_rate(load, rate, count, native))
+            return self.measure(subject, point, number, out, failures_invalidate=False)
+
+        bounds, sizes = plan.bounds(native or self.point.request_rate), plan.sizes(self.point.num_requests)
+        search = RateSearch(plan.parsed, bounds, sizes, self.folder, measure, self.console, plan.limit_s)
+        code = search.run()
+        self.folder.finish(valid=code != EXIT_INVALID)
+        return code
+
+    def measure(self, subject: Subject, point: LoadPoint, number: int, out: Path, **how: Any) -> dict[str, Any]:
+        """One load, after the warm-up if it is the first; what metrics.json holds. ``number``: of its requests."""
+        if not self.measured:
+            with self.console.status("warming up"):
+                warm_up(subject, point, self.warmups)
+        requests = subject.requests(point, number)
+        path, digest = loadrun.store_requests(requests, out, "requests")
+        name = point.load_id
+        with self.console.status(f"{name}: {len(requests)} requests") as status:
+            result = measure_load(
+                subject,
+                point,
+                requests,
+                path.resolve(),
+                out.resolve(),
+                first=not self.measured,
+                on_progress=lambda done, total, failed, s: status.update(
+                    f"{name}: {done}/{total} requests, {failed} failed, {s:.0f} s"
+                ),
+                **how,
+            )
+        self.measured += 1
+        kept = stored(subject.load, point, self.folder.manifest["target"], result)
+        return kept | {"requests_file": path.name, "requests_sha256": digest}

@@ -1,0 +1,164 @@
+"""What one load on a running server gave: metrics.json, and the same for a person to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvbench.design import LoadPoint
+from kvbench.load.schema import LoadConfig
+from kvbench.load_options import slo_words
+
+_ROWS = (
+    ("ttft_ms", "TTFT"),
+    ("steady", "  of those sent in the steady window"),
+    ("client_queue_ms", "  of it queued in the client"),
+    ("tpot_ms", "TPOT"),
+    ("itl_ms", "ITL"),
+    ("e2el_ms", "E2EL"),
+)
+_SHOWN = ("mean", "p50", "p90", "p95", "p99")
+
+
+def vllm_fields(
+    load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The result in the field names of ``vllm bench serve``; times in ms, rates per second, of the whole run."""
+    metrics = result["metrics"]
+    burstiness = {"poisson": 1.0, "constant": "inf", "gamma": getattr(load, "burstiness", None)}.get(load.arrivals)
+    rate = point.request_rate
+    open_loop = point.mode == "open"
+    fields: dict[str, Any] = {
+        "date": result["started_at"],
+        "backend": target.get("preset") or "openai",
+        "model_id": target.get("model"),
+        "tokenizer_id": target.get("model"),
+        "num_prompts": metrics["completed"] + metrics["failed"],
+        "request_rate": "inf" if not open_loop or rate == float("inf") else rate,
+        "burstiness": burstiness if open_loop else None,
+        "max_concurrency": getattr(load, "max_concurrency", None) if open_loop else point.concurrency,
+        "duration": metrics["duration_s"],
+        "completed": metrics["completed"],
+        "failed": metrics["failed"],
+        "total_input_tokens": metrics["total_input_tokens"],
+        "total_output_tokens": metrics["total_output_tokens"],
+        "request_goodput": metrics.get("goodput"),
+    }
+    for name in ("request_throughput", "output_throughput", "total_token_throughput"):
+        fields[name] = metrics.get(name)
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        values = metrics.get(f"{name}_ms") or {}
+        for theirs, ours in (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99")):
+            fields[f"{theirs}_{name}_ms"] = values.get(ours)
+    return fields
+
+
+def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """metrics.json: vLLM's fields, then everything under kvbench's own names."""
+    return {
+        **vllm_fields(load, point, target, result),
+        "slo": load.slo.model_dump() if load.slo else None,
+        "cache_state": load.cache_state,
+        **{name: value for name, value in result.items() if name != "metrics"},
+        "metrics": result["metrics"],
+    }
+
+
+def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
+    """``kept``: metrics.json. Latencies as a table, one line for each further matter, then why it is invalid."""
+    metrics = kept["metrics"]
+    table = Table(title=f"load {load_id} · ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("", *_SHOWN, "samples"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, title in _ROWS:
+        values = metrics.get(name) or {}
+        if name == "steady":
+            values = (metrics.get("steady_latency") or {}).get("ttft_ms") or {}
+        if values.get("n") and not (name == "client_queue_ms" and not values.get("max")):
+            table.add_row(title, *(_percentile(values, which) for which in _SHOWN), str(values["n"]))
+    console.print(table)
+    for line in lines(kept):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for reason in kept["invalid_reasons"]:
+        console.print(f"INVALID: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _percentile(values: Mapping[str, Any], which: str) -> str:
+    if values.get(which) is None:
+        return "-"
+    return f"{values[which]:.1f}" + ("*" if which in (values.get("uncertain") or ()) else "")
+
+
+def lines(kept: Mapping[str, Any]) -> list[str]:
+    """What the table does not hold, one sentence each."""
+    metrics = kept["metrics"]
+    said = [_throughput(metrics), _goodput(kept), _requests(metrics), _cache(kept), _client(metrics), _server(kept)]
+    uncertain = any("p95" in (metrics.get(name) or {}).get("uncertain", ()) for name in ("ttft_ms", "e2el_ms"))
+    said.append("* too few samples for this percentile: p95 needs 130, p99 662" if uncertain else "")
+    return [text for text in said if text]
+
+
+def _throughput(metrics: Mapping[str, Any]) -> str:
+    whole, steady = metrics.get("output_throughput"), metrics.get("steady_output_throughput")
+    text = f"output tokens/s: {whole or 0:.1f} over the whole run ({metrics['duration_s']:.1f} s), "
+    if steady is None:
+        return text + "no steady window"
+    window = metrics["steady_end_s"] - metrics["steady_start_s"]
+    requests = metrics.get("steady_request_throughput") or 0.0
+    return text + f"{steady:.1f} over the steady window ({window:.1f} s); requests/s there: {requests:.2f}"
+
+
+def _goodput(kept: Mapping[str, Any]) -> str:
+    metrics, words = kept["metrics"], slo_words(kept.get("slo"))
+    if metrics.get("goodput") is None or not words:
+        return ""
+    share = goodput_share(metrics)
+    text = f"goodput: {metrics['goodput']:.2f} requests/s ({share or 0:.1%} of the requests) met {words}"
+    steady = metrics.get("steady_goodput")
+    return text + (f"; {steady:.2f} requests/s over the steady window" if steady is not None else "")
+
+
+def goodput_share(metrics: Mapping[str, Any]) -> float | None:
+    """Share of all requests, failed ones included, that met every SLO; None without an SLO."""
+    sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
+    rate, duration = metrics.get("goodput"), metrics.get("duration_s")
+    return rate * duration / sent if rate is not None and duration and sent else None
+
+
+def _requests(metrics: Mapping[str, Any]) -> str:
+    text = f"requests: {metrics['completed']} completed, {metrics['failed']} failed"
+    kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
+    return text + (f" ({kinds})" if kinds else "")
+
+
+def _cache(kept: Mapping[str, Any]) -> str:
+    cache = kept.get("prefix_cache") or {}
+    hits, asked, bounds = cache.get("hits"), cache.get("queries"), kept.get("prefix_cache_bounds")
+    text = f"prefix cache, declared {kept['cache_state']}: "
+    if hits is None or not asked:
+        return text + "the server does not tell its hits"
+    text += f"{hits / asked:.1%} of {asked:,.0f} prompt tokens hit"
+    return text + (f", possible {bounds['low'] / asked:.1%} to {bounds['high'] / asked:.1%}" if bounds else "")
+
+
+def _client(metrics: Mapping[str, Any]) -> str:
+    client = metrics.get("client") or {}
+    parts = []
+    if client.get("lag_p99_ms") is not None:
+        parts.append(f"timestamp lag p99 {client['lag_p99_ms']:.2f} ms ({client.get('lag_source', 'loop probe')})")
+    if client.get("schedule_slip_p99_ms") is not None:
+        parts.append(f"schedule slip p99 {client['schedule_slip_p99_ms']:.2f} ms")
+    if client.get("cpu_s_per_1000_output_tokens") is not None:
+        parts.append(f"{client['cpu_s_per_1000_output_tokens']:.3f} CPU seconds per 1,000 output tokens")
+    if client.get("cpu_fraction") is not None:
+        parts.append(f"{client['cpu_fraction']:.0%} of a core")
+    return f"client: {', '.join(parts)}" if parts else ""
+
+
+def _server(kept: Mapping[str, Any]) -> str:
+    foreign = (kept.get("machine") or {}).get("foreign_cpu_cores")
+    return "" if foreign is None else f"other processes on this machine used {foreign:.2f} of a core"

@@ -1,0 +1,134 @@
+"""What ``--find-max-rate`` is asked: conditions, bounds, how long a run is, and the load at another rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvbench.design import LoadPoint
+from kvbench.errors import UsageError
+from kvbench.load.schema import LoadConfig
+from kvbench.load_options import Asked, shaped
+from kvbench.rate_search import Bounds, Condition, parse_conditions
+from kvbench.workload import Workload
+
+_FIRST_RATE = 1.0  # of a closed-loop workload, which has none
+_BELOW, _ABOVE = 64.0, 1024.0  # how far from the first rate the search goes by itself
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many requests a run has: enough for the percentiles asked for, and for a while of arrivals.
+
+    ``fixed``: of --num-prompts; else at least ``least`` (the workload's number) and ``seconds`` of arrivals.
+    """
+
+    least: int
+    seconds: float
+    fixed: int | None = None
+
+    def requests(self, rate: float, conditions: Sequence[Condition]) -> int:
+        """Requests of a run at ``rate`` [1/s]."""
+        if self.fixed is not None:
+            return self.fixed
+        return max(self.least, math.ceil(rate * self.seconds), *(c.samples_needed for c in conditions))
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """The command's words; two searches with equal ones are one search."""
+
+    slo: str
+    start: float | None
+    min_rate: float | None
+    max_rate: float | None
+    tolerance: float
+    max_runs: int
+    run_seconds: float
+    num_prompts: int | None
+    max_minutes: float
+
+    @property
+    def parsed(self) -> tuple[Condition, ...]:
+        try:
+            return parse_conditions(self.slo)
+        except ValueError as error:
+            raise UsageError(f"--find-max-rate: {error}") from None
+
+    @property
+    def limit_s(self) -> float:
+        return self.max_minutes * 60.0
+
+    def bounds(self, start: float | None) -> Bounds:
+        """``start``: the workload's own rate [1/s]. Raises UsageError for rates that do not fit each other."""
+        first = self.start or start or _FIRST_RATE
+        low, high = self.min_rate or first / _BELOW, self.max_rate or first * _ABOVE
+        if self.max_rate is not None and first > high:  # what was asked for wins over what the file begins with
+            first = high
+        if self.min_rate is not None and first < low:
+            first = low
+        try:
+            return Bounds(first, low, high, self.tolerance, max_runs=self.max_runs)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def sizes(self, least: int | None) -> Sizes:
+        return Sizes(least or 1, self.run_seconds, self.num_prompts)
+
+
+def plan_search(
+    path: str, slo: str, asked: Asked, how: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Workload, LoadPoint, SearchPlan]:
+    """The workload in open loop, its load point, and the search. Raises UsageError."""
+    if asked.request_rate is not None and math.isinf(asked.request_rate):
+        raise UsageError("--find-max-rate begins at a finite --request-rate: leave inf out")
+    names = ("min_rate", "max_rate", "tolerance", "max_runs", "run_seconds", "num_prompts", "max_minutes")
+    plan = SearchPlan(slo, asked.request_rate, **{name: options[name] for name in names})
+    conditions = plan.parsed
+    workload, point = shaped(path, replace(asked, request_rate=None, burstiness=None), **how)
+    if workload.load.arrivals != "trace":  # which is played faster or slower, gaps and all
+        rate = plan.bounds(point.request_rate).start
+        workload, point = shaped(path, replace(asked, request_rate=rate), **how)
+    require_searchable(workload.load, conditions)
+    plan.bounds(point.request_rate)
+    return workload, point, plan
+
+
+def require_searchable(load: LoadConfig, conditions: Sequence[Condition]) -> None:
+    """Raises UsageError for a load whose rate is not one number, or an SLO that cannot be judged."""
+    if load.arrivals in ("ramp", "step"):
+        raise UsageError(
+            f"--find-max-rate needs one rate a run, and this load's arrivals are a {load.arrivals}: use poisson, "
+            "constant, gamma or a trace (-o load.arrivals=poisson)"
+        )
+    if any(c.metric == "goodput" for c in conditions) and load.slo is None:
+        raise UsageError("a goodput condition needs an SLO: give --goodput 'ttft:200 tpot:50', or load.slo in the file")
+
+
+def at_rate(load: LoadConfig, rate: float, count: int, native_rate: float | None = None) -> LoadConfig:
+    """``load`` with ``count`` requests (or conversations) at ``rate`` [1/s].
+
+    A trace has its own requests and gaps: it is played ``rate / native_rate`` times as fast as ``load`` plays it, at
+    ``native_rate`` [1/s].
+    """
+    if load.arrivals == "trace":
+        assert native_rate is not None
+        scale = load.prompts.rate_scale * rate / native_rate
+        return load.model_copy(update={"prompts": load.prompts.model_copy(update={"rate_scale": scale})})
+    update: dict[str, Any] = {"request_rate": (rate,), "duration_s": None}
+    if load.sessions is None:
+        update["num_requests"] = (count,)
+    else:
+        update["sessions"] = load.sessions.model_copy(update={"num_sessions": (count,)})
+    return load.model_copy(update=update)
+
+
+def mean_rate(requests: Sequence[Any]) -> float:
+    """Arrivals a second of requests with times of their own. Raises UsageError where no time passes."""
+    times = [r.arrival_s for r in requests if r.arrival_s is not None]
+    span = max(times, default=0.0) - min(times, default=0.0)
+    if span <= 0:
+        raise UsageError("--find-max-rate needs arrivals at different times, and these are all at once")
+    return (len(times) - 1) / span
