@@ -1,83 +1,161 @@
-"""The same load under Locust's own command line, for its web UI and charts.
+"""The same users under Locust's own command line, for its web UI, its CSV and its own distribution.
 
-    KVBENCH_LOAD_SPEC=SPEC.json locust -f kvbench/load/locustfile.py --headless --users 8 --spawn-rate 8
+    locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000
+    locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000 --headless --csv out --kvbench-at c32
+    locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000 --headless --processes 4
 
-``--users`` is the concurrency (closed loop) or 1 (open loop). SPEC.json is that of ``python -m kvbench.load``, which
-remains the way to measure: it also raises its priority, keeps the garbage collector out and stops on its own terms.
-The outcome is written when the test stops.
+Beside each request (POST) there are rows TTFT, ITL and TPOT for each class. In closed loop ``--users`` is the
+concurrency; the test ends when the workload's requests are used up. ``--kvbench-spec SPEC.json`` drives the load of
+``python -m kvbench.load`` in its place, which remains the way to measure: it also raises its priority, keeps the
+garbage collector out and checks clocks. The spec's files are written then, by a test of one process.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 import gevent
 from locust import events
+from locust.dispatch import UsersDispatcher
 from locust.env import Environment
+from locust.exception import StopTest
+from locust.runners import MasterRunner, WorkerRunner
 
+from kvbench.errors import MeasurementError
 from kvbench.load.lag import LagProbe
-from kvbench.load.outcome import Measured, write_outcome
-from kvbench.load.run import prepare
+from kvbench.load.locust_job import Job, add_arguments, fire_rows, job_of, session_for
+from kvbench.load.locust_shares import fixed_shares
+from kvbench.load.outcome import outcome_of, write_outcome
+from kvbench.load.process import Measuring
+from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 
-SPEC, REQUESTS, SESSION = prepare(os.environ.get("KVBENCH_LOAD_SPEC", ""))
-Path(SPEC.out_dir).mkdir(parents=True, exist_ok=True)
-_probe = LagProbe()
-_start: dict[str, float] = {}
-_runner: list[Any] = []
+_SHARD, _ENDED = "kvbench_shard", "kvbench_ended"
+_MISTAKES = (ValueError, OSError, MeasurementError)
 
 
-class KvbenchUser(ClosedLoopUser if SPEC.mode == "closed" else OpenLoopUser):  # type: ignore[misc]
-    """Closed or open loop, as the spec says."""
+class ClosedLoop(ClosedLoopUser):
+    """Sends its next request when its last one has ended."""
 
-    session = SESSION
+
+class OpenLoop(OpenLoopUser):
+    """Sends every request at its own time; one such user drives all arrivals of its process."""
+
+
+@dataclass
+class Node:
+    """What this Locust process knows of the test. ``shard``: its number and how many share the load."""
+
+    job: Job | None = None
+    session: LoadSession | None = None
+    measuring: Measuring | None = None
+    shard: tuple[int, int] = (0, 1)
+    running: int = 0  # on the master: workers that have not ended
+
+
+NODE = Node()
+
+
+events.init_command_line_parser.add_listener(add_arguments)
 
 
 @events.init.add_listener
-def _on_init(environment: Environment, **_: Any) -> None:
-    SESSION.fire = environment.events.request.fire
+def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
+    options = environment.parsed_options
+    try:
+        job = NODE.job = job_of(options)
+    except _MISTAKES as error:
+        sys.exit(f"kvbench: {error}")
+    if isinstance(runner, WorkerRunner):
+        runner.register_message(_SHARD, lambda msg, **_: setattr(NODE, "shard", (msg.data["number"], msg.data["of"])))
+        return  # the master says which users, and how many
+    environment.user_classes = [ClosedLoop if job.mode == "closed" else OpenLoop]
+    if isinstance(runner, MasterRunner):
+        runner.register_message(_ENDED, _on_worker_ended)
+        if job.mode == "open":
+            environment.dispatcher_class = one_each
+    options.num_users = options.num_users or job.users
+    options.spawn_rate = options.spawn_rate or options.num_users
+
+
+def one_each(worker_nodes: Any, user_classes: Any) -> UsersDispatcher:
+    """One open-loop user for each worker, whatever --users says: each has arrivals of its own to make."""
+    return fixed_shares(lambda node: 1)(worker_nodes, user_classes)
 
 
 @events.test_start.add_listener
 def _on_start(environment: Environment, **_: Any) -> None:
-    _runner[:] = [environment.runner]
-
-
-@events.spawning_complete.add_listener
-def _on_spawned(**_: Any) -> None:
-    if not SESSION.go.is_set():
-        gevent.spawn(_begin)
-
-
-def _begin() -> None:
-    """Starts the load once all users stand at the line, and ends Locust's test when the load has ended."""
-    users = SPEC.concurrency or 1
-    while SESSION.ready < (users if SPEC.mode == "closed" else 1) and SESSION.start_failure is None:
-        gevent.sleep(0.01)
-    _start.update(unix=time.time(), cpu=time.process_time())
-    _probe.start()
-    SESSION.begin()
-    SESSION.ended.wait()
-    _start["wall"] = SESSION.elapsed()
-    _runner[0].quit()
-
-
-@events.quitting.add_listener
-def _on_quitting(environment: Environment, **_: Any) -> None:
-    _probe.stop()
-    if not _start:
+    runner = environment.runner
+    if isinstance(runner, MasterRunner):
+        nodes = sorted(runner.clients, key=runner.get_worker_index)
+        NODE.running = len(nodes)
+        for number, node in enumerate(nodes):
+            runner.send_message(_SHARD, {"number": number, "of": len(nodes)}, client_id=node)
         return
+    options = environment.parsed_options
+    users = options.num_users or NODE.job.users
+    try:
+        session = session_for(NODE.job, environment.host, options, users, NODE.shard)
+    except _MISTAKES as error:
+        environment.process_exit_code = 2
+        raise StopTest(f"kvbench: {error}") from None
+    NODE.session, NODE.measuring = session, Measuring(session, LagProbe())
+    ClosedLoop.session = OpenLoop.session = session
+    fire = environment.events.request.fire
+    session.fire = lambda **event: (fire(**event), fire_rows(fire, event["context"]["sample"]))
+    gevent.spawn(_drive, environment, users if NODE.job.out_dir and NODE.job.mode == "closed" else 1)
+
+
+def _drive(environment: Environment, line_up: int) -> None:
+    """Starts when ``line_up`` users stand at the line, and ends Locust's test when the load has ended."""
+    session, measuring = NODE.session, NODE.measuring
+    while session.ready < line_up and session.start_failure is None:
+        gevent.sleep(0.01)
+    if session.start_failure is not None:
+        print(f"kvbench: {session.start_failure}", file=sys.stderr)
+        environment.process_exit_code = 2
+    else:
+        measuring.begin()
+        session.ended.wait()
+        measuring.end()
+    if isinstance(environment.runner, WorkerRunner):
+        environment.runner.send_message(_ENDED)
+    else:
+        _end(environment)
+
+
+def _on_worker_ended(environment: Environment, **_: Any) -> None:
+    NODE.running -= 1
+    if NODE.running == 0:
+        gevent.spawn(_end, environment)
+
+
+def _end(environment: Environment) -> None:
+    """Without a web UI Locust ends; with one it is ready for the next test."""
+    if environment.parsed_options.headless:
+        environment.runner.quit()
+    else:
+        environment.runner.stop()
+
+
+@events.test_stop.add_listener
+def _on_stop(environment: Environment, **_: Any) -> None:
+    session, measuring = NODE.session, NODE.measuring
+    if session is None or not session.go.is_set():
+        return
+    session.stopping = True
+    measuring.probe.stop()
     with gevent.Timeout(5, False):
-        SESSION.drain()
-    measured = Measured(
-        _start["unix"],
-        time.process_time() - _start["cpu"],
-        _start.get("wall", SESSION.elapsed()),
-        "normal",
-        _probe.lags,
-    )
-    total = environment.stats.total
-    write_outcome(SPEC, REQUESTS, SESSION, measured, (total.num_requests, total.num_failures))
+        session.drain()
+    if measuring.clocked.wall_s == 0.0:  # stopped before its end
+        measuring.end()
+    NODE.session = None
+    if NODE.job.out_dir is None or isinstance(environment.runner, WorkerRunner):
+        return
+    NODE.job.out_dir.mkdir(parents=True, exist_ok=True)
+    posts = [entry for (_, kind), entry in environment.stats.entries.items() if kind == "POST"]
+    totals = (sum(e.num_requests for e in posts), sum(e.num_failures for e in posts))
+    outcome = outcome_of(session, measuring.clocked, measuring.probe.lags, totals)
+    write_outcome(NODE.job.spec, NODE.job.requests, outcome)

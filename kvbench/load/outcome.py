@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from kvbench.load.probe import client_report, invalid_reasons
+from kvbench.load.process import Clocked
 from kvbench.load.requests import RequestList
-from kvbench.load.samples import write_samples
+from kvbench.load.samples import Sample, write_samples
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.metrics import steady_window_of
 
+MAX_WALL_STEP_S = 0.05
+
 
 @dataclass(frozen=True)
-class Measured:
-    """The process's own measurements of one load. ``lags`` [s]; ``cpu_s`` of this process over ``wall_s``."""
+class Outcome:
+    """What came of a load. Times of ``samples`` and ``zero`` [s, perf_counter of this process].
 
-    started_unix: float
-    cpu_s: float
-    wall_s: float
-    priority: str
-    lags: list[float]
+    ``client``: the client's own figures; ``reasons``: what speaks against the load beside them. ``locust_totals``:
+    requests and failures that Locust counted, for comparison.
+    """
+
+    samples: Sequence[Sample]
+    zero: float
+    max_in_flight: int
+    clocked: Clocked
+    client: dict[str, Any]
+    reasons: list[str] = field(default_factory=list)
+    locust_totals: tuple[int, int] = (0, 0)
 
 
-def write_outcome(
-    spec: LoadSpec,
-    requests: RequestList,
-    session: LoadSession,
-    measured: Measured,
-    locust_totals: tuple[int, int],
-    ended_well: bool = True,
-) -> dict[str, Any]:
+def outcome_of(
+    session: LoadSession, clocked: Clocked, lags: Sequence[float], locust_totals: tuple[int, int]
+) -> Outcome:
+    """The outcome of a load that this process drove alone. ``lags``: the probe's [s]."""
+    samples = session.samples
+    client = client_report(samples, lags, clocked.cpu_s, clocked.wall_s, session.spec.mode)
+    client["priority"] = clocked.priority
+    return Outcome(samples, session.zero, session.max_in_flight, clocked, client, [], locust_totals)
+
+
+def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended_well: bool = True) -> dict[str, Any]:
     """Writes both files into ``spec.out_dir`` and returns load.json's content.
 
-    ``locust_totals``: requests and failures that Locust counted, for comparison. Requests that were never
-    finished make the load incomplete, as does ``ended_well`` False.
+    Requests that were never finished make the load incomplete, as does ``ended_well`` False.
     """
-    samples, zero = session.samples, session.zero
-    client = client_report(samples, measured.lags, measured.cpu_s, measured.wall_s, spec.mode)
-    client["priority"] = measured.priority
+    samples, zero, clocked = outcome.samples, outcome.zero, outcome.clocked
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
     window = steady_window_of(
         [s.t0 - zero for s in samples],
@@ -52,10 +62,11 @@ def write_outcome(
         spec.concurrency,
     )
     load = {
-        "started_at": datetime.fromtimestamp(measured.started_unix, UTC).isoformat(),
-        "start_unix": measured.started_unix,
-        "duration_s": measured.wall_s,
+        "started_at": datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
+        "start_unix": clocked.started_unix,
+        "duration_s": clocked.wall_s,
         "zero_perf_counter": zero,
+        "wall_clock_step_s": clocked.wall_step_s,
         "mode": spec.mode,
         "concurrency": spec.concurrency,
         "request_rate": spec.request_rate,
@@ -65,11 +76,11 @@ def write_outcome(
         "incomplete": missing > 0 or not ended_well,
         "target_start_s": window[0] if window else None,
         "target_end_s": window[1] if window else None,
-        "max_in_flight": session.max_in_flight,
-        "client": client,
-        "invalid_reasons": invalid_reasons(client, missing),
-        "notes": requests.notes,
-        "locust": {"num_requests": locust_totals[0], "num_failures": locust_totals[1]},
+        "max_in_flight": outcome.max_in_flight,
+        "client": outcome.client,
+        "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons,
+        "notes": {**requests.notes, **_clock_note(clocked)},
+        "locust": {"num_requests": outcome.locust_totals[0], "num_failures": outcome.locust_totals[1]},
     }
     out = Path(spec.out_dir)
     write_samples(out / "requests.parquet", samples, zero)
@@ -77,3 +88,13 @@ def write_outcome(
     part.write_text(json.dumps(load, indent=2) + "\n", encoding="utf-8")
     part.replace(out / "load.json")
     return load
+
+
+def _clock_note(clocked: Clocked) -> dict[str, str]:
+    """No measured time depends on the wall clock; a step of it is noted for whoever compares with other logs."""
+    if abs(clocked.wall_step_s) <= MAX_WALL_STEP_S:
+        return {}
+    return {
+        "wall_clock": f"the wall clock was set by {clocked.wall_step_s:+.3f} s during the load; times of day of other "
+        "logs do not match this load's beyond that, its own times are of a clock that is never set."
+    }

@@ -1,0 +1,85 @@
+"""How one load is shared among several processes: which requests and how many users each one gets. Pure functions.
+
+Each worker runs its shard as a load of its own, from one time zero. In open loop the union of the shards' arrivals is
+the whole schedule, to the request; in closed loop the shards' users sum to the concurrency. A session stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbench.load.requests import RequestList, RequestSpec
+from kvbench.load.spec import LoadSpec
+
+TOKEN_VARIABLE = "KVBENCH_LOAD_TOKEN"
+DEFAULT_PORT = 5557  # Locust's own
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One worker's part. ``first_user``: how many users the workers before it have."""
+
+    spec: LoadSpec
+    requests: RequestList
+    first_user: int
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """``total`` as ``parts`` whole numbers that differ by at most 1, the larger ones first."""
+    least, more = divmod(total, parts)
+    return [least + (k < more) for k in range(parts)]
+
+
+def useful_workers(spec: LoadSpec, requests: Sequence[RequestSpec], asked: int) -> int:
+    """How many of ``asked`` workers would have a user, a place under the cap and a request each; at least 1."""
+    places = spec.concurrency if spec.mode == "closed" else spec.max_concurrency
+    return max(1, min(asked, places or asked, len(_conversations(requests))))
+
+
+def deal(requests: Sequence[RequestSpec], workers: int, users: int | None = None) -> list[list[RequestSpec]]:
+    """The requests of each worker, in the order they have in ``requests``; each request goes to exactly one.
+
+    Conversation k (a session, or a request that is part of none) goes to worker k mod ``workers``. With ``users``
+    (closed loop) it goes to the worker that has user k mod ``users``, so that each user's share is the same although
+    some workers have one user more.
+    """
+    places = users or workers
+    shards: list[list[RequestSpec]] = [[] for _ in range(workers)]
+    worker_of = {key: k % places % workers for k, key in enumerate(_conversations(requests))}
+    for position, request in enumerate(requests):
+        shards[worker_of[_conversation(position, request)]].append(request)
+    return shards
+
+
+def make_shards(spec: LoadSpec, requests: RequestList, workers: int) -> list[Shard]:
+    """One shard a worker. ``workers``: no more than ``useful_workers``. Sums of users and of caps are the spec's."""
+    users = split_evenly(spec.concurrency, workers) if spec.mode == "closed" and spec.concurrency else None
+    caps = split_evenly(spec.max_concurrency, workers) if spec.max_concurrency else None
+    dealt = deal(requests, workers, spec.concurrency if users else None)
+    return [
+        Shard(
+            spec.model_copy(
+                update={
+                    "concurrency": users[k] if users else spec.concurrency,
+                    "max_concurrency": caps[k] if caps else None,
+                    "processes": 1,
+                    "requests_file": "",
+                    "out_dir": "",
+                }
+            ),
+            RequestList(dealt[k], requests.notes),
+            sum(users[:k]) if users else 0,
+        )
+        for k in range(workers)
+    ]
+
+
+def _conversation(position: int, request: RequestSpec) -> tuple[bool, int]:
+    """What must stay together: the session, or else the request by itself."""
+    return (False, position) if request.session is None else (True, request.session)
+
+
+def _conversations(requests: Sequence[RequestSpec]) -> list[tuple[bool, int]]:
+    """Each conversation once, in order of first appearance."""
+    return list(dict.fromkeys(_conversation(i, r) for i, r in enumerate(requests)))

@@ -1,0 +1,121 @@
+"""Times of other processes on the master's clock, and how well they are known. Pure functions.
+
+Clocks are compared as NTP does it (RFC 5905, section 8): the master notes when it asks (t1) and has the answer (t4),
+the worker when it received (t2) and answered (t3), each on its own clock. Of several exchanges the one with the
+smallest round trip is taken: the true offset lies within half that round trip of the measured one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+MAX_ERROR_MS = 1.0
+SHARE_OF_ITL = 0.02
+_ROUNDING_S = 1e-6
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One question and its answer [s]: t1 and t4 on the master's clock, t2 and t3 on the worker's."""
+
+    t1: float
+    t2: float
+    t3: float
+    t4: float
+
+    @property
+    def offset(self) -> float:
+        """How far the worker's clock is ahead of the master's [s]."""
+        return ((self.t2 - self.t1) + (self.t3 - self.t4)) / 2
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds on the way; the error of ``offset`` is at most half of it."""
+        return max(0.0, (self.t4 - self.t1) - (self.t3 - self.t2))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An offset [s] at a moment ``at`` [s, worker's clock], true to within ``error`` [s]."""
+
+    at: float
+    offset: float
+    error: float
+
+
+def reading(exchanges: Sequence[Exchange]) -> Reading:
+    """The reading of the exchange with the smallest round trip (RFC 5905's clock filter)."""
+    if not exchanges:
+        raise ValueError("no exchange was answered: a clock needs at least 1 to be compared.")
+    best = min(exchanges, key=lambda e: e.round_trip)
+    return Reading((best.t2 + best.t3) / 2, best.offset, best.round_trip / 2)
+
+
+@dataclass(frozen=True)
+class ClockMap:
+    """One worker's clock against the master's. ``same_clock``: they are one clock, and nothing is to be corrected."""
+
+    readings: tuple[Reading, ...]
+    same_clock: bool
+
+    def to_master(self, times: np.ndarray) -> np.ndarray:
+        """Times of the worker's clock [s] on the master's; between two readings the offset changes linearly."""
+        times = np.asarray(times, dtype=np.float64)
+        if self.same_clock:
+            return times
+        return times - np.interp(times, [r.at for r in self.readings], [r.offset for r in self.readings])
+
+    def from_master(self, time: float) -> float:
+        """A moment of the master's clock on the worker's, by the newest reading."""
+        return time if self.same_clock else time + self.readings[-1].offset
+
+    @property
+    def drift_s(self) -> float:
+        """The largest change of the offset between two readings [s]."""
+        if self.same_clock:
+            return 0.0
+        return float(np.abs(np.diff([r.offset for r in self.readings])).max(initial=0.0))
+
+    @property
+    def error_s(self) -> float:
+        """A bound of the error of ``to_master`` [s]: half the worst round trip, and the drift between readings."""
+        return 0.0 if self.same_clock else max(r.error for r in self.readings) + self.drift_s
+
+    def with_reading(self, new: Reading) -> ClockMap:
+        """The same clock, looked at once more. One that leaves the bounds of its readings was another clock."""
+        return ClockMap((*self.readings, new), self.same_clock and _agrees(new))
+
+
+def clock_map(first: Reading, worker_boot: str | None, master_boot: str | None) -> ClockMap:
+    """Equal boot ids mean one kernel, whose CLOCK_MONOTONIC all its processes share; the reading must agree."""
+    return ClockMap((first,), worker_boot is not None and worker_boot == master_boot and _agrees(first))
+
+
+def _agrees(read: Reading) -> bool:
+    return abs(read.offset) <= read.error + _ROUNDING_S  # a container may shift its clock: time_namespaces(7)
+
+
+def boot_id() -> str | None:
+    """What tells this kernel's run from every other; None where the system does not say."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip() or None
+    except OSError:
+        return None
+
+
+def clock_reasons(name: str, clock: ClockMap, itl_p50_ms: float | None) -> list[str]:
+    """Why this worker's times may not be believed; empty when they may."""
+    limit = max(MAX_ERROR_MS, SHARE_OF_ITL * (itl_p50_ms or 0.0))
+    error = clock.error_s * 1000
+    if error <= limit:
+        return []
+    return [
+        f"the clock of {name} is known to within {error:.2f} ms only (round trip "
+        f"{max(r.error for r in clock.readings) * 2000:.2f} ms, drift {clock.drift_s * 1000:.2f} ms), the limit is "
+        f"{limit:.2f} ms (1 ms or 2 % of the median ITL); use a nearer machine."
+    ]

@@ -1,0 +1,130 @@
+"""One load of several processes, as the master sees it: the lines on stdout and the files are those of one process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import gevent
+
+from kvbench.load.distributed import TOKEN_VARIABLE
+from kvbench.load.distributed_master import Crew, Meeting
+from kvbench.load.distributed_wire import WorkerLost
+from kvbench.load.merge import WorkerResult, merged_client, most_in_flight
+from kvbench.load.outcome import Outcome, write_outcome
+from kvbench.load.process import EXIT_NOT_DRIVEN, PROGRESS_S, Clocked, Voice
+from kvbench.load.requests import RequestList
+from kvbench.load.spec import LoadSpec
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_CHECK_CLOCKS_S = 5.0
+
+
+class SharedLoad:
+    """Leads a crew of workers through one load."""
+
+    def __init__(self, spec: LoadSpec, requests: RequestList, meeting: Meeting) -> None:
+        """Opens the port and starts local workers. ValueError for what cannot be."""
+        self.spec, self.requests, self.meeting = spec, requests, meeting
+        self.voice = Voice(len(requests))
+        self.crew = Crew(spec, requests, meeting)
+        self.zero: float | None = None
+
+    def run(self) -> int:
+        """Returns the exit code; 128 + signal when it was stopped by one. Every wait in here is bounded."""
+        self.voice.listen()
+        if not self.meeting.local:
+            self._announce()
+        try:
+            return self._drive()
+        except WorkerLost as loss:
+            print(f"kvbench load: {loss}", file=sys.stderr)
+            self._say("end", exit_code=EXIT_NOT_DRIVEN, error=str(loss))
+            return EXIT_NOT_DRIVEN
+        finally:
+            self.crew.dismiss()
+
+    def _announce(self) -> None:
+        print(
+            f"kvbench load: waiting for {self.meeting.workers} workers at {self.meeting.host}:{self.crew.port}",
+            file=sys.stderr,
+        )
+        if self.meeting.host not in _LOOPBACK:
+            print(
+                f"kvbench load: whoever reaches {self.meeting.host}:{self.crew.port} sees the prompts in clear text; "
+                f"use a network of your own, and set {TOKEN_VARIABLE} to the same value on every machine so that "
+                "no stranger can take part.",
+                file=sys.stderr,
+            )
+
+    def _drive(self) -> int:
+        crew, voice = self.crew, self.voice
+        crew.gather(lambda: voice.stopped)
+        if not voice.stopped:
+            crew.prepare()
+        if voice.stopped:
+            self._say("end", exit_code=voice.exit_code(None), error="stopped before the load began")
+            return voice.exit_code(None)
+        self.zero = crew.start()
+        started = time.time() + (self.zero - time.perf_counter())
+        gevent.sleep(max(0.0, self.zero - time.perf_counter()))
+        self._say("begin")
+        problem = self._watch()
+        wall_s = time.perf_counter() - self.zero
+        step_s = time.time() - started - wall_s
+        self._say("measured")
+        if problem is not None or voice.stopped:
+            crew.stop()
+        crew.look_at_clocks()
+        results = crew.collect()
+        problem = problem or crew.first_loss()
+        if problem is not None:
+            print(f"kvbench load: {problem}", file=sys.stderr)
+        code = voice.exit_code(problem)
+        load = write_outcome(
+            self.spec,
+            self.requests,
+            self._outcome(results, Clocked(started, 0.0, wall_s, step_s), problem),
+            ended_well=code == 0,
+        )
+        self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
+        return code
+
+    def _watch(self) -> str | None:
+        """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""
+        crew, looked = self.crew, time.monotonic()
+        while not all(link.ended for link in crew.links):
+            crew.news.wait(PROGRESS_S)
+            crew.news.clear()
+            if self.voice.stopped:
+                return None
+            if lost := crew.find_lost():
+                return lost
+            if gone := next((link.gone for link in crew.links if link.gone), None):
+                return f"the server stopped answering: {gone}"
+            if time.monotonic() - looked > _CHECK_CLOCKS_S and not all(c.same_clock for c in crew.clocks):
+                crew.look_at_clocks()
+                looked = time.monotonic()
+            self._say("progress")
+        return next((f"the server stopped answering: {link.gone}" for link in crew.links if link.gone), None)
+
+    def _outcome(self, results: list[WorkerResult], clocked: Clocked, problem: str | None) -> Outcome:
+        clocked.cpu_s = sum(r.clocked.cpu_s for r in results)
+        client, reasons = merged_client(results, self.spec.mode, clocked.wall_s)
+        samples = [s for r in results for s in r.samples]
+        total = self.crew.env.stats.total
+        return Outcome(
+            samples,
+            self.zero,
+            most_in_flight(samples),
+            clocked,
+            client,
+            reasons + ([f"{problem}."] if problem else []),
+            (total.num_requests, total.num_failures),
+        )
+
+    def _say(self, event: str, **more: Any) -> None:
+        elapsed = 0.0 if self.zero is None else max(0.0, time.perf_counter() - self.zero)
+        done = sum(link.done for link in self.crew.links)
+        self.voice.say(event, done, sum(link.failed for link in self.crew.links), elapsed, **more)

@@ -1,0 +1,224 @@
+"""One worker: connects to the master, is given its shard, runs it from the common time zero, hands its samples back.
+
+The worker needs nothing but the master's address: spec and requests come as messages, samples go back the same way.
+It ends when the master says so, and by itself when the master has not been heard of for ``MASTER_LIMIT_S``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+import gevent
+import numpy as np
+from gevent.event import Event
+from locust.env import Environment
+from locust.rpc import Message
+from locust.runners import WorkerRunner
+
+from kvbench.load.client import StreamFailure
+from kvbench.load.distributed_clock import boot_id
+from kvbench.load.distributed_wire import CALL, EVENT, HELLO, PIECE_BYTES, REPLY, proof, proven
+from kvbench.load.lag import LagProbe
+from kvbench.load.merge import samples_to_bytes
+from kvbench.load.process import (
+    EXIT_NOT_DRIVEN,
+    EXIT_OK,
+    STOP_LIMIT_S,
+    Measuring,
+    allow_many_sockets,
+    check_server,
+    session_of,
+    undisturbed,
+    user_class,
+    user_count,
+    wait_ready,
+    watch,
+)
+from kvbench.load.requests import RequestList, RequestSpec
+from kvbench.load.session import LoadSession
+from kvbench.load.spec import LoadSpec
+
+MASTER_LIMIT_S = 10.0  # Locust's master answers a heartbeat every second
+CONNECT_LIMIT_S = 300.0
+_OPEN_LEAD_S = 0.05
+_ROWS_BETWEEN_PAUSES = 200
+
+
+def run_worker(host: str, port: int) -> int:
+    """The whole life of a worker. Returns the exit code."""
+    env = Environment()
+    unreached = ConnectionError(f"no master answered at {host}:{port} within {CONNECT_LIMIT_S:g} s")
+    try:
+        with gevent.Timeout(CONNECT_LIMIT_S, unreached):
+            runner = env.create_worker_runner(host, port)
+    except (ConnectionError, OSError) as error:
+        print(f"kvbench load: {error}; is `kvbench load --master` running there?", file=sys.stderr)
+        return EXIT_NOT_DRIVEN
+    return Worker(env, runner).run()
+
+
+class Worker:
+    """Answers the master's calls (``kvbench_call``: one method ``_do_<op>`` each)."""
+
+    def __init__(self, env: Environment, runner: WorkerRunner) -> None:
+        self.env, self.runner = env, runner
+        self.session: LoadSession | None = None
+        self.probe = LagProbe()
+        self.over = Event()
+        self.stopped = False
+        self.code = EXIT_OK
+        self._parent = os.getppid()
+        self._heard = time.monotonic()
+        self._rows: list[bytes] = []
+        self._results: dict[str, bytes] = {}
+        self._spec: LoadSpec | None = None
+        self._measured: gevent.Greenlet | None = None
+
+    def run(self) -> int:
+        """Until the master says quit or is gone."""
+        allow_many_sockets()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            gevent.signal_handler(number, self._on_signal, number)
+        self.env.events.heartbeat_received.add_listener(self._on_heartbeat)
+        self.runner.register_message(CALL, self._on_call)
+        self.runner.send_message(
+            HELLO,
+            {
+                "boot": boot_id(),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "proof": proof(self.runner.client_id),
+            },
+        )
+        ended = gevent.spawn(self.runner.greenlet.join)  # Locust's greenlets end with the master's quit
+        while not ended.ready() and not self.over.wait(0.25):
+            self._look_for_master()
+        self.probe.stop()
+        with gevent.Timeout(STOP_LIMIT_S, False):
+            self.runner.quit()
+        return self.code
+
+    def _look_for_master(self) -> None:
+        silent = time.monotonic() - self._heard
+        if silent > MASTER_LIMIT_S:
+            self._give_up(f"the master has been silent for {silent:.0f} s")
+
+    def _on_heartbeat(self, **_: Any) -> None:
+        self._heard = time.monotonic()
+        # Locust compares this with the wall clock, and would end the load when somebody sets that clock forward.
+        self.runner.last_heartbeat_timestamp = None
+
+    def _on_signal(self, number: int) -> None:
+        """A stop of the whole group: the master still wants what was measured. Without a master this is the end."""
+        self.stopped = True
+        if self.session is not None:
+            self.session.stopping = True
+        if os.getppid() != self._parent or self.session is None:
+            self._give_up(f"stopped by {signal.Signals(number).name}", 128 + number)
+
+    def _give_up(self, why: str, code: int = EXIT_NOT_DRIVEN) -> None:
+        print(f"kvbench load: this worker ends: {why}", file=sys.stderr)
+        self.stopped, self.code = True, code
+        if self.session is not None:
+            self.session.stopping = True
+        self.over.set()
+
+    def _on_call(self, msg: Message, **_: Any) -> None:
+        received = time.perf_counter()
+        self._heard = time.monotonic()
+        if msg.data["op"] == "clock":  # at once: what it measures is the way there and back
+            self.runner.send_message(REPLY, {"id": msg.data["id"], "t2": received, "t3": time.perf_counter()})
+            return
+        gevent.spawn(self._answer, dict(msg.data))
+
+    def _answer(self, data: dict[str, Any]) -> None:
+        number, op = data.pop("id"), data.pop("op")
+        try:
+            reply = getattr(self, f"_do_{op}")(**data) or {}
+        except Exception as error:  # whatever it was, the master must hear of it and end the load
+            reply = {"error": str(error) if isinstance(error, StreamFailure | ValueError) else repr(error)}
+        self.runner.send_message(REPLY, {"id": number, **reply})
+
+    def _tell(self, event: str, **more: Any) -> None:
+        session = self.session
+        self.runner.send_message(EVENT, {"event": event, "done": session.done, "failed": session.failed, **more})
+
+    def _do_spec(self, spec: str, proof_of_master: str) -> None:
+        if not proven("master " + self.runner.client_id, proof_of_master):
+            raise ValueError("the master has another KVBENCH_LOAD_TOKEN; give both the same")
+        self._spec = LoadSpec.model_validate_json(spec)
+        self._rows.clear()
+
+    def _do_rows(self, piece: bytes) -> None:
+        self._rows.append(piece)
+
+    def _do_prepare(self) -> dict[str, Any]:
+        """The requests are complete: make them ready to send, see that the server is there."""
+        requests = []
+        for k, line in enumerate(b"".join(self._rows).splitlines()):
+            requests.append(RequestSpec.from_row(json.loads(line)))
+            if k % _ROWS_BETWEEN_PAUSES == 0:
+                gevent.sleep(0)  # heartbeats must go on
+        self._rows.clear()
+        self.session = session_of(self._spec, RequestList(requests))
+        self.session.fire = self.env.events.request.fire
+        self.env.user_classes = [user_class(self._spec, self.session)]
+        check_server(self.session)
+        return {"users": user_count(self._spec)}
+
+    def _do_line_up(self) -> None:
+        """Locust has been told to spawn the users: wait until each stands at the line."""
+        wait_ready(self.session, user_count(self._spec), lambda: self.stopped)
+
+    def _do_start(self, zero: float) -> dict[str, Any]:
+        """Arms the load for ``zero`` [s, this clock]; how much time was left then."""
+        armed = Event()
+        self._measured = gevent.spawn(self._measure, zero, armed)
+        armed.wait()
+        return {"left_s": zero - time.perf_counter()}
+
+    def _measure(self, zero: float, armed: Event) -> None:
+        with undisturbed(self._spec) as priority:
+            armed.set()
+            early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
+            gevent.sleep(max(0.0, zero - early - time.perf_counter()))
+            measuring = Measuring(self.session, self.probe)
+            measuring.clocked.priority = priority
+            measuring.begin(zero)
+            gone = watch(self.session, lambda: self.stopped, lambda: self._tell("progress"))
+            clocked = measuring.end()
+        self._results["clocked"] = json.dumps(vars(clocked)).encode()
+        self._tell("ended", gone=gone)
+
+    def _do_stop(self) -> None:
+        self.stopped = True
+        if self.session is not None:
+            self.session.stopping = True
+
+    def _do_finish(self) -> dict[str, Any]:
+        """Ends the users and makes the results ready; sizes in bytes of what can be fetched."""
+        self.probe.stop()
+        if self._measured is not None:
+            self._measured.join(timeout=STOP_LIMIT_S)
+        with gevent.Timeout(STOP_LIMIT_S, False):
+            self.runner.stop()
+        with gevent.Timeout(STOP_LIMIT_S, False):
+            self.session.drain()
+        stats: dict[str, Any] = {}  # before the answer, so that the master has them when it has that
+        self.env.events.report_to_master.fire(client_id=self.runner.client_id, data=stats)
+        self.runner.client.send(Message("stats", stats, self.runner.client_id))
+        self._results["samples"] = samples_to_bytes(self.session.samples, self.session.zero)
+        self._results["lags"] = np.asarray(self.probe.lags, dtype=np.float64).tobytes()
+        return {"zero": self.session.zero, "sizes": {name: len(data) for name, data in self._results.items()}}
+
+    def _do_fetch(self, what: str, start: int) -> dict[str, Any]:
+        return {"piece": self._results[what][start : start + PIECE_BYTES]}
+
+    def _do_quit(self) -> None:
+        gevent.spawn_later(0.05, self.over.set)

@@ -1,0 +1,140 @@
+"""Several workers' results as those of one load: samples on one clock, figures per process and together."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvbench.load.completion import Completion
+from kvbench.load.distributed_clock import ClockMap, clock_reasons
+from kvbench.load.probe import client_report, invalid_reasons
+from kvbench.load.process import Clocked
+from kvbench.load.requests import RequestSpec
+from kvbench.load.samples import SCHEMA, Sample
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What one worker handed back. ``samples`` are on the master's clock; ``lags`` [s] float64 [ticks]."""
+
+    name: str
+    host: str
+    pid: int
+    requests: int
+    samples: list[Sample]
+    lags: np.ndarray
+    clocked: Clocked
+    clock: ClockMap
+
+
+def samples_to_bytes(samples: Sequence[Sample], zero: float) -> bytes:
+    """Parquet, with times in seconds since ``zero``."""
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([s.to_row(zero) for s in samples], schema=SCHEMA), buffer)
+    return buffer.getvalue()
+
+
+def samples_from_bytes(
+    data: bytes, zero: float, clock: ClockMap, requests: Mapping[int, RequestSpec], first_user: int = 0
+) -> list[Sample]:
+    """The reverse of ``samples_to_bytes``, every time moved onto the master's clock.
+
+    ``zero``: the worker's time zero on its own clock; ``requests``: by index; ``first_user`` is added to the users'
+    numbers, which each worker counts from 0. ValueError for rows that are none.
+    """
+    try:
+        table = pq.read_table(io.BytesIO(data))
+    except pa.ArrowException as error:
+        raise ValueError(f"the samples cannot be read: {error}") from error
+    if table.schema != SCHEMA:
+        raise ValueError("the samples have other columns; run the same version of kvbench on every machine.")
+    return [_sample(row, zero, clock, requests[row["index"]], first_user) for row in table.to_pylist()]
+
+
+def _sample(row: Mapping[str, Any], zero: float, clock: ClockMap, request: RequestSpec, first_user: int) -> Sample:
+    def moved(times: Sequence[float]) -> list[float]:
+        return clock.to_master(np.asarray(times, dtype=np.float64) + zero).tolist()
+
+    t0, ts, end = moved([row["t0"], row["ts"], row["end"]])
+    done = Completion(
+        http_status=row["http_status"],
+        chunk_times=moved(row["chunk_times"]),
+        chunk_tokens=row["chunk_tokens"],
+        sent_times=moved(row["sent_times"] or []),
+        token_ids=row["output_token_ids"] or [],
+        text=row["text"],
+        first=None if row["first"] is None else moved([row["first"]])[0],
+        finish_reason=row["finish_reason"],
+        prompt_tokens=row["prompt_tokens"],
+        output_tokens=row["output_tokens"],
+        cached_tokens=row["cached_tokens"],
+        coalesced=row["coalesced"],
+        done=row["ok"],
+        error_kind=row["error_kind"],
+        error=row["error"],
+    )
+    return Sample(request, row["user"] + first_user, t0, ts, end, done, row["queued_s"])
+
+
+def most_in_flight(samples: Sequence[Sample]) -> int:
+    """The most requests that were between send and end at one moment (an end and a start at once: one of them)."""
+    moments = [(s.ts, 1) for s in samples] + [(s.end, -1) for s in samples]
+    return int(np.cumsum([step for _, step in sorted(moments)]).max(initial=0)) if moments else 0
+
+
+def merged_client(results: Sequence[WorkerResult], mode: str, wall_s: float) -> tuple[dict[str, Any], list[str]]:
+    """The client's figures of the whole load, and what speaks against single workers (one sentence each).
+
+    Lag, slip and coalesced chunks are those of all samples together; ``cpu_fraction`` is the busiest process's share of
+    a core, since one process cannot have more than one. ``processes`` has each worker's own figures, which must keep
+    the same limits: one slow worker of many may not hide among the others.
+    """
+    lags = np.concatenate([r.lags for r in results]) if results else np.empty(0)
+    cpu_s = sum(r.clocked.cpu_s for r in results)
+    client = client_report([s for r in results for s in r.samples], lags, cpu_s, wall_s, mode)
+    own = [client_report(r.samples, r.lags, r.clocked.cpu_s, r.clocked.wall_s, mode) for r in results]
+    fractions = [c["cpu_fraction"] for c in own if c["cpu_fraction"] is not None]
+    client["cpu_fraction_total"] = client["cpu_fraction"]
+    client["cpu_fraction"] = max(fractions, default=None)
+    client["priority"] = ", ".join(sorted({r.clocked.priority for r in results}))
+    client["processes"] = [_process(r, c) for r, c in zip(results, own, strict=True)]
+    reasons: list[str] = []
+    if not invalid_reasons(client, 0):  # else the same is said of the whole load
+        for result, figures in zip(results, own, strict=True):
+            reasons += [f"{result.name}: {x}" for x in invalid_reasons(figures, 0)]
+    for result in results:
+        reasons += clock_reasons(result.name, result.clock, client["itl_p50_ms"])
+    return client, reasons
+
+
+_OWN_FIGURES = (
+    "cpu_fraction", "cpu_us_per_chunk", "lag_source", "lag_p50_ms", "lag_p99_ms", "loop_lag_p99_ms",
+    "schedule_slip_p99_ms", "chunks", "coalesced_share",
+)  # fmt: skip
+
+
+def _process(result: WorkerResult, figures: Mapping[str, Any]) -> dict[str, Any]:
+    clock = result.clock
+    return {
+        "name": result.name,
+        "host": result.host,
+        "pid": result.pid,
+        "requests": result.requests,
+        "completed": sum(s.completion.ok for s in result.samples),
+        "priority": result.clocked.priority,
+        **{name: figures[name] for name in _OWN_FIGURES},
+        "clock": {
+            "same_clock": clock.same_clock,
+            "offset_ms": clock.readings[-1].offset * 1000,
+            "round_trip_ms": max(r.error for r in clock.readings) * 2000,
+            "drift_ms": clock.drift_s * 1000,
+            "error_ms": clock.error_s * 1000,
+            "readings": len(clock.readings),
+        },
+    }

@@ -1,0 +1,197 @@
+"""What a load process does whether it is the only one or one of several: users, undisturbed measuring, watching."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gevent
+from locust import User
+
+from kvbench.load.client import Address, StreamFailure, Timeouts
+from kvbench.load.lag import LagProbe
+from kvbench.load.priority import better_priority
+from kvbench.load.requests import RequestList, read_requests
+from kvbench.load.session import LoadSession
+from kvbench.load.spec import LoadSpec
+from kvbench.load.users import ClosedLoopUser, OpenLoopUser
+
+EXIT_OK, EXIT_BAD_INPUT, EXIT_NOT_DRIVEN = 0, 2, 4
+PROGRESS_S = 0.25
+START_LIMIT_S = 30.0
+STOP_LIMIT_S = 1.2
+_STALL_MARGIN_S = 30.0
+_SWITCH_S = 0.0002
+
+
+def requests_of(spec: LoadSpec) -> RequestList:
+    """The requests that the spec names. ValueError with a sentence for what is wrong in them."""
+    try:
+        requests = read_requests(spec.requests_file)
+    except OSError as error:
+        raise ValueError(f"requests_file {spec.requests_file} cannot be read: {error.strerror}.") from error
+    if spec.mode == "open" and any(r.arrival_s is None and not r.turn for r in requests):
+        raise ValueError("mode open needs arrival_s in every row of requests_file; build the requests anew.")
+    return requests
+
+
+def session_of(spec: LoadSpec, requests: RequestList) -> LoadSession:
+    """The state that the load's users share. ValueError for a URL that cannot be spoken to."""
+    timeouts = Timeouts(
+        connect=spec.connect_timeout_s,
+        first_byte=spec.first_byte_timeout_s or spec.timeout_s,
+        idle=spec.idle_timeout_s or spec.timeout_s,
+        total=spec.timeout_s,
+    )
+    return LoadSession(spec, Address.from_url(spec.base_url), timeouts, requests)
+
+
+def user_class(spec: LoadSpec, session: LoadSession | None = None) -> type[User]:
+    """Locust's user class of this load; without a session (a master, which runs no user) only its name counts."""
+    base = ClosedLoopUser if spec.mode == "closed" else OpenLoopUser
+    return type(base.__name__, (base,), {"session": session, "abstract": False})
+
+
+def user_count(spec: LoadSpec) -> int:
+    """Locust users of one process: the concurrency in closed loop, one dispatcher in open loop."""
+    return int(spec.concurrency or 1) if spec.mode == "closed" else 1
+
+
+def check_server(session: LoadSession) -> None:
+    """StreamFailure when the server takes no connection."""
+    client = session.new_client()
+    client.connect()
+    client.close()
+
+
+def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) -> None:
+    """Until every user stands at the line with an open connection, or the load is stopped. StreamFailure."""
+    late = StreamFailure("connect_timeout", f"the users were not ready in {START_LIMIT_S:g} s")
+    with gevent.Timeout(START_LIMIT_S, late):
+        while session.ready < users:
+            if session.start_failure is not None:
+                raise session.start_failure
+            if stopped():
+                return
+            gevent.sleep(0.005)
+
+
+@dataclass
+class Clocked:
+    """What a process measured of itself. ``cpu_s`` over ``wall_s``; ``wall_step_s``: how far the wall clock jumped."""
+
+    started_unix: float = 0.0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    wall_step_s: float = 0.0
+    priority: str = "normal"
+
+
+@contextlib.contextmanager
+def undisturbed(spec: LoadSpec) -> Iterator[str]:
+    """Within the block nothing of ours stops the streams' stamps; yields the priority that was reached."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a collection would stop all streams' stamps for milliseconds
+    gevent.setswitchinterval(_SWITCH_S)  # else the parser's pauses let 5 ms pass before bytes are read
+    try:
+        with better_priority(spec.better_priority) as priority:
+            yield priority
+    finally:
+        gc.enable()
+
+
+class Measuring:
+    """From ``begin`` to ``end``: the session runs, the probe ticks, CPU and clocks are read."""
+
+    def __init__(self, session: LoadSession, probe: LagProbe) -> None:
+        self.session, self.probe = session, probe
+        self.clocked = Clocked()
+
+    def begin(self, zero: float | None = None) -> None:
+        """Starts the load at ``zero`` [s, perf_counter] (None: now)."""
+        now = time.perf_counter()
+        self.clocked.started_unix = time.time() + ((now if zero is None else zero) - now)
+        self._cpu = time.process_time()
+        self.probe.start()
+        self.session.begin(zero)
+
+    def end(self) -> Clocked:
+        """After the last request, before anything is written."""
+        clocked = self.clocked
+        clocked.cpu_s = time.process_time() - self._cpu
+        clocked.wall_s = self.session.elapsed()
+        clocked.wall_step_s = time.time() - clocked.started_unix - clocked.wall_s
+        return clocked
+
+
+class Voice:
+    """What the process that leads a load says on stdout, one JSON object a line, and the signal that stopped it."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.signal: int | None = None
+        self.on_stop: Callable[[], None] = lambda: None
+
+    def listen(self) -> None:
+        """From here on SIGINT and SIGTERM stop the load."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            gevent.signal_handler(number, self._stop, number)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the load is to end early."""
+        return self.signal is not None
+
+    def _stop(self, number: int) -> None:
+        self.signal = int(number)
+        self.on_stop()
+
+    def say(self, event: str, done: int, failed: int, elapsed_s: float, **more: Any) -> None:
+        """One line; when nobody reads any more, whoever started the load is gone, and the load stops."""
+        line = {"event": event, "done": done, "total": self.total, "failed": failed, "elapsed_s": round(elapsed_s, 3)}
+        try:
+            print(json.dumps({**line, **more}), flush=True)
+        except BrokenPipeError:
+            self._stop(signal.SIGTERM)
+
+    def exit_code(self, gone: str | None) -> int:
+        """0; 128 + signal when one stopped the load; 4 when it could not be driven (``gone`` says why)."""
+        if self.signal is not None:
+            return 128 + self.signal
+        return EXIT_OK if gone is None else EXIT_NOT_DRIVEN
+
+
+def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], None]) -> str | None:
+    """Until the load has ended (None), was stopped (None), or the server is gone (why). ``tick``: 4 times a second."""
+    spec = session.spec
+    moved, done = time.monotonic(), 0
+    limit = spec.timeout_s + spec.connect_timeout_s + _STALL_MARGIN_S
+    while not session.ended.wait(PROGRESS_S):
+        if stopped():
+            return None
+        if session.server_gone:
+            return session.last_error
+        if session.done != done or (session.pending and not session.in_flight):
+            moved, done = time.monotonic(), session.done
+        if time.monotonic() - moved > limit:  # cannot happen while the time-outs work
+            return f"no request ended for {limit:g} s"
+        tick()
+    return None
+
+
+def allow_many_sockets() -> None:
+    """Raises the soft limit of open files to the hard one: one stream is one socket."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):
+            return  # the limit stays; too many streams then fail with a sentence of their own
