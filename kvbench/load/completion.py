@@ -6,10 +6,10 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
-from kvbench.load.sse import Body, Head, MalformedStream, body_of, events, parse_head
+from kvbench.load.http1 import Response, read_response
+from kvbench.load.sse import MalformedStream, events
 
 _SLICE = 8  # events parsed between two pauses: about 0.1 ms
 _ERROR_CHARS = 300
@@ -71,34 +71,27 @@ def judge(
     out = Completion()
     if error_kind is not None:
         out.fail(error_kind, error or error_kind)
-    data = b"".join(chunks)
+    response = read_response(chunks)
+    out.http_status = response.status or None
+    if response.problem is not None:
+        out.fail("malformed", response.problem)
+    if not response.status:
+        out.fail("truncated", "no whole response head")
+        return _close(out)
+    if response.status != 200:
+        out.fail("http_error", f"HTTP {response.status}: {_error_text(response.body)}")
+        return _close(out)
     try:
-        head = parse_head(data) if data else None
-        if head is None:
-            out.fail("truncated", "no whole response head")
-            return _close(out)
-        out.http_status = head.status
-        body = body_of(data, head)
-        if head.status != 200:
-            out.fail("http_error", f"HTTP {head.status}: {_error_text(body.data)}")
-            return _close(out)
-        _read_events(out, body, head, times, list(accumulate(map(len, chunks))), pause)
+        _read_events(out, response, times, pause)
     except MalformedStream as problem:
         out.fail("malformed", str(problem))
     _check(out, max_tokens)
     return _close(out)
 
 
-def _read_events(
-    out: Completion,
-    body: Body,
-    head: Head,
-    times: Sequence[float],
-    ends: list[int],
-    pause: Callable[[], None],
-) -> None:
+def _read_events(out: Completion, response: Response, times: Sequence[float], pause: Callable[[], None]) -> None:
     pause()
-    found, rest = events(body.data)
+    found, rest = events(response.body)
     last_read = -1
     for number, (data, position) in enumerate(found):
         if number % _SLICE == _SLICE - 1:
@@ -108,11 +101,11 @@ def _read_events(
             continue
         if out.done:
             raise MalformedStream(f"{data[:60]!r} came after [DONE]")
-        read = bisect_right(ends, body.wire_offset(position - 1))
+        read = bisect_right(response.ends, position - 1)  # the piece that brought the event's last byte
         if _take(out, data, times[read]):
             out.coalesced += read == last_read and not _sent_together(out)
             last_read = read
-    if not body.complete:
+    if not (response.complete or response.until_close):
         out.fail("truncated", "the response's last chunk is missing")
     if rest.strip():
         out.fail("truncated" if not out.done else "malformed", f"the stream ends inside an event: {rest[:60]!r}")

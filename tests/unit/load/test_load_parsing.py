@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 
 import pytest
 
 from kvbench.load.completion import Completion, judge
-from kvbench.load.sse import MalformedStream, dechunk, events, parse_head
+from kvbench.load.http1 import ResponseReader, read_response
+from kvbench.load.sse import MalformedStream, events
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -98,16 +100,33 @@ def test_transport_failure_wins_over_what_is_missing_because_of_it() -> None:
 
 
 def test_chunked_body_knows_when_it_is_whole() -> None:
-    whole = b"5\r\nhello\r\n1;ext=1\r\n!\r\n0\r\n\r\n"
-    assert dechunk(whole, 0).data == b"hello!"
-    assert dechunk(whole, 0).complete
-    assert not any(dechunk(whole[:n], 0).complete for n in range(len(whole)))
-    body = dechunk(whole, 0)
-    assert bytes(whole[body.wire_offset(i)] for i in range(6)) == b"hello!"
-    with pytest.raises(MalformedStream, match="not hexadecimal"):
-        dechunk(b"zz\r\n", 0)
-    with pytest.raises(MalformedStream, match="longer than its size"):
-        dechunk(b"2\r\nhello\r\n", 0)
+    whole = HEAD + b"5\r\nhello\r\n1;ext=1\r\n!\r\n0\r\n\r\n"
+    assert read_response([whole]).body == b"hello!"
+    assert read_response([whole]).complete
+    assert not any(read_response([whole[:n]]).complete for n in range(len(whole)))
+    bytewise = read_response([whole[i : i + 1] for i in range(len(whole))])
+    assert bytewise.body == b"hello!" and bytewise.complete
+    for k in range(6):  # byte k of the body came with the piece in which it lies
+        piece = bisect_right(bytewise.ends, k)
+        assert whole[piece : piece + 1] == b"hello!"[k : k + 1]
+
+
+@pytest.mark.parametrize("bad", [b"zz\r\n", b"2\r\nhello\r\n", b"-1\r\n", b"f" * 17 + b"\r\n", b"2\r\nab0\r\n\r\n"])
+def test_chunks_that_are_none_are_malformed_and_what_came_before_is_kept(bad: bytes) -> None:
+    out = judged(HEAD + chunk(token(" a", [1])), bad)
+    assert (out.error_kind, out.token_ids, out.chunk_times) == ("malformed", [1], [0.0])
+    assert "not HTTP/1.1" in out.error
+
+
+def test_trailers_and_interim_responses_are_no_part_of_the_body() -> None:
+    tokens = token(" a", [1]) + token(" b", [2], "length")
+    early = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    whole = early + HEAD + chunk(tokens) + ending(2)[:-2] + b"X-Checksum: 0\r\nServer-Timing: total\r\n\r\n"
+    for cut in range(1, len(whole)):
+        out = judged(whole[:cut], whole[cut:])
+        assert out.ok, (cut, out.error)
+        assert (out.http_status, out.token_ids) == (200, [1, 2])
+    assert not read_response([whole[:-1]]).complete  # the trailers' end is the response's
 
 
 def test_events_follow_the_standard() -> None:
@@ -120,10 +139,46 @@ def test_events_follow_the_standard() -> None:
         events(b"hello world\n\n")
 
 
+def fed(*pieces: bytes) -> ResponseReader:
+    reader = ResponseReader()
+    for piece in pieces:
+        reader.feed(piece)
+    return reader
+
+
 def test_heads() -> None:
-    assert parse_head(b"HTTP/1.1 200 O") is None
-    head = parse_head(b"HTTP/1.1 404 Not Found\r\nContent-Length: 12\r\nConnection: close\r\n\r\n")
-    assert head is not None
-    assert (head.status, head.length, head.chunked, head.close) == (404, 12, False, True)
-    with pytest.raises(MalformedStream, match="does not begin with HTTP"):
-        parse_head(b"SSH-2.0")
+    assert not fed(b"HTTP/1.1 200 O").begun
+    reader = fed(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\n")
+    assert (reader.status, reader.begun, reader.complete, reader.until_close) == (404, True, False, False)
+    reader.feed(b"ab")
+    assert reader.complete and not reader.reusable  # the server said that it closes
+    for nothing in (b"204 No Content", b"304 Not Modified"):
+        assert fed(b"HTTP/1.1 " + nothing + b"\r\nContent-Length: 5\r\n\r\n").complete
+    assert fed(b"HTTP/1.1 200 OK\r\n\r\nabc").until_close
+    assert not fed(b"HTTP/1.1 200 OK\r\n\r\nabc").complete
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"SSH-2.0",
+        b"HTTP/1.1 20 OK\r\n\r\n",
+        b"HTTP/1.1 99999 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000,
+        b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_response_is_malformed(bad: bytes) -> None:
+    with pytest.raises(MalformedStream):
+        fed(bad)
+
+
+@pytest.mark.parametrize("surplus", [b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b"stray", b"\r\n0\r\n\r\n"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_connection_with_bytes_after_the_response_is_not_used_again(surplus: bytes, apart: bool) -> None:
+    whole = HEAD + chunk(b"x") + b"0\r\n\r\n"
+    assert fed(whole).reusable
+    reader = fed(whole, surplus) if apart else fed(whole + surplus)
+    assert reader.complete and reader.status == 200 and not reader.reusable
