@@ -1,0 +1,206 @@
+"""A trace as one page that needs no network: lengths, arrivals over time, hit rate over capacity."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from kvbench.report.page import figures_json
+from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish
+from kvbench.trace_description import Description
+from kvbench.trace_words import HEADS, cache_heads, cache_rows, facts, length_rows, title
+from kvbench.traces import stats
+from kvbench.traces.model import Trace
+
+_POINTS = 400  # of a curve: more are not seen
+_BARS = 240
+_LOG_TICKS = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
+
+
+def page(found: Description) -> str:
+    """The whole page; everything that came from outside is escaped by the template."""
+    drawn = [
+        drawing
+        for drawing in (lengths_figure(found), arrivals_figure(found.trace), cache_figure(found), waste_figure(found))
+        if drawing is not None
+    ]
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    told = facts(found)
+    return made.from_string(_asset("trace.html.j2")).render(
+        title=title(found),
+        facts=told,
+        heads=HEADS,
+        length_rows=length_rows(found),
+        cache_heads=cache_heads(found.cache) if found.cache is not None else (),
+        cache_rows=cache_rows(found.cache) if found.cache is not None else [],
+        drawings=drawn,
+        figures_json=Markup(figures_json(drawn)),
+        css=Markup(_asset("page.css")),
+        js=Markup(_asset("page.js")),
+        plotly_js=Markup(get_plotlyjs()),
+    )
+
+
+def lengths_figure(found: Description) -> Drawing | None:
+    """Share of requests of at most so many tokens (or characters), prompts and outputs apart."""
+    trace = found.trace
+    in_tokens = "prompt_tokens" in found.lengths or "output_tokens" in found.lengths
+    columns = [
+        ("prompt", trace.prompt_tokens[trace.prompt_tokens >= 0], PAGED, "solid"),
+        ("output", trace.output_tokens[trace.output_tokens >= 0], CONTIGUOUS, "dash"),
+        ("prompt + output", stats.total_tokens(trace), OTHERS[0], "dot"),
+    ]
+    if not in_tokens:
+        columns = [
+            ("prompt", stats.prompt_characters(trace), PAGED, "solid"),
+            ("reply", stats.reply_characters(trace), CONTIGUOUS, "dash"),
+        ]
+    figure, unit = go.Figure(), "tokens" if in_tokens else "characters"
+    for name, values, colour, dash in columns:
+        if not len(values):
+            continue
+        shares = np.linspace(0, 1, min(_POINTS, max(2, len(values))))
+        lengths = np.maximum(np.quantile(values, shares, method="inverted_cdf"), 1)
+        figure.add_scatter(
+            x=lengths,
+            y=shares * 100,
+            mode="lines",
+            name=name,
+            line={"color": colour, "dash": dash, "shape": "hv"},
+            hovertemplate=f"%{{y:.1f}} % of requests have at most %{{x:,.0f}} {unit}<extra>{name}</extra>",
+        )
+    if not figure.data:
+        return None
+    figure.update_xaxes(title_text=unit, type="log", tickvals=_LOG_TICKS, tickformat=",")
+    figure.update_yaxes(title_text="share of requests, %", range=[0, 101])
+    return Drawing("lengths", "How long are the requests?", _caption(found), finish(figure, 420))
+
+
+def _caption(found: Description) -> str:
+    memory = found.memory
+    if memory is None:
+        return "Cumulative distributions."
+    return (
+        f"Cumulative distributions. A reservation for the longest request, {memory.total.max:,.0f} tokens, is used to "
+        f"{memory.reserve_max_util:.1%} by the mean request of {memory.total.mean:,.0f}."
+    )
+
+
+def arrivals_figure(trace: Trace) -> Drawing | None:
+    """Requests and prompt tokens per second over time."""
+    if trace.arrival_s is None or not np.nanmax(trace.arrival_s) > 0:
+        return None
+    timed = ~np.isnan(trace.arrival_s)
+    times, tokens = trace.arrival_s[timed], np.maximum(trace.prompt_tokens[timed], 0)
+    window = _window(float(times[-1]), trace.tick_s)
+    bins = (times // window).astype(np.int64)
+    number = int(bins[-1]) + 1
+    starts = np.arange(number) * window
+    rows = 1 + bool(tokens.any())
+    figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    shown = [("requests/s", np.bincount(bins, minlength=number) / window, PAGED)]
+    if tokens.any():
+        shown.append(("prompt tokens/s", np.bincount(bins, weights=tokens, minlength=number) / window, CONTIGUOUS))
+    for row, (name, rates, colour) in enumerate(shown, 1):
+        figure.add_bar(
+            x=starts + window / 2,
+            y=rates,
+            width=window,
+            name=name,
+            marker={"color": colour, "line": {"width": 0}},
+            hovertemplate=f"%{{y:,.4~g}} {name} in {window:g} s around %{{x:,.4~g}} s<extra></extra>",
+            row=row,
+            col=1,
+        )
+    finish(figure, 260 + 160 * (rows - 1), legend=False)
+    figure.update_layout(bargap=0)
+    for row, (name, _, _) in enumerate(shown, 1):
+        figure.update_yaxes(title_text=name, rangemode="tozero", tickformat="~s", row=row, col=1)
+    figure.update_xaxes(showgrid=False)
+    figure.update_xaxes(title_text="time, s", row=rows, col=1)
+    caption = f"Counted in windows of {window:g} s."
+    if trace.tick_s is not None:
+        caption += f" The trace's clock ticks every {trace.tick_s:g} s."
+    return Drawing("arrivals", "When do they come?", caption, figure)
+
+
+def _window(span: float, tick: float | None) -> float:
+    """The smallest round number of seconds that keeps the bars few and holds whole ticks."""
+    least = max(span / _BARS, tick or 0.0)
+    for power in range(-3, 9):
+        for digit in (1, 2, 5):
+            window = float(digit * 10.0**power)
+            if window >= least:
+                return float(np.ceil(window / tick) * tick) if tick else window
+    return least
+
+
+def cache_figure(found: Description) -> Drawing | None:
+    """Hit rate over capacity, and the ceiling."""
+    if found.cache is None:
+        return None
+    figure, ceiling = go.Figure(), found.cache.ceiling
+    for name, colour, dash in (("pages", PAGED, "solid"), ("tokens", CONTIGUOUS, "dot")):
+        figure.add_scatter(
+            x=[point.num_tokens for point in found.cache.points],
+            y=[getattr(point.rates, name) * 100 for point in found.cache.points],
+            mode="lines+markers",
+            name=f"hit rate of {name}",
+            line={"color": colour, "dash": dash},
+            hovertemplate="%{y:.2f} % at %{x:,} tokens<extra></extra>",
+        )
+    best = ceiling.rates.pages
+    figure.add_hline(
+        y=best * 100,
+        line={"color": OTHERS[4], "dash": "dash"},
+        annotation_text=f"endless cache: {best:.2%} of pages",
+        annotation_position="top left",
+    )
+    figure.update_xaxes(title_text="capacity, tokens of KV", type="log", tickvals=_LOG_TICKS, tickformat="~s")
+    figure.update_yaxes(title_text="hit rate, %", range=[0, max(best * 118, 1)])
+    caption = (
+        "The engine's own page pool and prefix cache, least recently used pages evicted first, one request after "
+        f"another. {ceiling.num_tokens:,} tokens keep everything."
+    )
+    return Drawing("cache", "What could a prefix cache save?", caption, finish(figure, 400))
+
+
+def waste_figure(found: Description) -> Drawing | None:
+    """Share of the KV memory that holds tokens at a request's end, by the way memory is given."""
+    memory = found.memory
+    if memory is None:
+        return None
+    bars: list[tuple[str, float, str]] = [
+        ("reserved: longest", memory.reserve_max_util, CONTIGUOUS),
+        ("reserved: p99", min(memory.reserve_p99_util, 1.0), CONTIGUOUS),
+        *((f"pages of {size}", 1 - waste, PAGED) for size, waste in sorted(memory.waste.items(), reverse=True)),
+    ]
+    figure = go.Figure(
+        go.Bar(
+            y=[name for name, _, _ in bars],
+            x=[share * 100 for _, share, _ in bars],
+            orientation="h",
+            marker={"color": [colour for _, _, colour in bars]},
+            text=[f"{share:.1%}" for _, share, _ in bars],
+            textposition="auto",
+            hovertemplate="%{y}: %{x:.2f} % holds tokens<extra></extra>",
+        )
+    )
+    figure.update_xaxes(title_text="memory that holds tokens at the end, %", range=[0, 102])
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    caption = (
+        "What is given to a request and holds its tokens when it ends, over all requests. Room for the p99 is too "
+        "small for one request in a hundred."
+    )
+    return Drawing("memory", "How much memory would be used?", caption, finish(figure, 300, legend=False))
+
+
+def _asset(name: str) -> Any:
+    return files("kvbench.report").joinpath("templates", name).read_text(encoding="utf-8")

@@ -1,0 +1,115 @@
+"""Texts of a trace through a tokenizer: token counts, and which prompts begin alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from kvbench.traces.model import UNKNOWN, Prompt, Trace
+
+SHIPPED_TOKENIZER = "engine/tokenizer/bpe8k"
+_REPO_ROOT = Path(__file__).resolve().parents[2]
+_BATCH = 1024
+
+
+def find_file(name: str) -> Path | None:
+    """A path as given, or below the repository when a workload is run from elsewhere."""
+    return next((p for p in (Path(name).expanduser(), _REPO_ROOT / name) if p.exists()), None)
+
+
+def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer in ``folder``, else the shipped one, which must be as large as the model's vocabulary: its own.
+
+    Raises ValueError; ``vocab_size`` None: of no model.
+    """
+    path = find_file(folder or SHIPPED_TOKENIZER)
+    file = path / "tokenizer.json" if path is not None and path.is_dir() else path
+    if file is None or not file.is_file():
+        raise ValueError(f"no tokenizer.json in {folder}; give the tokenizer's folder in load.prompts.tokenizer.")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"the tokenizer {file} cannot be read ({error}); give another folder.") from None
+    size = tokenizer.get_vocab_size()
+    if vocab_size is not None and folder is None and size != vocab_size:
+        raise ValueError(
+            f"the tokenizer that ships with kvbench has {size} ids but the model {vocab_size}, so it is not "
+            "the model's own; give the folder of the model's tokenizer in load.prompts.tokenizer."
+        )
+    if vocab_size is not None and size > vocab_size:
+        raise ValueError(
+            f"the tokenizer {folder} has {size} ids but the model only {vocab_size}; "
+            "use the model's own tokenizer or a model with a larger vocabulary."
+        )
+    return tokenizer
+
+
+def written(trace: Trace, row: int) -> tuple[str, ...]:
+    """The texts of a prompt as they are sent: those of a conversation each end with a line break.
+
+    So a turn begins, byte by byte and token by token, with the whole of the turn before it.
+    """
+    assert trace.prompts is not None
+    texts = trace.prompts[row]
+    assert isinstance(texts, tuple)
+    alone = trace.session is None and len(texts) == 1
+    return texts if alone else tuple(f"{text}\n" for text in texts)
+
+
+def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
+    """The trace with token ids for texts, token counts where they were not told, and page ids of full pages.
+
+    Every text is tokenised by itself, so that prompts share the tokens of the texts that they share.
+    """
+    assert trace.prompts is not None
+    texts = [written(trace, i) if isinstance(p, tuple) else () for i, p in enumerate(trace.prompts)]
+    replies = [reply for reply in trace.replies or () if reply is not None]
+    ids = _encode(tokenizer, {*(text for parts in texts for text in parts), *replies})
+    prompts: list[Prompt] = []
+    for prompt, parts in zip(trace.prompts, texts, strict=True):
+        prompts.append(array("q", [i for part in parts for i in ids[part]]) if isinstance(prompt, tuple) else prompt)
+    prompt_tokens = np.where(trace.prompt_tokens == UNKNOWN, [len(p) for p in prompts], trace.prompt_tokens)
+    output_tokens = trace.output_tokens.copy()
+    for i, reply in enumerate(trace.replies or ()):
+        if reply is not None and output_tokens[i] == UNKNOWN:
+            output_tokens[i] = len(ids[reply])
+    told = all(len(p) == n for p, n in zip(prompts, prompt_tokens, strict=True))
+    return dataclasses.replace(
+        trace,
+        prompts=tuple(prompts),
+        prompt_tokens=prompt_tokens.astype(np.int64),
+        output_tokens=output_tokens,
+        page_ids=_pages(prompts, page_size) if told else None,
+        page_size=page_size if told else None,
+        page_size_from="chosen for the texts",
+    )
+
+
+def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, list[int]]:
+    todo = sorted(texts)
+    found: dict[str, list[int]] = {}
+    for start in range(0, len(todo), _BATCH):
+        part = todo[start : start + _BATCH]
+        encoded = tokenizer.encode_batch(part, add_special_tokens=False)
+        found.update({text: item.ids for text, item in zip(part, encoded, strict=True)})
+    return found
+
+
+def _pages(prompts: list[Prompt], page_size: int) -> tuple[array, ...]:
+    """Equal full pages have equal ids, numbered as they come."""
+    numbers: dict[bytes, int] = {}
+    return tuple(
+        array(
+            "q",
+            [
+                numbers.setdefault(prompt[at : at + page_size].tobytes(), len(numbers))
+                for at in range(0, len(prompt) - page_size + 1, page_size)
+            ],
+        )
+        for prompt in prompts
+    )
