@@ -25,6 +25,8 @@ from kvbench.load.connection import (
 from kvbench.load.http1 import ResponseReader
 from kvbench.load.sse import MalformedStream
 
+_MOST_BYTES = 64 << 20
+
 __all__ = ["Address", "RawStream", "StreamFailure", "StreamingClient", "Timeouts", "tls_context"]
 
 
@@ -34,7 +36,8 @@ class RawStream:
 
     ``ts``: the exchange's beginning, ``sent``: when the request was out. ``reopened``: a kept connection turned out to
     be closed, and a new one was opened. ``error_kind`` is None when a whole HTTP response arrived (whatever its
-    status): refused, connect_timeout, tls, connection, timeout, truncated, malformed, interrupted.
+    status): refused, connect_timeout, tls, connection, timeout, truncated, malformed,
+    too_long, interrupted.
     """
 
     ts: float
@@ -59,6 +62,7 @@ class StreamingClient:
         self._done = Event()
         self._raw = RawStream(0.0)
         self._reader = ResponseReader()
+        self._left = 0  # bytes that the response may still bring
         self._used = False  # the connection that stands has had an exchange
 
     def connect(self) -> None:
@@ -79,23 +83,24 @@ class StreamingClient:
             self._connection = None
             self._used = False
 
-    def exchange(self, request: bytes) -> RawStream:
+    def exchange(self, request: bytes, most_bytes: int = _MOST_BYTES) -> RawStream:
         """Sends the bytes of one HTTP request and keeps what comes back until the response is whole.
 
         Never raises for what the network does: the failure's kind is in the result. Nothing is tried again, but for a
         kept-alive connection that the server had closed meanwhile: it is opened anew, once, before anything was
-        received (``reopened``); ``ts`` stays that of the first try.
+        received (``reopened``); ``ts`` stays that of the first try. A response of more than ``most_bytes`` is given up:
+        what never ends must not fill the memory.
         """
         ts, reopened = time.perf_counter(), False
         if self._used and not self._is_quiet():
             self.close()
             reopened = True
         kept = self._used
-        raw = self._attempt(request, ts)
+        raw = self._attempt(request, ts, most_bytes)
         if kept and not raw.times and raw.error_kind == "truncated":
             self.close()
             reopened = True
-            raw = self._attempt(request, ts)
+            raw = self._attempt(request, ts, most_bytes)
         raw.reopened = reopened
         self._used = self._connection is not None
         if raw.error_kind is not None or not self._reader.reusable:
@@ -118,8 +123,9 @@ class StreamingClient:
         except OSError:
             return False
 
-    def _attempt(self, request: bytes, ts: float) -> RawStream:
+    def _attempt(self, request: bytes, ts: float, most_bytes: int) -> RawStream:
         raw = self._raw = RawStream(ts)
+        self._left = most_bytes
         self._reader = ResponseReader()
         self._done.clear()
         try:
@@ -175,6 +181,10 @@ class StreamingClient:
         raw, reader = self._raw, self._reader
         raw.times.append(arrived)
         raw.chunks.append(data)
+        self._left -= len(data)
+        if self._left < 0:
+            self._finish("too_long", f"the response is {-self._left} bytes longer than it may be")
+            return
         try:
             reader.feed(data)
         except MalformedStream as error:
