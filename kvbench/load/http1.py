@@ -14,13 +14,14 @@ import httptools
 from kvbench.load.sse import MalformedStream
 
 _MOST_HEAD_BYTES = 65536
+_SURPLUS = "something came after the response's end"
 
 
 class ResponseReader:
     """Follows one response through the bytes as they come, to know its end; keeps nothing of its body.
 
     ``complete``: the response is whole. ``until_close``: it has no length and ends with the connection. ``reusable``:
-    the connection may carry another request: the server keeps it and sent nothing beyond this response.
+    the connection may carry another request.
     """
 
     def __init__(self) -> None:
@@ -35,18 +36,19 @@ class ResponseReader:
 
     @property
     def reusable(self) -> bool:
-        return self.complete and self._keep_alive and not self._surplus
+        return self.complete and self._keep_alive
 
     def feed(self, data: bytes) -> None:
-        """Takes the next bytes. MalformedStream when they are not an HTTP/1.x response."""
+        """Takes the next bytes. MalformedStream when they are not an HTTP/1.x response, or more than one."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if self.complete:  # what came after the end is no concern of this response
-                self._surplus = True
-                return
+            if self.complete:
+                raise MalformedStream(_SURPLUS) from None
             what = error if isinstance(error, httptools.HttpParserError) else "it switches protocols"
             raise MalformedStream(f"the response is not HTTP/1.1 ({what}): {data[:60]!r}") from None
+        if self._surplus:
+            raise MalformedStream(_SURPLUS)
         if not self.begun:
             self._head_bytes += len(data)
             if self._head_bytes > _MOST_HEAD_BYTES:

@@ -136,11 +136,6 @@ def read_requests(path: str | Path) -> RequestList:
     return RequestList(requests, json.loads(notes.read_text("utf-8")) if notes.is_file() else None)
 
 
-def no_tls(url: str) -> str:
-    """The sentence for a URL that the load client does not speak; the targets refuse it with the same one."""
-    return f"the URL {url!r} is not http://...; TLS is not spoken here, put a proxy in front."
-
-
 def distinct_prefixes(requests: Iterable[RequestSpec]) -> list[tuple[int, ...]]:
     """The shared prefixes of a load, each once, in order of first use: what a primed cache is sent."""
     found = {

@@ -139,7 +139,7 @@ def test_bad_spec_is_a_sentence(loads: LoadRunner, change: dict, words: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [({"base_url": "https://127.0.0.1:1"}, "https"), ({"mode": "open"}, "arrival_s")]
+    ("change", "words"), [({"base_url": "ftp://127.0.0.1:1"}, "neither http"), ({"mode": "open"}, "arrival_s")]
 )
 def test_bad_input_is_exit_2_and_no_traceback(loads: LoadRunner, change: dict, words: str) -> None:
     result = loads.run(requests(1, tag=3), **change)

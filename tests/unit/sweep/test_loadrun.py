@@ -11,14 +11,13 @@ import pytest
 
 from kvbench import loadrun, processes
 from kvbench.design import load_point
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.errors import MeasurementError
+from kvbench.load.body import http_request
 from kvbench.load.client import Address
 from kvbench.load.requests import RequestSpec
 from kvbench.load.schema import LoadConfig
-from kvbench.load.session import http_request
 from kvbench.load.spec import LoadSpec
 from kvbench.targets.base import HttpTarget
-from kvbench.targets.openai import OpenAITarget
 
 PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
 
@@ -31,7 +30,12 @@ def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
     )
     point = load_point(mode, concurrency=concurrency, rate=rate, num_requests=5)
     spec = loadrun.load_spec(
-        load, point, base_url="http://127.0.0.1:1", model="m", requests_file=tmp_path / "r", out_dir=tmp_path,
+        load,
+        point,
+        base_url="http://127.0.0.1:1",
+        model="m",
+        requests_file=tmp_path / "r",
+        out_dir=tmp_path,
         send_priority=True,
     )
     read = LoadSpec.model_validate(spec)
@@ -95,7 +99,7 @@ def test_a_client_that_does_not_end_is_stopped_with_a_sentence(tmp_path, monkeyp
 
 
 def test_the_phases_are_told_in_order_while_the_client_lives(tmp_path, monkeypatch):
-    lines = "".join(f"print('{{\"event\": \"{e}\"}}', flush=True)\n" for e in ("begin", "progress", "measured", "end"))
+    lines = "".join(f'print(\'{{"event": "{e}"}}\', flush=True)\n' for e in ("begin", "progress", "measured", "end"))
     started = client(monkeypatch, lines + "import time; time.sleep(0.3)")
     seen = []
     drive(tmp_path, on_phase=lambda phase, pid: seen.append((phase, pid == started[0].pid, started[0].poll())))
@@ -133,11 +137,3 @@ def test_what_http_does_becomes_a_measurement_error(answer, call):
     with pytest.raises(MeasurementError, match=r"127\.0\.0\.1:1/"):
         getattr(target, call)()
     target.close()
-
-
-def test_tls_is_refused_at_once_in_the_load_clients_words():
-    with pytest.raises(ValueError, match="TLS is not spoken here") as client_says:
-        Address.from_url("https://example.org")
-    with pytest.raises(UsageError) as target_says:
-        OpenAITarget("https://example.org")
-    assert str(client_says.value) in str(target_says.value)
