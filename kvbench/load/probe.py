@@ -44,7 +44,7 @@ def client_report(
     """The client's own figures for load.json. ``cpu_s``: CPU seconds of this process over ``wall_s``."""
     chunks = sum(len(s.completion.chunk_times) for s in samples)
     coalesced = sum(s.completion.coalesced for s in samples)
-    slips = [s.ts - s.t0 for s in samples] if mode == "open" else []
+    slips = [s.slip_s for s in samples if s.sent] if mode == "open" else []
     gaps = [np.diff(s.completion.chunk_times) for s in samples if s.completion.ok]
     itl = np.concatenate(gaps) if gaps else np.empty(0)
     errors = stamp_errors(samples)
@@ -53,6 +53,7 @@ def client_report(
         s.completion.prompt_tokens is not None
         and s.request.prompt is None  # what tokens a text makes is the server's own business
         and s.request.prompt_token_ids is not None
+        and not s.request.new_tokens  # how long the server's own answers before it were is not known here
         and s.completion.prompt_tokens != len(s.request.prompt_token_ids)
         for s in samples
     )

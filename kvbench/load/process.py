@@ -179,7 +179,7 @@ def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], 
             return None
         if session.server_gone:
             return session.last_error
-        if session.done != done or (session.pending and not session.in_flight):
+        if session.done != done or session.waits:
             moved, done = time.monotonic(), session.done
         if time.monotonic() - moved > limit:  # cannot happen while the time-outs work
             return f"no request ended for {limit:g} s"

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from kvbench.load.completion import Completion
 from kvbench.load.requests import RequestSpec
 
+SESSION_BROKEN = "session_broken"  # the error kind of a turn that was not sent because an earlier one failed
 SCHEMA = pa.schema(
     [
         ("index", pa.int64()),
@@ -66,6 +67,11 @@ class Sample:
         """How much later than intended it was sent [s], without the time it was made to wait for a place."""
         return self.ts - self.t0 - self.queued_s
 
+    @property
+    def sent(self) -> bool:
+        """Whether it was sent at all."""
+        return self.completion.error_kind != SESSION_BROKEN
+
     def to_row(self, zero: float) -> dict[str, object]:
         """The Parquet row, with times in seconds since ``zero``."""
         done, request = self.completion, self.request
@@ -101,6 +107,24 @@ class Sample:
             "http_status": done.http_status,
             "text": done.text,
         }
+
+
+def knows_answer(sample: Sample) -> bool:
+    """Whether the server told the ids of its whole answer."""
+    return len(sample.completion.token_ids) == (sample.completion.output_tokens or 0)
+
+
+def unknown_answers(samples: Sequence[Sample]) -> str | None:
+    """A sentence when turns that were to hold the server's own answers hold drawn ones; None when all is as asked."""
+    told = {(s.request.session, s.request.turn): knows_answer(s) for s in samples}
+    wanted = [s.request for s in samples if s.request.new_tokens and s.sent]
+    without = sum(not told.get((r.session, r.turn - 1), False) for r in wanted)
+    if not without:
+        return None
+    return (
+        f"history: actual was asked for, but {without} of {len(wanted)} later turns hold answers drawn beforehand "
+        "(history: recorded), because the server did not return the token ids of its own (return_token_ids)."
+    )
 
 
 def write_samples(path: Path, samples: Sequence[Sample], zero: float) -> None:

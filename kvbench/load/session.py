@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import gevent
 from gevent.event import Event
 from gevent.queue import Queue
 
-from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
+from kvbench.load.alarms import Alarms
+from kvbench.load.body import http_request
+from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts, tls_context
 from kvbench.load.completion import Completion, judge
-from kvbench.load.requests import RequestSpec
-from kvbench.load.samples import Sample
+from kvbench.load.requests import RequestSpec, conversations
+from kvbench.load.samples import SESSION_BROKEN, Sample, knows_answer
 from kvbench.load.spec import LoadSpec
 
 # An engine's step ends many streams' waits at once: the chunks that arrive with a stream's last one must be stamped
 # before that stream is parsed. Bursts of 64 chunks take under 2 ms.
 _PARSE_DELAY_S = 0.004
-_ENDPOINT = "/v1/completions"
 _MOST_BYTES, _MOST_BYTES_PER_TOKEN = 1 << 20, 4096  # of an answer; an event of one token has 200 to 400
 _GONE_KINDS = ("refused", "connect_timeout", "connection", "timeout")
+_LOOK_S = 0.5  # how often a long wait looks whether the load is over
+
+Turn = tuple[RequestSpec, bytes | None]
+"""A request and its bytes; None: they are made when the answers before it are known."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +37,25 @@ class _Returned:
     user: int
     t0: float
     raw: RawStream
+    queued_s: float
 
 
 class LoadSession:
     """Hands out requests and collects outcomes; parsing runs in a greenlet of its own, in small slices.
 
-    A user that has its stream's end goes on at once: what it costs to parse does not delay its next request.
+    A user that has its stream's end goes on at once: what it costs to parse does not delay its next request. Only
+    within a conversation the answer is judged first, as the next turn depends on it. ``pending``: conversations, a
+    request by itself being one of a single turn.
     """
 
-    def __init__(
-        self, spec: LoadSpec, address: Address, timeouts: Timeouts, requests: list[RequestSpec]
-    ) -> None:
+    def __init__(self, spec: LoadSpec, address: Address, timeouts: Timeouts, requests: list[RequestSpec]) -> None:
         self.spec = spec
         self.address = address
         self.timeouts = timeouts
-        self.pending = deque((request, http_request(spec, address, request)) for request in requests)
+        self.pending: deque[list[Turn]] = deque(
+            [(r, None if r.new_tokens else http_request(spec, address, r)) for r in turns]
+            for turns in conversations(requests)
+        )
         self.total = len(requests)
         self.fire: Callable[..., None] = lambda **_: None
         self.samples: list[Sample] = []
@@ -59,17 +67,20 @@ class LoadSession:
         self.start_failure: StreamFailure | None = None
         self.in_flight = 0
         self.max_in_flight = 0
+        self.thinking = 0
         self.done = 0
         self.failed = 0
         self.last_error = ""
         self._dead_in_a_row = 0
         self._users = 0
+        self._tls = tls_context(spec.tls_verify, spec.tls_ca_file) if address.tls else None
+        self._alarms = Alarms()
         self._queue: Queue = Queue()
         self._parser = gevent.spawn(self._parse_all)
 
     def new_client(self) -> StreamingClient:
         """A client of the load's server, not yet connected."""
-        return StreamingClient(self.address, self.timeouts)
+        return StreamingClient(self.address, self.timeouts, self._tls)
 
     def next_user(self) -> int:
         """The number of the next user, from 0."""
@@ -77,7 +88,7 @@ class LoadSession:
         return self._users - 1
 
     def begin(self, zero: float | None = None) -> None:
-        """The start. ``zero`` [s, perf_counter]: time 0 of the load where it was agreed on before, else now."""
+        """The start: time 0 of the load [s, perf_counter]; None: now."""
         self.zero = time.perf_counter() if zero is None else zero
         self.go.set()
 
@@ -90,17 +101,94 @@ class LoadSession:
         """True when so many requests in a row found no server that going on is pointless."""
         return self._dead_in_a_row >= max(8, 2 * int(self.spec.concurrency or 1))
 
-    def perform(
-        self, client: StreamingClient, user: int, request: RequestSpec, body: bytes, t0: float | None = None
+    @property
+    def over(self) -> bool:
+        """True when nothing more is to be sent: the load was stopped, or the server is gone."""
+        return self.stopping or self.server_gone
+
+    @property
+    def waits(self) -> bool:
+        """True when nothing is in flight because nothing is due, now but later."""
+        return not self.in_flight and bool(self.pending or self.thinking)
+
+    def wait_until(self, when: float) -> bool:
+        """Waits for a moment [s, perf_counter]; False as soon as the load is over."""
+        while not self.over:
+            now = time.perf_counter()
+            if now >= when:
+                return True
+            self._alarms.wait_until(min(when, now + _LOOK_S))
+        return False
+
+    def converse(
+        self,
+        user: int,
+        turns: Sequence[Turn],
+        send: Callable[[RequestSpec, bytes, float | None, RequestSpec | None], Sample | None],
+        start: float | None = None,
     ) -> None:
-        """Sends one request, waits for its stream and hands it to the parser. ``t0``: intended start."""
+        """The turns of one conversation, one after the other. ``start``: intended start of the first (open loop).
+
+        ``send`` gets a request, its bytes, its intended start (None in closed loop) and the turn that waits for its
+        outcome, if one does, and then returns that outcome, or None when the load was over. A turn that failed ends the
+        conversation: the later ones are never sent, and count as failed (``session_broken``).
+        """
+        before: Sample | None = None
+        due = start
+        for number, (request, body) in enumerate(turns):
+            if before is not None:
+                due = before.end + request.think_s
+                if not self._think_until(due):
+                    return
+                if body is None:
+                    request = with_history(request, turns[number - 1][0], before)
+                    body = http_request(self.spec, self.address, request)
+            following = turns[number + 1][0] if number + 1 < len(turns) else None
+            sample = send(request, body, None if start is None else due, following)
+            if following is None or sample is None:
+                return
+            if not sample.completion.ok:
+                self._break(user, [turn for turn, _ in turns[number + 1 :]], sample)
+                return
+            before = sample
+
+    def _think_until(self, when: float) -> bool:
+        self.thinking += 1
+        try:
+            return self.wait_until(when)
+        finally:
+            self.thinking -= 1
+
+    def _break(self, user: int, turns: Sequence[RequestSpec], failed: Sample) -> None:
+        now, request = time.perf_counter(), failed.request
+        why = (
+            f"turn {request.turn + 1} of session {request.session} failed ({failed.completion.error_kind}), so this "
+            "one was never sent"
+        )
+        for turn in turns:
+            self._keep(Sample(turn, user, now, now, now, Completion(error_kind=SESSION_BROKEN, error=why)))
+
+    def perform(
+        self,
+        client: StreamingClient,
+        user: int,
+        request: RequestSpec,
+        body: bytes,
+        t0: float | None = None,
+        following: RequestSpec | None = None,
+        queued_s: float = 0.0,
+    ) -> Sample | None:
+        """Sends one request, waits for its stream and has it judged. ``t0``: intended start.
+
+        The outcome, where a ``following`` turn waits for it; else None, and it is judged later.
+        """
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
             raw = client.exchange(body, _MOST_BYTES + _MOST_BYTES_PER_TOKEN * request.max_tokens)
         except gevent.GreenletExit:
             raw = client.last_raw
-            self._queue.put(_Returned(request, user, raw.ts if t0 is None else t0, raw))
+            self._queue.put(_Returned(request, user, raw.ts if t0 is None else t0, raw, queued_s))
             raise
         except Exception as error:  # a bug here must end this request, not the load: Locust would go on for ever
             raw = client.last_raw
@@ -111,7 +199,14 @@ class LoadSession:
         self._dead_in_a_row = self._dead_in_a_row + 1 if raw.error_kind in _GONE_KINDS else 0
         if raw.error_kind is not None:
             self.last_error = raw.error or raw.error_kind
-        self._queue.put(_Returned(request, user, raw.ts if t0 is None else t0, raw))
+        returned = _Returned(request, user, raw.ts if t0 is None else t0, raw, queued_s)
+        if following is None:
+            self._queue.put(returned)
+            return None
+        gevent.sleep(min(_PARSE_DELAY_S, following.think_s / 2))
+        sample = self._parse(returned)
+        self._keep(sample)
+        return sample
 
     def drain(self) -> None:
         """Waits until everything that came back is parsed."""
@@ -122,25 +217,25 @@ class LoadSession:
         while (item := self._queue.get()) is not None:
             if not self.stopping:
                 gevent.sleep(_PARSE_DELAY_S)
-            sample = self._parse(item)
-            self.samples.append(sample)
-            self.done += 1
-            self.failed += not sample.completion.ok
-            self._tell_locust(sample)
-            if self.done == self.total:
-                self.ended.set()
+            self._keep(self._parse(item))
+
+    def _keep(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        self.done += 1
+        self.failed += not sample.completion.ok
+        self._tell_locust(sample)
+        if self.done == self.total:
+            self.ended.set()
 
     def _parse(self, item: _Returned) -> Sample:
         raw = item.raw
         # Pausing lets other streams' bytes be stamped; after a stop there is nothing left to stamp.
         pause = (lambda: None) if self.stopping else (lambda: gevent.sleep(0))
         try:
-            outcome = judge(
-                raw.times, raw.chunks, item.request.max_tokens, raw.error_kind, raw.error, pause=pause
-            )
+            outcome = judge(raw.times, raw.chunks, item.request.max_tokens, raw.error_kind, raw.error, pause=pause)
         except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
             outcome = Completion(error_kind="client_error", error=repr(error))
-        return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome)
+        return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)
 
     def _tell_locust(self, sample: Sample) -> None:
         outcome = sample.completion
@@ -153,32 +248,18 @@ class LoadSession:
             exception=None if outcome.ok else RuntimeError(f"{outcome.error_kind}: {outcome.error}"),
             context={"sample": sample},
             start_time=sample.t0,
-            url=_ENDPOINT,
+            url=self.spec.dialect.endpoint,
         )
 
 
-def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> bytes:
-    """The whole HTTP request, made before the load starts so that sending costs one system call."""
-    body: dict[str, Any] = {
-        "model": spec.model,
-        "prompt": list(request.prompt_token_ids or ()) if request.prompt is None else request.prompt,
-        "max_tokens": request.max_tokens,
-        "temperature": spec.temperature,
-        "ignore_eos": spec.ignore_eos,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if spec.return_token_ids:
-        body["return_token_ids"] = True
-    if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
-        body["priority"] = request.priority
-    payload = json.dumps(body, separators=(",", ":")).encode()
-    head = [
-        f"POST {address.prefix}{_ENDPOINT} HTTP/1.1",
-        f"Host: {address.host}:{address.port}",
-        "Content-Type: application/json",
-        "Accept: text/event-stream",
-        "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
-        f"Content-Length: {len(payload)}",
-    ]
-    return "\r\n".join(head).encode() + b"\r\n\r\n" + payload
+def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) -> RequestSpec:
+    """``request`` with the conversation as it really went in front of its new tokens.
+
+    ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
+    the server did not tell the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
+    """
+    drawn, sent = before.prompt_token_ids or (), answered.request.prompt_token_ids or ()
+    ids = request.prompt_token_ids or ()
+    new = len(ids) - request.new_tokens
+    answer = tuple(answered.completion.token_ids) if knows_answer(answered) else ids[len(drawn) : new]
+    return dataclasses.replace(request, prompt_token_ids=sent + answer + ids[new:])

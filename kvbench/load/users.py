@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 
-import gevent
-from gevent.pool import Group
+from gevent.pool import Group, Pool
 from locust import User, constant, task
 from locust.exception import StopUser
 
 from kvbench.load.client import StreamFailure, StreamingClient
+from kvbench.load.places import Places
 from kvbench.load.requests import RequestSpec
-from kvbench.load.session import LoadSession
+from kvbench.load.samples import Sample
+from kvbench.load.session import LoadSession, Turn
+
+_OPEN_AT_START = 32  # connections; a server with a thread for each has fewer threads than a load may have streams
+_OPENING_AT_ONCE = 8
 
 
 class ClosedLoopUser(User):
-    """Takes the next request off the shared list, one at a time, until the list is empty."""
+    """Takes the next conversation off the shared list, one at a time, until the list is empty."""
 
     abstract = True
     wait_time = constant(0)
@@ -34,13 +38,17 @@ class ClosedLoopUser(User):
         self.session.go.wait()
 
     @task
-    def one_request(self) -> None:
-        """One request from send to end of stream."""
+    def one_conversation(self) -> None:
+        """One conversation, mostly a single request, from the first send to the end of the last stream."""
         session = self.session
-        if session.stopping or session.server_gone or not session.pending:
+        if session.over or not session.pending:
             raise StopUser
-        request, body = session.pending.popleft()
-        session.perform(self.client, self.number, request, body)
+        session.converse(self.number, session.pending.popleft(), self._send)
+
+    def _send(
+        self, request: RequestSpec, body: bytes, due: float | None, following: RequestSpec | None
+    ) -> Sample | None:
+        return self.session.perform(self.client, self.number, request, body, due, following)
 
     def on_stop(self) -> None:
         """Closes the connection."""
@@ -48,9 +56,10 @@ class ClosedLoopUser(User):
 
 
 class OpenLoopUser(User):
-    """Starts every request at its own time, whatever became of the ones before: one greenlet an arrival.
+    """Starts every conversation at its own time, whatever became of the ones before: one greenlet an arrival.
 
-    Connections are kept and reused, last used first, so that a steady load opens few.
+    Under ``max_concurrency`` a request that is due waits for its place in its own greenlet, so that the next arrival is
+    on time. Connections are kept and reused, last used first, so that a steady load opens few.
     """
 
     abstract = True
@@ -58,42 +67,56 @@ class OpenLoopUser(User):
     session: LoadSession
 
     def on_start(self) -> None:
-        """Opens a few connections and waits at the start line."""
-        self.idle: list[StreamingClient] = []
+        """Opens some connections and waits at the start line."""
+        session = self.session
         self.streams = Group()
+        self.places = Places(session.spec.max_concurrency)
+        count = min(_OPEN_AT_START, len(session.pending), session.spec.max_concurrency or _OPEN_AT_START)
+        self.idle = [session.new_client() for _ in range(count)]
+        opening = Pool(_OPENING_AT_ONCE)
+        for client in self.idle:
+            opening.spawn(self._open, client)
+        opening.join()
+        if session.start_failure is not None:
+            raise StopUser from session.start_failure
+        session.ready += 1
+        session.go.wait()
+
+    def _open(self, client: StreamingClient) -> None:
         try:
-            for _ in range(min(8, self.session.total)):
-                client = self.session.new_client()
-                client.connect()
-                self.idle.append(client)
+            client.connect()
         except StreamFailure as failure:
             self.session.start_failure = failure
-            raise StopUser from failure
-        self.session.ready += 1
-        self.session.go.wait()
 
     @task
     def all_arrivals(self) -> None:
         """Dispatches the whole list, then waits for the streams that are still open."""
         session = self.session
-        while session.pending and not session.stopping and not session.server_gone:
-            request, body = session.pending[0]
-            due = session.zero + float(request.arrival_s or 0.0)
-            left = due - time.perf_counter()
-            if left > 0:
-                gevent.sleep(min(left, 0.5))
-                continue
-            session.pending.popleft()
-            self.streams.spawn(self._one, request, body, due)
+        while session.pending:
+            due = session.zero + float(session.pending[0][0][0].arrival_s or 0.0)
+            if not session.wait_until(due):
+                break
+            self.streams.spawn(self._converse, session.pending.popleft(), due)
         self.streams.join()
         raise StopUser
 
-    def _one(self, request: RequestSpec, body: bytes, due: float) -> None:
-        client = self.idle.pop() if self.idle else self.session.new_client()
+    def _converse(self, turns: Sequence[Turn], due: float) -> None:
+        self.session.converse(0, turns, self._send, due)
+
+    def _send(
+        self, request: RequestSpec, body: bytes, due: float | None, following: RequestSpec | None
+    ) -> Sample | None:
+        queued_s = self.places.take()
         try:
-            self.session.perform(client, 0, request, body, t0=due)
+            if self.session.over:
+                return None
+            client = self.idle.pop() if self.idle else self.session.new_client()
+            try:
+                return self.session.perform(client, 0, request, body, due, following, queued_s)
+            finally:
+                self.idle.append(client)
         finally:
-            self.idle.append(client)
+            self.places.give()
 
     def on_stop(self) -> None:
         """Ends what is still open and closes the connections."""
