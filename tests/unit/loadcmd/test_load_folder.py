@@ -1,0 +1,111 @@
+"""The folder of ``kvbench load``: incomplete from its first moment, complete at the end, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvbench.errors import UsageError
+from kvbench.load_folder import METRICS, opened
+
+
+def manifest(**more):
+    same = {
+        "workload": {"load": {"num_requests": 4}},
+        "load": {"load_id": "c2"},
+        "target": {"url": "u"},
+        "search": None,
+    }
+    return (
+        {"kind": "load", "status": "incomplete", "git": {"sha": "1"}, "versions": {}, "cpu": {}, "gpus": []}
+        | same
+        | more
+    )
+
+
+def stored(path):
+    return json.loads((path / "manifest.json").read_text())
+
+
+def test_a_folder_is_incomplete_until_it_is_finished(tmp_path):
+    path = tmp_path / "new" / "out"
+    with opened(path, manifest(), resume=False) as folder:
+        assert stored(path)["status"] == "incomplete" and not folder.resumed
+        folder.finish(valid=True)
+        assert stored(path)["status"] == "complete" and stored(path)["ended"] and stored(path)["valid"]
+
+
+def test_a_failure_leaves_it_incomplete_and_resume_goes_on(tmp_path):
+    with pytest.raises(ZeroDivisionError), opened(tmp_path / "out", manifest(), resume=False):
+        raise ZeroDivisionError
+    assert stored(tmp_path / "out")["status"] == "incomplete"
+    with opened(tmp_path / "out", manifest(), resume=True) as folder:
+        assert folder.resumed
+
+
+def test_a_folder_that_holds_something_is_refused_and_left_as_it_was(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with (
+        pytest.raises(UsageError, match=r"is not empty \(it holds thesis.txt\)"),
+        opened(tmp_path, manifest(), resume=False),
+    ):
+        pass
+    with pytest.raises(UsageError, match="is not empty"), opened(tmp_path, manifest(), resume=True):
+        pass  # --resume is no way to write into another's folder
+    assert sorted(p.name for p in tmp_path.iterdir()) in (["thesis.txt"], [".lock", "thesis.txt"])
+    (tmp_path / "manifest.json").write_text('{"kind": "sweep"}')
+    with pytest.raises(UsageError, match="is not the folder of a load"), opened(tmp_path, manifest(), resume=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("workload", {"load": {"num_requests": 5}}, "workload.load.num_requests"),
+        ("target", {"url": "v"}, "target.url"),
+        ("load", {"load_id": "c3"}, "load.load_id"),
+        ("search", {"slo": "p95_ttft<=1ms"}, "search"),
+    ],
+)
+def test_another_load_is_not_resumed(tmp_path, key, value, named):
+    with opened(tmp_path / "out", manifest(), resume=False):
+        pass
+    with (
+        pytest.raises(UsageError, match=f"differs in {named}"),
+        opened(tmp_path / "out", manifest(**{key: value}), resume=True),
+    ):
+        pass
+
+
+def test_runs_of_other_conditions_are_not_mixed_but_a_load_that_left_nothing_is_begun_anew(tmp_path):
+    later = manifest(git={"sha": "2", "short_sha": "2"})
+    with opened(tmp_path / "out", manifest(), resume=False) as folder:
+        pass
+    with opened(tmp_path / "out", later, resume=True):
+        pass
+    (folder.run(1, "r4") / METRICS).write_text("{}")
+    with (
+        pytest.raises(UsageError, match="begun under other conditions than now: commit"),
+        opened(tmp_path / "out", later, resume=True),
+    ):
+        pass
+
+
+def test_two_commands_do_not_share_a_folder(tmp_path):
+    with (
+        opened(tmp_path, manifest(), resume=False),
+        pytest.raises(UsageError, match="being written by another"),
+        opened(tmp_path, manifest(), resume=True),
+    ):
+        pass
+
+
+def test_a_run_that_was_cut_short_leaves_no_trace_in_the_next_one(tmp_path):
+    with opened(tmp_path / "out", manifest(), resume=False) as folder:
+        first = folder.run(1, "r4")
+        (first / METRICS).write_text('{"a": 1}')
+        (folder.run(2, "r8") / "requests.parquet").write_text("half")
+        second = folder.run(2, "r2")
+        assert list(second.iterdir()) == [] and not (second.parent / "02-r8").exists()
+        assert [(path, kept) for path, kept in folder.finished_runs()] == [(first, {"a": 1})]

@@ -1,0 +1,234 @@
+"""A whole rate search over a queue whose waiting times are known in closed form; every run kept and resumable."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+from scipy.optimize import brentq
+
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.load.schema import LoadConfig
+from kvbench.load_folder import LoadFolder
+from kvbench.metrics import summarise
+from kvbench.rate_plan import SearchPlan, Sizes, at_rate, mean_rate, require_searchable
+from kvbench.rate_run import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, RateSearch
+from kvbench.rate_search import Bounds, parse_conditions
+
+SERVICE_S = 0.1
+
+
+def waiting_cdf(t: float, rate: float, service: float) -> float:
+    """P(wait <= t) of an M/D/1 queue (Erlang 1909; Tijms, "A First Course in Stochastic Models", 2003, sec. 9.2)."""
+    rho = rate * service
+    terms = [
+        (-rate * (t - k * service)) ** k / math.factorial(k) * math.exp(rate * (t - k * service))
+        for k in range(int(t / service) + 1)
+    ]
+    return (1 - rho) * math.fsum(terms)
+
+
+def md1_capacity(quantile: float, limit_s: float) -> float:
+    """The rate at which that quantile of the time in an M/D/1 queue of SERVICE_S equals ``limit_s``."""
+    return brentq(lambda rate: waiting_cdf(limit_s - SERVICE_S, rate, SERVICE_S) - quantile, 0.01, 0.999 / SERVICE_S)
+
+
+class Queue:
+    """Stands in for a server: one request after the other, each SERVICE_S; its answer is one token at its end."""
+
+    def __init__(self, invalid=lambda number: False):
+        self.asked: list[tuple[float, int, int]] = []
+        self.invalid = invalid
+
+    def measure(self, rate, count, number, out):
+        self.asked.append((rate, count, number))
+        rng = np.random.default_rng([7, number])
+        starts = np.cumsum(rng.exponential(1 / rate, count))
+        ends, free = [], 0.0
+        for start in starts:
+            free = max(start, free) + SERVICE_S
+            ends.append(free)
+        rows = pd.DataFrame(
+            {
+                "t0": starts, "ts": starts, "first": ends, "last": ends, "end": ends, "turn": 0, "class": "a",
+                "chunk_times": [[e] for e in ends], "output_tokens": 1, "prompt_tokens": 4, "ok": True,
+                "error_kind": None,
+            }
+        )  # fmt: skip
+        rows.to_parquet(out / "requests.parquet")
+        metrics = summarise(rows, {"mode": "open"}, {"ttft_ms": 500.0})
+        bad = self.invalid(number)
+        return {"valid": not bad, "invalid_reasons": ["foreign work"] if bad else [], "metrics": metrics}
+
+
+@pytest.fixture
+def new(tmp_path):
+    """A search in a folder; ``.told``: what it printed."""
+
+    def make(queue, slo="p95_ttft<=500ms", bounds=None, sizes=None, **fields):
+        folder = LoadFolder(tmp_path / "out", {})
+        folder.path.mkdir(exist_ok=True)
+        console = Console(file=io.StringIO(), width=200)
+        bounds = bounds or Bounds(1.0, 0.1, 100.0, 0.02)
+        sizes = sizes or Sizes(1, 0.0, fixed=6000)
+        made = RateSearch(parse_conditions(slo), bounds, sizes, folder, queue.measure, console, **fields)
+        made.told = console.file
+        return made
+
+    return make
+
+
+def answer(search):
+    return json.loads((search.folder.path / "search.json").read_text())
+
+
+def test_the_capacity_of_a_queue_is_found(new):
+    capacity = md1_capacity(0.95, 0.5)
+    assert capacity < 0.8 / SERVICE_S  # well under saturation: the SLO binds, not the backlog
+    queue = Queue()
+    search = new(queue)
+    assert search.run() == EXIT_OK
+    found = answer(search)
+    assert found["outcome"] == "found" and found["confirmed"]
+    assert found["highest_rate_met"] == pytest.approx(capacity, rel=0.06)
+    assert found["highest_rate_met"] < found["lowest_rate_not_met"] <= found["highest_rate_met"] * 1.02
+    assert found["lowest_rate_not_met"] > capacity * 0.94
+    assert len({number for _, _, number in queue.asked}) == len(queue.asked)  # other requests in every run
+    assert "Highest rate that met p95_ttft<=500ms" in search.told.getvalue()
+    assert f"{2 * 6000} requests in 2 runs" in found["answer"]
+
+
+def test_several_conditions_hold_together(new):
+    search = new(Queue(), "p95_ttft<=500ms,goodput>=99%")
+    search.run()
+    tighter = answer(search)["highest_rate_met"]
+    assert tighter == pytest.approx(md1_capacity(0.99, 0.5), rel=0.06) and tighter < md1_capacity(0.95, 0.5) * 0.97
+
+
+def test_a_saturated_queue_is_not_met_however_loose_the_slo(new):
+    search = new(Queue(), "p95_e2el<=3600s", sizes=Sizes(1, 0.0, fixed=400))
+    search.run()
+    assert 9.0 < answer(search)["highest_rate_met"] < 11.5  # 10/s is what the queue can serve
+    assert any("the backlog grew" in " ".join(run["reasons"]) for run in answer(search)["runs"])
+
+
+def test_every_run_is_kept_and_a_stopped_search_goes_on_from_them(new):
+    whole = Queue()
+    search = new(whole)
+    search.run()
+    runs = sorted((search.folder.path / "runs").iterdir())
+    assert len(runs) == len(whole.asked) and all((run / "requests.parquet").is_file() for run in runs)
+    first = json.loads((runs[0] / "metrics.json").read_text())
+    assert first["trial"]["rate"] == 1.0 and first["trial"]["met"] and first["metrics"]["completed"] == 6000
+    expected = answer(search)
+    (runs[-1] / "metrics.json").unlink()  # stopped within its last run
+    rest = Queue()
+    again = new(rest)
+    assert again.run() == EXIT_OK and rest.asked == whole.asked[-1:]
+    assert answer(again) == expected
+    done = Queue()
+    assert new(done).run() == EXIT_OK and done.asked == []
+
+
+def test_invalid_runs_count_for_nothing_and_two_in_a_row_end_the_search(new):
+    once = Queue(invalid=lambda number: number == 3)
+    search = new(once)
+    assert search.run() == EXIT_OK
+    assert [rate for rate, _, _ in once.asked[:5]] == [1, 2, 4, 4, 8]
+    assert answer(search)["highest_rate_met"] == pytest.approx(md1_capacity(0.95, 0.5), rel=0.06)
+
+
+def test_the_reason_of_invalid_runs_is_the_answer(new):
+    search = new(Queue(invalid=lambda number: number >= 3))
+    assert search.run() == EXIT_INVALID
+    found = answer(search)
+    assert found["outcome"] == "invalid" and found["highest_rate_met"] == 2 and "foreign work" in found["reason"]
+    assert "foreign work" in search.told.getvalue()
+
+
+def test_a_load_that_could_not_be_driven_is_as_an_invalid_run(new):
+    class Broken(Queue):
+        def measure(self, rate, count, number, out):
+            if rate > 3:
+                raise MeasurementError("the load client ended with exit code 4: refused")
+            return super().measure(rate, count, number, out)
+
+    search = new(Broken())
+    assert search.run() == EXIT_INVALID and "refused" in answer(search)["reason"]
+    assert [run["met"] for run in answer(search)["runs"]] == [True, True, None, None]
+
+
+def test_time_and_runs_are_bounded(new):
+    search = new(Queue(), limit_s=0.0, sizes=Sizes(1, 0.0, fixed=50))
+    assert search.run() == EXIT_INCONCLUSIVE and "--max-minutes" in answer(search)["answer"]
+    search = new(Queue(), bounds=Bounds(1.0, 0.1, 100.0, max_runs=3), sizes=Sizes(1, 0.0, fixed=50))
+    assert search.run() == EXIT_INCONCLUSIVE and len(answer(search)["runs"]) == 3
+    assert "not confirmed" in answer(search)["answer"] and "--max-runs" in answer(search)["answer"]
+
+
+def test_too_few_requests_for_a_percentile_are_said(new):
+    search = new(Queue(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(1, 0.0, fixed=50))
+    search.run()
+    assert "(100 requests in 2 runs, fewer than the 130 that a percentile needs)" in answer(search)["answer"]
+    assert "up to --max-rate 2" in answer(search)["answer"]
+
+
+def test_a_run_has_enough_requests_for_its_percentiles_and_its_seconds():
+    p95, p99 = parse_conditions("p95_ttft<=1s"), parse_conditions("p95_ttft<=1s,p99_e2el<=9s")
+    assert Sizes(48, 20.0).requests(2.0, p95) == 130
+    assert Sizes(48, 20.0).requests(2.0, p99) == 662
+    assert Sizes(48, 20.0).requests(50.0, p95) == 1000
+    assert Sizes(200, 20.0).requests(2.0, p95) == 200
+    assert Sizes(48, 20.0, fixed=30).requests(50.0, p99) == 30
+
+
+CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
+OPEN = {
+    "mode": "open", "request_rate": 4, "num_requests": 10, "prompts": {"kind": "synthetic", "classes": CLASSES},
+}  # fmt: skip
+
+
+def test_a_load_at_another_rate_is_the_same_but_for_rate_and_number():
+    load = LoadConfig.model_validate(OPEN)
+    changed = at_rate(load, 7.5, 33)
+    assert changed.request_rate == (7.5,) and changed.count_for(7.5) == 33
+    assert changed.prompts == load.prompts
+    timed = LoadConfig.model_validate({**OPEN, "num_requests": None, "duration_s": 20})
+    assert at_rate(timed, 7.5, 33).count_for(7.5) == 33
+    talk = LoadConfig.model_validate({**OPEN, "num_requests": None, "sessions": {"num_sessions": 4, "turns": 2}})
+    assert at_rate(talk, 7.5, 33).sessions.num_sessions == (33,)
+
+
+def test_a_trace_is_played_faster(tmp_path):
+    trace = {"kind": "trace", "path": str(tmp_path / "t.csv"), "rate_scale": 2.0}
+    load = LoadConfig.model_validate({"mode": "open", "arrivals": "trace", "prompts": trace})
+    assert at_rate(load, 6.0, 99, native_rate=4.0).prompts.rate_scale == pytest.approx(3.0)
+    arrivals = [type("R", (), {"arrival_s": t})() for t in (0.0, None, 1.0, 2.0)]
+    assert mean_rate(arrivals) == pytest.approx(1.0)
+    with pytest.raises(UsageError, match="all at once"):
+        mean_rate(arrivals[:1])
+
+
+def test_loads_without_one_rate_are_refused():
+    ramp = {"arrivals": "ramp", "ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "ramp_up_end_rps": 9}
+    load = LoadConfig.model_validate({**OPEN, "request_rate": None, **ramp})
+    with pytest.raises(UsageError, match="arrivals are a ramp"):
+        require_searchable(load, parse_conditions("p95_ttft<=1s"))
+    with pytest.raises(UsageError, match="needs an SLO"):
+        require_searchable(LoadConfig.model_validate(OPEN), parse_conditions("goodput>=90%"))
+
+
+def test_bounds_follow_from_the_first_rate_and_what_is_given_wins():
+    plan = SearchPlan("p95_ttft<=1s", None, None, None, 0.05, 9, 20.0, None, 60.0)
+    bounds = plan.bounds(4.0)
+    assert (bounds.start, bounds.low, bounds.high, bounds.max_runs) == (4.0, 4.0 / 64, 4096.0, 9)
+    assert plan.bounds(None).start == 1.0
+    tight = SearchPlan("p95_ttft<=1s", None, 6.0, 8.0, 0.05, 9, 20.0, None, 60.0)
+    assert tight.bounds(4.0).start == 6.0 and tight.bounds(40.0).start == 8.0
+    with pytest.raises(UsageError, match="--find-max-rate: 'p95' is no condition"):
+        _ = SearchPlan("p95", None, None, None, 0.05, 9, 20.0, None, 60.0).parsed
