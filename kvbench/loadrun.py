@@ -17,7 +17,7 @@ from kvbench import processes
 from kvbench.design import LoadPoint
 from kvbench.errors import MeasurementError
 from kvbench.load.prompts import build_requests
-from kvbench.load.requests import notes_path, write_requests
+from kvbench.load.requests import conversations, notes_path, write_requests
 from kvbench.load.schema import LoadConfig
 from kvbench.results import write_json
 from kvbench.settings import effective
@@ -53,8 +53,9 @@ def store_requests(requests: list[Any], folder: Path, name: str) -> tuple[Path, 
 def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
     """Seconds after which a load cannot be going on properly: every request has its own time-out."""
     last_arrival = max((r.arrival_s or 0.0 for r in requests), default=0.0)
-    rounds = -(-len(requests) // point.concurrency) if point.concurrency else 1
-    return last_arrival + rounds * load.timeout_s + _MARGIN_S
+    chains = [len(turns) * load.timeout_s + sum(r.think_s for r in turns) for turns in conversations(requests)]
+    at_once = point.concurrency or load.max_concurrency or len(chains) or 1
+    return last_arrival + -(-len(chains) // at_once) * max(chains, default=0.0) + _MARGIN_S
 
 
 def load_spec(
@@ -74,6 +75,7 @@ def load_spec(
         "mode": point.mode,
         "concurrency": point.concurrency,
         "request_rate": point.request_rate,
+        "max_concurrency": load.max_concurrency,
         "requests_file": str(requests_file),
         "out_dir": str(out_dir),
         "timeout_s": load.timeout_s,
