@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kvbench import __version__
+from kvbench.calibrate_command import calibrate_client
 from kvbench.cli_tools import cache_sim, tune
 from kvbench.house import check_house, guarded
 from kvbench.load_command import load
@@ -199,6 +200,7 @@ cli.add_command(cache_sim)
 cli.add_command(tune)
 cli.add_command(trace)
 cli.add_command(mock_server)
+cli.add_command(calibrate_client)
 
 
 @cli.command()

@@ -1,0 +1,92 @@
+"""``kvbench calibrate-client``."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command(name="calibrate-client")
+@click.option("--streams", type=click.IntRange(1, 65536), default=64, show_default=True, help="Streams at once.")
+@click.option("--itl-ms", type=click.FloatRange(0.5, 10_000), default=20.0, show_default=True, help="Between chunks.")
+@click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="Load processes.")
+@click.option("--seconds", type=click.FloatRange(1, 600), default=10.0, show_default=True, help="Of streaming.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="PATH", help="Write the figures, too.")
+def calibrate_client(json_path: Path | None, **options: Any) -> int:
+    """Measure how well the load client measures on this machine.
+
+    The real load process streams from a mock server that notes when it sent each chunk; what the client saw is
+    compared with what was sent, and lost, cut-off and refused streams must be counted as what they were.
+
+    \b
+    Examples:
+      kvbench calibrate-client --streams 64 --itl-ms 20
+      kvbench calibrate-client --streams 256 --processes 4
+    \b
+    Exit codes: 0 within the limits, 1 over them, 2 bad input, 4 it could not be measured.
+    """
+    from rich.console import Console
+
+    from kvbench.calibration import CalibrationSettings, aims, calibrate
+    from kvbench.contention import busy_notice
+    from kvbench.errors import UsageError
+    from kvbench.results import write_json
+
+    settings = CalibrationSettings(**options)
+    if settings.streams < settings.processes:
+        raise UsageError(
+            f"--streams {settings.streams} is less than --processes {settings.processes}: every process needs a stream"
+        )
+    console = Console()
+    if notice := busy_notice():
+        console.print(f"note: {notice}", highlight=False, markup=False, soft_wrap=True)
+    with console.status(f"{settings.streams} streams of {settings.itl_ms:g} ms ITL for {settings.seconds:g} s"):
+        calibration = calibrate(settings, aims(settings))
+    if json_path is not None:
+        write_json(json_path, calibration.to_json())
+    console.print(_table(calibration))
+    for reason in calibration.reasons:
+        console.print(f"OVER THE LIMIT: {reason}", highlight=False, markup=False, soft_wrap=True)
+    return 1 if calibration.reasons else 0
+
+
+_ROWS = (  # figure, words, format
+    ("lag_p50_ms", "timestamp lag p50: receipt - send (ms)", "{:.3f}"),
+    ("lag_p99_ms", "timestamp lag p99 (ms)", "{:.3f}"),
+    ("itl_error_p99_ms", "ITL error p99: |gap seen - gap sent| (ms)", "{:.3f}"),
+    ("cpu_us_per_event", "CPU of the client an event (us)", "{:.1f}"),
+    ("coalesced_share", "chunks read with the one before, though sent apart", "{:.3%}"),
+    ("turnaround_p50_ms", "a stream's end to the user's next send, median (ms)", "{:.2f}"),
+    ("events_lost", "chunks lost", "{}"),
+    ("requests_lost", "requests lost", "{}"),
+    ("faults_counted", "cut-off or refused streams counted as successes", "{}"),
+    ("whole_failed", "whole streams counted as failures", "{}"),
+    ("loop_lag_p99_ms", "client's event loop late, p99 (ms)", "{:.3f}"),
+    ("server_late_p99_ms", "mock server's own lateness, p99 (ms)", "{:.3f}"),
+)
+_NONE_ALLOWED = ("events_lost", "requests_lost", "faults_counted", "whole_failed")
+
+
+def _table(calibration: Any) -> Any:
+    from rich.table import Table
+
+    settings, figures = calibration.settings, calibration.figures
+    limits = dataclasses.asdict(calibration.limits) | dict.fromkeys(_NONE_ALLOWED, 0)
+    table = Table(
+        title=f"load client: {settings.streams} streams of {settings.itl_ms:g} ms ITL in {settings.processes} process"
+        f"{'es' if settings.processes > 1 else ''}, priority {figures.priority}"
+    )
+    for name in ("", "measured", "limit"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, words, form in _ROWS:
+        value, limit = getattr(figures, name), limits.get(name)
+        over = value is not None and limit is not None and value > limit
+        shown = "-" if value is None else form.format(value)
+        table.add_row(words, f"[red]{shown}[/red]" if over else shown, "" if limit is None else form.format(limit))
+    table.caption = (
+        f"{figures.events} chunks of {figures.requests} requests, {figures.faults} of them spoilt on purpose"
+    )
+    return table
