@@ -101,13 +101,13 @@ class SharedLoad:
                 return None
             if lost := crew.find_lost():
                 return lost
-            if gone := next((link.gone for link in crew.links if link.gone), None):
-                return f"the server stopped answering: {gone}"
+            if problem := crew.first_problem():
+                return problem
             if time.monotonic() - looked > _CHECK_CLOCKS_S and not all(c.same_clock for c in crew.clocks):
                 crew.look_at_clocks()
                 looked = time.monotonic()
             self._say("progress")
-        return next((f"the server stopped answering: {link.gone}" for link in crew.links if link.gone), None)
+        return None if self.voice.stopped else crew.first_problem()
 
     def _outcome(self, results: list[WorkerResult], clocked: Clocked, problem: str | None) -> Outcome:
         clocked.cpu_s = sum(r.clocked.cpu_s for r in results)

@@ -8,6 +8,7 @@ is incomplete and invalid.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -117,7 +118,7 @@ class Crew:
         if link := self._link_of(msg.node_id):
             link.done, link.failed = int(msg.data["done"]), int(msg.data["failed"])
             if msg.data["event"] == "ended":
-                link.ended, link.gone = True, msg.data.get("gone")
+                link.ended, link.gone, link.signal = True, msg.data["gone"], msg.data["signal"]
                 self.news.set()
 
     def gather(self, stopped: Callable[[], bool]) -> None:
@@ -209,6 +210,15 @@ class Crew:
         """Why the first worker that counts as lost does."""
         return next((link.lost for link in self.links if link.lost is not None), None)
 
+    def first_problem(self) -> str | None:
+        """Why a worker that answers ended before its last request."""
+        for link in self.links:
+            if link.gone:
+                return f"the server stopped answering: {link.gone}"
+            if link.signal:
+                return f"{link.name} was stopped by {signal.Signals(link.signal).name}"
+        return None
+
     def stop(self) -> None:
         """Every worker that still answers ends its users."""
         self._with_each(lambda link, shard: _ignoring_loss(lambda: link.call("stop", _STOP_S)))
@@ -241,7 +251,10 @@ class Crew:
         with gevent.Timeout(_STOP_S, False):
             self.runner.quit()
         due = time.monotonic() + _STOP_S
+        lost = {link.pid for link in self.links if link.lost is not None}
         for child in self._children:
+            if child.pid in lost:
+                child.kill()
             while child.poll() is None and time.monotonic() < due:
                 gevent.sleep(0.02)
             if child.poll() is None:

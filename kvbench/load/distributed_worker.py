@@ -23,7 +23,7 @@ from locust.runners import WorkerRunner
 
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_clock import boot_id
-from kvbench.load.distributed_wire import CALL, EVENT, HELLO, PIECE_BYTES, REPLY, proof, proven
+from kvbench.load.distributed_wire import CALL, EVENT, HELLO, PIECE_BYTES, REPLY, proof, proven, send_statistics
 from kvbench.load.lag import LagProbe
 from kvbench.load.merge import samples_to_bytes
 from kvbench.load.process import (
@@ -74,6 +74,7 @@ class Worker:
         self.stopped = False
         self.code = EXIT_OK
         self._parent = os.getppid()
+        self._signal = 0
         self._heard = time.monotonic()
         self._rows: list[bytes] = []
         self._results: dict[str, bytes] = {}
@@ -116,7 +117,7 @@ class Worker:
 
     def _on_signal(self, number: int) -> None:
         """A stop of the whole group: the master still wants what was measured. Without a master this is the end."""
-        self.stopped = True
+        self.stopped, self._signal = True, number
         if self.session is not None:
             self.session.stopping = True
         if os.getppid() != self._parent or self.session is None:
@@ -194,7 +195,7 @@ class Worker:
             gone = watch(self.session, lambda: self.stopped, lambda: self._tell("progress"))
             clocked = measuring.end()
         self._results["clocked"] = json.dumps(vars(clocked)).encode()
-        self._tell("ended", gone=gone)
+        self._tell("ended", gone=gone, signal=self._signal)
 
     def _do_stop(self) -> None:
         self.stopped = True
@@ -210,9 +211,7 @@ class Worker:
             self.runner.stop()
         with gevent.Timeout(STOP_LIMIT_S, False):
             self.session.drain()
-        stats: dict[str, Any] = {}  # before the answer, so that the master has them when it has that
-        self.env.events.report_to_master.fire(client_id=self.runner.client_id, data=stats)
-        self.runner.client.send(Message("stats", stats, self.runner.client_id))
+        send_statistics(self.runner)  # before the answer, so that the master has them when it has that
         self._results["samples"] = samples_to_bytes(self.session.samples, self.session.zero)
         self._results["lags"] = np.asarray(self.probe.lags, dtype=np.float64).tobytes()
         return {"zero": self.session.zero, "sizes": {name: len(data) for name, data in self._results.items()}}

@@ -78,12 +78,14 @@ def job_of(options: Any) -> Job:
     return Job(point.mode, point.concurrency or 1, workload, point)
 
 
-def session_for(job: Job, host: str, options: Any, users: int, shard: tuple[int, int]) -> LoadSession:
+def session_for(job: Job, host: str, options: Any, users: int, shard: tuple[int, int], test: int) -> LoadSession:
     """What the users of one node share. ``shard``: this node's number, from 0, and how many nodes there are.
+
+    ``test``: from 1; no prompt of one test is sent in another, where prompts are drawn.
 
     Asks the server for its model. ValueError, UsageError or MeasurementError with a sentence.
     """
-    spec, requests = (job.spec, job.requests) if job.spec else _from_workload(job, host, options, users)
+    spec, requests = (job.spec, job.requests) if job.spec else _from_workload(job, host, options, users, test)
     number, nodes = shard
     if nodes > 1:
         part = make_shards(spec.model_copy(update={"concurrency": max(users, nodes)}), requests, nodes)[number]
@@ -91,7 +93,7 @@ def session_for(job: Job, host: str, options: Any, users: int, shard: tuple[int,
     return session_of(spec, requests)
 
 
-def _from_workload(job: Job, host: str, options: Any, users: int) -> tuple[LoadSpec, RequestList]:
+def _from_workload(job: Job, host: str, options: Any, users: int, test: int) -> tuple[LoadSpec, RequestList]:
     from kvbench import loadrun
     from kvbench.targets.openai import OpenAITarget
 
@@ -115,7 +117,7 @@ def _from_workload(job: Job, host: str, options: Any, users: int) -> tuple[LoadS
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         seed=job.workload.seed,
-        repeat=1,
+        repeat=test,
     )
     fields = loadrun.load_spec(
         load, point, base_url=target.base_url, model=model.name, requests_file=Path(), out_dir=Path(),

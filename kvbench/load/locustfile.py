@@ -13,17 +13,20 @@ garbage collector out and checks clocks. The spec's files are written then, by a
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import gevent
 from locust import events
 from locust.dispatch import UsersDispatcher
 from locust.env import Environment
-from locust.exception import StopTest
-from locust.runners import MasterRunner, WorkerRunner
+from locust.exception import StopUser
+from locust.rpc import Message
+from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
+from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from kvbench.errors import MeasurementError
+from kvbench.load.distributed_wire import send_statistics
 from kvbench.load.lag import LagProbe
 from kvbench.load.locust_job import Job, add_arguments, fire_rows, job_of, session_for
 from kvbench.load.locust_shares import fixed_shares
@@ -36,26 +39,44 @@ _SHARD, _ENDED = "kvbench_shard", "kvbench_ended"
 _MISTAKES = (ValueError, OSError, MeasurementError)
 
 
-class ClosedLoop(ClosedLoopUser):
-    """Sends its next request when its last one has ended."""
-
-
-class OpenLoop(OpenLoopUser):
-    """Sends every request at its own time; one such user drives all arrivals of its process."""
-
-
 @dataclass
 class Node:
-    """What this Locust process knows of the test. ``shard``: its number and how many share the load."""
+    """What this Locust process knows of the test. ``shard``: its number and how many share the load.
+
+    ``test``: how many tests were started, this one included; each has requests of its own.
+    """
 
     job: Job | None = None
     session: LoadSession | None = None
     measuring: Measuring | None = None
     shard: tuple[int, int] = (0, 1)
-    running: int = 0  # on the master: workers that have not ended
+    test: int = 0
+    ended: set[str] = field(default_factory=set)  # on the master: workers that have nothing more to do
 
 
 NODE = Node()
+
+
+class _Prepared:
+    """Users of this process's session; without one (the test could not be prepared) they end at once."""
+
+    def on_start(self) -> None:
+        if NODE.session is None:
+            raise StopUser
+        self.session = NODE.session
+        super().on_start()  # type: ignore[misc]
+
+    def on_stop(self) -> None:
+        if hasattr(self, "session"):
+            super().on_stop()  # type: ignore[misc]
+
+
+class ClosedLoop(_Prepared, ClosedLoopUser):
+    """Sends its next request when its last one has ended."""
+
+
+class OpenLoop(_Prepared, OpenLoopUser):
+    """Sends every request at its own time; one such user drives all arrivals of its process."""
 
 
 events.init_command_line_parser.add_listener(add_arguments)
@@ -69,11 +90,11 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
     except _MISTAKES as error:
         sys.exit(f"kvbench: {error}")
     if isinstance(runner, WorkerRunner):
-        runner.register_message(_SHARD, lambda msg, **_: setattr(NODE, "shard", (msg.data["number"], msg.data["of"])))
+        runner.register_message(_SHARD, _on_shard)
         return  # the master says which users, and how many
     environment.user_classes = [ClosedLoop if job.mode == "closed" else OpenLoop]
     if isinstance(runner, MasterRunner):
-        runner.register_message(_ENDED, _on_worker_ended)
+        runner.register_message(_ENDED, lambda msg, **_: NODE.ended.add(msg.node_id))
         if job.mode == "open":
             environment.dispatcher_class = one_each
     options.num_users = options.num_users or job.users
@@ -85,32 +106,60 @@ def one_each(worker_nodes: Any, user_classes: Any) -> UsersDispatcher:
     return fixed_shares(lambda node: 1)(worker_nodes, user_classes)
 
 
+def _on_shard(msg: Message, **_: Any) -> None:
+    NODE.shard, NODE.test = (msg.data["number"], msg.data["of"]), msg.data["test"]
+
+
 @events.test_start.add_listener
 def _on_start(environment: Environment, **_: Any) -> None:
     runner = environment.runner
+    if not isinstance(runner, WorkerRunner):
+        NODE.test += 1
     if isinstance(runner, MasterRunner):
-        nodes = sorted(runner.clients, key=runner.get_worker_index)
-        NODE.running = len(nodes)
-        for number, node in enumerate(nodes):
-            runner.send_message(_SHARD, {"number": number, "of": len(nodes)}, client_id=node)
+        _deal_out(environment, runner)
         return
     options = environment.parsed_options
-    users = options.num_users or NODE.job.users
+    users = runner.target_user_count or options.num_users or NODE.job.users
     try:
-        session = session_for(NODE.job, environment.host, options, users, NODE.shard)
+        session = session_for(NODE.job, environment.host, options, users, NODE.shard, NODE.test)
     except _MISTAKES as error:
+        print(f"kvbench: {error}", file=sys.stderr)
         environment.process_exit_code = 2
-        raise StopTest(f"kvbench: {error}") from None
+        gevent.spawn(_leave, environment)
+        return
     NODE.session, NODE.measuring = session, Measuring(session, LagProbe())
-    ClosedLoop.session = OpenLoop.session = session
     fire = environment.events.request.fire
     session.fire = lambda **event: (fire(**event), fire_rows(fire, event["context"]["sample"]))
     gevent.spawn(_drive, environment, users if NODE.job.out_dir and NODE.job.mode == "closed" else 1)
 
 
+def _deal_out(environment: Environment, master: MasterRunner) -> None:
+    """Tells each worker its shard, before Locust tells it to spawn users."""
+    nodes, users = sorted(master.clients, key=master.get_worker_index), master.target_user_count
+    if NODE.job.mode == "closed" and users < len(nodes):
+        print(f"kvbench: {users} users cannot be shared by {len(nodes)} workers; give each one.", file=sys.stderr)
+        environment.process_exit_code = 2
+        gevent.spawn(_end, environment)
+        return
+    NODE.ended.clear()
+    for number, node in enumerate(nodes):
+        master.send_message(_SHARD, {"number": number, "of": len(nodes), "test": NODE.test}, client_id=node)
+    gevent.spawn(_await_workers, environment, master)
+
+
+def _await_workers(environment: Environment, master: MasterRunner) -> None:
+    """Ends the test when every worker that is still there has nothing more to do."""
+    while {node.id for node in master.clients.all if node.state != STATE_MISSING} - NODE.ended:
+        gevent.sleep(0.25)
+    _end(environment)
+
+
 def _drive(environment: Environment, line_up: int) -> None:
     """Starts when ``line_up`` users stand at the line, and ends Locust's test when the load has ended."""
     session, measuring = NODE.session, NODE.measuring
+    if not session.total:  # more workers than conversations
+        _leave(environment)
+        return
     while session.ready < line_up and session.start_failure is None:
         gevent.sleep(0.01)
     if session.start_failure is not None:
@@ -120,20 +169,22 @@ def _drive(environment: Environment, line_up: int) -> None:
         measuring.begin()
         session.ended.wait()
         measuring.end()
+    _leave(environment)
+
+
+def _leave(environment: Environment) -> None:
+    """This node has nothing more to do."""
     if isinstance(environment.runner, WorkerRunner):
+        send_statistics(environment.runner)
         environment.runner.send_message(_ENDED)
     else:
         _end(environment)
 
 
-def _on_worker_ended(environment: Environment, **_: Any) -> None:
-    NODE.running -= 1
-    if NODE.running == 0:
-        gevent.spawn(_end, environment)
-
-
 def _end(environment: Environment) -> None:
     """Without a web UI Locust ends; with one it is ready for the next test."""
+    if environment.parsed_options.csv_prefix:  # Locust writes its CSV once a second, and not when it ends
+        gevent.sleep(2 * CSV_STATS_INTERVAL_SEC)
     if environment.parsed_options.headless:
         environment.runner.quit()
     else:
