@@ -73,7 +73,7 @@ _ALL = (
     click.option("--max-concurrency", type=click.IntRange(1), metavar="N",
                  help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
                  "client is in their TTFT, and shown apart."),
-    click.option("--num-prompts", type=click.IntRange(1), metavar="N", help="Requests of the load."),
+    click.option("--num-prompts", type=click.IntRange(1), metavar="N", help="Requests of the load (--find-max-rate: the least of a run)."),
     click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
                  help="Warm-up requests, never measured."),
     click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
@@ -97,7 +97,7 @@ _ALL = (
     click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True,
                  help="--find-max-rate: no run is begun after so many minutes."),
     click.option("--run-seconds", type=click.FloatRange(min=0), default=20.0, show_default=True,
-                 help="--find-max-rate: least seconds of arrivals of a run, unless --num-prompts is given."),
+                 help="--find-max-rate: least seconds of arrivals of a run."),
 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from kvbench.load_options import slo_words
 
 _ROWS = (
     ("ttft_ms", "TTFT"),
-    ("steady", "  of those sent in the steady window"),
-    ("client_queue_ms", "  of it queued in the client"),
+    ("steady", "  sent in the steady window"),
+    ("client_queue_ms", "  queued in the client"),
     ("tpot_ms", "TPOT"),
     ("itl_ms", "ITL"),
     ("e2el_ms", "E2EL"),

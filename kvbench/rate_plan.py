@@ -20,20 +20,19 @@ _BELOW, _ABOVE = 64.0, 1024.0  # how far from the first rate the search goes by 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many requests a run has: enough for the percentiles asked for, and for a while of arrivals.
+    """How long a run is: at least ``least`` requests and ``seconds`` of arrivals.
 
-    ``fixed``: of --num-prompts; else at least ``least`` (the workload's number) and ``seconds`` of arrivals.
+    ``enough``: and as many as the percentiles asked for need (not where --num-prompts says how many).
     """
 
     least: int
     seconds: float
-    fixed: int | None = None
+    enough: bool = True
 
     def requests(self, rate: float, conditions: Sequence[Condition]) -> int:
         """Requests of a run at ``rate`` [1/s]."""
-        if self.fixed is not None:
-            return self.fixed
-        return max(self.least, math.ceil(rate * self.seconds), *(c.samples_needed for c in conditions))
+        needed = [c.samples_needed for c in conditions] if self.enough else []
+        return max(self.least, math.ceil(rate * self.seconds), *needed)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ class SearchPlan:
             raise UsageError(str(error)) from None
 
     def sizes(self, least: int | None) -> Sizes:
-        return Sizes(least or 1, self.run_seconds, self.num_prompts)
+        """``least``: requests of the workload's load."""
+        return Sizes(self.num_prompts or least or 1, self.run_seconds, enough=self.num_prompts is None)
 
 
 def plan_search(

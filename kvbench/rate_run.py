@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.backlog import backlog_of, filling_s
 from kvbench.errors import MeasurementError
 from kvbench.load_folder import METRICS, LoadFolder
 from kvbench.load_result import goodput_share
@@ -25,12 +27,10 @@ from kvbench.rate_search import (
     NEVER,
     Answer,
     Ask,
-    Backlog,
     Bounds,
     Condition,
     Trial,
     advance,
-    backlog_of,
     bracket,
     unmet,
 )
@@ -38,6 +38,7 @@ from kvbench.results import write_json
 
 EXIT_OK, EXIT_INCONCLUSIVE, EXIT_INVALID = 0, 3, 4
 OUT_OF_TIME = "out of time"
+_RUN_OVER_FILLING = 4.0
 
 Measure = Callable[[float, int, int, Path], Mapping[str, Any]]
 """rate [1/s], number of requests, number of the run (its seed), folder -> what metrics.json holds, of one run."""
@@ -83,24 +84,36 @@ class RateSearch:
             kept = dict(self.measure(ask.rate, count, number, path))
         except MeasurementError as error:  # as an invalid run: once more, then the search ends with the reason
             kept = {"valid": False, "invalid_reasons": [str(error)], "metrics": {}}
-        metrics = kept["metrics"] | {"goodput_share": goodput_share(kept["metrics"])}
-        backlog = _backlog(path / "requests.parquet")
-        misses = unmet(self.conditions, metrics, backlog) if kept["valid"] else []
-        kept["trial"] = {
-            "rate": ask.rate,
-            "confirms": ask.confirms,
-            "met": None if not kept["valid"] else not misses,
-            "reasons": misses if kept["valid"] else list(kept["invalid_reasons"]),
-            "values": {c.text: c.value(metrics) for c in self.conditions},
-            "backlog": None if backlog is None else {"early": backlog.early, "late": backlog.late},
-        }
+        kept["trial"] = {"rate": ask.rate, "confirms": ask.confirms} | self._judged(kept, path / "requests.parquet")
         write_json(path / METRICS, kept)
         self._note(path, kept)
         self.console.print(_told(number, ask, self.trials[-1]), highlight=False, markup=False, soft_wrap=True)
 
+    def _judged(self, kept: Mapping[str, Any], samples: Path) -> dict[str, Any]:
+        """met (None: not told), why not, the values, the backlog; ``seconds``: how long a run must be to tell."""
+        metrics = kept["metrics"] | {"goodput_share": goodput_share(kept["metrics"])}
+        starts, ends = _visits(samples)
+        backlog, seconds = backlog_of(starts, ends), None
+        met, reasons = None, list(kept["invalid_reasons"])
+        if kept["valid"]:
+            reasons = unmet(self.conditions, metrics, backlog)
+            met = not reasons
+            if met and backlog is None:  # all was over before a backlog could have shown
+                met, seconds = None, _RUN_OVER_FILLING * filling_s(starts, ends)
+                reasons = [f"too short to tell whether the server keeps up: {seconds:.0f} s of arrivals are needed"]
+        return {
+            "met": met,
+            "reasons": reasons,
+            "values": {c.text: c.value(metrics) for c in self.conditions},
+            "backlog": None if backlog is None else {"early": backlog.early, "late": backlog.late},
+            "seconds": seconds,
+        }
+
     def _note(self, path: Path, kept: Mapping[str, Any]) -> None:
         trial, metrics = kept["trial"], kept["metrics"]
         self.trials.append(Trial(trial["rate"], trial["met"], tuple(trial["reasons"])))
+        if trial["seconds"] is not None:  # from here on
+            self.sizes = replace(self.sizes, seconds=max(self.sizes.seconds, trial["seconds"]))
         sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
         self.rows.append({"run": path.name, "requests": sent, "failed": metrics.get("failed"), **trial})
 
@@ -120,19 +133,23 @@ class RateSearch:
                 "runs": self.rows,
             },
         )
-        self.console.print(table(self.conditions, self.rows))
+        made = table(self.conditions, self.rows)
+        width = self.console.measure(made, options=self.console.options.update(max_width=10_000)).maximum
+        self.console.print(made, width=width, crop=False)  # a column that is cut would hide what was asked for
         self.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
         if answer.outcome == INVALID:
             return EXIT_INVALID
         return EXIT_OK if answer.outcome in (FOUND, ALWAYS, NEVER) else EXIT_INCONCLUSIVE
 
 
-def _backlog(path: Path) -> Backlog | None:
+def _visits(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends [s] of the requests, a conversation as one: from its first turn to the end of its last."""
     if not path.is_file():
-        return None
-    rows = pd.read_parquet(path, columns=["t0", "end", "turn"])
-    rows = rows[rows["turn"] == 0]  # a later turn of a conversation comes when its turn has come
-    return backlog_of(rows["t0"].to_numpy(), rows["end"].to_numpy())
+        return np.empty(0), np.empty(0)
+    rows = pd.read_parquet(path, columns=["index", "session", "t0", "end"])
+    key = rows["session"].where(rows["session"].notna(), -1 - rows["index"])
+    visits = rows.groupby(key).agg({"t0": "min", "end": "max"})
+    return visits["t0"].to_numpy(), visits["end"].to_numpy()
 
 
 def _told(number: int, ask: Ask, trial: Trial) -> str:
@@ -171,9 +188,10 @@ def say(answer: Answer, conditions: Sequence[Condition], rows: Sequence[Mapping[
 
 def table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> Table:
     """All runs, in their order."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "requests/s", "requests", *(c.text for c in conditions), "failed", "in flight", ""):
-        made.add_column(name, justify="right" if name else "left")
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    heads = ("run", "req/s", "requests", *(c.title for c in conditions), "failed", "in flight", "")
+    for name in heads:
+        made.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in rows:
         backlog = row["backlog"]
         values = [_value(c, row["values"].get(c.text)) for c in conditions]
@@ -183,7 +201,7 @@ def table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) ->
             str(row["requests"]),
             *values,
             "-" if row["failed"] is None else str(row["failed"]),
-            f"{backlog['early']:.1f} -> {backlog['late']:.1f}" if backlog else "-",
+            f"{backlog['early']:.1f} to {backlog['late']:.1f}" if backlog else "-",
             {True: "met", False: "not met", None: "invalid"}[row["met"]],
         )
     return made

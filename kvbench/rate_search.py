@@ -14,16 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from kvbench.backlog import Backlog
 from kvbench.metrics import QUANTILES, samples_needed
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el", "client_queue")
 STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}
 MAX_FAILED_SHARE = 0.01
 INVALID_ATTEMPTS = 2  # at one rate, one after the other
-GROWTH_SHARE = 0.05  # of the arrivals meanwhile: fewer were served than came
-GROWTH_DEVIATIONS = 3.0  # of a Poisson count: what the number in flight of a server that keeps up swings by
 _LATENCY = re.compile(
     r"(?P<stat>[a-z]+\d*)_(?P<metric>[a-z0-9_]+?)(?:_ms)?\s*<=?\s*(?P<value>[\d.]+)\s*(?P<unit>ms|s|)"
 )
@@ -52,6 +49,11 @@ class Condition:
         if value is None:
             return False
         return value >= self.limit if self.metric == "goodput" else value <= self.limit
+
+    @property
+    def title(self) -> str:
+        """For the head of a column: ``p95 ttft ms``, ``goodput``."""
+        return self.metric if self.metric == "goodput" else f"{self.stat} {self.metric.removesuffix('_ms')} ms"
 
     @property
     def samples_needed(self) -> int:
@@ -107,8 +109,7 @@ def unmet(conditions: Sequence[Condition], metrics: Mapping[str, Any], backlog: 
         reasons.append(f"{failed} of {failed + completed} requests failed")
     if backlog is not None and backlog.grows:
         reasons.append(
-            f"the backlog grew: {backlog.early:.1f} requests in flight in the second quarter of the arrivals, "
-            f"{backlog.late:.1f} in the last"
+            f"the backlog grew: {backlog.early:.1f} in flight early in the run, {backlog.late:.1f} when the last came"
         )
     return reasons
 
@@ -117,48 +118,6 @@ def _shown(condition: Condition, value: float | None) -> str:
     if value is None:
         return "not measured"
     return f"{value:.1%}" if condition.metric == "goodput" else f"{value:.1f} ms"
-
-
-@dataclass(frozen=True)
-class Backlog:
-    """Requests in flight, mean over the second and over the last quarter of the arrivals, which are ``arrivals``."""
-
-    early: float
-    late: float
-    arrivals: int  # from the middle of the one quarter to the middle of the other
-
-    @property
-    def grows(self) -> bool:
-        """More came than was served: such a run has no latency of its own, a longer one would show a higher one.
-
-        The growth must be beyond what the number in flight of a server that keeps up swings by (Poisson, as in an
-        M/G/inf queue), and a share of the arrivals.
-        """
-        growth = self.late - self.early
-        return growth > GROWTH_SHARE * self.arrivals and growth > GROWTH_DEVIATIONS * math.sqrt(max(self.early, 1.0))
-
-
-def backlog_of(starts: Sequence[float], ends: Sequence[float]) -> Backlog | None:
-    """The backlog of an open loop from intended starts and ends [s], each [requests]; None under 8 arrivals.
-
-    An end that is not known (NaN) is one after the last arrival.
-    """
-    start = np.sort(np.asarray(starts, dtype=float))
-    if len(start) < 8 or start[-1] <= start[0]:
-        return None
-    end = np.asarray(ends, dtype=float)
-    end = np.where(np.isfinite(end), end, np.inf)
-    begin, span = float(start[0]), float(start[-1] - start[0])
-    marks = begin + span * np.array([0.25, 0.5, 0.75, 1.0])
-
-    def mean_in_flight(low: float, high: float) -> float:
-        """Time average: each request's share of the window, added up."""
-        t0 = np.asarray(starts, dtype=float)
-        inside = np.minimum(end, high) - np.maximum(t0, low)
-        return float(np.clip(inside, 0.0, None).sum() / (high - low))
-
-    meanwhile = ((start > marks[0] + span / 8) & (start <= marks[2] + span / 8)).sum()
-    return Backlog(mean_in_flight(marks[0], marks[1]), mean_in_flight(marks[2], marks[3]), int(meanwhile))
 
 
 @dataclass(frozen=True)

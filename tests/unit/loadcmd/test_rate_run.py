@@ -17,10 +17,11 @@ from kvbench.load.schema import LoadConfig
 from kvbench.load_folder import LoadFolder
 from kvbench.metrics import summarise
 from kvbench.rate_plan import SearchPlan, Sizes, at_rate, mean_rate, require_searchable
-from kvbench.rate_run import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, RateSearch
+from kvbench.rate_run import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, RateSearch, _visits
 from kvbench.rate_search import Bounds, parse_conditions
 
 SERVICE_S = 0.1
+N = 4000  # requests of a run
 
 
 def waiting_cdf(t: float, rate: float, service: float) -> float:
@@ -55,9 +56,9 @@ class Queue:
             ends.append(free)
         rows = pd.DataFrame(
             {
-                "t0": starts, "ts": starts, "first": ends, "last": ends, "end": ends, "turn": 0, "class": "a",
-                "chunk_times": [[e] for e in ends], "output_tokens": 1, "prompt_tokens": 4, "ok": True,
-                "error_kind": None,
+                "index": range(count), "session": None, "class": "a", "t0": starts, "ts": starts, "first": ends,
+                "last": ends, "end": ends, "chunk_times": [[e] for e in ends], "output_tokens": 1, "prompt_tokens": 4,
+                "ok": True, "error_kind": None,
             }
         )  # fmt: skip
         rows.to_parquet(out / "requests.parquet")
@@ -75,7 +76,7 @@ def new(tmp_path):
         folder.path.mkdir(exist_ok=True)
         console = Console(file=io.StringIO(), width=200)
         bounds = bounds or Bounds(1.0, 0.1, 100.0, 0.02)
-        sizes = sizes or Sizes(1, 0.0, fixed=6000)
+        sizes = sizes or Sizes(N, 0.0)
         made = RateSearch(parse_conditions(slo), bounds, sizes, folder, queue.measure, console, **fields)
         made.told = console.file
         return made
@@ -100,7 +101,7 @@ def test_the_capacity_of_a_queue_is_found(new):
     assert found["lowest_rate_not_met"] > capacity * 0.94
     assert len({number for _, _, number in queue.asked}) == len(queue.asked)  # other requests in every run
     assert "Highest rate that met p95_ttft<=500ms" in search.told.getvalue()
-    assert f"{2 * 6000} requests in 2 runs" in found["answer"]
+    assert f"{2 * N} requests in 2 runs" in found["answer"]
 
 
 def test_several_conditions_hold_together(new):
@@ -111,7 +112,7 @@ def test_several_conditions_hold_together(new):
 
 
 def test_a_saturated_queue_is_not_met_however_loose_the_slo(new):
-    search = new(Queue(), "p95_e2el<=3600s", sizes=Sizes(1, 0.0, fixed=400))
+    search = new(Queue(), "p95_e2el<=3600s", sizes=Sizes(400, 0.0))
     search.run()
     assert 9.0 < answer(search)["highest_rate_met"] < 11.5  # 10/s is what the queue can serve
     assert any("the backlog grew" in " ".join(run["reasons"]) for run in answer(search)["runs"])
@@ -124,7 +125,7 @@ def test_every_run_is_kept_and_a_stopped_search_goes_on_from_them(new):
     runs = sorted((search.folder.path / "runs").iterdir())
     assert len(runs) == len(whole.asked) and all((run / "requests.parquet").is_file() for run in runs)
     first = json.loads((runs[0] / "metrics.json").read_text())
-    assert first["trial"]["rate"] == 1.0 and first["trial"]["met"] and first["metrics"]["completed"] == 6000
+    assert first["trial"]["rate"] == 1.0 and first["trial"]["met"] and first["metrics"]["completed"] == N
     expected = answer(search)
     (runs[-1] / "metrics.json").unlink()  # stopped within its last run
     rest = Queue()
@@ -164,15 +165,15 @@ def test_a_load_that_could_not_be_driven_is_as_an_invalid_run(new):
 
 
 def test_time_and_runs_are_bounded(new):
-    search = new(Queue(), limit_s=0.0, sizes=Sizes(1, 0.0, fixed=50))
+    search = new(Queue(), limit_s=0.0, sizes=Sizes(50, 0.0, enough=False))
     assert search.run() == EXIT_INCONCLUSIVE and "--max-minutes" in answer(search)["answer"]
-    search = new(Queue(), bounds=Bounds(1.0, 0.1, 100.0, max_runs=3), sizes=Sizes(1, 0.0, fixed=50))
+    search = new(Queue(), bounds=Bounds(1.0, 0.1, 100.0, max_runs=3), sizes=Sizes(50, 0.0, enough=False))
     assert search.run() == EXIT_INCONCLUSIVE and len(answer(search)["runs"]) == 3
     assert "not confirmed" in answer(search)["answer"] and "--max-runs" in answer(search)["answer"]
 
 
 def test_too_few_requests_for_a_percentile_are_said(new):
-    search = new(Queue(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(1, 0.0, fixed=50))
+    search = new(Queue(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(50, 0.0, enough=False))
     search.run()
     assert "(100 requests in 2 runs, fewer than the 130 that a percentile needs)" in answer(search)["answer"]
     assert "up to --max-rate 2" in answer(search)["answer"]
@@ -184,7 +185,7 @@ def test_a_run_has_enough_requests_for_its_percentiles_and_its_seconds():
     assert Sizes(48, 20.0).requests(2.0, p99) == 662
     assert Sizes(48, 20.0).requests(50.0, p95) == 1000
     assert Sizes(200, 20.0).requests(2.0, p95) == 200
-    assert Sizes(48, 20.0, fixed=30).requests(50.0, p99) == 30
+    assert Sizes(30, 2.0, enough=False).requests(5.0, p99) == 30
 
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
@@ -232,3 +233,34 @@ def test_bounds_follow_from_the_first_rate_and_what_is_given_wins():
     assert tight.bounds(4.0).start == 6.0 and tight.bounds(40.0).start == 8.0
     with pytest.raises(UsageError, match="--find-max-rate: 'p95' is no condition"):
         _ = SearchPlan("p95", None, None, None, 0.05, 9, 20.0, None, 60.0).parsed
+
+
+def test_a_run_that_is_too_short_to_show_a_backlog_is_repeated_longer(new):
+    class Slow(Queue):
+        """As many at once as come, 40 s each: nothing of a backlog shows in 20 s of arrivals."""
+
+        def measure(self, rate, count, number, out):
+            kept = super().measure(rate, count, number, out)
+            rows = pd.read_parquet(out / "requests.parquet")
+            rows["end"] = rows["t0"] + 40.0
+            rows.to_parquet(out / "requests.parquet")
+            return kept
+
+    slow = Slow()
+    search = new(slow, "p95_ttft<=3600s", bounds=Bounds(1.0, 0.5, 2.0), sizes=Sizes(20, 20.0, enough=False))
+    assert search.run() == EXIT_OK
+    assert [(rate, count) for rate, count, _ in slow.asked] == [(1, 20), (1, 160), (2, 320), (2, 320)]
+    assert "too short to tell" in answer(search)["runs"][0]["reasons"][0]
+    (search.folder.path / "runs" / "04-r2" / "metrics.json").unlink()
+    rest = Slow()
+    new(rest, "p95_ttft<=3600s", bounds=Bounds(1.0, 0.5, 2.0), sizes=Sizes(20, 20.0, enough=False)).run()
+    assert [(rate, count) for rate, count, _ in rest.asked] == [(2, 320)]  # it still knows how long is long enough
+
+
+def test_a_conversation_is_in_flight_from_its_first_turn_to_its_last(new, tmp_path):
+    rows = pd.DataFrame(
+        {"index": [0, 1, 2, 3], "session": [5, 5, None, None], "t0": [0.0, 4.0, 1.0, 2.0], "end": [1.0, 6.0, 3.0, 9.0]}
+    )
+    rows.to_parquet(tmp_path / "r.parquet")
+    starts, ends = _visits(tmp_path / "r.parquet")
+    assert sorted(zip(starts, ends, strict=True)) == [(0.0, 6.0), (1.0, 3.0), (2.0, 9.0)]

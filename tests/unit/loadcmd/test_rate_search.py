@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from kvbench.backlog import Backlog, backlog_of, filling_s
 from kvbench.rate_search import (
     ALWAYS,
     FOUND,
@@ -15,11 +16,9 @@ from kvbench.rate_search import (
     OUT_OF_RUNS,
     Answer,
     Ask,
-    Backlog,
     Bounds,
     Trial,
     advance,
-    backlog_of,
     bracket,
     parse_conditions,
     unmet,
@@ -191,11 +190,18 @@ def queue(rate, n, service_s, servers, seed):
 
 def test_a_backlog_is_the_time_average_of_the_requests_in_flight():
     starts, ends = np.arange(17.0), np.arange(17.0) + 3.0  # 3 in flight at any time from t = 3 on
-    backlog = backlog_of(starts, ends)
+    backlog = backlog_of(starts, ends)  # settled from t = 4 on, thirds of 4 s
     assert backlog.early == pytest.approx(3) and backlog.late == pytest.approx(3) and backlog.arrivals == 8
-    never = backlog_of(starts, np.full(17, np.nan))  # nothing ends: all that came are in flight
-    assert never.early == pytest.approx(6.5, abs=0.6) and never.late == pytest.approx(14.5, abs=0.6)
-    assert never.grows
+    stuck = np.where(starts < 4, starts + 1, np.nan)  # from t = 4 on nothing ends: all that came are in flight
+    grown = backlog_of(starts, stuck)
+    assert grown.early == pytest.approx(2.5) and grown.late == pytest.approx(10.5) and grown.grows
+
+
+def test_a_run_that_was_over_before_the_first_answers_tells_nothing_of_a_backlog():
+    starts = np.arange(40.0)
+    assert filling_s(starts, starts + 7) == 7
+    assert backlog_of(starts, starts + 19) is not None and not backlog_of(starts, starts + 19).grows
+    assert backlog_of(starts, starts + 21) is None  # it fills up to 21 in flight, all through the run
     assert backlog_of([1.0] * 20, [2.0] * 20) is None and backlog_of([1, 2, 3], [2, 3, 4]) is None
 
 
