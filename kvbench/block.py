@@ -13,7 +13,7 @@ from kvbench.design import Block, Cell
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.measure import Subject, measure_load, warm_up
 from kvbench.results import DONE, RunFolder, write_json
-from kvbench.targets.base import Target
+from kvbench.targets.base import Target, reason_of
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload import Workload
 
@@ -74,9 +74,10 @@ class BlockRunner:
             subject = self._subject(target, block, log, info)
             warm_up(subject, self.workload.load_points[0])
         except MeasurementError as error:
+            reason = reason_of(target, error) if block.block_id in self.served else str(error)
             target.stop()
             for cell in todo:
-                self._fail(cell, block.repeat, str(error))
+                self._fail(cell, block.repeat, reason)
             return False
         except BaseException:
             target.stop()
@@ -86,7 +87,7 @@ class BlockRunner:
                 try:
                     self._run_load(subject, cell, block.repeat, start_s, first=position == 0)
                 except MeasurementError as error:
-                    self._fail(cell, block.repeat, str(error))
+                    self._fail(cell, block.repeat, reason_of(target, error))
         finally:
             target.stop()
         return True

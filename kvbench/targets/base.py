@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +12,17 @@ from typing import Any, Protocol
 import httpx
 
 from kvbench.contention import Server, server_at
-from kvbench.errors import MeasurementError
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.load.dialect import Dialect
+from kvbench.load.requests import RequestSpec
 from kvbench.server_metrics import MetricsSample, parse_metrics
 from kvbench.targets.bounded import BoundedTransport
+from kvbench.targets.preset import Preset
+from kvbench.targets.presets import GENERIC, METRIC_KINDS
+from kvbench.targets.texts import Texts, with_texts
 
 _READ_TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
+_GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _NOT_THERE = (404, 405, 501)
 
 
@@ -28,11 +35,47 @@ class ModelFacts:
     max_model_len: int
 
 
+@dataclass(frozen=True)
+class Access:
+    """How a server is reached: LoadSpec's fields of the same names. The key itself is never kept."""
+
+    api_key_env: str | None = None
+    tls_verify: bool = True
+    tls_ca_file: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        """UsageError when the variable holds no key."""
+        if self.api_key_env is None:
+            return {}
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key:
+            raise UsageError(f"--api-key-env {self.api_key_env}: this variable holds no key; export it")
+        return {"Authorization": f"Bearer {key}"}
+
+    def fields(self) -> dict[str, Any]:
+        """What LoadSpec is told, apart from defaults."""
+        told = {"api_key_env": self.api_key_env, "tls_verify": self.tls_verify, "tls_ca_file": self.tls_ca_file}
+        return {name: value for name, value in told.items() if value != getattr(_DIRECT, name)}
+
+
+_DIRECT = Access()
+
+
 class Target(Protocol):
-    """One server, from launch to stop. ``start`` returns when it serves, within its own bound."""
+    """One server, from launch to stop. ``start`` returns when it serves, within its own bound.
+
+    ``starts_cold``: it was launched for us, so nothing that is measured can be in its cache before its first load.
+    """
 
     base_url: str
     model: ModelFacts
+    starts_cold: bool
+
+    def client_fields(self) -> dict[str, Any]:
+        """What the load client's spec is told of this server: its dialect, key and TLS."""
+
+    def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
+        """The requests as this server takes them."""
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None: ...
 
@@ -56,31 +99,82 @@ class Target(Protocol):
     def stop(self) -> None: ...
 
 
+def reason_of(target: Target, error: MeasurementError) -> str:
+    """Why a load failed: the last words of a server that is gone say more than the connection that broke with it."""
+    time.sleep(_GONE_S)
+    try:
+        target.check_alive()
+    except MeasurementError as gone:
+        return str(gone)
+    return str(error)
+
+
 class HttpTarget:
     """The HTTP calls of a kvbench or vLLM-shaped server. One client, kept open; usable from two threads."""
 
-    def __init__(self, base_url: str) -> None:
+    preset: Preset = GENERIC
+    starts_cold: bool = False
+
+    def __init__(
+        self, base_url: str, *, preset: Preset = GENERIC, access: Access = _DIRECT, texts: Texts | None = None
+    ) -> None:
         self.base_url = base_url.rstrip("/")
+        self.preset, self.access, self._texts = preset, access, texts
         # trust_env=False: a proxy variable must not carry a local benchmark's traffic elsewhere.
         self._http = httpx.Client(
             base_url=self.base_url,
             timeout=_READ_TIMEOUT_S,
             trust_env=False,
-            transport=BoundedTransport(trust_env=False),
+            headers=access.headers(),
+            transport=BoundedTransport(trust_env=False, verify=access.tls_ca_file or access.tls_verify),
         )
         self._has_metrics: bool | None = None
 
+    @property
+    def dialect(self) -> Dialect:
+        """What the server's API does differently."""
+        return self.preset.dialect
+
+    def client_fields(self) -> dict[str, Any]:
+        """As ``Target``; empty for a server with nothing special."""
+        quirks = self.dialect.model_dump(exclude_defaults=True)
+        return {**({"dialect": quirks} if quirks else {}), **self.access.fields()}
+
+    def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
+        """As ``Target``. Raises MeasurementError when there is no tokenizer to make texts with."""
+        if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
+            return requests
+        return with_texts(requests, self._texts_or_refuse())
+
+    def _texts_or_refuse(self) -> Texts:
+        if self._texts is None:
+            raise MeasurementError(
+                f"{self.preset.title} takes no token ids, and kvbench has no tokenizer to make texts of them: give "
+                "prompts of kind text with send_text: true"
+            )
+        return self._texts
+
     def healthy(self) -> bool:
+        """Whether the health path answers 200."""
         try:
-            return self._http.get("/health", timeout=2.0).status_code == 200
+            return self._http.get(self.preset.health, timeout=2.0).status_code == 200
         except httpx.HTTPError:
             return False
+
+    def json_at(self, path: str) -> Any:
+        """The JSON there, None where there is none."""
+        try:
+            response = self._http.get(path)
+            return response.json() if response.status_code == 200 else None
+        except (httpx.HTTPError, ValueError, RecursionError):
+            return None
 
     def models(self) -> list[dict[str, Any]]:
         """The rows of /v1/models. Raises MeasurementError when the answer is not OpenAI-shaped."""
         try:
             response = self._http.get("/v1/models")
-            response.raise_for_status()
+            if response.status_code != 200:
+                raise ValueError(f"it answered {response.status_code}")
             rows = response.json()["data"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise MeasurementError(f"{self.base_url}/v1/models does not list models: {error}") from None
@@ -116,7 +210,7 @@ class HttpTarget:
             raise MeasurementError(f"{self.base_url}/metrics answered {response.status_code}")
         self._has_metrics = True
         try:
-            return parse_metrics(response.text, time.time())
+            return parse_metrics(response.text, time.time(), METRIC_KINDS)
         except ValueError as error:
             raise MeasurementError(f"{self.base_url}/metrics cannot be read: {error}") from None
 
@@ -125,26 +219,37 @@ class HttpTarget:
 
     def reset_prefix_cache(self) -> bool | None:
         """As ``Target``. Raises MeasurementError when no answer comes."""
+        reset = self.preset.reset
+        if reset is None:
+            return None
+        if "{slot}" not in reset.path:
+            return self._post_reset(reset.path)
+        slots = self.json_at("/slots")
+        answers = [self._post_reset(reset.path.format(slot=each["id"])) for each in slots or ()]
+        return None if None in answers or not answers else all(answers)
+
+    def _post_reset(self, path: str) -> bool | None:
+        reset = self.preset.reset
+        assert reset is not None
         try:
-            response = self._http.post("/reset_prefix_cache")
+            response = self._http.post(path)
         except httpx.HTTPError as error:
-            raise MeasurementError(f"{self.base_url}/reset_prefix_cache did not answer: {error!r}") from None
-        if response.status_code in (200, 409):
-            return response.status_code == 200
+            raise MeasurementError(f"{self.base_url}{path} did not answer: {error!r}") from None
+        if response.status_code == 200:
+            return not _says_no(response, reset.success_key)
+        if response.status_code in reset.busy:
+            return False
         if response.status_code in _NOT_THERE:
             return None
-        raise MeasurementError(f"{self.base_url}/reset_prefix_cache answered {response.status_code}")
+        raise MeasurementError(f"{self.base_url}{path} answered {response.status_code}")
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
         """One unmeasured completion (warm-up, priming). Raises MeasurementError when it fails."""
-        body = {
-            "model": self.model_name,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-        }
+        if isinstance(prompt, list) and not self.dialect.token_id_prompts:
+            prompt = self._texts_or_refuse().text(prompt)
+        body = {"model": self.model_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
         try:
-            response = self._http.post("/v1/completions", json=body, timeout=timeout_s)
+            response = self._http.post(self.dialect.endpoint, json=body | self.dialect.extra_body, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise MeasurementError(f"a warm-up request to {self.base_url} failed: {error!r}") from None
         if response.status_code != 200 or not _is_completion(response):
@@ -160,6 +265,16 @@ class HttpTarget:
 
     def close(self) -> None:
         self._http.close()
+
+
+def _says_no(response: httpx.Response, key: str | None) -> bool:
+    """Whether a JSON answer with 200 says in the field ``key`` that nothing was done."""
+    if key is None:
+        return False
+    try:
+        return response.json().get(key) is False
+    except (ValueError, AttributeError, RecursionError):
+        return False  # an older version answers without a body
 
 
 def _is_completion(response: httpx.Response) -> bool:

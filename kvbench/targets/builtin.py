@@ -20,7 +20,7 @@ from typing import Any
 from kvbench import processes
 from kvbench.contention import Server
 from kvbench.errors import MeasurementError, UsageError
-from kvbench.targets.base import HttpTarget, ModelFacts
+from kvbench.targets.base import HttpTarget, ModelFacts, reason_of
 from kvbench.workload import default_profile
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
@@ -66,7 +66,10 @@ class BuiltinTarget(HttpTarget):
         try:
             url = self._wait_ready(log)
             super().__init__(url)
-            self._learn_model()
+            try:
+                self._learn_model()
+            except MeasurementError as error:
+                raise MeasurementError(reason_of(self, error)) from None
         except BaseException:
             self.stop()
             raise
