@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench import loadrun
+from kvbench.calibration import Calibration
 from kvbench.design import Block, Cell
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.measure import Subject, measure_load, warm_up
@@ -53,6 +54,7 @@ class BlockRunner:
     check_interrupt: Callable[[], None]
     failures: list[Failure] = field(default_factory=list)
     served: list[str] = field(default_factory=list)  # blocks whose server was up
+    calibrate: Callable[[int | None, int], Calibration | None] | None = None
 
     def run_block(self, block: Block) -> bool:
         """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
@@ -114,7 +116,8 @@ class BlockRunner:
             target.check_alive()
 
         workload = self.workload
-        return Subject(workload.load, workload.seed, target, block.configuration.settings, info, log, check)
+        settings = block.configuration.settings
+        return Subject(workload.load, workload.seed, target, settings, info, log, check, calibrate=self.calibrate)
 
     def _run_load(self, subject: Subject, cell: Cell, repeat: int, start_s: float, *, first: bool) -> None:
         """From the idle server to done.json. Raises MeasurementError when it could not be driven to its end."""

@@ -8,6 +8,11 @@ from typing import Any
 
 import click
 
+NO_CALIBRATION = click.option(
+    "--no-calibration", is_flag=True, envvar="KVBENCH_NO_CALIBRATION",
+    help="Do not calibrate the load client first; the results say so.",
+)  # fmt: skip
+
 
 @click.command(name="calibrate-client")
 @click.option("--streams", type=click.IntRange(1, 65536), default=64, show_default=True, help="Streams at once.")

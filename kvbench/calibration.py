@@ -38,6 +38,7 @@ _ROUNDS = 2  # requests a user sends one after the other
 _FAULT_SHARE = 0.05
 _BUSY_EVENTS_PER_S = 1000  # of one process
 _READY_S, _MARGIN_S, _ATTEMPTS = 20.0, 45.0, 3
+_UNKNOWN_STREAMS = 64  # in open loop without a cap
 
 
 @dataclass(frozen=True)
@@ -268,3 +269,27 @@ def _stored(folder: Path | None) -> list[Calibration]:
         return [Calibration.from_json(row) for row in read_json(folder / FILE)]
     except (KeyError, TypeError, ValueError):  # of another version: measured anew
         return []
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """Calibrates the client before a load, once per machine and settings. ``say``: what a user is told meanwhile.
+
+    ``wanted`` False: nothing is measured, and the loads say so.
+    """
+
+    folder: Path
+    wanted: bool = True
+    say: Callable[[str], None] = lambda text: None
+
+    def __call__(self, streams: int | None, load_processes: int = 1) -> Calibration | None:
+        """``streams``: most at once, None where nothing limits them. Raises MeasurementError."""
+        if not self.wanted:
+            return None
+        settings = settings_for(streams or _UNKNOWN_STREAMS, load_processes=load_processes)
+        text = f"calibrating the load client at {settings.streams} streams (about {settings.seconds + 2:.0f} s, once)"
+        return calibration_for(settings, self.folder, on_begin=lambda: self.say(text))
+
+    def facts(self) -> dict[str, Any]:
+        """For a manifest: what was measured so far, or that it was left out."""
+        return {"left_out": not self.wanted, "measured": [c.to_json() for c in _stored(self.folder)]}

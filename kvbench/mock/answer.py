@@ -48,7 +48,7 @@ class Answer:
             "completion_tokens": self._total - (self._fault == "wrong_usage"),
             "prompt_tokens_details": {"cached_tokens": settings.cached_tokens},
         }
-        self._streams = bool(body.get("stream", True))
+        self._streams = bool(body.get("stream"))
         self._due = stamp["received"]
         self._dripped = 0.0  # when the last piece of a dripping stream is due
         self._next = 0  # write
