@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
 
-from kvbench.load import traces
-from kvbench.load.draws import draw_lengths, even_quantiles, largest_remainder, random_tokens, shared_counts
+from kvbench.load.draws import draw_lengths, draw_prefixes, even_quantiles, largest_remainder, random_tokens
+from kvbench.load.length import fit_scale, scale_lengths
 from kvbench.load.prompt_schema import PromptClass, SyntheticPrompts
 from kvbench.load.requests import RequestSpec
 from kvbench.load.session_schema import Sessions, Think, Turns
@@ -32,17 +31,10 @@ def draw_conversations(
     scale = _scale(prompts, sessions, max_model_len)
     classes = prompts.classes
     counts = largest_remainder([c.share for c in classes], count)
-    shared = prompts.shared_prefix
-    families = [
-        random_tokens(shared.tokens, vocab_size, rng) for _ in range(shared.families if shared is not None else 0)
-    ]
-    next_family = itertools.cycle(families)
-    with_prefix = shared_counts(shared.share, counts) if shared is not None else [0] * len(classes)
+    give = draw_prefixes(prompts.shared_prefixes, counts, vocab_size, rng)
     drawn: list[list[RequestSpec]] = []
-    for item, total, prefixed in zip(classes, counts, with_prefix, strict=True):
-        flags = rng.permutation(np.arange(total) < prefixed)
-        prefixes = [next(next_family) if flag else () for flag in flags]
-        drawn += _of_class(item, prefixes, sessions, scale, vocab_size, rng)
+    for which, item in enumerate(classes):
+        drawn += _of_class(item, give(which), sessions, scale, vocab_size, rng)
     requests: list[RequestSpec] = []
     for number, which in enumerate(rng.permutation(len(drawn))):
         first = len(requests)
@@ -75,9 +67,9 @@ def _of_class(
     """The conversations of one class, one for each of ``prefixes``; not yet numbered."""
     turns = draw_turns(sessions.turns, len(prefixes), rng)
     every, later = int(turns.sum()), int(turns.sum()) - len(prefixes)
-    firsts = iter(traces.scale_lengths(draw_lengths(item.prompt_tokens, len(prefixes), rng), scale))
-    users = iter(traces.scale_lengths(draw_lengths(sessions.user_tokens or item.prompt_tokens, later, rng), scale))
-    outputs = iter(traces.scale_lengths(draw_lengths(item.output_tokens, every, rng), scale))
+    firsts = iter(scale_lengths(draw_lengths(item.prompt_tokens, len(prefixes), rng), scale))
+    users = iter(scale_lengths(draw_lengths(sessions.user_tokens or item.prompt_tokens, later, rng), scale))
+    outputs = iter(scale_lengths(draw_lengths(item.output_tokens, every, rng), scale))
     thinks = iter(draw_thinks(sessions.think_s, later, rng))
     actual = sessions.history == "actual"
     found = []
@@ -101,7 +93,7 @@ def _of_class(
 def _scale(prompts: SyntheticPrompts, sessions: Sessions, max_model_len: int) -> float:
     if prompts.length_scale != "auto":
         return float(prompts.length_scale)
-    room = max_model_len - (prompts.shared_prefix.tokens if prompts.shared_prefix is not None else 0)
+    room = max_model_len - prompts.longest_prefix
     turns = sessions.turns.high
     longest = max(
         c.prompt_tokens.maximum
@@ -109,4 +101,4 @@ def _scale(prompts: SyntheticPrompts, sessions: Sessions, max_model_len: int) ->
         + turns * c.output_tokens.maximum
         for c in prompts.classes
     )
-    return traces.fit_scale(longest, room)
+    return fit_scale(longest, room)

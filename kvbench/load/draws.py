@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import numpy as np
 
 from kvbench.load.length import Length
 
-_LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
+LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
 _QUANTILE_OF = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
@@ -20,10 +24,43 @@ def largest_remainder(shares: list[float], total: int) -> list[int]:
     return counts
 
 
-def shared_counts(share: float, counts: list[int]) -> list[int]:
-    """How many of each class get the prefix: exact in total, and in proportion to the classes."""
-    total = int(np.floor(share * sum(counts) + 0.5))
-    return largest_remainder([float(c) for c in counts], total)
+class Family(Protocol):
+    """Prefixes of one length: ``families`` different ones share out ``share`` of the prompts."""
+
+    tokens: int
+    share: float
+    families: int
+
+
+def shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]]:
+    """How many of each class each share gets: exact in total, in proportion to the classes. [shares][classes]"""
+    left, given, found = list(counts), 0, []
+    for upto in itertools.accumulate(shares):
+        total = min(int(np.floor(upto * sum(counts) + 0.5)), sum(counts)) - given
+        part = largest_remainder([float(c) for c in left], total) if total else [0] * len(left)
+        left = [a - b for a, b in zip(left, part, strict=True)]
+        given += total
+        found.append(part)
+    return found
+
+
+def draw_prefixes(
+    families: Sequence[Family], counts: list[int], vocab_size: int, rng: np.random.Generator
+) -> Callable[[int], list[tuple[int, ...]]]:
+    """Draws the shared prefixes, and gives for a class (its place in ``counts``) one for each prompt, () for none.
+
+    Which prompts get one is random, drawn when the class is asked for; the prefixes of a length take turns over all
+    classes, so that they are used equally often. Each class is asked for once.
+    """
+    turns = [itertools.cycle([random_tokens(f.tokens, vocab_size, rng) for _ in range(f.families)]) for f in families]
+    shared = shared_counts([f.share for f in families], counts)
+
+    def give(which: int) -> list[tuple[int, ...]]:
+        labels = np.full(counts[which], -1)
+        labels[: sum(part[which] for part in shared)] = np.repeat(np.arange(len(shared)), [p[which] for p in shared])
+        return [next(turns[label]) if label >= 0 else () for label in rng.permutation(labels)]
+
+    return give
 
 
 def even_quantiles(count: int, rng: np.random.Generator) -> np.ndarray:
@@ -47,5 +84,5 @@ def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.nda
 
 def random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:
     """``count`` random token ids, none of the lowest ones. int [count]"""
-    low = _LOWEST_TOKEN if vocab_size > 2 * _LOWEST_TOKEN else 0
+    low = LOWEST_TOKEN if vocab_size > 2 * LOWEST_TOKEN else 0
     return tuple(rng.integers(low, vocab_size, size=count).tolist())

@@ -39,7 +39,8 @@ def predict_hits(
     caching: bool = True,
     total_pages: float | None = None,
 ) -> HitBounds | None:
-    """The interval; None when a prompt is sent as text, whose tokens only the server knows.
+    """The interval; None when only the server knows the tokens: of a prompt sent as text, and of a turn whose history
+    holds the server's own answers.
 
     The upper end is what an endless cache would serve in the best order of arrival (streams end when they end, so the
     order is not known): of a page that n requests look up, the first finds nothing unless the cache had it. With
@@ -51,7 +52,7 @@ def predict_hits(
     """
     if not caching:
         return HitBounds(0, 0)
-    if any(r.prompt is not None or r.prompt_token_ids is None for r in requests):
+    if any(r.prompt is not None or r.prompt_token_ids is None or r.new_tokens for r in requests):
         return None
     prefixes = distinct_prefixes(requests) if cache_state == "primed" else []
     if cache_state == "steady":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from pydantic import model_serializer, model_validator
 
 from kvbench.load.strict import StrictModel
@@ -70,3 +71,13 @@ def _check_percentiles(given: dict[str, float]) -> None:
     values = [given[k] for k in PERCENTILE_KEYS if k in given]
     if values != sorted(values) or values[0] < 1:
         raise ValueError(f"percentiles {given} must be at least 1 and must not fall from min to max.")
+
+
+def fit_scale(longest_total: int, max_model_len: int) -> float:
+    """The factor (at most 1) by which lengths shrink so that the longest prompt + output fits max_model_len."""
+    return min(1.0, max_model_len / longest_total)
+
+
+def scale_lengths(lengths: np.ndarray, scale: float) -> np.ndarray:
+    """Token counts times ``scale``, rounded down, at least 1. int64 [n]"""
+    return np.maximum(1, np.floor(lengths * scale + 1e-9)).astype(np.int64)

@@ -9,20 +9,20 @@ of their distribution, so that no repeat happens to be the heavier one.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from kvbench.load import traces
 from kvbench.load.conversations import draw_conversations
-from kvbench.load.draws import draw_lengths, largest_remainder, random_tokens, shared_counts
+from kvbench.load.draws import draw_lengths, draw_prefixes, largest_remainder, random_tokens
+from kvbench.load.length import fit_scale, scale_lengths
 from kvbench.load.requests import RequestList, RequestSpec, distinct_prefixes, read_requests, write_requests
 from kvbench.load.schedule import draw_times, notes_of, recorded_times, with_times
-from kvbench.load.schema import LoadConfig, SyntheticPrompts, TextPrompts, TracePrompts
+from kvbench.load.schema import LoadConfig, SyntheticPrompts, TextPrompts
+from kvbench.load.trace_prompts import draw_trace
+from kvbench.traces.tokenise import find_file, load_tokenizer
 
 __all__ = [
     "RequestList",
@@ -34,8 +34,6 @@ __all__ = [
 ]
 
 _ARRIVALS = 1  # arrivals have a stream of random numbers of their own
-SHIPPED_TOKENIZER = "engine/tokenizer/bpe8k"
-_REPO_ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_requests(
@@ -68,9 +66,15 @@ def build_requests(
     elif isinstance(prompts, TextPrompts):
         requests, notes = _text(prompts, count or 0, vocab_size, rng)
     else:
-        requests, notes = _trace(prompts, count, vocab_size, max_model_len, rng)
+        requests, notes = draw_trace(
+            prompts, count, vocab_size, max_model_len, rng, count_sessions=load.counted_by_time
+        )
     if load.mode == "open":
         if load.arrivals == "trace":
+            if any(r.arrival_s is None for r in requests):
+                raise ValueError(
+                    "arrivals: trace, but the trace has no arrival times; use e.g. poisson and request_rate."
+                )
             times = recorded_times(load, requests, clock)
         elif times is None:
             times = draw_times(load, rate, sum(not r.turn for r in requests), clock)
@@ -84,25 +88,19 @@ def _synthetic(
     prompts: SyntheticPrompts, count: int, vocab_size: int, max_model_len: int, rng: np.random.Generator
 ) -> tuple[list[RequestSpec], dict]:
     classes = prompts.classes
-    shared = prompts.shared_prefix
-    prefix_len = shared.tokens if shared else 0
-    scale = _synthetic_scale(prompts, max_model_len - prefix_len)
+    scale = _synthetic_scale(prompts, max_model_len - prompts.longest_prefix)
     counts = largest_remainder([c.share for c in classes], count)
-    with_prefix = shared_counts(shared.share, counts) if shared else [0] * len(classes)
-    families = [random_tokens(prefix_len, vocab_size, rng) for _ in range(shared.families if shared else 0)]
-    turns = itertools.cycle(families)
+    give = draw_prefixes(prompts.shared_prefixes, counts, vocab_size, rng)
     drawn: list[RequestSpec] = []
-    for item, total, prefixed in zip(classes, counts, with_prefix, strict=True):
-        lengths = traces.scale_lengths(draw_lengths(item.prompt_tokens, total, rng), scale)
-        outputs = traces.scale_lengths(draw_lengths(item.output_tokens, total, rng), scale)
-        flags = rng.permutation(np.arange(total) < prefixed)
-        for prompt_len, output_len, flag in zip(lengths, outputs, flags, strict=True):
+    for which, item in enumerate(classes):
+        lengths = scale_lengths(draw_lengths(item.prompt_tokens, counts[which], rng), scale)
+        outputs = scale_lengths(draw_lengths(item.output_tokens, counts[which], rng), scale)
+        for prompt_len, output_len, prefix in zip(lengths, outputs, give(which), strict=True):
             body = random_tokens(int(prompt_len), vocab_size, rng)
-            family = next(turns) if flag else ()
             drawn.append(
                 RequestSpec(
-                    len(drawn), item.name, family + body, None, int(output_len),
-                    prefix_tokens=len(family), priority=item.priority,
+                    len(drawn), item.name, prefix + body, None, int(output_len),
+                    prefix_tokens=len(prefix), priority=item.priority,
                 )
             )  # fmt: skip
     requests = [dataclasses.replace(drawn[j], index=i) for i, j in enumerate(rng.permutation(len(drawn)))]
@@ -112,14 +110,14 @@ def _synthetic(
 def _synthetic_scale(prompts: SyntheticPrompts, room: int) -> float:
     if prompts.length_scale != "auto":
         return float(prompts.length_scale)
-    return traces.fit_scale(max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in prompts.classes), room)
+    return fit_scale(max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in prompts.classes), room)
 
 
 def _text(
     prompts: TextPrompts, count: int, vocab_size: int, rng: np.random.Generator
 ) -> tuple[list[RequestSpec], dict]:
     lines = _read_lines(prompts.file)
-    tokenizer = _load_tokenizer(prompts.tokenizer, vocab_size)
+    tokenizer = load_tokenizer(prompts.tokenizer, vocab_size)
     encoded = [tuple(item.ids) for item in tokenizer.encode_batch([line + "\n" for line in lines])]
     if prompts.shared_prefix_lines >= len(lines):
         raise ValueError(
@@ -150,71 +148,13 @@ def _random_lines(encoded: list[tuple[int, ...]], tokens: int, picker: random.Ra
 
 
 def _read_lines(file: str) -> list[str]:
-    path = _find(file)
+    path = find_file(file)
     if path is None or not path.is_file():
         raise ValueError(f"the text file {file} does not exist; give a path in load.prompts.file.")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{file} holds no text; at least one line is needed.")
     return lines
-
-
-def _load_tokenizer(folder: str | None, vocab_size: int) -> Tokenizer:
-    """The workload's tokenizer, else the shipped one, which must be the model's own: as large as its vocabulary."""
-    path = _find(folder or SHIPPED_TOKENIZER)
-    file = path / "tokenizer.json" if path is not None and path.is_dir() else path
-    if file is None or not file.is_file():
-        raise ValueError(f"no tokenizer.json in {folder}; give the tokenizer's folder in load.prompts.tokenizer.")
-    tokenizer = Tokenizer.from_file(str(file))
-    size = tokenizer.get_vocab_size()
-    if folder is None and size != vocab_size:
-        raise ValueError(
-            f"the tokenizer that ships with kvbench has {size} ids but the model {vocab_size}, so it is not "
-            "the model's own; give the folder of the model's tokenizer in load.prompts.tokenizer."
-        )
-    if size > vocab_size:
-        raise ValueError(
-            f"the tokenizer {folder} has {size} ids but the model only {vocab_size}; "
-            "use the model's own tokenizer or a model with a larger vocabulary."
-        )
-    return tokenizer
-
-
-def _find(name: str) -> Path | None:
-    """A path as given, or below the repository when a workload is run from elsewhere."""
-    return next((p for p in (Path(name).expanduser(), _REPO_ROOT / name) if p.exists()), None)
-
-
-def _trace(
-    prompts: TracePrompts, count: int | None, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[list[RequestSpec], dict]:
-    path = _find(prompts.path) or Path(prompts.path)
-    limits = [n for n in (prompts.max_requests, count) if n is not None]
-    part = traces.select(
-        traces.read_azure(path),
-        start_s=prompts.start_s,
-        duration_s=prompts.duration_s,
-        rate_scale=prompts.rate_scale,
-        max_requests=min(limits) if limits else None,
-    )
-    longest = int((part.prompt_tokens + part.output_tokens).max())
-    fixed = prompts.length_scale != "auto"
-    scale = float(prompts.length_scale) if fixed else traces.fit_scale(longest, max_model_len)
-    lengths = traces.scale_lengths(part.prompt_tokens, scale)
-    outputs = traces.scale_lengths(part.output_tokens, scale)
-    requests = [
-        RequestSpec(i, "trace", random_tokens(int(n), vocab_size, rng), None, int(m), arrival_s=float(t))
-        for i, (t, n, m) in enumerate(zip(part.arrival_s, lengths, outputs, strict=True))
-    ]
-    notes = {
-        "trace": path.name,
-        "trace_requests": len(part),
-        "trace_start_s": prompts.start_s,
-        "rate_scale": prompts.rate_scale,
-        "length_scale": scale,
-        "longest_total_tokens_in_trace": longest,
-    }
-    return requests, notes
 
 
 def _check_fit(requests: list[RequestSpec], max_model_len: int) -> None:

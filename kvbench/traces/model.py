@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,16 +60,28 @@ class Trace:
         return np.array([len(ids) for ids in self.page_ids or ()], dtype=np.int64)
 
     def take(self, rows: np.ndarray) -> Trace:
-        """The requests at ``rows`` (int64), in that order; times, page ids and turns stay as they are."""
+        """The requests at ``rows`` (int64), in that order. A session's turns are counted anew from 0."""
         picked = {
             name: values[rows]
-            for name in ("prompt_tokens", "output_tokens", "arrival_s", "session", "turn", "think_s")
+            for name in ("prompt_tokens", "output_tokens", "arrival_s", "session", "think_s")
             if (values := getattr(self, name)) is not None
         }
         for name in ("page_ids", "prompts", "replies"):
             if (values := getattr(self, name)) is not None:
                 picked[name] = tuple(values[i] for i in rows)
+        if self.session is not None:
+            picked["turn"] = count_turns(picked["session"])
         return dataclasses.replace(self, **picked)
+
+
+def count_turns(session: np.ndarray) -> np.ndarray:
+    """How many requests of its session come before each request. int64 [requests]"""
+    seen: Counter[int] = Counter()
+    turn = np.zeros(len(session), dtype=np.int64)
+    for i, number in enumerate(session.tolist()):
+        turn[i] = seen[number]
+        seen[number] += 1
+    return turn
 
 
 def select(

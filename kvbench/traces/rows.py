@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.traces.model import UNKNOWN, Prompt, Trace, find_tick
+from kvbench.traces.model import UNKNOWN, Prompt, Trace, count_turns, find_tick
 from kvbench.traces.page_size import PageSize
 from kvbench.traces.source import short
 
@@ -117,14 +117,9 @@ class Rows:
         if all(s is None for s in self._sessions):
             return None, None
         numbers: dict[Any, int] = {}
-        turns: Counter[int] = Counter()
-        session, turn = np.zeros(len(order), dtype=np.int64), np.zeros(len(order), dtype=np.int64)
-        for place, i in enumerate(order):
-            key = (0, i) if self._sessions[i] is None else (1, self._sessions[i])
-            session[place] = number = numbers.setdefault(key, len(numbers))
-            turn[place] = turns[number]
-            turns[number] += 1
-        return session, turn
+        keys = [(0, i) if self._sessions[i] is None else (1, self._sessions[i]) for i in order]
+        session = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+        return session, count_turns(session)
 
 
 def check_page_ids(value: Any) -> list[Any]:

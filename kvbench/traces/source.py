@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +48,16 @@ class Source:
                 f"{', '.join(self.columns) or 'none'}"
             )
         try:
-            table = pd.read_csv(self.path, dtype=str, keep_default_na=False, usecols=list(names), encoding="utf-8-sig")
-        except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pd.errors.ParserWarning)  # a first row longer than the header
+                table = pd.read_csv(
+                    self.path, dtype=str, keep_default_na=False, index_col=False, encoding="utf-8-sig",
+                    skipinitialspace=True,
+                )  # fmt: skip
+        except (pd.errors.ParserError, pd.errors.ParserWarning, UnicodeDecodeError) as error:
             raise ValueError(f"{self.path} is not a CSV file ({' '.join(str(error).split())}): mend it") from None
+        table.columns = table.columns.str.strip()
+        table = table[list(names)]
         if table.empty:
             raise ValueError(f"{self.path} has no rows below its header: it has no requests")
         return table

@@ -1,0 +1,147 @@
+"""Prompts made of pages: two prompts share exactly the pages whose page ids they share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvbench.load.draws import LOWEST_TOKEN, random_tokens
+from kvbench.traces.model import Trace
+
+Ids = tuple[int, ...]
+
+
+def page_prompts(
+    trace: Trace,
+    length_scale: float | str,
+    vocab_size: int,
+    max_model_len: int,
+    rng: np.random.Generator,
+    *,
+    by_session: bool = False,
+) -> tuple[list[Ids], list[int], np.ndarray, dict[str, Any]]:
+    """Token ids of each request, how many leading ones others have too, output lengths, and notes for the report.
+
+    A page id becomes a page of tokens that depends on the id and the seed only; pages of different ids differ in their
+    first few tokens. What a request has beyond its last page id is its own. Lengths shrink by shrinking the page to a
+    whole number of tokens, ``round(page_size x length_scale)`` (``auto``: the largest that lets every request fit), and
+    what fills a last page in proportion, so that every request has as many full pages as in the trace.
+
+    Args:
+        by_session: leading pages that only requests of the same session have do not count as shared.
+
+    Raises:
+        ValueError: lengths that fit at no page size, or pages so short that there are not enough different ones.
+    """
+    assert trace.page_ids is not None and trace.page_size is not None
+    size = _scaled_page(trace, length_scale, max_model_len)
+    pages = _Pages(size, vocab_size, _distinct(trace) + len(trace), int(rng.integers(2**63)))
+    full, rest = _lengths(trace, size)
+    ids: list[Ids] = []
+    for row, numbers in enumerate(trace.page_ids):
+        count = int(full[row])
+        prompt = tuple(token for number in numbers[:count] for token in pages.of(number))
+        last = numbers[count] if len(numbers) > count else _distinct(trace) + row  # its own number: nobody else's page
+        ids.append(prompt + pages.of(last)[: int(rest[row])])
+    owners = trace.session if by_session else np.arange(len(trace))
+    assert owners is not None
+    shared = [pages_shared * size for pages_shared in _shared_pages(trace, full, owners)]
+    notes = {
+        "contents": "random tokens that share the pages of the trace's page ids",
+        "length_scale": size / trace.page_size,
+        "trace_page_size": trace.page_size,
+        "page_size_of_prompts": size,
+        "longest_total_tokens_in_trace": int((trace.prompt_tokens + trace.output_tokens).max()),
+    }
+    return ids, shared, _outputs(trace, size), notes
+
+
+def _distinct(trace: Trace) -> int:
+    return 1 + max((max(ids) for ids in trace.page_ids or () if ids), default=0)
+
+
+def _lengths(trace: Trace, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Full pages, and tokens in the last, partly filled one, at ``size`` tokens a page. int64 [requests] each"""
+    assert trace.page_size is not None
+    full, rest = np.divmod(trace.prompt_tokens, trace.page_size)
+    scaled = np.clip(rest * size // trace.page_size, 1, max(1, size - 1))
+    return full, np.where(rest > 0, scaled, (full == 0).astype(np.int64))  # at least one token: an empty prompt is none
+
+
+def _outputs(trace: Trace, size: int) -> np.ndarray:
+    assert trace.page_size is not None
+    return np.maximum(1, trace.output_tokens * size // trace.page_size)
+
+
+def _longest(trace: Trace, size: int) -> int:
+    full, rest = _lengths(trace, size)
+    return int((full * size + rest + _outputs(trace, size)).max())
+
+
+def _scaled_page(trace: Trace, length_scale: float | str, max_model_len: int) -> int:
+    assert trace.page_size is not None
+    if length_scale != "auto":
+        return max(1, round(trace.page_size * float(length_scale)))
+    low, high = 0, trace.page_size  # the longest request grows with the page
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _longest(trace, middle) <= max_model_len else (low, middle - 1)
+    if low == 0:
+        raise ValueError(
+            f"the longest request has {int(trace.pages.max())} pages, so that even with pages of 1 token it would need "
+            f"{_longest(trace, 1)} tokens, more than max_model_len {max_model_len}; choose a part of the trace with "
+            "shorter requests (start_s, duration_s, max_requests) or a larger max_model_len."
+        )
+    return low
+
+
+class _Pages:
+    """Pages of ``size`` tokens by number, all different: the first tokens spell the number, permuted by the salt."""
+
+    def __init__(self, size: int, vocab_size: int, count: int, salt: int):
+        self._low = LOWEST_TOKEN if vocab_size > 2 * LOWEST_TOKEN else 0
+        self._base = vocab_size - self._low
+        self._size, self._vocab_size, self._salt = size, vocab_size, salt
+        self._digits = max(1, math.ceil(math.log(max(count, 2)) / math.log(max(self._base, 2)) - 1e-12))
+        if self._digits > size:
+            raise ValueError(
+                f"pages of {size} tokens are too short to tell {count} pages apart with {self._base} token ids: it "
+                f"takes {self._digits}; choose a larger length_scale or max_model_len, or a shorter part of the trace."
+            )
+        space = self._base**self._digits
+        self._factor = next(f for f in range(salt % space or 1, 2 * space + 2) if math.gcd(f, space) == 1)
+        self._space = space
+        self._made: dict[int, Ids] = {}
+
+    def of(self, number: int) -> Ids:
+        """The page's tokens; the same for the same number and salt."""
+        page = self._made.get(number)
+        if page is None:
+            spelt, left = [], (number * self._factor + self._salt) % self._space
+            for _ in range(self._digits):
+                left, digit = divmod(left, self._base)
+                spelt.append(self._low + digit)
+            rng = np.random.default_rng([self._salt, number])
+            page = (*spelt, *random_tokens(self._size - self._digits, self._vocab_size, rng))
+            self._made[number] = page
+        return page
+
+
+def _shared_pages(trace: Trace, full: np.ndarray, owners: np.ndarray) -> list[int]:
+    """How many leading full pages of each request another owner's request has, too."""
+    first: dict[tuple[int, int], int] = {}  # (parent node, page id) -> node
+    owner_of: list[int] = []  # -1: more than one
+    paths: list[list[int]] = []
+    for numbers, count, owner in zip(trace.page_ids or (), full.tolist(), owners.tolist(), strict=True):
+        node, path = -1, []
+        for number in numbers[:count]:
+            node = first.setdefault((node, number), len(owner_of))
+            if node == len(owner_of):
+                owner_of.append(owner)
+            elif owner_of[node] != owner:
+                owner_of[node] = -1
+            path.append(node)
+        paths.append(path)
+    return [sum(owner_of[node] == -1 for node in path) for path in paths]

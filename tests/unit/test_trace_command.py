@@ -1,0 +1,140 @@
+"""kvbench trace describe: the tables, the JSON and the page, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvbench.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TALK = {
+    "conversations": [
+        {"from": "human", "value": "<b>To be, or not to be</b>, that is the question:"},
+        {"from": "gpt", "value": "Whether 'tis nobler in the mind to suffer"},
+        {"from": "human", "value": "The slings and arrows of outrageous fortune"},
+        {"from": "gpt", "value": "Or to take arms"},
+    ]
+}
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", "describe", *map(str, arguments)])
+    return ended.value.code, *capsys.readouterr()
+
+
+@pytest.fixture
+def pages(tmp_path) -> Path:
+    """16 requests, two a second, of the page 1 and one of two others; 20 tokens in, 4 out."""
+    rows = [
+        {"timestamp": 500 * i, "input_length": 20, "output_length": 4, "hash_ids": [1, 2 + i % 2]} for i in range(16)
+    ]
+    path = tmp_path / "[b]<i>t.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_the_terminal_has_lengths_rate_burstiness_memory_and_prefixes(capsys, pages):
+    code, out, _ = run(capsys, pages, "--page-size", 16, "--pages", "2,3", "--kv-bytes-per-token", 1024)
+    text = " ".join(out.split())
+    assert code == 0
+    for words in (
+        "[b]<i>t.jsonl: 16 requests, format mooncake.",
+        "Pages of 16 tokens (given by --page-size).",
+        "prompt tokens 20 20 20 20 20 20 320",
+        "total tokens 24 24 24 24 24 24 384",
+        "2.133 requests/s over 7.5 s",
+        "cv of the gaps 0.00, Fano factor in windows of 1 s 0.00, 10 s unknown",
+        "reserved for the longest request (24 tokens), 100.0% of it would be used",
+        "25.00% of pages of 16",
+        "90.62% of pages, 92.50% of tokens, 93.75% of full pages",
+        "3 of 32 pages are distinct: 48 tokens keep everything.",
+        "32 32 KiB 46.88% 75.00% 52%",
+        "48 48 KiB 90.62% 92.50% 100%",
+    ):
+        assert words in text, words
+
+
+def test_json_has_the_same_figures(capsys, pages):
+    code, out, _ = run(capsys, pages, "--page-size", 16, "--json")
+    told = json.loads(out)
+    assert code == 0 and (told["format"], told["requests"], told["page_size"]) == ("mooncake", 16, 16)
+    assert told["totals"] == {"prompt_tokens": 320, "output_tokens": 64, "total_tokens": 384}
+    assert told["lengths"]["total_tokens"]["p99"] == 24
+    assert told["arrivals"]["rate"] == 16 / 7.5 and told["arrivals"]["fano"] == {"1s": 0.0, "10s": None, "60s": None}
+    assert told["memory"]["waste"]["page_16"] == 0.25 and told["sessions"] is None
+    cache = told["prefix_cache"]
+    assert (cache["pages"], cache["unique_pages"]) == (32, 3)
+    assert cache["infinite_cache"]["pages_hit_rate"] == 29 / 32
+    assert cache["infinite_cache"]["tokens_hit_rate"] == (15 * 16 + 14 * 4) / 320
+
+
+def test_the_page_holds_every_figure_and_needs_no_network(capsys, pages, tmp_path):
+    target = tmp_path / "page.html"
+    code, out, _ = run(capsys, pages, "--page-size", 16, "--plot", target)
+    text = target.read_text(encoding="utf-8")
+    assert code == 0 and str(target) in out.replace("\n", "")
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', text, re.S)[1])
+    assert [f["layout"].get("barmode") or f["data"][0]["type"] for f in figures] == ["scatter", "bar", "scatter", "bar"]
+    assert [f["name"] for f in figures[0]["data"]] == ["prompt", "output", "prompt + output"]
+    for title in (
+        "How long are the requests?",
+        "When do they come?",
+        "What could a prefix cache save?",
+        "How much mem",
+    ):
+        assert title in text
+    assert "&lt;i&gt;t.jsonl: 16 requests" in text and "<i>t.jsonl" not in text
+    assert 'src="http' not in text
+
+
+def test_texts_are_counted_in_characters_and_with_a_tokenizer_in_tokens(capsys, tmp_path):
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps([TALK, TALK]))
+    target = tmp_path / "page.html"
+    code, out, _ = run(capsys, path, "--plot", target)
+    text = " ".join(out.split())
+    assert code == 0 and "prompt characters" in text and "give one with --tokenizer" in text
+    assert "Sessions: 2, of 2 turns (median; at most 2)." in text and "no times to tell a rate from" in text
+    assert "characters" in target.read_text(encoding="utf-8")
+    code, out, _ = run(capsys, path, "--tokenizer", ROOT / "engine/tokenizer/bpe8k", "--page-size", 4, "--json")
+    told = json.loads(out)
+    assert code == 0 and told["page_size"] == 4 and told["lengths"]["prompt_tokens"]["min"] > 8
+    # Of the first talk, the second turn hits the first; the second talk hits all of the first one.
+    first, second = sorted({int(told["lengths"]["prompt_tokens"][k]) for k in ("min", "max")})
+    hits = first // 4 + first // 4 + second // 4
+    assert told["prefix_cache"]["infinite_cache"]["pages_hit_rate"] == hits / (2 * (first // 4 + second // 4))
+
+
+def test_a_trace_without_page_ids_says_what_is_not_known(capsys, tmp_path):
+    path = tmp_path / "v.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n100,28\n50,14\n")
+    code, out, _ = run(capsys, path)
+    text = " ".join(out.split())
+    assert code == 0 and "nobody knows which prompts begin alike" in text and "75.0% of it would be used" in text
+    told = json.loads(run(capsys, path, "--json")[1])
+    assert told["prefix_cache"] is None and told["arrivals"] is None and "page ids" in told["prefix_cache_unknown"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.jsonl"], ["none.jsonl does not exist"]),
+        (["T", "--format", "azure"], ["not of the format azure"]),
+        (["T", "--format", "x"], ["'x' is not a format", "mooncake"]),
+        (["T", "--page-size", "16", "--tokenizer", "x"], ["has no texts"]),
+        (["T", "--pages", "0"], ["'0'", "at least 1"]),
+        (["T", "--page-size", "30"], ["line 1", "at --page-size 30"]),
+        (["T", "--page-size", "16", "--plot", "no/such/x.html"], ["--plot", "cannot be written"]),
+        ([], ["FILES"]),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(capsys, pages, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *[pages if a == "T" else a for a in arguments])
+    assert code == 2 and "Traceback" not in out + err
+    assert all(word in " ".join(err.split()) for word in words), err
