@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,6 +82,7 @@ def load_spec(
         "ignore_eos": load.ignore_eos,
         "temperature": load.temperature,
         "send_priority": send_priority,
+        "processes": load.processes,
     }
 
 
@@ -105,8 +106,11 @@ def drive(
     on_progress: Progress,
     check: Callable[[], None] = lambda: None,
     on_phase: Phase = lambda phase, pid: None,
+    arguments: Sequence[str] = (),
 ) -> None:
     """Run the client to its end. ``check`` is called twice a second and may raise (the server is gone).
+
+    ``arguments``: further ones of the load process (``--master`` ...).
 
     ``on_phase`` is called as the first request is due and as the last one has ended, while the client still runs.
 
@@ -119,7 +123,9 @@ def drive(
     log = out / "client.log"
     with log.open("wb") as errors:
         process = processes.launch(
-            [sys.executable, "-m", "kvbench.load", str(out / "spec.json")], stdout=subprocess.PIPE, stderr=errors
+            [sys.executable, "-m", "kvbench.load", str(out / "spec.json"), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
         )
         try:
             code = _watch(

@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench import loadrun, server_state
+from kvbench.calibration import Calibration
 from kvbench.contention import MachineWatch, contention_reasons
 from kvbench.design import LoadPoint
 from kvbench.errors import MeasurementError
@@ -40,7 +41,8 @@ class Subject:
 
     ``settings``: the configuration under test (``{"target": url}`` for a server that ran before); ``info``: its
     /server_info; ``server_log``: where its output goes, None when that is not ours; ``check``: called twice a second,
-    raises when the measurement must end; ``client``: further fields of LoadSpec.
+    raises when the measurement must end; ``client``: further fields of LoadSpec; ``calibrate``: gives the load client's
+    calibration for so many streams and processes (None: nobody calibrates); ``arguments``: of the load process.
     """
 
     load: LoadConfig
@@ -51,11 +53,13 @@ class Subject:
     server_log: Path | None
     check: Callable[[], None]
     client: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    calibrate: Callable[[int | None, int], Calibration | None] | None = None
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
         """The requests of one load. Raises MeasurementError when none can be made for this server."""
         try:
-            return loadrun.make_requests(
+            made = loadrun.make_requests(
                 self.load,
                 point,
                 vocab_size=self.target.model.vocab_size,
@@ -65,6 +69,7 @@ class Subject:
             )
         except ValueError as error:
             raise MeasurementError(f"no requests can be made for this server: {error}") from None
+        return self.target.as_sent(made)
 
 
 def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> None:
@@ -110,20 +115,22 @@ def measure_load(
 
     ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests are a result
     (a server under more than it can take), not a fault of the measurement. Returns ``valid``, ``invalid_reasons``,
-    ``metrics``, ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and
-    ``wall_s``.
+    ``calibration``, ``metrics``, ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``,
+    ``ended_at`` and ``wall_s``.
 
     Raises:
         MeasurementError: the load could not be driven to its end.
     """
     target, load = subject.target, subject.load
     subject.check()
-    reasons = server_state.prepare_cache(target, load, requests, first=first)
+    calibration = _calibration(subject, point)
+    reasons = list(calibration.reasons) if calibration else []
+    reasons += server_state.prepare_cache(target, load, requests, first=first)
     log_from = _size(subject.server_log)
     spec = loadrun.load_spec(
         load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
         send_priority=loadrun.takes_priority(subject.settings, subject.info),
-    ) | dict(subject.client)  # fmt: skip
+    ) | target.client_fields() | dict(subject.client)  # fmt: skip
     started_at, began = utc_now(), time.monotonic()
     machine = MachineWatch(target.server())
     before = server_state.read_metrics(target)
@@ -135,6 +142,7 @@ def measure_load(
             on_progress=on_progress,
             check=subject.check,
             on_phase=machine.on_phase,
+            arguments=subject.arguments,
         )
     after = server_state.wait_release(target)
     _copy_tail(subject.server_log, log_from, out / "server.log")
@@ -151,6 +159,7 @@ def measure_load(
     return {
         "valid": not reasons,
         "invalid_reasons": reasons,
+        "calibration": calibration.to_json() if calibration else None,
         "metrics": metrics,
         "machine": report,
         "prefix_cache": server_state.hits_and_queries(before, after),
@@ -159,6 +168,13 @@ def measure_load(
         "ended_at": utc_now(),
         "wall_s": time.monotonic() - began,
     }
+
+
+def _calibration(subject: Subject, point: LoadPoint) -> Calibration | None:
+    if subject.calibrate is None:
+        return None
+    most = point.concurrency if point.mode == "closed" else subject.load.max_concurrency
+    return subject.calibrate(most, int(subject.client.get("processes") or 1))
 
 
 def _metrics(
@@ -184,7 +200,7 @@ def _metrics(
         **counter_changes(before, after),
         **{f"{name}_{part}": value for name, parts in gauges.items() for part, value in parts.items()},
         "pages_owned_after": after.owned_pages if after else None,
-        "swap_slots_used_after": after.swapped_slots if after else None,
+        "swap_slots_used_after": after.gauges.get("swap_slots_used") if after else None,
         "polls": len(poller.samples),
         "polls_failed": poller.failures,
     }
@@ -193,12 +209,15 @@ def _metrics(
 
 
 def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
-    """CPU seconds of the client's processes on this machine per 1,000 output tokens of successful requests."""
-    tokens = metrics.get("total_output_tokens")
-    cores, seconds = machine.get("client_cpu_cores"), machine.get("seconds")
-    if cores is None or seconds is None:  # no /proc: what the client says of itself
-        cores, seconds = (metrics.get("client") or {}).get("cpu_fraction"), metrics.get("duration_s")
-    return cores * seconds / tokens * 1000.0 if tokens and cores is not None and seconds else None
+    """CPU seconds of the client's processes per 1,000 output tokens of successful requests.
+
+    As the kernel counts them on this machine, or as the processes say of themselves where some run on others.
+    """
+    tokens, client = metrics.get("total_output_tokens"), metrics.get("client") or {}
+    told = client.get("cpu_fraction_total", client.get("cpu_fraction"))
+    counted = (machine.get("client_cpu_cores"), machine.get("seconds")), (told, metrics.get("duration_s"))
+    known = [cores * seconds for cores, seconds in counted if cores is not None and seconds]
+    return max(known) / tokens * 1000.0 if tokens and known else None
 
 
 def _validity(metrics: Mapping[str, Any], told: Mapping[str, Any], failures_invalidate: bool) -> list[str]:
