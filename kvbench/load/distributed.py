@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbench.load.requests import RequestList, RequestSpec
+from kvbench.load.requests import RequestList, RequestSpec, conversations
 from kvbench.load.spec import LoadSpec
 
 TOKEN_VARIABLE = "KVBENCH_LOAD_TOKEN"
@@ -34,7 +34,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
 def useful_workers(spec: LoadSpec, requests: Sequence[RequestSpec], asked: int) -> int:
     """How many of ``asked`` workers would have a user, a place under the cap and a request each; at least 1."""
     places = spec.concurrency if spec.mode == "closed" else spec.max_concurrency
-    return max(1, min(asked, places or asked, len(_conversations(requests))))
+    return max(1, min(asked, places or asked, len(conversations(requests))))
 
 
 def deal(requests: Sequence[RequestSpec], workers: int, users: int | None = None) -> list[list[RequestSpec]]:
@@ -45,10 +45,14 @@ def deal(requests: Sequence[RequestSpec], workers: int, users: int | None = None
     some workers have one user more.
     """
     places = users or workers
+    worker_of = {
+        request.index: k % places % workers
+        for k, conversation in enumerate(conversations(requests))
+        for request in conversation
+    }
     shards: list[list[RequestSpec]] = [[] for _ in range(workers)]
-    worker_of = {key: k % places % workers for k, key in enumerate(_conversations(requests))}
-    for position, request in enumerate(requests):
-        shards[worker_of[_conversation(position, request)]].append(request)
+    for request in requests:
+        shards[worker_of[request.index]].append(request)
     return shards
 
 
@@ -73,13 +77,3 @@ def make_shards(spec: LoadSpec, requests: RequestList, workers: int) -> list[Sha
         )
         for k in range(workers)
     ]
-
-
-def _conversation(position: int, request: RequestSpec) -> tuple[bool, int]:
-    """What must stay together: the session, or else the request by itself."""
-    return (False, position) if request.session is None else (True, request.session)
-
-
-def _conversations(requests: Sequence[RequestSpec]) -> list[tuple[bool, int]]:
-    """Each conversation once, in order of first appearance."""
-    return list(dict.fromkeys(_conversation(i, r) for i, r in enumerate(requests)))

@@ -69,7 +69,7 @@ class LoadPoint:
 
 
 class LoadConfig(ArrivalFields):
-    """The ``load:`` section."""
+    """The ``load:`` section. ``processes``: how many load processes of this machine share each load."""
 
     mode: Literal["closed", "open"] = "closed"
     concurrency: IntTuple | None = None
@@ -80,6 +80,7 @@ class LoadConfig(ArrivalFields):
     ignore_eos: bool = True
     temperature: float = Field(default=0.0, ge=0)
     timeout_s: float = Field(default=120.0, gt=0, le=86400)
+    processes: int = Field(default=1, ge=1, le=1000)
     prompts: Prompts
     slo: Slo | None = None
 
