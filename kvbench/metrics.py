@@ -8,8 +8,9 @@ The definitions that the README gives under "How to read the report" (client sid
 - ``tpot``      (last - first token's chunk) / (output_tokens - 1), output_tokens from the server's usage;
                 undefined (left out, not 0) for one token
 - ``itl``       every gap between chunks that carry tokens, pooled over requests
-- throughput    over the whole run and over the steady window, of successful requests only
-- ``goodput``   requests per second of the whole run that met every SLO
+- ``client_queue`` the part of ttft for which a request waited in the client for a place under max_concurrency
+- throughput    over the whole run and over the steady window (kvbench/steady.py), of successful requests only
+- ``goodput``   requests per second that met every SLO, of the whole run and of the steady window
 
 The peers differ: vLLM's ``tpot`` divides by the tokenizer's own count, GuideLLM's includes TTFT, and AIPerf's
 ITL is a mean per request. Percentiles interpolate linearly between order statistics (Hyndman and Fan 1996,
@@ -24,13 +25,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # the load process uses the window only, and starts faster without pandas
+from kvbench.request_rows import (
+    MS,
+    chunk_weights,
+    ends_of,
+    inter_token_latencies,
+    longest_gaps,
+    multi_token_chunks,
+    request_latencies,
+    sessions_of,
+    successful,
+    times_of,
+)
+from kvbench.steady import Plateau, SteadyState, steady_state
+
+if TYPE_CHECKING:
     import pandas as pd
 
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 CONFIDENCE = 0.99
+CLIENT_QUEUE = "client_queue_ms"
 LATENCIES = ("ttft_ms", "ttft_send_ms", "tpot_ms", "itl_ms", "e2el_ms")
-_MS = 1000.0
 
 
 @lru_cache(maxsize=64)
@@ -71,111 +86,18 @@ def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     }
 
 
-def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
-    """Per-request ttft_ms, ttft_send_ms, tpot_ms, e2el_ms [ms] of the rows given (NaN: undefined)."""
-    import pandas as pd
-
-    begin = np.array([t[0] if len(t) else np.nan for t in map(_times, requests["chunk_times"])], dtype=float)
-    last = requests["last"].to_numpy(dtype=float)
-    tokens = requests["output_tokens"].to_numpy(dtype=float)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        tpot = np.where(tokens > 1, (last - begin) / (tokens - 1), np.nan)
-    first, t0 = requests["first"].to_numpy(dtype=float), requests["t0"].to_numpy(dtype=float)
-    return pd.DataFrame(
-        {
-            "ttft_ms": (first - t0) * _MS,
-            "ttft_send_ms": (first - requests["ts"].to_numpy(dtype=float)) * _MS,
-            "tpot_ms": tpot * _MS,
-            "e2el_ms": (last - t0) * _MS,
-        },
-        index=requests.index,
-    )
-
-
-def inter_token_latencies(requests: pd.DataFrame) -> np.ndarray:
-    """All gaps [ms] between token-carrying chunks of the rows given, pooled. [gaps] float64"""
-    gaps = [np.diff(t) for t in map(_times, requests["chunk_times"]) if len(t) > 1]
-    return np.concatenate(gaps) * _MS if gaps else np.empty(0)
-
-
-def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Arrival time [s] and tokens of every chunk: ``([chunks], [chunks])`` float64.
-
-    Known counts are used (``chunk_tokens``); otherwise a request's output tokens are shared out evenly over
-    its chunks, so that a chunk of several tokens is neither one token nor lost.
-    """
-    times, weights = [], []
-    known = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
-    for row_times, row_tokens, total in zip(
-        requests["chunk_times"], known, requests["output_tokens"], strict=True
-    ):
-        t = _times(row_times)
-        if not len(t):
-            continue
-        times.append(t)
-        if row_tokens is not None and len(row_tokens) == len(t):
-            weights.append(np.asarray(row_tokens, dtype=float))
-        else:
-            weights.append(np.full(len(t), float(total) / len(t)))
-    if not times:
-        return np.empty(0), np.empty(0)
-    return np.concatenate(times), np.concatenate(weights)
-
-
-def multi_token_chunks(requests: pd.DataFrame) -> int:
-    """Chunks that carried more than one token; where counts are unknown, tokens beyond one a chunk."""
-    count = 0
-    known = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
-    for times, tokens, total in zip(requests["chunk_times"], known, requests["output_tokens"], strict=True):
-        if tokens is not None and len(tokens) == len(_times(times)):
-            count += int((np.asarray(tokens) > 1).sum())
-        else:
-            count += max(0, int(total) - len(_times(times)))
-    return count
-
-
-def steady_window(requests: pd.DataFrame, load: Mapping[str, Any]) -> tuple[float, float] | None:
-    """First and last moment [s] at the target load, or None when it was never reached.
-
-    Closed loop: from the first moment with ``concurrency`` requests in flight to the last such moment (the
-    instants between one request and the same user's next do not end it). Open loop: from the first to the
-    last arrival. Requests that failed were in flight too, so all rows count.
-    """
-    return steady_window_of(
+def steady_state_of(requests: pd.DataFrame, load: Mapping[str, Any]) -> SteadyState:
+    """``kvbench.steady.steady_state`` of the rows given, failed ones among them; ``load``: load.json as a dict."""
+    return steady_state(
         requests["t0"].to_numpy(dtype=float),
         requests["ts"].to_numpy(dtype=float),
-        _ends(requests),
-        str(load.get("mode")),
-        load.get("concurrency"),
+        ends_of(requests),
+        load,
+        sessions_of(requests),
     )
 
 
-def steady_window_of(
-    t0: Sequence[float], ts: Sequence[float], ends: Sequence[float], mode: str, concurrency: int | None
-) -> tuple[float, float] | None:
-    """``steady_window`` on plain arrays: intended starts, sends and ends [s], each [requests]."""
-    if len(t0) == 0:
-        return None
-    if mode == "open":
-        start, end = float(np.min(t0)), float(np.max(t0))
-        return (start, end) if end > start else None
-    if not concurrency:
-        return None
-    keep = np.isfinite(np.asarray(ts, dtype=float)) & np.isfinite(np.asarray(ends, dtype=float))
-    moments = np.concatenate([np.asarray(ts, dtype=float)[keep], np.asarray(ends, dtype=float)[keep]])
-    steps = np.concatenate([np.ones(keep.sum()), -np.ones(keep.sum())])
-    order = np.lexsort((-steps, moments))  # at equal times the start comes first: intervals are closed
-    at_target = np.flatnonzero(np.cumsum(steps[order]) >= int(concurrency))
-    if not at_target.size:
-        return None
-    begin = float(moments[order][at_target[0]])
-    finish = float(moments[order][at_target[-1] + 1])  # the step after the last time at target goes below it
-    return (begin, finish) if finish > begin else None
-
-
-def throughput(
-    requests: pd.DataFrame, window: tuple[float, float] | None, prefix: str = ""
-) -> dict[str, float | None]:
+def throughput(requests: pd.DataFrame, window: tuple[float, float] | None, prefix: str = "") -> dict[str, float | None]:
     """Requests, output tokens and total tokens per second of successful rows inside ``window`` [s].
 
     An output token counts when its chunk arrives, a prompt when its first token arrives (it has been read
@@ -185,13 +107,13 @@ def throughput(
     if window is None or window[1] <= window[0]:
         return dict.fromkeys(names)
     begin, end = window
-    good = _successful(requests)
+    good = successful(requests)
     times, weights = chunk_weights(good)
     output = float(weights[(times > begin) & (times <= end)].sum())
-    first = np.array([t[0] if len(t) else np.nan for t in map(_times, good["chunk_times"])], dtype=float)
+    first = np.array([t[0] if len(t) else np.nan for t in map(times_of, good["chunk_times"])], dtype=float)
     read = (first > begin) & (first <= end)
     prompts = float(good["prompt_tokens"].to_numpy(dtype=float)[read].sum())
-    done = _ends(good)
+    done = ends_of(good)
     finished = int(((done > begin) & (done <= end)).sum())
     span = end - begin
     return dict(zip(names, (finished / span, output / span, (output + prompts) / span), strict=True))
@@ -200,29 +122,53 @@ def throughput(
 def goodput(requests: pd.DataFrame, slo: Mapping[str, float | None] | None, duration_s: float) -> float | None:
     """Successful requests per second that met every limit of ``slo`` [ms] (None without an SLO).
 
-    A request of one token has no tpot; a tpot limit does not count against it.
+    ``itl_ms`` limits a request's longest gap between chunks. A request of one token has no tpot and one of one chunk no
+    gap; such a limit does not count against it.
     """
     limits = {k: v for k, v in (slo or {}).items() if v is not None}
     if not limits or duration_s <= 0:
         return None
-    values = request_latencies(_successful(requests))
+    good = successful(requests)
+    values = request_latencies(good).assign(itl_ms=longest_gaps(good))
     met = np.ones(len(values), dtype=bool)
     for name, limit in limits.items():
         if name not in values:
             raise ValueError(f"`{name}` is not a known SLO; use one of {', '.join(values.columns)}.")
         column = values[name].to_numpy()
-        met &= (column <= limit) | (np.isnan(column) if name == "tpot_ms" else False)
+        met &= (column <= limit) | (np.isnan(column) if name in ("tpot_ms", "itl_ms") else False)
     return float(met.sum() / duration_s)
 
 
+def in_window(
+    requests: pd.DataFrame, window: tuple[float, float] | None, slo: Mapping[str, float | None] | None
+) -> dict[str, float | None]:
+    """Throughput and goodput inside ``window`` [s]: of what arrived, and of requests that ended, in it."""
+    if window is None or window[1] <= window[0]:
+        return {**throughput(requests, None), "goodput": None}
+    ends = ends_of(requests)
+    ended = requests[(ends > window[0]) & (ends <= window[1])]
+    return {**throughput(requests, window), "goodput": goodput(ended, slo, window[1] - window[0])}
+
+
 def latency_summary(requests: pd.DataFrame) -> dict[str, Any]:
-    """``{ttft_ms: distribution, ..., per_class: {name: {n, ttft_ms, ...}}}`` of the successful rows."""
-    good = _successful(requests)
+    """``{ttft_ms: distribution, ..., per_class: {name: {n, priority, ttft_ms, ...}}}`` of the successful rows.
+
+    ``client_queue_ms``, the part of ttft for which a request waited in the client for a place under max_concurrency, is
+    there where any waited. ``per_turn`` (``first``, ``later``) is there where conversations are.
+    """
+    good = successful(requests)
     out: dict[str, Any] = _latencies(good)
-    out["per_class"] = {
-        str(name): {"n": len(rows), **_latencies(rows)} for name, rows in good.groupby("class", sort=True)
-    }
+    out["per_class"] = {str(name): _with_count(rows) for name, rows in good.groupby("class", sort=True)}
+    if sessions_of(good) is not None:
+        first = good["turn"].to_numpy() == 0
+        out["per_turn"] = {"first": _with_count(good[first]), "later": _with_count(good[~first])}
     return out
+
+
+def _with_count(rows: pd.DataFrame) -> dict[str, Any]:
+    """Latencies of one group, with its size and its priority, where it has one."""
+    urgency = set(rows["priority"].dropna().astype(int)) if "priority" in rows else set()
+    return {"n": len(rows), **({"priority": urgency.pop()} if len(urgency) == 1 else {}), **_latencies(rows)}
 
 
 def pooled(loads: Sequence[pd.DataFrame]) -> dict[str, Any]:
@@ -242,12 +188,13 @@ def summarise(
 
     Times [s since load start], results in ms and per second; see the module's docstring for definitions.
     """
-    good = _successful(requests)
+    good = successful(requests)
     failed = requests[~requests["ok"].astype(bool)]
-    ends = _ends(requests)
+    ends = ends_of(requests)
     finish = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
     begin = float(requests["ts"].min()) if len(requests) else 0.0
-    window = steady_window(requests, load)
+    steady = steady_state_of(requests, load)
+    window = steady.window
     duration = finish - begin
     whole = (float(np.nextafter(begin, -np.inf)), finish) if duration > 0 else None
     steady_rows = requests[requests["ts"].between(*window)] if window else requests.iloc[:0]
@@ -259,10 +206,12 @@ def summarise(
         "duration_s": duration,
         "steady_start_s": window[0] if window else None,
         "steady_end_s": window[1] if window else None,
+        "steady_note": steady.why,
         **throughput(requests, whole),
-        **throughput(requests, window, "steady_"),
+        **{f"steady_{name}": value for name, value in in_window(requests, window, slo).items()},
         **latency_summary(requests),
-        "steady_latency": _latencies(_successful(steady_rows)),
+        "steady_latency": _latencies(successful(steady_rows)),
+        **({"plateaus": [_plateau(requests, p, slo) for p in steady.plateaus]} if steady.plateaus else {}),
         "total_input_tokens": int(good["prompt_tokens"].sum()),
         "total_cached_tokens": int(good["cached_tokens"].fillna(0).sum()) if "cached_tokens" in good else 0,
         "total_output_tokens": int(good["output_tokens"].sum()),
@@ -272,25 +221,26 @@ def summarise(
     }
 
 
+def _plateau(requests: pd.DataFrame, plateau: Plateau, slo: Mapping[str, float | None] | None) -> dict[str, Any]:
+    """What one plateau of a changing rate came to, in its steady part."""
+    window = plateau.window
+    rows = requests[requests["t0"].between(*window)] if window else requests.iloc[:0]
+    return {
+        "start_s": plateau.start,
+        "end_s": plateau.end,
+        "request_rate": plateau.rate,
+        "steady_start_s": window[0] if window else None,
+        "steady_end_s": window[1] if window else None,
+        **{f"steady_{name}": value for name, value in in_window(requests, window, slo).items()},
+        **_with_count(successful(rows)),
+    }
+
+
 def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     values = request_latencies(rows)
     out = {name: distribution(values[name].dropna().to_numpy()) for name in values}
     out["itl_ms"] = distribution(inter_token_latencies(rows))
-    return {name: out[name] for name in LATENCIES}
-
-
-def _successful(requests: pd.DataFrame) -> pd.DataFrame:
-    return requests[requests["ok"].astype(bool)]
-
-
-def _ends(requests: pd.DataFrame) -> np.ndarray:
-    """When each request left the server's hands [s]: its end, or its last chunk where no end is stored."""
-    last = requests["last"].to_numpy(dtype=float)
-    if "end" not in requests:
-        return last
-    end = requests["end"].to_numpy(dtype=float)
-    return np.where(np.isfinite(end), end, last)
-
-
-def _times(value: Any) -> np.ndarray:
-    return np.empty(0) if value is None else np.asarray(value, dtype=float)
+    queued = {}
+    if "queued_s" in rows and (rows["queued_s"] > 0).any():
+        queued = {CLIENT_QUEUE: distribution(rows["queued_s"].to_numpy(dtype=float) * MS)}
+    return {name: out[name] for name in LATENCIES} | queued

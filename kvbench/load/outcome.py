@@ -12,10 +12,10 @@ from typing import Any
 from kvbench.load.probe import client_report, invalid_reasons
 from kvbench.load.process import Clocked
 from kvbench.load.requests import RequestList
-from kvbench.load.samples import Sample, write_samples
+from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
-from kvbench.metrics import steady_window_of
+from kvbench.steady import steady_state
 
 MAX_WALL_STEP_S = 0.05
 
@@ -54,13 +54,6 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
     """
     samples, zero, clocked = outcome.samples, outcome.zero, outcome.clocked
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
-    window = steady_window_of(
-        [s.t0 - zero for s in samples],
-        [s.ts - zero for s in samples],
-        [s.end - zero for s in samples],
-        spec.mode,
-        spec.concurrency,
-    )
     load = {
         "started_at": datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
         "start_unix": clocked.started_unix,
@@ -69,25 +62,37 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         "wall_clock_step_s": clocked.wall_step_s,
         "mode": spec.mode,
         "concurrency": spec.concurrency,
+        "max_concurrency": spec.max_concurrency,
         "request_rate": spec.request_rate,
         "num_requests": len(requests),
         "completed": sum(s.completion.ok for s in samples),
         "failed": sum(not s.completion.ok for s in samples),
         "incomplete": missing > 0 or not ended_well,
-        "target_start_s": window[0] if window else None,
-        "target_end_s": window[1] if window else None,
         "max_in_flight": outcome.max_in_flight,
         "client": outcome.client,
         "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons,
-        "notes": {**requests.notes, **_clock_note(clocked)},
+        "notes": {**requests.notes, **_clock_note(clocked), **_history_note(samples)},
         "locust": {"num_requests": outcome.locust_totals[0], "num_failures": outcome.locust_totals[1]},
     }
+    window = steady_state(
+        [s.t0 - zero for s in samples],
+        [s.ts - zero for s in samples],
+        [s.end - zero for s in samples],
+        load,
+        [s.request.session for s in samples],
+    ).window
+    load |= {"target_start_s": window[0] if window else None, "target_end_s": window[1] if window else None}
     out = Path(spec.out_dir)
     write_samples(out / "requests.parquet", samples, zero)
     part = out / "load.json.part"
     part.write_text(json.dumps(load, indent=2) + "\n", encoding="utf-8")
     part.replace(out / "load.json")
     return load
+
+
+def _history_note(samples: Sequence[Sample]) -> dict[str, str]:
+    said = unknown_answers(samples)
+    return {} if said is None else {"history": said}
 
 
 def _clock_note(clocked: Clocked) -> dict[str, str]:

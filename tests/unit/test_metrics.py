@@ -107,38 +107,6 @@ def test_tpot_starts_at_the_first_token_though_its_text_came_later() -> None:
     assert got["tpot_ms"][0] == pytest.approx(250)
 
 
-def test_steady_window_is_the_time_at_target_concurrency() -> None:
-    """Two users. In flight: 1 from 0, 2 from 1, 1 at 4 for an instant and again 2, 1 from 7 to 9."""
-    rows = [
-        row(ts=0.0, end=4.0, chunk_times=[3.9]),
-        row(ts=1.0, end=7.0, chunk_times=[6.9]),
-        row(ts=4.001, end=9.0, chunk_times=[8.9]),
-    ]
-    load = {"mode": "closed", "concurrency": 2}
-    assert metrics.steady_window(frame(*rows), load) == (1.0, 7.0)
-    failed = [r | {"ok": False} for r in rows]
-    assert metrics.steady_window(frame(*failed), load) == (1.0, 7.0)  # they were in flight all the same
-    assert metrics.steady_window(frame(*rows), {"mode": "closed", "concurrency": 3}) is None
-
-
-def test_steady_window_against_counting() -> None:
-    rng = np.random.default_rng(3)
-    ts = rng.uniform(0, 50, 60)
-    ends = ts + rng.uniform(1, 15, 60)
-    window = metrics.steady_window_of(ts, ts, ends, "closed", 9)
-    moments = np.sort(np.concatenate([ts, ends]))
-    middles = (moments[1:] + moments[:-1]) / 2
-    at_target = [k for k, m in enumerate(middles) if ((ts <= m) & (ends >= m)).sum() >= 9]
-    assert window == pytest.approx((moments[at_target[0]], moments[at_target[-1] + 1]))
-
-
-def test_open_loop_window_is_first_to_last_arrival() -> None:
-    rows = frame(row(t0=0.5), row(t0=4.0), row(t0=2.0))
-    assert metrics.steady_window(rows, {"mode": "open", "request_rate": 1.0}) == (0.5, 4.0)
-    got = metrics.summarise(rows, {"mode": "open"})
-    assert (got["steady_start_s"], got["steady_end_s"]) == (0.5, 4.0)
-
-
 def test_throughput_counts_what_arrived_inside_the_window() -> None:
     """Window (1, 7]. First request: one of two chunks of 2 tokens inside. Second: all. Third: none."""
     rows = frame(
@@ -192,7 +160,7 @@ def test_goodput_needs_every_limit_met() -> None:
         row(chunk_times=[1.5, 2.0, 2.5]),  # tpot 500
         row(chunk_times=[1.5], output_tokens=1),  # no tpot
         row(ok=False, error_kind="timeout"),
-    )
+    )  # longest gaps: 300, 100, 500, none
     duration = 2.51 - 1.0
     load = {"mode": "closed", "concurrency": 1}
 
@@ -201,6 +169,8 @@ def test_goodput_needs_every_limit_met() -> None:
 
     assert good({"ttft_ms": 600.0, "tpot_ms": 300.0}) == pytest.approx(2 / duration)
     assert good({"ttft_ms": 600.0, "tpot_ms": None}) == pytest.approx(3 / duration)
+    assert good({"itl_ms": 300.5}) == pytest.approx(3 / duration)  # one chunk has no gap to be too long
+    assert good({"itl_ms": 99.0}) == pytest.approx(1 / duration)
     assert good(None) is None
     with pytest.raises(ValueError, match="not a known SLO"):
         good({"speed": 1.0})
@@ -224,3 +194,64 @@ def test_pooled_percentiles_are_of_the_pool() -> None:
 
 def test_pool_of_nothing() -> None:
     assert metrics.pooled([])["ttft_ms"]["n"] == 0
+
+
+def test_steady_goodput_is_of_the_requests_that_ended_inside() -> None:
+    """Window (1, 7], as above: two requests end in it, one of them after 1 s to its first token."""
+    rows = frame(
+        row(t0=0.0, ts=0.0, end=4.0, chunk_times=[0.5, 3.0]),
+        row(t0=1.0, ts=1.0, end=7.0, chunk_times=[2.0, 3.0, 6.9]),
+        row(t0=4.0, ts=4.0, end=9.0, chunk_times=[4.1, 8.9], output_tokens=2),
+    )
+    got = metrics.summarise(rows, {"mode": "closed", "concurrency": 2}, {"ttft_ms": 600.0})
+    assert got["steady_goodput"] == pytest.approx(1 / 6)
+    assert got["goodput"] == pytest.approx(2 / 9)
+    assert got["steady_request_throughput"] == pytest.approx(2 / 6)
+    assert metrics.summarise(rows, {"mode": "closed", "concurrency": 9}, {"ttft_ms": 600.0})["steady_goodput"] is None
+
+
+def test_time_queued_in_the_client_is_inside_ttft_and_beside_it() -> None:
+    rows = frame(row(t0=0.4, ts=1.0, queued_s=0.6), row(t0=0.9, ts=1.0, queued_s=0.1), row(queued_s=0.0))
+    got = metrics.summarise(rows, {"mode": "open", "max_concurrency": 2})
+    assert got["client_queue_ms"]["max"] == pytest.approx(600)
+    assert got["client_queue_ms"]["n"] == 3
+    assert got["ttft_ms"]["max"] == pytest.approx(1100)
+    assert got["ttft_send_ms"]["max"] == pytest.approx(500)
+    assert got["per_class"]["a"]["client_queue_ms"]["p50"] == pytest.approx(100)
+    assert "client_queue_ms" not in metrics.summarise(frame(row(queued_s=0.0)), {"mode": "open"})
+
+
+def test_turns_and_classes_have_latencies_of_their_own() -> None:
+    rows = frame(
+        row(session=0.0, turn=0, priority=3),
+        row(session=0.0, turn=1, chunk_times=[1.1, 1.2], priority=3),
+        row(session=None, turn=0, chunk_times=[1.3, 1.4], priority=0, **{"class": "b"}),
+        row(session=1.0, turn=1, ok=False, error_kind="session_broken", chunk_times=[], priority=3),
+    )
+    got = metrics.summarise(rows, {"mode": "closed", "concurrency": 1})
+    assert (got["per_turn"]["first"]["n"], got["per_turn"]["later"]["n"]) == (2, 1)
+    assert got["per_turn"]["later"]["ttft_ms"]["p50"] == pytest.approx(100)
+    assert got["per_turn"]["first"]["ttft_ms"]["max"] == pytest.approx(500)
+    assert {name: c["priority"] for name, c in got["per_class"].items()} == {"a": 3, "b": 0}
+    assert got["failure_kinds"] == {"session_broken": 1}
+    assert "per_turn" not in metrics.summarise(frame(row()), {"mode": "closed", "concurrency": 1})
+
+
+def test_each_plateau_of_steps_has_figures_of_its_own() -> None:
+    """2 requests/s for 40 s, then 5/s for 40 s, each answered in 0.5 s; in the second step the first token is late."""
+    starts = np.concatenate([np.arange(0, 40, 0.5), np.arange(40, 80, 0.2)])
+    rows = [
+        row(t0=t, ts=t, chunk_times=[t + (0.1 if t < 40 else 0.4), t + 0.5], end=t + 0.5, output_tokens=2)
+        for t in starts
+    ]
+    load = {"mode": "open", "notes": {"plateaus": [[0.0, 40.0, 2.0], [40.0, 80.0, 5.0]]}}
+    got = metrics.summarise(frame(*rows), load, {"ttft_ms": 200.0})
+    assert got["steady_start_s"] is None
+    assert "2 plateaus" in got["steady_note"]
+    slow, fast = got["plateaus"]
+    assert (slow["request_rate"], fast["request_rate"]) == (2.0, 5.0)
+    assert slow["steady_request_throughput"] == pytest.approx(2.0, rel=0.03)
+    assert fast["steady_output_throughput"] == pytest.approx(10.0, rel=0.03)
+    assert (slow["ttft_ms"]["p50"], fast["ttft_ms"]["p50"]) == (pytest.approx(100), pytest.approx(400))
+    assert slow["steady_goodput"] == pytest.approx(2.0, rel=0.03)
+    assert fast["steady_goodput"] == pytest.approx(0.0)

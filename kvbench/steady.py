@@ -1,0 +1,163 @@
+"""When a load was in its steady state. Pure functions on plain arrays, for the load process and the metrics alike.
+
+Closed loop, and an open loop that sends all at once under a cap: while the target number of requests (or, with think
+times, of conversations) was in flight. Open loop: from the moment at which the number of requests in the system, which
+begins empty, has stopped climbing, to the last arrival, found by ``settled``. A rate that changes has a window for each
+of its plateaus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LEAST_ARRIVALS = 20
+_BINS = 100
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """A stretch of one offered rate [requests/s; None: that of the whole load] from ``start`` to ``end`` [s].
+
+    ``window``: its steady part, None where there is none.
+    """
+
+    start: float
+    end: float
+    rate: float | None
+    window: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """``window`` [s]: of the whole load, None where it has none or several, and ``why``, a sentence, then.
+
+    ``plateaus``: of a rate that changes.
+    """
+
+    window: tuple[float, float] | None
+    why: str | None = None
+    plateaus: tuple[Plateau, ...] = ()
+
+
+def steady_state(
+    t0: Sequence[float] | np.ndarray,
+    ts: Sequence[float] | np.ndarray,
+    ends: Sequence[float] | np.ndarray,
+    load: Mapping[str, Any],
+    sessions: Sequence[float | None] | np.ndarray | None = None,
+) -> SteadyState:
+    """Of requests with intended starts, sends and ends [s] and the session of each (None: of none), each [requests].
+
+    ``load``: load.json's mode, concurrency, max_concurrency and notes. Failed requests were in flight too, so all rows
+    count.
+    """
+    t0, ts, ends = (np.asarray(x, dtype=float) for x in (t0, ts, ends))
+    known = np.isfinite(t0) & np.isfinite(ts) & np.isfinite(ends)
+    t0, ts, ends = t0[known], ts[known], ends[known]
+    if sessions is not None:
+        sessions = [s for s, there in zip(sessions, known, strict=True) if there]
+    if not len(t0):
+        return SteadyState(None, "there were no requests")
+    if load.get("mode") != "open":
+        starts, stops = _by_session(ts, ends, sessions)
+        return _at_target(starts, stops, load.get("concurrency"), "users")
+    first, last = _arrivals_span(t0, sessions)
+    if last <= first:
+        return _at_target(ts, ends, load.get("max_concurrency"), "requests of max_concurrency")
+    changing = (load.get("notes") or {}).get("plateaus")
+    if changing is None:
+        window = settled(t0, ends, first, last)
+        return SteadyState(window, None if window else _unsettled(t0, first, last))
+    plateaus = tuple(_plateau(t0, ends, float(a), min(float(b), last), float(rate)) for a, b, rate in changing)
+    if not plateaus:
+        return SteadyState(None, "the offered rate changed all the time")
+    if len(plateaus) > 1:
+        return SteadyState(
+            None, f"the offered rate had {len(plateaus)} plateaus; each has figures of its own", plateaus
+        )
+    only = plateaus[0]
+    return SteadyState(only.window, None if only.window else _unsettled(t0, only.start, only.end), plateaus)
+
+
+def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tuple[float, float] | None:
+    """From when the number in the system had stopped climbing, to ``finish``; None where it had not by half-time.
+
+    That moment is the first at which the number, averaged over hundredths of [begin, finish], is at least the mean of
+    what follows: the crossing-of-the-mean rule (Fishman, "Concepts and Methods in Discrete Event Digital Simulation",
+    1973; Gafarian, Ancker and Morisaku, Naval Research Logistics Quarterly 25, 1978) with the mean of the rest. While a
+    queue grows the rest is always larger, so that a server that does not keep up has no window: of 200 simulated M/M/8
+    queues of 300 arrivals each, 97 % have one at 80 % load and none at 150 %, where White's MSER rule (1997) finds one in
+    62 % of the former. Fewer than ``LEAST_ARRIVALS`` tell nothing: None.
+    """
+    if ((t0 >= begin) & (t0 <= finish)).sum() < LEAST_ARRIVALS or finish <= begin:
+        return None
+    numbers = in_system(t0, ends, np.linspace(begin, finish, _BINS + 1))
+    rest = np.cumsum(numbers[::-1])[::-1] / np.arange(_BINS, 0, -1)
+    reached = int(np.flatnonzero(numbers >= rest)[0])  # the last one is its own rest
+    return (begin + (finish - begin) * reached / _BINS, finish) if reached <= _BINS // 2 else None
+
+
+def in_system(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Mean number of requests between start and end over each interval between ``edges`` [s]. float64 [edges - 1]"""
+    spent = np.array([np.maximum(x - starts, 0).sum() - np.maximum(x - ends, 0).sum() for x in edges])
+    return np.diff(spent) / np.diff(edges)
+
+
+def at_target(starts: np.ndarray, ends: np.ndarray, target: int) -> tuple[float, float] | None:
+    """From the first moment with ``target`` in flight to the last such; None when there was none.
+
+    The instants between one request and the same user's next do not end it.
+    """
+    moments = np.concatenate([starts, ends])
+    steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
+    order = np.lexsort((-steps, moments))  # at equal times the start comes first: intervals are closed
+    reached = np.flatnonzero(np.cumsum(steps[order]) >= target)
+    if not reached.size:
+        return None
+    begin = float(moments[order][reached[0]])
+    finish = float(moments[order][reached[-1] + 1])  # the step after the last time at target goes below it
+    return (begin, finish) if finish > begin else None
+
+
+def _at_target(starts: np.ndarray, ends: np.ndarray, target: Any, what: str) -> SteadyState:
+    if not target:
+        return SteadyState(None, "all requests arrived at once, so that there was no rate to hold")
+    window = at_target(starts, ends, int(target))
+    return SteadyState(window, None if window else f"the {int(target)} {what} were never all busy at once")
+
+
+def _by_session(ts: np.ndarray, ends: np.ndarray, sessions: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends of what a user is busy with: a request, or a conversation with its think times."""
+    if sessions is None:
+        return ts, ends
+    numbers = np.array([np.nan if s is None else float(s) for s in sessions], dtype=float)
+    alone = np.isnan(numbers)
+    which, place = np.unique(numbers[~alone], return_inverse=True)
+    starts, stops = np.full(len(which), np.inf), np.full(len(which), -np.inf)
+    np.minimum.at(starts, place, ts[~alone])
+    np.maximum.at(stops, place, ends[~alone])
+    return np.concatenate([ts[alone], starts]), np.concatenate([ends[alone], stops])
+
+
+def _arrivals_span(t0: np.ndarray, sessions: Any) -> tuple[float, float]:
+    """First and last arrival; a conversation arrives with its first turn."""
+    starts, _ = _by_session(t0, t0, sessions)
+    return float(starts.min()), float(starts.max())
+
+
+def _plateau(t0: np.ndarray, ends: np.ndarray, start: float, end: float, rate: float) -> Plateau:
+    return Plateau(start, end, rate, settled(t0, ends, start, end))
+
+
+def _unsettled(t0: np.ndarray, start: float, end: float) -> str:
+    arrivals = int(((t0 >= start) & (t0 <= end)).sum())
+    if arrivals < LEAST_ARRIVALS:
+        return f"{arrivals} arrivals are too few to tell when the load was steady; {LEAST_ARRIVALS} are needed"
+    return (
+        "the number of requests in the system was still climbing at half-time: the server did not keep up with the "
+        "offered rate, or the load was too short"
+    )
