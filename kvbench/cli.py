@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from kvbench import __version__
-from kvbench.calibrate_command import calibrate_client
+from kvbench.calibrate_command import NO_CALIBRATION, calibrate_client
 from kvbench.cli_tools import cache_sim, tune
 from kvbench.house import check_house, guarded
 from kvbench.load_command import load
 from kvbench.mock_command import mock_server
+from kvbench.target_options import target_options
 from kvbench.trace_command import trace
 
 _EXIT_CODES = """\b
@@ -85,15 +86,12 @@ def cli() -> None:
     "--force", is_flag=True, help="With --resume: go on though code, versions or machine differ from the run's start."
 )
 @click.option("--dry-run", is_flag=True, help="Check everything, print cells, order and time; launch nothing.")
+@NO_CALIBRATION
 @click.option("--no-report", is_flag=True, help="Keep the raw results only; `kvbench report` can follow later.")
 @click.option(
     "--output-dir", type=click.Path(path_type=Path), default="results", show_default=True, help="Where runs go."
 )
-@click.option("--target", metavar="URL", help="Measure an OpenAI-compatible server that runs already, as it is.")
-@click.option("--model", metavar="NAME", help="With --target: the model's name there (default: the first it lists).")
-@click.option("--vocab-size", type=click.IntRange(1), help="With --target: if the server does not tell.")
-@click.option("--max-model-len", type=click.IntRange(1), help="With --target: if the server does not tell.")
-@click.option("--serve-cmd", metavar="CMD", help="Launch this instead of the built-in server; it gets the same flags.")
+@target_options
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="Port of the launched server (default: a free one)."
 )
@@ -115,6 +113,8 @@ def sweep(**options: Any) -> int:
       kvbench sweep workloads/mixed.yaml --resume
       kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
       kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
+      kvbench sweep workloads/mixed.yaml --target vllm --nearest
+      kvbench sweep W.yaml --serve-cmd 'vllm serve {model} --block-size {page_size} --port {port}' --preset vllm
 
     \b
     Files written, in results/<workload>/<UTC time>-<git sha>/:

@@ -54,15 +54,24 @@ class Cell:
 
 @dataclass(frozen=True)
 class Block:
-    """One server launch: ``cells`` share a configuration and run in this order. ``repeat`` counts from 1."""
+    """One server launch: ``cells`` share a configuration and run in this order. ``repeat`` counts from 1.
+
+    ``alone``: the only cell of several such blocks, since each needs a new server.
+    """
 
     repeat: int
     configuration: Configuration
     cells: tuple[Cell, ...]
+    alone: bool = False
 
     @property
     def block_id(self) -> str:
-        return f"{self.configuration.config_id}-{self.repeat}"
+        load = f"-{self.cells[0].load.load_id}" if self.alone else ""
+        return f"{self.configuration.config_id}{load}-{self.repeat}"
+
+    def split(self) -> tuple[Block, ...]:
+        """One block a cell, in the same order."""
+        return tuple(Block(self.repeat, self.configuration, (cell,), alone=True) for cell in self.cells)
 
 
 @dataclass(frozen=True)

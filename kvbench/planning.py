@@ -32,19 +32,50 @@ class SweepOptions:
     output_dir: Path = Path("results")
     report: bool = True
     force: bool = False  # resume although something differs
+    calibrate: bool = True  # the load client, before its first load
     check: Check = lambda settings: {}
     """Engine-side check of one configuration's settings; returns its capacity, raises ValueError."""
+    refuses: Callable[[Mapping[str, Any]], str | None] | None = None
+    """Why another engine cannot have a configuration, which is then skipped with that reason."""
+    fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False
+    """Whether a configuration's prefix cache is empty on a new server only."""
+    notes: tuple[str, ...] = ()
+
+    def plan(self, workload: Workload) -> tuple[Design, tuple[Block, ...]]:
+        """As ``plan_sweep`` with these options; the design's notes begin with theirs."""
+        design, blocks = plan_sweep(workload, self.only, self.check, refuses=self.refuses, fresh=self.fresh)
+        return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
 
 
 def plan_sweep(
-    workload: Workload, only: Sequence[str] = (), check: Check | None = None
+    workload: Workload,
+    only: Sequence[str] = (),
+    check: Check | None = None,
+    *,
+    refuses: Callable[[Mapping[str, Any]], str | None] | None = None,
+    fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False,
 ) -> tuple[Design, tuple[Block, ...]]:
-    """Cells and blocks in the order in which they run; ``check``: of ``SweepOptions``."""
+    """Cells and blocks in the order in which they run; ``only``, ``check`` and the rest: of ``SweepOptions``."""
     design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
-    if check is not None and workload.design == "full":
+    if refuses is not None:
+        design = without_refused(design, refuses)
+    elif check is not None and workload.design == "full":
         design = without_impossible(design, check)
     design = select(design, only)
-    return design, plan_blocks(design, workload.load.repeats, workload.seed)
+    blocks = plan_blocks(design, workload.load.repeats, workload.seed)
+    if workload.load.cache_state != "steady":
+        blocks = tuple(part for b in blocks for part in (b.split() if fresh(b.configuration.settings) else (b,)))
+    return design, blocks
+
+
+def without_refused(design: Design, refuses: Callable[[Mapping[str, Any]], str | None]) -> Design:
+    """A design without the configurations that the target cannot have, each named with the reason.
+
+    The baseline is not asked: whether it can be had is settled before there is a design.
+    """
+    found = {c.config_id: refuses(c.settings) for c in design.configurations if not c.is_baseline}
+    skipped = {config_id: reason for config_id, reason in found.items() if reason is not None}
+    return without(design, skipped, [f"skipped {config_id}: {reason}" for config_id, reason in skipped.items()])
 
 
 def without_impossible(design: Design, check: Check) -> Design:

@@ -18,7 +18,7 @@ from kvbench.workload import Workload, differing_keys
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
-_SERVED = ("target", "serve_cmd")
+_SERVED = ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest")
 _MIX = "or add --force to go on all the same: the manifest then keeps both, and the results are a mixture"
 
 

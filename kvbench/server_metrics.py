@@ -1,7 +1,8 @@
 """What a target's /metrics says: parsing, polling during a load, and the counters of one load.
 
-Names lose their prefix (``kvbench:`` or ``vllm:``), labelled counters become ``name_label``; histograms keep ``_sum``
-and ``_count`` only (percentiles come from the client's raw samples).
+Names lose their prefix (``kvbench:``, ``vllm:`` ...) and become ours where a server has others (``MetricNames``);
+labelled counters become ``name_label``; histograms keep ``_sum`` and ``_count`` only (percentiles come from the
+client's raw samples). What a server does not tell is absent, not 0.
 """
 
 from __future__ import annotations
@@ -12,21 +13,53 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 POLL_INTERVAL_S = 0.25
-_PREFIXES = ("kvbench:", "vllm:", "kvbench_", "vllm_")
 _COUNTER_ENDS = ("_total", "_sum", "_count")
+_HISTOGRAM_ENDS = ("_sum", "_count")
+_SHARE_END = "_perc"  # a share of something: that of several engines is their mean, not their sum
+# Labels that say who counted, not what was counted.
+_WHOSE = frozenset(("model_name", "engine", "engine_type", "le", "pid", "tp_rank", "pp_rank", "dp_rank", "moe_ep_rank"))
 _OWNED = "kv_pages_owned"
 _SWAPPED = "swap_slots_used"
 
 
 @dataclass(frozen=True)
+class MetricNames:
+    """How one kind of server names what we count, in our units: tokens, seconds, shares from 0 to 1.
+
+    ``names``: its name without the prefix -> ours, or several of ours; of a histogram without ``_sum`` and ``_count``.
+    Others keep their name. A renamed metric is summed over its labels. ``facts``: family -> label -> what it tells us
+    of the server (an ``_info`` metric's labels; the empty label is a gauge's value).
+    """
+
+    prefixes: tuple[str, ...]
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def ours(self, name: str) -> tuple[str, ...] | None:
+        """Our names for a sample of theirs, None where it keeps its own."""
+        if name in self.names:
+            found = self.names[name]
+            return (found,) if isinstance(found, str) else found
+        for end in _HISTOGRAM_ENDS:
+            if name.endswith(end) and (found := self.names.get(name.removesuffix(end))):
+                return tuple(each + end for each in ((found,) if isinstance(found, str) else found))
+        return None
+
+
+OURS = MetricNames(("kvbench:", "kvbench_", "vllm:", "vllm_"))
+
+
+@dataclass(frozen=True)
 class MetricsSample:
-    """One reading. ``wall`` is time.time(); ``counters`` only grow, ``gauges`` do not."""
+    """One reading. ``wall`` is time.time(); ``counters`` only grow, ``gauges`` do not; ``facts`` never change."""
 
     wall: float
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
+    facts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def owned_pages(self) -> float | None:
@@ -47,22 +80,48 @@ class MetricsSample:
         return self.gauges.get("num_requests_running", 0.0) + self.gauges.get("num_requests_waiting", 0.0)
 
 
-def parse_metrics(text: str, wall: float) -> MetricsSample:
-    """Prometheus text -> flat gauges and counters. Families without our prefix (process_*, python_*) are left out."""
+def parse_metrics(text: str, wall: float, kinds: Sequence[MetricNames] = (OURS,)) -> MetricsSample:
+    """Prometheus text -> flat gauges and counters, named by the first of ``kinds`` that knows a family's prefix.
+
+    Families without such a prefix (process_*, python_*) are left out.
+    """
     wanted = "\n".join(line for line in text.splitlines() if "_bucket{" not in line and "_created" not in line)
-    gauges: dict[str, float] = {}
-    counters: dict[str, float] = {}
+    gauges: dict[str, list[float]] = {}
+    counters: dict[str, list[float]] = {}
+    facts: dict[str, float] = {}
     for family in text_string_to_metric_families(wanted + "\n"):
-        prefix = next((p for p in _PREFIXES if family.name.startswith(p)), None)
-        if prefix is None or family.name.endswith("_info"):
+        found = next(((k, p) for k in kinds for p in k.prefixes if family.name.startswith(p)), None)
+        if found is None:
             continue
+        kind, prefix = found
         for sample in family.samples:
-            grows = family.type != "gauge" and sample.name.endswith(_COUNTER_ENDS)
-            into = counters if grows else gauges
-            labels = [v for k, v in sample.labels.items() if k not in ("model_name", "engine", "le")]
-            name = "_".join([sample.name.removeprefix(prefix), *labels])
-            into[name] = into.get(name, 0.0) + sample.value
-    return MetricsSample(wall, gauges, counters)
+            name = sample.name.removeprefix(prefix)
+            facts |= _facts(kind, name, sample)
+            if name.endswith("_info"):
+                continue
+            grows = family.type != "gauge" and name.endswith(_COUNTER_ENDS)
+            for ours in kind.ours(name) or (_with_labels(name, sample),):
+                (counters if grows else gauges).setdefault(ours, []).append(sample.value)
+    return MetricsSample(
+        wall,
+        {name: sum(values) / (len(values) if name.endswith(_SHARE_END) else 1) for name, values in gauges.items()},
+        {name: sum(values) for name, values in counters.items()},
+        facts,
+    )
+
+
+def _with_labels(name: str, sample: Sample) -> str:
+    return "_".join([name, *(value for label, value in sample.labels.items() if label not in _WHOSE)])
+
+
+def _facts(kind: MetricNames, name: str, sample: Sample) -> dict[str, float]:
+    found = {}
+    for label, ours in kind.facts.get(name, {}).items():
+        try:
+            found[ours] = float(sample.labels[label]) if label else sample.value
+        except (KeyError, ValueError):
+            continue  # another version of that server
+    return found
 
 
 def counter_changes(before: MetricsSample | None, after: MetricsSample | None) -> dict[str, float]:

@@ -74,9 +74,10 @@ def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSp
     """
     reasons = []
     wait_idle(target)
-    if (load.cache_state != "steady" or first) and not _reset(target) and load.cache_state != "steady":
+    known = first and target.starts_cold
+    if (load.cache_state != "steady" or first) and not (_reset(target) or known) and load.cache_state != "steady":
         reasons.append(
-            f"the state of the prefix cache is not known: the server has no /reset_prefix_cache, so it cannot be "
+            f"the state of the prefix cache is not known: the server has no way to empty it, so it cannot be "
             f"made {load.cache_state}; declare load.cache_state: steady (the cache is measured as it is found)"
         )
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from kvbench.block import BlockRunner, Failure
+from kvbench.calibration import Calibrator
 from kvbench.design import Block, Cell, Design, make_design
-from kvbench.errors import Interrupted
+from kvbench.errors import Interrupted, MeasurementError, storage_sentence
+from kvbench.house import say
+from kvbench.interruption import Interruption
 from kvbench.manifest import add_server, build_manifest, git_state
-from kvbench.planning import SweepOptions, capacity_note, plan_sweep, planned_blocks, preflight, without_done
+from kvbench.planning import SweepOptions, capacity_note, planned_blocks, preflight, without_done
 from kvbench.progress import Estimator, SweepProgress
 from kvbench.results import RunFolder, create_run, utc_now, write_json
 from kvbench.resume import accept_server, reopen
@@ -42,7 +44,7 @@ class Sweep:
 
     def execute(self) -> int:
         """Run what is not done; the exit code. Raises UsageError before anything is launched."""
-        design, blocks = plan_sweep(self.workload, self.options.only, self.options.check)
+        design, blocks = self.options.plan(self.workload)
         capacity, guesses = preflight(self.workload, design, self.options)
         for note in design.notes:
             self.console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
@@ -62,6 +64,7 @@ class Sweep:
     ) -> int:
         left = without_done(run, blocks)
         manifest = self._open_manifest(run, blocks, capacity, something_left=bool(left))
+        manifest["notes"] = list(design.notes)
         write_json(run.manifest_path, manifest)
         estimator = Estimator(guesses)
         finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
@@ -79,24 +82,32 @@ class Sweep:
                     _manifest_writer(run, manifest, force=self.options.force),
                     interruption.check,
                     failures,
+                    calibrate=self._calibrator(run, listener.status),
                 )
                 _run_blocks(runner, left)
-        except (Interrupted, KeyboardInterrupt) as interrupt:
-            self._close(run, manifest, failures, "incomplete")
-            name = getattr(interrupt, "signal_name", "SIGINT")
-            self.console.print(
-                f"stopped by {name}; what was measured is kept. Go on with:\n  {self.resume_command(run)}",
-                highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
+        except (Interrupted, KeyboardInterrupt, SystemExit) as interrupt:
+            with suppress(OSError):
+                self._close(run, manifest, failures, "incomplete")
+            self._say_stopped(run, interrupt)
             return EXIT_INTERRUPTED
+        except OSError as error:
+            with suppress(OSError):  # on a full disk the manifest may have to go on saying "running"
+                self._close(run, manifest, failures, "incomplete")
+            raise self._not_stored(run, error) from error
         except BaseException:
             self._close(run, manifest, failures, "incomplete")
             raise
         complete = not without_done(run, planned_blocks(self.workload, manifest))
-        self._close(run, manifest, failures, "complete" if complete else "incomplete")
+        try:
+            self._close(run, manifest, failures, "complete" if complete else "incomplete")
+        except OSError as error:
+            raise self._not_stored(run, error) from error
         if note := capacity_note(design.configurations, manifest["capacity"]):
             self.console.print(note, highlight=False, markup=False, soft_wrap=True)
         return self._conclude(run, design, failures, complete)
+
+    def _calibrator(self, run: RunFolder, say: Callable[[str], None] = lambda text: None) -> Calibrator:
+        return Calibrator(run.path, self.options.calibrate, say)
 
     def resume_command(self, run: RunFolder) -> str:
         return shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
@@ -138,17 +149,40 @@ class Sweep:
         failures: Sequence[Failure],
         status: str,
     ) -> None:
-        """Aggregate what is there and write the manifest; also after an interruption."""
+        """Aggregate what is there and write the manifest; also after an interruption. Nothing is complete before."""
         manifest |= {"status": status, "ended": utc_now(), "failures": [dataclasses.asdict(f) for f in failures]}
-        write_json(run.manifest_path, manifest)
+        manifest["calibration"] = self._calibrator(run).facts()
+        write_json(run.manifest_path, manifest | {"status": "incomplete"})
         aggregate_run(run, self.workload, manifest)
+        if status != "incomplete":
+            write_json(run.manifest_path, manifest)
+
+    def _say_stopped(self, run: RunFolder, interrupt: BaseException) -> None:
+        """Where it can still be read: rich leaves with SystemExit when nobody reads stdout any more."""
+        unread = isinstance(interrupt, SystemExit)
+        name = "SIGPIPE (nobody reads the output)" if unread else getattr(interrupt, "signal_name", "SIGINT")
+        text = f"stopped by {name}; what was measured is kept. Go on with:\n  {self.resume_command(run)}"
+        with suppress(OSError):  # a terminal that is gone
+            if unread:
+                say(text)
+            else:
+                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _not_stored(self, run: RunFolder, error: OSError) -> Exception:
+        """The sentence for a disk that is full or lost; ``error`` itself when it is about something else."""
+        sentence = storage_sentence(error, run.path)
+        if sentence is None:
+            return error
+        return MeasurementError(
+            f"{sentence}; what was measured is kept. Go on then with:\n  {self.resume_command(run)}"
+        )
 
     def _conclude(self, run: RunFolder, design: Design, failures: Sequence[Failure], complete: bool) -> int:
         problems = _by_reason(failures)
         if not complete and not any(run.done_repeats(cell.cell_id) for cell in design.cells):
             problems.append("nothing was measured")
-        elif self.options.report:
-            _report(run, self.console)
+        elif self.options.report and (problem := _report(run, self.console)):
+            problems.append(problem)
         problems += [
             f"{cell.cell_id} is invalid: {reason}" for cell in design.cells for reason in _invalid_reasons(run, cell)
         ]
@@ -244,45 +278,16 @@ def _manifest_writer(
     return write
 
 
-def _report(run: RunFolder, console: Console) -> None:
-    """Table, headline and report. A failure here must not cost the results: it is said, and the run stays."""
+def _report(run: RunFolder, console: Console) -> str | None:
+    """Table, headline and report. A failure here must not cost the results: it is told, and the run stays."""
     from kvbench.commands import show_report
     from kvbench.house import log_traceback
 
     try:
         show_report(run.path, console)
     except Exception as error:
-        console.print(
+        return (
             f"the report could not be written ({error!r}, {log_traceback(error)}); the results are kept, try "
-            f"`kvbench report {run.path}`",
-            highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
-
-
-class Interruption:
-    """SIGINT and SIGTERM become one Interrupted in the main thread; further ones are ignored, the way out is bounded.
-
-    Python drops an exception that a signal handler raises inside a fork hook or a finaliser ("Exception ignored in
-    ..."), and a sweep forks often: so ``check`` raises it again at the next place where it is called.
-    """
-
-    def __init__(self) -> None:
-        self._name: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def check(self) -> None:
-        if self._name is not None:
-            raise Interrupted(self._name)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._name is None:
-            self._name = signal.Signals(number).name
-            raise Interrupted(self._name)
-
-    def __enter__(self) -> Interruption:
-        self._before = {each: signal.signal(each, self._handle) for each in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+            f"`kvbench report {run.path}`"
+        )
+    return None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.load.http1 import Response, read_response
 from kvbench.load.sse import MalformedStream, events
 
@@ -62,11 +63,13 @@ def judge(
     error_kind: str | None = None,
     error: str | None = None,
     pause: Callable[[], None] = lambda: None,
+    dialect: Dialect = OPENAI,
 ) -> Completion:
     """Parses a stream and decides: success only with a finish_reason, a [DONE] and a usage that matches.
 
     ``times[i]`` stamps ``chunks[i]``; ``error_kind`` is the transport's verdict. ``pause`` is called between
-    slices of work, so that the caller's event loop can go on stamping other streams.
+    slices of work, so that the caller's event loop can go on stamping other streams. ``dialect`` says which of these
+    signs its server is known not to send.
     """
     out = Completion()
     if error_kind is not None:
@@ -85,7 +88,7 @@ def judge(
         _read_events(out, response, times, pause)
     except MalformedStream as problem:
         out.fail("malformed", str(problem))
-    _check(out, max_tokens)
+    _check(out, max_tokens, dialect)
     return _close(out)
 
 
@@ -180,12 +183,14 @@ def _take_usage(out: Completion, usage: Any) -> None:
         raise MalformedStream(f"usage {str(usage)[:80]!r} lacks readable prompt_tokens or completion_tokens") from None
 
 
-def _check(out: Completion, max_tokens: int) -> None:
+def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
     """The definition of success. Each failure's sentence says what was missing."""
     if out.finish_reason is None:
         out.fail("no_finish_reason", "the stream ended without a finish_reason")
-    if not out.done:
+    if not out.done and dialect.done_marker:
         out.fail("no_done", "the stream ended without [DONE]")
+    if out.output_tokens is None and not dialect.usage:
+        out.output_tokens = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
     if out.output_tokens is None:
         out.fail("no_usage", "the stream carried no usage (stream_options.include_usage was asked for)")
         return

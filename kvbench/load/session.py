@@ -70,6 +70,7 @@ class LoadSession:
         self.thinking = 0
         self.done = 0
         self.failed = 0
+        self.reopened = 0
         self.last_error = ""
         self._dead_in_a_row = 0
         self._users = 0
@@ -196,6 +197,7 @@ class LoadSession:
             client.close()
         finally:
             self.in_flight -= 1
+        self.reopened += raw.reopened
         self._dead_in_a_row = self._dead_in_a_row + 1 if raw.error_kind in _GONE_KINDS else 0
         if raw.error_kind is not None:
             self.last_error = raw.error or raw.error_kind
@@ -232,7 +234,9 @@ class LoadSession:
         # Pausing lets other streams' bytes be stamped; after a stop there is nothing left to stamp.
         pause = (lambda: None) if self.stopping else (lambda: gevent.sleep(0))
         try:
-            outcome = judge(raw.times, raw.chunks, item.request.max_tokens, raw.error_kind, raw.error, pause=pause)
+            outcome = judge(
+                raw.times, raw.chunks, item.request.max_tokens, raw.error_kind, raw.error, pause, self.spec.dialect
+            )
         except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
             outcome = Completion(error_kind="client_error", error=repr(error))
         return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)

@@ -34,6 +34,8 @@ class ServerRefusedError(UsageError):
 class BuiltinTarget(HttpTarget):
     """One server process. ``command`` may be another server that takes the same flags and prints ``ready URL``."""
 
+    starts_cold = True
+
     def __init__(
         self,
         *,

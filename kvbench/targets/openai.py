@@ -7,30 +7,42 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import MeasurementError, UsageError
-from kvbench.targets.base import HttpTarget, ModelFacts
+from kvbench.targets.base import Access, HttpTarget, ModelFacts
+from kvbench.targets.preset import Preset
+from kvbench.targets.presets import GENERIC
+from kvbench.targets.texts import TokenizerTexts
+
+_PLAIN = Access()
 
 
 class OpenAITarget(HttpTarget):
     """``url`` with or without ``/v1``. What the server does not tell (/v1/models, /server_info) must be given.
 
     ``settings`` of the workload's engine section do not reach such a server: one configuration can be measured.
+    ``preset``: what kind of server it is; ``tokenizer``: the folder of one, for a kind that takes texts only.
     """
 
     def __init__(
-        self, url: str, *, model: str | None = None, vocab_size: int | None = None, max_model_len: int | None = None
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        vocab_size: int | None = None,
+        max_model_len: int | None = None,
+        preset: Preset = GENERIC,
+        access: Access = _PLAIN,
+        tokenizer: Path | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--target {url!r} is not a URL: write for example http://127.0.0.1:8000")
-        super().__init__(url.rstrip("/").removesuffix("/v1"))
+        texts = TokenizerTexts(tokenizer) if tokenizer else None
+        super().__init__(url.rstrip("/").removesuffix("/v1"), preset=preset, access=access, texts=texts)
         self._asked = (model, vocab_size, max_model_len)
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Checks that it answers; launches nothing. Raises UsageError or MeasurementError."""
-        try:
-            rows = self.models()
-        except MeasurementError as error:
-            raise UsageError(f"--target {self.base_url} does not serve: {error}") from None
         name, vocab_size, max_model_len = self._asked
+        rows = self._rows(name)
         row = next((r for r in rows if r["id"] == name), None) if name else rows[0]
         if row is None:
             known = ", ".join(str(r["id"]) for r in rows)
@@ -42,6 +54,19 @@ class OpenAITarget(HttpTarget):
             if not value:
                 raise UsageError(f"{self.base_url} does not tell its {flag[2:].replace('-', ' ')}: give {flag} N")
         self.model = ModelFacts(str(row["id"]), int(vocab), int(length))
+
+    def _rows(self, name: str | None) -> list[dict[str, Any]]:
+        """Its models; a server that lists none is asked for its health, and its model must be named."""
+        if self.preset.models_path is None:
+            if not self.healthy():
+                raise UsageError(f"--target {self.base_url} does not serve: no answer from {self.preset.health}")
+            if name is None:
+                raise UsageError(f"{self.preset.title} does not list its models: give --model NAME")
+            return [{"id": name}]
+        try:
+            return self.models()
+        except MeasurementError as error:
+            raise UsageError(f"--target {self.base_url} does not serve: {error}") from None
 
     def check_alive(self) -> None:
         """Nothing to watch: a server that is gone shows as failed requests, and before a load in ``metrics``."""

@@ -1,0 +1,271 @@
+"""From the command line to a target: the built-in server, a URL, a preset by its name, or a command of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvbench.errors import UsageError
+from kvbench.targets.base import Access, Target
+from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration, require_free_port
+from kvbench.targets.launched import LaunchedTarget, Launcher
+from kvbench.targets.model_folder import ModelFolders
+from kvbench.targets.openai import OpenAITarget
+from kvbench.targets.preset import Preset
+from kvbench.targets.presets import GENERIC, PRESETS
+from kvbench.targets.template import CommandTemplate, is_template
+from kvbench.workload import Workload
+
+STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest")
+_Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a sweep needs to know of its target.
+
+    ``workload``: as it runs there. ``refuses``: why a configuration cannot be had, None for a target that has all of
+    them or is asked by ``check``. ``fresh``: whether a configuration needs a new server before every load that is to
+    find an empty cache. ``notes``: for the user. ``manifest``: what the run's manifest says.
+    """
+
+    workload: Workload
+    new_target: Callable[[], Target]
+    check: _Check
+    manifest: Mapping[str, Any]
+    refuses: Callable[[Mapping[str, Any]], str | None] | None = None
+    fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False
+    notes: tuple[str, ...] = ()
+    probes: bool = False  # a running server: asked before a folder is made
+    close: Callable[[], None] = lambda: None
+
+
+def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> Choice:
+    """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
+    asked = {key: options.get(key) or stored.get(key) for key in STORED}
+    target, serve_cmd = asked["target"], asked["serve_cmd"]
+    if target and serve_cmd:
+        raise UsageError(
+            "--target and --serve-cmd exclude each other: measure a running server or launch one (--preset NAME says "
+            "what kind of server your command launches)"
+        )
+    kind = _preset(asked["preset"])
+    if target in PRESETS:
+        if kind is not GENERIC:
+            raise UsageError("--preset goes with --target URL or --serve-cmd: --target NAME has one already")
+        return _launched(workload, options, asked, PRESETS[target], None)
+    if serve_cmd and is_template(serve_cmd):
+        from engine.config import EngineConfig
+
+        template = CommandTemplate.parse(serve_cmd, [f.name for f in dataclasses.fields(EngineConfig)])
+        return _launched(workload, options, asked, kind, template)
+    _only_launched(asked)
+    if target:
+        return _running(workload, options, asked, kind)
+    return _builtin(workload, options, asked)
+
+
+def require_url(flag: str, url: str) -> None:
+    """Raises UsageError when ``url`` names no server that could be asked."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket that stays open, a port that is no number or beyond 65535
+        good = False
+    if not good:
+        known = f", or the name of a preset: {', '.join(PRESETS)}" if flag == "--target" else ""
+        raise UsageError(f"{flag} {url!r} is not a URL of a server: write for example http://127.0.0.1:8000{known}")
+
+
+def _preset(name: str | None) -> Preset:
+    if name is None:
+        return GENERIC
+    if name not in PRESETS:
+        raise UsageError(f"--preset {name!r} is not known: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def _only_launched(asked: Mapping[str, Any]) -> None:
+    for key, words in (
+        ("target_args", "--target-args"),
+        ("target_python", "--target-python"),
+        ("nearest", "--nearest"),
+    ):
+        if asked[key]:
+            raise UsageError(f"{words} goes with a preset that is launched, e.g. --target vllm; leave it out")
+
+
+def _builtin(workload: Workload, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Choice:
+    serve_cmd = asked["serve_cmd"]
+    if asked["preset"]:
+        raise UsageError("--preset goes with --target URL, or with a --serve-cmd that has {placeholders}")
+    command = _plain_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
+    if options["port"]:
+        require_free_port("127.0.0.1", options["port"])
+
+    def make() -> Target:
+        return BuiltinTarget(command=command, port=options["port"], start_timeout_s=options["start_timeout"])
+
+    manifest = _manifest(asked, backend="custom" if serve_cmd else "kvbench", shared=True)
+    return Choice(workload, make, check_configuration, manifest)
+
+
+def _running(workload: Workload, options: Mapping[str, Any], asked: Mapping[str, Any], kind: Preset) -> Choice:
+    """A running server cannot be given settings: one configuration, without the workload's engine section."""
+    url = asked["target"]
+    require_url("--target", url)
+    access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), _text(options.get("tls_ca_file")))
+    access.headers()  # a key that is missing is said now
+    told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
+    tokenizer = options.get("tokenizer")
+
+    def make() -> Target:
+        return OpenAITarget(url, **told, preset=kind, access=access, tokenizer=tokenizer)
+
+    return Choice(
+        dataclasses.replace(workload, engine={"target": url}, sweep={}),
+        make,
+        lambda settings: {},
+        _manifest(asked, backend=kind.name, shared="127.0.0.1" in url or "localhost" in url),
+        probes=True,
+    )
+
+
+def _launched(
+    workload: Workload,
+    options: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    preset: Preset,
+    template: CommandTemplate | None,
+) -> Choice:
+    if options["port"]:
+        require_free_port("127.0.0.1", options["port"])
+    load, notes = workload.load, []
+    if template is not None:
+        template.require(workload.sweep)
+        if lost := template.not_passed_on(workload.engine):
+            notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
+    users = max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency
+    launcher = Launcher(
+        preset,
+        program="" if template is not None else _program(preset, asked["target_python"]),
+        arithmetic=_arithmetic,
+        extra=tuple(shlex.split(asked["target_args"] or "")),
+        template=template,
+        max_in_flight=users,
+    )
+    workload, changes = _baseline(workload, launcher, nearest=bool(asked["nearest"]))
+    folders = ModelFolders(ignore_eos=load.ignore_eos, texts=load.prompts.kind == "text")
+
+    def make() -> Target:
+        return LaunchedTarget(launcher, folders, port=options["port"], start_timeout_s=options["start_timeout"])
+
+    return Choice(
+        workload,
+        make,
+        launcher.check,
+        _manifest(asked, backend="custom" if preset is GENERIC else preset.name, shared=True),
+        refuses=launcher.refusal,
+        fresh=launcher.needs_fresh_server,
+        notes=(*notes, *changes),
+        close=folders.close,
+    )
+
+
+def _baseline(workload: Workload, launcher: Launcher, *, nearest: bool) -> tuple[Workload, list[str]]:
+    """The workload with a baseline that the target can have. UsageError when it cannot and nobody asked for another."""
+    reason = launcher.refusal(workload.engine)
+    if reason is None:
+        return workload, []
+    if not nearest:
+        raise UsageError(
+            f"the baseline cannot be run: {reason}. Change the workload with -o engine.NAME=VALUE (null takes a "
+            f"setting away), or let --nearest take what comes closest"
+        )
+    settings, changes = launcher.preset.nearest(launcher.context(workload.engine))
+    if left := launcher.refusal(settings):
+        raise UsageError(f"the baseline cannot be run, nor anything near it: {left}. Change the workload with -o")
+    words = f"--nearest: the baseline is not the workload's: {', '.join(changes)}"
+    return dataclasses.replace(workload, engine=settings), [words]
+
+
+def _program(preset: Preset, given: str | None) -> str:
+    """The Python or the program to launch. Raises UsageError when there is none."""
+    if preset.module is None:
+        found = given or shutil.which(preset.program or "")
+        if not found:
+            raise UsageError(f"there is no program {preset.program!r} on the PATH, which launches {preset.title}")
+        return found
+    variable = f"{preset.name.upper()}_PYTHON"
+    chosen = given or os.environ.get(variable) or _python_with(preset)
+    if not chosen or shutil.which(chosen) is None:
+        raise UsageError(
+            f"no Python with {preset.title} was found{f' at {chosen!r}' if chosen else ''}: name one with "
+            f"--target-python PATH, or in {variable}"
+        )
+    return chosen
+
+
+def _python_with(preset: Preset) -> str | None:
+    """This Python where it has the module, else the one beside the server's own script."""
+    import importlib.util
+    import sys
+
+    assert preset.module is not None
+    if importlib.util.find_spec(preset.module) is not None:
+        return sys.executable
+    script = shutil.which(preset.module)
+    python = Path(script).resolve().parent / "python" if script else None
+    return str(python) if python and python.exists() else None
+
+
+_known: dict[str, Mapping[str, Any]] = {}
+
+
+def _arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the built-in engine would make of the settings; less, or nothing, where it would not take them."""
+    from engine.config import EngineConfig
+    from engine.model_spec import find_model
+
+    names = {f.name for f in dataclasses.fields(EngineConfig)}
+    ours = {k: v for k, v in settings.items() if k in names and v is not None}
+    key = json.dumps(ours, sort_keys=True, default=str)
+    if key not in _known:
+        try:
+            _known[key] = check_configuration(ours)
+        except ValueError:
+            try:
+                spec = find_model(str(ours.get("model")), str(ours.get("load_format", "auto")))
+                _known[key] = {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions}
+            except ValueError:
+                _known[key] = {}
+    return _known[key]
+
+
+def _plain_command(text: str) -> tuple[str, ...]:
+    """The words of a --serve-cmd without placeholders. Raises UsageError when they cannot be launched."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend the quotes") from None
+    if not words or shutil.which(words[0]) is None:
+        raise UsageError(f"--serve-cmd {text!r}: there is no program {(words or ('',))[0]!r}; give its path")
+    return words
+
+
+def _manifest(asked: Mapping[str, Any], *, backend: str, shared: bool) -> dict[str, Any]:
+    kept = {"target": asked["target"], "serve_cmd": asked["serve_cmd"]}
+    kept |= {key: asked[key] for key in STORED if key not in kept and asked[key]}
+    return {**kept, "backend": backend, "shared_machine": shared}
+
+
+def _text(path: Any) -> str | None:
+    return None if path is None else str(path)

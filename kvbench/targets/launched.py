@@ -1,0 +1,271 @@
+"""Servers that are launched by a command: of a preset, or a template of the user's.
+
+``Launcher`` knows the command for a configuration, ``LaunchedTarget`` is one server from launch to stop: in a session
+of its own, logged, waited for within a bound, and ended with its whole family, also when kvbench is killed.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench import processes
+from kvbench.contention import Server
+from kvbench.errors import MeasurementError
+from kvbench.server_metrics import MetricsSample
+from kvbench.targets.base import HttpTarget, ModelFacts
+from kvbench.targets.builtin import require_free_port
+from kvbench.targets.model_folder import ModelFolders, ServedModel
+from kvbench.targets.preset import Context, Preset
+from kvbench.targets.template import CommandTemplate
+from kvbench.targets.texts import Texts, TokenizerTexts, WordTexts
+from kvbench.targets.versions import version_of
+from kvbench.watchdog import Watchdog
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What is launched, for any configuration. ``arithmetic``: what our own engine would make of one (may be empty).
+
+    ``extra``: further words of the command. ``template``: the user's command in place of the preset's.
+    ``max_in_flight``: the most requests that any load has in flight, None where that is open.
+    """
+
+    preset: Preset
+    program: str
+    arithmetic: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    extra: tuple[str, ...] = ()
+    template: CommandTemplate | None = None
+    max_in_flight: int | None = None
+
+    def context(self, settings: Mapping[str, Any]) -> Context:
+        """What the preset's words may depend on."""
+        return Context(settings, self.arithmetic(settings), self.max_in_flight, self.program)
+
+    def refusal(self, settings: Mapping[str, Any]) -> str | None:
+        """Why this configuration cannot be launched; None when it can. A template takes what it is given."""
+        if self.template is not None:
+            return None
+        return "; ".join(self.preset.refusals(self.context(settings))) or None
+
+    def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """What is known of a configuration before its launch. Raises ValueError with the reasons against it."""
+        if reason := self.refusal(settings):
+            raise ValueError(reason)
+        known = self.arithmetic(settings)
+        return {key: known[key] for key in ("max_model_len", "vocab_size", "kv_budget_bytes") if known.get(key)}
+
+    def command(self, settings: Mapping[str, Any], *, model: str, port: int, scratch: str) -> tuple[str, ...]:
+        """The launch command. Raises UsageError for a template's placeholder without a value."""
+        context = self.context(settings)
+        if self.template is not None:
+            budget = context.capacity.get("kv_budget_bytes")
+            words = self.template.command(settings, model=model, port=port, kv_budget_bytes=budget)
+        else:
+            words = self.preset.launch_command(context, model=model, port=port, scratch=scratch)
+        return (*words, *self.extra)
+
+    def cache_is_off(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the server was told to keep no prefixes: then there is nothing to empty."""
+        told = "enable_prefix_caching" in (self.template.names if self.template else self.preset.settings)
+        return told and settings.get("enable_prefix_caching") is False
+
+    def needs_fresh_server(self, settings: Mapping[str, Any]) -> bool:
+        """Whether only a new server has an empty prefix cache."""
+        return self.preset.reset is None and not self.cache_is_off(settings)
+
+
+class LaunchedTarget(HttpTarget):
+    """One server of a ``Launcher``."""
+
+    starts_cold = True
+
+    def __init__(
+        self, launcher: Launcher, folders: ModelFolders, *, port: int = 0, start_timeout_s: float = 180.0
+    ) -> None:
+        self.launcher, self.folders = launcher, folders
+        self.preset = launcher.preset
+        self.port, self.start_timeout_s = port, start_timeout_s
+        self.command: tuple[str, ...] = ()
+        self._process: processes.Child | None = None
+        self._watchdog: Watchdog | None = None
+        self._log: Path | None = None
+        self._settings: Mapping[str, Any] = {}
+        self._environment: Mapping[str, str | None] = {}
+
+    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+        """Launch and wait until it serves. Raises UsageError or MeasurementError."""
+        preset = self.preset
+        served = self.folders.get(settings, drop_eos=not preset.dialect.ignore_eos, model_format=preset.model_format)
+        if self.port:
+            require_free_port("127.0.0.1", self.port)
+        port = self.port or _free_port()
+        self._settings, self._log = settings, log
+        self.command = self.launcher.command(
+            settings, model=str(served.path), port=port, scratch=str(self.folders.scratch)
+        )
+        self._environment = preset.launch_environment(self.launcher.context(settings))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._process = processes.launch(
+                self.command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                background=True,
+                env={"PYTHONUNBUFFERED": "1", **self._environment},
+            )
+        self._watchdog = Watchdog(self._process.pid, self._process.mark, self.folders.scratch)
+        try:
+            super().__init__(f"http://127.0.0.1:{port}", preset=preset, texts=_texts(served))
+            self._wait_ready(log)
+            self._learn_model(served, settings)
+            self._check_device(settings)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_ready(self, log: Path) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self.start_timeout_s
+        while time.monotonic() < deadline:
+            code = self._process.poll()
+            if code is not None:
+                raise MeasurementError(
+                    f"{self.preset.title} ended with exit code {code} before it was ready; its last lines:\n"
+                    f"{processes.last_lines(log) or '(no output)'}"
+                )
+            if self.healthy() and (self.preset.models_path is None or self.json_at(self.preset.models_path)):
+                return
+            time.sleep(_POLL_S)
+        raise MeasurementError(
+            f"{self.preset.title} was not ready after {self.start_timeout_s:g} s and was stopped; allow more with "
+            f"--start-timeout, or read its last lines:\n{processes.last_lines(log) or '(no output)'}"
+        )
+
+    def _learn_model(self, served: ServedModel, settings: Mapping[str, Any]) -> None:
+        """Sizes from the model's config, the name from the server; what only the server knows from there."""
+        row = self.models()[0] if self.preset.models_path else {"id": str(served.path)}
+        meta = row.get("meta") or {}  # llama.cpp
+        lengths = (
+            settings.get("max_model_len"),
+            row.get("max_model_len"),
+            served.max_positions,
+            meta.get("n_ctx_train"),
+        )
+        length = min((int(n) for n in lengths if n), default=None)
+        vocab = served.vocab_size or meta.get("n_vocab")
+        if length is None or not vocab:
+            raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
+        self.model = ModelFacts(str(row["id"]), int(vocab), length)
+
+    def _check_device(self, settings: Mapping[str, Any]) -> None:
+        """A build for GPUs that was to run on the CPU, or the reverse, would measure something else."""
+        asked, pattern = settings.get("device"), self.preset.device_pattern
+        if pattern is None or asked not in ("cpu", "cuda"):
+            return
+        told = re.search(pattern, str(super().server_info() or ""))
+        if told and told[1] != asked:
+            raise MeasurementError(
+                f"{self.preset.title} runs on {told[1]}, and the workload asks for {asked}: take a build for it "
+                "(--target-python), or set -o engine.device=auto"
+            )
+
+    def server_info(self) -> dict[str, Any]:
+        """What kvbench told the server and what the server says of itself, in the shape of our own /server_info."""
+        passed_on = self.launcher.template.names if self.launcher.template else self.preset.settings
+        settings = {k: v for k, v in self._settings.items() if k in passed_on and v is not None}
+        sample = self._quiet_metrics()
+        facts = dict(sample.facts) if sample else {}
+        version = version_of(self, self.launcher.program)
+        device = self._settings.get("device")
+        return {
+            "engine": {**settings, **({"page_size": int(facts["page_size"])} if "page_size" in facts else {})},
+            "model": {"name": self._model_name_shown(), "vocab_size": self.model.vocab_size},
+            "resolved": {
+                "device": device if device != "auto" else None,
+                "dtype": self._settings.get("dtype"),
+                "num_threads": _number(self._environment.get("OMP_NUM_THREADS")),
+            },
+            "capacity": {k: int(v) for k, v in facts.items() if k in ("num_pages", "capacity_tokens", "page_size")},
+            "versions": {self.preset.name: version} if version else {},
+            "server": {
+                "kind": self.preset.name,
+                "title": self.preset.title,
+                "command": self._shown_command(),
+                "environment": {k: _shown(v) for k, v in self._environment.items() if v is not None},
+                "quirks": list(self.preset.quirks),
+            },
+        }
+
+    def _model_name_shown(self) -> str:
+        """The workload's name of the model: the folder it was written to says nothing."""
+        return Path(str(self._settings.get("model", self.model.name))).name.removesuffix(".json") or self.model.name
+
+    def _shown_command(self) -> list[str]:
+        """The command as anybody could repeat it: without this run's scratch folder and port."""
+        scratch = str(self.folders.scratch)
+        port = self.base_url.rpartition(":")[2]
+        return ["PORT" if w == port else "MODEL" if w.startswith(scratch) else _shown(w) for w in self.command]
+
+    def _quiet_metrics(self) -> MetricsSample | None:
+        try:
+            return self.metrics()
+        except MeasurementError:
+            return None
+
+    def reset_prefix_cache(self) -> bool | None:
+        """As ``Target``; a cache that the server was told not to have is empty."""
+        return True if self.launcher.cache_is_off(self._settings) else super().reset_prefix_cache()
+
+    def server(self) -> Server:
+        return Server(None if self._process is None else self._process.pid)
+
+    def check_alive(self) -> None:
+        if self._process is None:
+            raise MeasurementError("the server was not started")
+        code = self._process.poll()
+        if code is not None:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            assert self._log is not None
+            raise MeasurementError(
+                f"{self.preset.title} {how}; its last lines:\n{processes.last_lines(self._log) or '(no output)'}"
+            )
+
+    def stop(self) -> None:
+        if self._process is not None:
+            processes.stop(self._process, self.preset.grace_s)
+            self._process = None
+        if self._watchdog is not None:
+            self._watchdog.release()
+            self._watchdog = None
+        if hasattr(self, "_http"):
+            self.close()
+
+
+def _texts(served: ServedModel) -> Texts | None:
+    if served.tokenizer is None:
+        return WordTexts()
+    return TokenizerTexts(served.tokenizer) if (served.tokenizer / "tokenizer.json").is_file() else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None
+
+
+def _shown(word: str) -> str:
+    """A word for a record that may be shown around: absolute paths by their names."""
+    return ":".join(Path(part).name if part.startswith("/") else part for part in word.split(":"))

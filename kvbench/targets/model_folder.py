@@ -1,0 +1,165 @@
+"""The model as a folder for servers that are not ours: made once a run, with the built-in engine's own weights.
+
+Random weights of a bare config are written by ``engine.export_model``, in a process of its own; a folder with weights
+is served as it is, through links where its configs must differ. Removed when the run ends; when kvbench is killed, by
+the server's watchdog.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench import processes
+from kvbench.errors import MeasurementError, UsageError
+
+_EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
+_OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A folder (or a GGUF file) to serve. ``tokenizer``: a folder or ``WORDS``: one word a token, see export_model."""
+
+    path: Path
+    tokenizer: Path | None
+    vocab_size: int | None
+    max_positions: int | None
+
+    @property
+    def of_words(self) -> bool:
+        """Whether the text of ids 17 and 4 is "17 4"."""
+        return self.tokenizer is None
+
+
+class ModelFolders:
+    """The folders of one run. ``texts``: the load's prompts are texts, cut with the tokenizer that ships."""
+
+    def __init__(self, *, ignore_eos: bool, texts: bool) -> None:
+        self._ignore_eos = ignore_eos
+        self._texts = texts
+        self._made: dict[str, ServedModel] = {}
+        self._scratch: Path | None = None
+
+    @property
+    def scratch(self) -> Path:
+        """A folder of this run's own, removed by ``close``."""
+        if self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="kvbench-model-"))
+        return self._scratch
+
+    def close(self) -> None:
+        """Removes everything."""
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+        self._made.clear()
+
+    def get(self, settings: Mapping[str, Any], *, drop_eos: bool, model_format: str = "safetensors") -> ServedModel:
+        """The model of a configuration. ``drop_eos``: the server cannot be told to ignore the end of a sequence.
+
+        Raises:
+            UsageError: there is no such model, or not in the server's format.
+            MeasurementError: it could not be written.
+        """
+        source = Path(str(settings.get("model", ""))).expanduser()
+        if model_format == "gguf":
+            return _gguf(source)
+        drop = drop_eos and self._ignore_eos
+        job = {name: settings[name] for name in _OF_THE_WEIGHTS if settings.get(name) is not None}
+        key = json.dumps([job, str(settings.get("tokenizer")), drop], sort_keys=True)
+        if key not in self._made:
+            random = settings.get("load_format") == "dummy" or not source.is_dir()
+            make = self._export if random else self._link
+            self._made[key] = make(job, settings, drop)
+        return self._made[key]
+
+    def _export(self, job: Mapping[str, Any], settings: Mapping[str, Any], drop_eos: bool) -> ServedModel:
+        tokenizer = self._tokenizer(settings)
+        folder = self.scratch / f"model-{len(self._made)}"
+        task = self.scratch / f"job-{len(self._made)}.json"
+        task.write_text(
+            json.dumps(
+                {
+                    "settings": dict(job),
+                    "folder": str(folder),
+                    "tokenizer": str(tokenizer) if tokenizer else None,
+                    "ignore_eos": drop_eos,
+                }
+            )
+        )
+        log = self.scratch / "export.log"
+        with log.open("wb") as file:
+            process = processes.launch(
+                [sys.executable, "-m", "engine.export_model", str(task)], stdout=file, stderr=subprocess.STDOUT
+            )
+            try:
+                code: int | None = process.wait(timeout=_EXPORT_S)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                processes.stop(process)
+        if code == 2:
+            raise UsageError(processes.last_lines(log, 1).removeprefix("error: "))
+        if code != 0:
+            raise MeasurementError(
+                f"the model could not be written for the server: {processes.last_lines(log) or 'it took too long'}"
+            )
+        return _described(folder, tokenizer)
+
+    def _link(self, job: Mapping[str, Any], settings: Mapping[str, Any], drop_eos: bool) -> ServedModel:
+        source = Path(str(settings["model"])).expanduser().resolve()
+        given = settings.get("tokenizer")
+        has_one = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        if has_one and not given and not drop_eos:
+            return _described(source, source)
+        from engine import export_model
+
+        tokenizer = Path(str(given)) if given else source if has_one else self._tokenizer(settings)
+        folder = self.scratch / f"model-{len(self._made)}"
+        folder.mkdir()
+        for path in source.iterdir():
+            if not (given and path.name in export_model.TOKENIZER_FILES):
+                (folder / path.name).symlink_to(path)
+        if given or not has_one:
+            if tokenizer is None:
+                raise UsageError(f"the model folder {source} has no tokenizer: name one with -o model.tokenizer=FOLDER")
+            export_model.copy_tokenizer(tokenizer, folder)
+        if drop_eos:
+            export_model.drop_eos(folder)
+        return _described(folder, tokenizer)
+
+    def _tokenizer(self, settings: Mapping[str, Any]) -> Path | None:
+        """A tokenizer's folder for random weights; None: one word a token."""
+        if given := settings.get("tokenizer"):
+            return Path(str(given))
+        if not self._texts:
+            return None
+        from engine import tokenizer
+
+        return Path(str(tokenizer.__file__)).parent / "bpe8k"
+
+
+def _gguf(source: Path) -> ServedModel:
+    if source.suffix != ".gguf" or not source.is_file():
+        raise UsageError(
+            f"llama.cpp serves GGUF files, and the model is {str(source)!r}: convert it with llama.cpp's "
+            "convert_hf_to_gguf.py and name it with -o model.path=MODEL.gguf"
+        )
+    return ServedModel(source.resolve(), source, None, None)
+
+
+def _described(folder: Path, tokenizer: Path | None) -> ServedModel:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config") or config
+    positions = next(
+        (text[k] for k in ("max_position_embeddings", "n_positions") if isinstance(text.get(k), int)), None
+    )
+    return ServedModel(folder, tokenizer, text.get("vocab_size"), positions)

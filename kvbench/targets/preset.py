@@ -1,0 +1,206 @@
+"""What kvbench knows of one kind of server: how to launch it with our settings, ask it, read it, and what it cannot do.
+
+One ``Preset`` a server, in ``kvbench/targets/presets/``: data, with a function only where a value depends on others. A
+setting that a server does not have, or not with that value, has a reason; a configuration with one is skipped with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbench.load.dialect import OPENAI, Dialect
+from kvbench.server_metrics import OURS, MetricNames
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a setting's words may depend on.
+
+    ``settings``: the configuration's, in EngineConfig's names. ``capacity``: what our own arithmetic makes of it
+    (``kv_budget_bytes``, ``capacity_tokens`` ...; empty where it cannot be said). ``max_in_flight``: the most requests
+    that the workload has in flight, None where that is open. ``program``: the Python or the program that is launched.
+    """
+
+    settings: Mapping[str, Any]
+    capacity: Mapping[str, Any] = field(default_factory=dict)
+    max_in_flight: int | None = None
+    program: str = "python"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.settings.get("device") == "cpu"
+
+
+Words = Callable[[Any, Context], tuple[str, ...]]
+Refusal = Callable[[Any, Context], str | None]
+Nearest = Callable[[Any, Context], Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a server takes one setting of ours.
+
+    ``words``: of the command line, ``{}`` is the value. ``values``: the only values it can have, with their words;
+    others are refused with ``why``. ``variable``: an environment variable that gets the value. ``refuse``: a reason
+    against a value, None when there is none. ``nearest``: what comes closest to a refused value; None: leave it out.
+    """
+
+    words: tuple[str, ...] | Words = ()
+    values: Mapping[Any, tuple[str, ...]] | None = None
+    why: str = ""
+    variable: str | None = None
+    refuse: Refusal | None = None
+    nearest: Nearest | None = None
+
+    def refusal(self, value: Any, context: Context) -> str | None:
+        """Why the server cannot have ``value``; None when it can."""
+        if self.values is not None and value not in self.values:
+            return self.why
+        return self.refuse(value, context) if self.refuse else None
+
+    def command_words(self, value: Any, context: Context) -> tuple[str, ...]:
+        """What the command line gets for an accepted value."""
+        if self.values is not None:
+            return self.values[value]
+        if callable(self.words):
+            return self.words(value, context)
+        return tuple(word.replace("{}", str(value)) for word in self.words)
+
+    def nearest_to(self, value: Any, context: Context) -> Any:
+        """The accepted value nearest to a refused one; None: the server's own default."""
+        if self.nearest is not None:
+            return self.nearest(value, context)
+        return next(iter(self.values), None) if self.values else None
+
+
+def flag(*words: str, refuse: Refusal | None = None, nearest: Nearest | None = None) -> Setting:
+    """A setting that becomes words of the command line, with ``{}`` for its value."""
+    return Setting(words=words, refuse=refuse, nearest=nearest)
+
+
+def switch(on: tuple[str, ...], off: tuple[str, ...], refuse: Refusal | None = None) -> Setting:
+    """A setting that is true or false."""
+    return Setting(values={True: on, False: off}, why="it is true or false", refuse=refuse)
+
+
+def always(value: Any, why: str) -> Setting:
+    """A setting that has one value there and needs no words; ``why`` ends the sentence against any other."""
+    return Setting(values={value: ()}, why=why)
+
+
+def absent(why: str) -> Setting:
+    """A setting that the server does not have, whatever its value."""
+    return Setting(refuse=lambda value, context: why)
+
+
+def whatever() -> Setting:
+    """A setting that is taken care of elsewhere: the model's folder has it, or the prompts keep to it."""
+    return Setting()
+
+
+# What the exported model folder carries, for every launched server.
+OF_THE_MODEL: Mapping[str, Setting] = {name: whatever() for name in ("model", "load_format", "tokenizer")}
+
+
+@dataclass(frozen=True)
+class Reset:
+    """How the prefix cache is emptied: POST to ``path``; ``{slot}`` in it: once for each of ``max_num_seqs`` slots.
+
+    ``success_key``: a field of the JSON answer that must not be false. ``busy``: status codes that say requests run.
+    """
+
+    path: str
+    success_key: str | None = None
+    busy: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Version:
+    """Where the server's version is asked: a key of the JSON at ``path``, or the metadata of a package."""
+
+    path: str | None = None
+    key: str = "version"
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One kind of server.
+
+    ``command``: its launch command, with ``{program}``, ``{model}``, ``{port}`` and ``{scratch}`` (a folder) in it.
+    ``module``: what a Python must have installed to be the program; ``program``: else the name of a program.
+    ``settings``: what it takes; a setting that is missing there is refused. ``environment``: None takes a variable
+    away. ``models_path``: None where the server does not list its models; requests then name the model as the command
+    did. ``grace_s``: between TERM and KILL. ``device_pattern``: finds the device in its /server_info. ``quirks``: what
+    a reader of the numbers should know. ``sources``: where all this is documented.
+    """
+
+    name: str
+    title: str
+    command: tuple[str, ...] = ()
+    module: str | None = None
+    program: str | None = None
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    environment: Callable[[Context], Mapping[str, str | None]] = lambda context: {}
+    health: str = "/health"
+    models_path: str | None = "/v1/models"
+    metrics: MetricNames = OURS
+    reset: Reset | None = None
+    version: Version = Version()
+    dialect: Dialect = OPENAI
+    model_format: str = "safetensors"
+    grace_s: float = 10.0
+    device_pattern: str | None = None
+    quirks: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def refusals(self, context: Context) -> list[str]:
+        """Why this server cannot run a configuration: one clause for each setting that it cannot have."""
+        found = []
+        for name, value in context.settings.items():
+            if value is None:
+                continue
+            setting = self.settings.get(name) or OF_THE_MODEL.get(name)
+            why = setting.refusal(value, context) if setting else "it has no such setting"
+            if why is not None:
+                found.append(f"{self.title} cannot have {name} {_plain(value)}: {why}")
+        return found
+
+    def nearest(self, context: Context) -> tuple[dict[str, Any], list[str]]:
+        """The settings that come closest to a configuration that is refused, and what was changed."""
+        settings, changes = dict(context.settings), []
+        for name, value in context.settings.items():
+            setting = self.settings.get(name) or OF_THE_MODEL.get(name)
+            if value is None or (setting and setting.refusal(value, context) is None):
+                continue
+            other = setting.nearest_to(value, context) if setting else None
+            if other is None:
+                del settings[name]
+                changes.append(f"{name} {_plain(value)} is left to {self.title}")
+            else:
+                settings[name] = other
+                changes.append(f"{name} is {_plain(other)} instead of {_plain(value)}")
+        return settings, changes
+
+    def launch_command(self, context: Context, *, model: str, port: int, scratch: str = "") -> tuple[str, ...]:
+        """The words of the launch command. The configuration must not be refused."""
+        known = {"program": context.program, "model": model, "port": str(port), "scratch": scratch}
+        words = [word.format(**known) for word in self.command]
+        for name, value in context.settings.items():
+            if value is not None and name in self.settings:
+                words += self.settings[name].command_words(value, context)
+        return tuple(words)
+
+    def launch_environment(self, context: Context) -> dict[str, str | None]:
+        """Variables for the launch; None takes one away."""
+        variables = dict(self.environment(context))
+        for name, value in context.settings.items():
+            if value is not None and (setting := self.settings.get(name)) and setting.variable:
+                variables[setting.variable] = str(value)
+        return variables
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,96 @@
+"""llama.cpp's llama-server. From its documentation; not tried here.
+
+Source: tools/server/README.md of ggml-org/llama.cpp (flags; GET /metrics, which needs --metrics; GET /props; POST
+/slots/{id}?action=erase, which needs --slot-save-path). With --kv-unified all slots share one KV buffer of --ctx-size
+tokens; without it each slot owns --ctx-size / --parallel of them: a contiguous reservation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbench.load.dialect import Dialect
+from kvbench.server_metrics import MetricNames
+from kvbench.targets.preset import Context, Preset, Reset, Setting, Version, absent, always, flag, switch, whatever
+
+
+def _budget_refusal(value: Any, context: Context) -> str | None:
+    if context.capacity.get("capacity_tokens"):
+        return None
+    return "it takes tokens, and how many fit the budget cannot be worked out from a GGUF file: give ctx-size yourself"
+
+
+def _budget_words(value: Any, context: Context) -> tuple[str, ...]:
+    return ("--ctx-size", str(context.capacity["capacity_tokens"]))
+
+
+def _environment(context: Context) -> Mapping[str, str | None]:
+    return {"LLAMA_ARG_OFFLINE": "1"}
+
+
+LLAMACPP = Preset(
+    name="llamacpp",
+    title="llama.cpp",
+    program="llama-server",
+    command=(
+        "{program}",
+        "--model",
+        "{model}",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+        "--metrics",
+        "--slots",
+        "--slot-save-path",
+        "{scratch}",
+        "--kv-unified",
+        "--cache-ram",
+        "0",
+        "--no-context-shift",
+        "--no-ui",
+    ),
+    settings={
+        "layout": always("paged", "its unified KV buffer is the nearest to pages; separate slots are not offered here"),
+        "page_size": absent("its KV buffer has no pages: cells of one token each"),
+        "kv_budget": Setting(words=_budget_words, refuse=_budget_refusal),
+        "kv_cache_dtype": always("auto", "its quantised KV caches (q8_0, q4_0 ...) have other formats"),
+        "enable_prefix_caching": switch(("--cache-prompt",), ("--no-cache-prompt",)),
+        "enable_chunked_prefill": always(True, "prompts are always cut to its batch size"),
+        "max_model_len": flag("--kv-unified-per-slot", "{}"),
+        "max_num_seqs": flag("--parallel", "{}"),
+        "max_num_batched_tokens": flag("--batch-size", "{}", "--ubatch-size", "{}"),
+        "max_num_partial_prefills": absent("it has no such setting"),
+        "scheduling_policy": always("fcfs", "it serves in order of arrival"),
+        "preemption_mode": absent("it never preempts: a request that outgrows the buffer fails"),
+        "swap_space": absent("it never preempts"),
+        "device": Setting(values={"auto": (), "cpu": ("--device", "none"), "cuda": ()}, why="it is auto, cpu or cuda"),
+        "dtype": whatever(),
+        "seed": flag("--seed", "{}"),
+        "kernel_backend": always("auto", "its kernels are its own"),
+        "num_threads": flag("--threads", "{}"),
+    },
+    environment=_environment,
+    metrics=MetricNames(
+        ("llamacpp:",),
+        names={
+            "requests_processing": "num_requests_running",
+            "requests_deferred": "num_requests_waiting",
+            "kv_cache_usage_ratio": "kv_cache_usage_perc",
+            "tokens_predicted_total": "generation_tokens_total",
+            "prompt_tokens_cached_total": "prefix_cache_hits_total",
+            "prompt_seconds_total": "request_prefill_time_seconds_sum",
+            "tokens_predicted_seconds_total": "request_decode_time_seconds_sum",
+        },
+    ),
+    reset=Reset("/slots/{slot}?action=erase"),
+    version=Version(path="/props", key="build_info"),
+    dialect=Dialect(return_token_ids=False),
+    model_format="gguf",
+    quirks=(
+        "prompt_tokens_total counts the tokens that were computed, without those of the prompt cache",
+        "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",
+    ),
+    sources=("https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md",),
+)

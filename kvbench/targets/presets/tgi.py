@@ -1,0 +1,97 @@
+"""Hugging Face's text-generation-inference. From its documentation and source; not tried here, since it needs a GPU.
+
+Sources: docs/source/reference/launcher.md (flags, PREFIX_CACHING and the like), docs/source/reference/metrics.md
+(names and units) and router/src/validation.rs (``ignore_eos_token: false``) of huggingface/text-generation-inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbench.load.dialect import Dialect
+from kvbench.server_metrics import MetricNames
+from kvbench.targets.preset import Context, Preset, Setting, Version, absent, always, flag
+
+
+def _budget_refusal(value: Any, context: Context) -> str | None:
+    if context.capacity.get("capacity_tokens"):
+        return None
+    return "it takes tokens, and how many fit the budget cannot be worked out for this model and KV dtype"
+
+
+def _budget_words(value: Any, context: Context) -> tuple[str, ...]:
+    return ("--max-batch-total-tokens", str(context.capacity["capacity_tokens"]))
+
+
+def _length_words(value: Any, context: Context) -> tuple[str, ...]:
+    return ("--max-total-tokens", str(value), "--max-input-tokens", str(int(value) - 1))
+
+
+def _environment(context: Context) -> Mapping[str, str | None]:
+    variables: dict[str, str | None] = {"HF_HUB_OFFLINE": "1", "USAGE_STATS": "off"}
+    if (caching := context.settings.get("enable_prefix_caching")) is not None:
+        variables |= dict.fromkeys(("PREFIX_CACHING", "USE_PREFIX_CACHING"), "1" if caching else "0")
+    return variables
+
+
+TGI = Preset(
+    name="tgi",
+    title="TGI",
+    program="text-generation-launcher",
+    command=("{program}", "--model-id", "{model}", "--hostname", "127.0.0.1", "--port", "{port}"),
+    settings={
+        "layout": always("paged", "its KV cache is always paged"),
+        "page_size": absent("the page size follows from its attention kernels"),
+        "kv_budget": Setting(words=_budget_words, refuse=_budget_refusal),
+        "kv_cache_dtype": Setting(
+            values={
+                "auto": (),
+                "fp8_e4m3": ("--kv-cache-dtype", "fp8_e4m3fn"),
+                "fp8_e5m2": ("--kv-cache-dtype", "fp8_e5m2"),
+            },
+            why="it has no such KV cache",
+        ),
+        "enable_prefix_caching": Setting(values={True: (), False: ()}, why="it is true or false"),
+        "enable_chunked_prefill": always(True, "it is on wherever its attention kernels can do it"),
+        "max_model_len": Setting(words=_length_words),
+        "max_num_seqs": flag("--max-batch-size", "{}"),
+        "max_num_batched_tokens": flag("--max-batch-prefill-tokens", "{}"),
+        "max_num_partial_prefills": absent("it has no such setting"),
+        "scheduling_policy": always("fcfs", "it serves in order of arrival"),
+        "preemption_mode": absent("it admits a request only when its whole length fits, so it never preempts"),
+        "swap_space": absent("it never preempts"),
+        "cuda_graphs": Setting(values={True: (), False: ("--cuda-graphs", "0")}, why="it is true or false"),
+        "device": Setting(values={"auto": (), "cuda": ()}, why="its launcher needs an accelerator"),
+        "dtype": Setting(
+            values={"auto": (), **{each: ("--dtype", each) for each in ("float16", "bfloat16")}},
+            why="it serves float16 and bfloat16",
+        ),
+        "kernel_backend": always("auto", "its kernels are its own"),
+    },
+    environment=_environment,
+    metrics=MetricNames(
+        ("tgi_",),
+        names={
+            "batch_current_size": "num_requests_running",
+            "queue_size": "num_requests_waiting",
+            "request_count_total": "request_total",
+            "request_success_total": "request_success_total",
+            "request_generated_tokens_sum": "generation_tokens_total",
+            "request_input_length_sum": "prompt_tokens_total",
+            "request_duration": "e2e_request_latency_seconds",
+            "request_queue_duration": "request_queue_time_seconds",
+            "request_inference_duration": "request_inference_time_seconds",
+            "request_mean_time_per_token_duration": "request_time_per_output_token_seconds",
+        },
+    ),
+    version=Version(path="/info"),
+    dialect=Dialect(token_id_prompts=False, ignore_eos=False, return_token_ids=False),
+    grace_s=20.0,
+    quirks=(
+        "prompts are sent as text, since it takes no token ids",
+        "the model folder has no end-of-sequence token where the load ignores it, since requests cannot say so",
+        "the prefix cache cannot be emptied: a fresh server for each load that needs it cold",
+    ),
+    sources=("https://huggingface.co/docs/text-generation-inference/reference/launcher",),
+)
