@@ -65,7 +65,7 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict
     loads = {r: _read_load(run.load(cell.cell_id, r)) for r in repeats}
     pooled = pooled_latencies(requests, {r: d["metrics"] for r, d in done.items()})
     summary = _summary(cell, done, counters, loads, pooled, facts)
-    summary |= _vllm_fields(summary, facts, _arrivals(run, cell), _mean_rate(requests))
+    summary |= _vllm_fields(summary, facts, _load_section(run), _mean_rate(requests))
     write_json(folder / "counters.json", {"cell_id": cell.cell_id, "repeats": {str(r): c for r, c in counters.items()}})
     write_json(folder / "summary.json", summary)
     return summary
@@ -108,7 +108,8 @@ def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, 
         if metrics[int(repeat)].get("steady_start_s") is not None
     ]
     steady = pool_samples(inside)
-    steady.pop("per_class")
+    for part in ("per_class", "per_turn"):
+        steady.pop(part, None)
     return pool_samples([requests]) | {"steady_latency": steady}
 
 
@@ -122,12 +123,10 @@ def _notes(loads: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _arrivals(run: RunFolder, cell: Cell) -> str | None:
-    """poisson, constant or trace as the workload says; None in closed loop and where no manifest tells."""
-    if cell.load.mode != "open":
-        return None
+def _load_section(run: RunFolder) -> Mapping[str, Any]:
+    """``load:`` of the workload; empty where no manifest tells."""
     manifest = read_json(run.manifest_path) if run.manifest_path.is_file() else {}
-    return ((manifest.get("workload") or {}).get("load") or {}).get("arrivals")
+    return (manifest.get("workload") or {}).get("load") or {}
 
 
 def _mean_rate(requests: pd.DataFrame) -> float | None:
@@ -164,8 +163,9 @@ def _summary(
             "load_id": load.load_id,
             "mode": load.mode,
             "concurrency": load.concurrency,
-            "request_rate": load.request_rate,
+            "request_rate": "inf" if load.request_rate == math.inf else load.request_rate,
             "num_requests": load.num_requests,
+            "arrivals": load.arrivals if load.mode == "open" else None,
         },
         "notes": _notes(loads),
         "capacity": facts.get("capacity", {}).get(configuration.config_id, {}),
@@ -176,7 +176,7 @@ def _summary(
                 "requests_sha256": d.get("requests_sha256"),
                 "metrics": d["metrics"],
                 "server": counters[r],
-                **({"machine": d["machine"]} if d.get("machine") else {}),
+                **{key: d[key] for key in ("machine", "prefix_cache", "prefix_cache_bounds") if d.get(key)},
             }
             for r, d in done.items()
         ],
@@ -188,15 +188,17 @@ def _summary(
 
 
 def _vllm_fields(
-    summary: Mapping[str, Any], facts: Mapping[str, Any], arrivals: str | None, mean_rate: float | None
+    summary: Mapping[str, Any], facts: Mapping[str, Any], section: Mapping[str, Any], mean_rate: float | None
 ) -> dict[str, Any]:
     """The field names of a ``vllm bench serve`` result, so that scripts that read those read this.
 
     Counts and duration are sums over the repeats, rates their median, times come from the pooled samples.
     ``request_rate``: "inf" in closed loop (vLLM's word for: as fast as ``max_concurrency`` lets), the rate asked
-    for in open loop, a trace's own mean. ``burstiness``, the shape of the gamma distribution of the gaps: 1 for
-    poisson, "inf" for constant gaps, null for a trace and in closed loop, which draw none.
+    for in open loop, the mean where the arrivals have no one rate. ``burstiness``, the shape of the gamma distribution
+    of the gaps: 1 for poisson, "inf" for constant gaps, null for a trace and in closed loop, which draw none.
     """
+    is_open = summary["load"]["mode"] == "open"
+    arrivals = (section.get("arrivals") or summary["load"]["arrivals"]) if is_open else None
     aggregate, pooled, load = summary["aggregate"], summary["pooled"], summary["load"]
     rate = load["request_rate"] if load["request_rate"] is not None else mean_rate
 
@@ -212,9 +214,9 @@ def _vllm_fields(
         "model_id": facts.get("model"),
         "tokenizer_id": facts.get("model"),
         "num_prompts": (total("completed") or 0) + (total("failed") or 0),
-        "request_rate": rate if load["mode"] == "open" else "inf",
-        "burstiness": {"poisson": 1.0, "constant": "inf"}.get(arrivals or ""),
-        "max_concurrency": load["concurrency"],
+        "request_rate": rate if is_open else "inf",
+        "burstiness": vllm_burstiness(arrivals, section.get("burstiness")),
+        "max_concurrency": section.get("max_concurrency") if is_open else load["concurrency"],
         "duration": total("duration_s"),
         "completed": total("completed"),
         "failed": total("failed"),
@@ -229,6 +231,13 @@ def _vllm_fields(
         for theirs, ours in (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99")):
             fields[f"{theirs}_{name}_ms"] = values.get(ours)
     return fields
+
+
+def vllm_burstiness(arrivals: str | None, given: float | None) -> float | str | None:
+    """vLLM's ``burstiness`` of arrivals of ours; None for those that draw no gaps."""
+    if arrivals in ("gamma", "ramp", "step"):
+        return 1.0 if given is None else given
+    return {"poisson": 1.0, "constant": "inf"}.get(arrivals or "")
 
 
 def _join_logs(run: RunFolder, cell: Cell, repeats: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.aggregate import vllm_burstiness
 from kvbench.design import LoadPoint
 from kvbench.load.schema import LoadConfig
 from kvbench.load_options import slo_words
@@ -29,7 +30,6 @@ def vllm_fields(
 ) -> dict[str, Any]:
     """The result in the field names of ``vllm bench serve``; times in ms, rates per second, of the whole run."""
     metrics = result["metrics"]
-    burstiness = {"poisson": 1.0, "constant": "inf", "gamma": getattr(load, "burstiness", None)}.get(load.arrivals)
     rate = point.request_rate
     open_loop = point.mode == "open"
     fields: dict[str, Any] = {
@@ -39,8 +39,8 @@ def vllm_fields(
         "tokenizer_id": target.get("model"),
         "num_prompts": metrics["completed"] + metrics["failed"],
         "request_rate": "inf" if not open_loop or rate == float("inf") else rate,
-        "burstiness": burstiness if open_loop else None,
-        "max_concurrency": getattr(load, "max_concurrency", None) if open_loop else point.concurrency,
+        "burstiness": vllm_burstiness(load.arrivals, load.burstiness) if open_loop else None,
+        "max_concurrency": load.max_concurrency if open_loop else point.concurrency,
         "duration": metrics["duration_s"],
         "completed": metrics["completed"],
         "failed": metrics["failed"],

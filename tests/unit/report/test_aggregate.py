@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,13 @@ def aggregated(
     arrivals: str | None = None,
     notes: list[dict[str, Any]] | None = None,
     done: dict[str, Any] | None = None,
+    **section: Any,
 ) -> dict[str, Any]:
-    """summary.json of one cell whose repeats are `repeats`, as read back from the file."""
+    """summary.json of one cell whose repeats are `repeats`, as read back from the file; `section`: of `load:`."""
     run = RunFolder(folder)
     cell = Cell(f"paged-{load.load_id}", CONFIGURATION, load)
     if arrivals:
-        write_json(run.manifest_path, {"workload": {"load": {"arrivals": arrivals}}, "plan": []})
+        write_json(run.manifest_path, {"workload": {"load": {"arrivals": arrivals, **section}}, "plan": []})
     for repeat, frame in enumerate(repeats, start=1):
         where = run.load(cell.cell_id, repeat)
         where.mkdir(parents=True)
@@ -112,6 +114,23 @@ def test_rate_and_burstiness_of_open_loads(
     summary = aggregated(tmp_path, LoadPoint("open", "open", None, asked, 4), [frame], arrivals=arrivals)
     assert summary["request_rate"] == pytest.approx(rate)
     assert summary["burstiness"] == burstiness
+
+
+def test_gamma_gaps_a_cap_and_an_infinite_rate_are_told_in_vllms_fields(tmp_path: Path) -> None:
+    frame = rows([(0.0, LATER), (0.0, LATER), (6.0, LATER)])
+    gamma: dict[str, Any] = {"arrivals": "gamma", "burstiness": 0.25, "max_concurrency": 7}
+    at_once = LoadPoint("rinf", "open", None, math.inf, 3, "gamma")
+    summary = aggregated(tmp_path, at_once, [frame], **gamma)
+    assert (summary["request_rate"], summary["burstiness"], summary["max_concurrency"]) == ("inf", 0.25, 7)
+    assert summary["load"]["request_rate"] == "inf" and summary["load"]["arrivals"] == "gamma"
+    ramp = LoadPoint("ramp", "open", None, None, 3, "ramp")
+    assert aggregated(tmp_path / "b", ramp, [frame], arrivals="ramp")["request_rate"] == pytest.approx(2 / 6)
+
+
+def test_prefix_cache_hits_and_what_was_possible_are_carried_over(tmp_path: Path) -> None:
+    told = {"prefix_cache": {"hits": 12.0, "queries": 80.0}, "prefix_cache_bounds": {"low": 0, "high": 20}}
+    (repeat,) = aggregated(tmp_path, CLOSED, [rows([(0.0, LATER), (0.001, LATER)])], done=told)["repeats"]
+    assert {key: repeat[key] for key in told} == told
 
 
 def test_closed_loop_has_no_burstiness(tmp_path: Path) -> None:
