@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 import gevent
@@ -88,6 +89,29 @@ def tls_context(verify: bool = True, ca_file: str | None = None) -> ssl.SSLConte
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+@lru_cache(maxsize=1)
+def kernel_stamps() -> bool:
+    """Whether this system stamps what arrives: tried once, on a connection of this process to itself."""
+    if _SO_TIMESTAMPNS is None:
+        return False
+    try:
+        with _RawSocket() as listener, _RawSocket() as sender:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1)
+            sender.connect(listener.getsockname())
+            with listener.accept()[0] as receiver:
+                receiver.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+                receiver.settimeout(1.0)
+                for _ in range(5):  # the first socket that asks for stamps gets them a moment later
+                    sender.sendall(b"x")
+                    if receiver.recvmsg(1, _ANCILLARY_BYTES)[1]:
+                        return True
+                    time.sleep(0.005)
+                return False
+    except OSError:
+        return False
 
 
 class _WallClock:

@@ -21,7 +21,11 @@ from kvbench.load.samples import SCHEMA, Sample
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What one worker handed back. ``samples`` are on the master's clock; ``lags`` [s] float64 [ticks]."""
+    """What one worker handed back. ``samples`` are on the master's clock; ``lags`` [s] float64 [ticks].
+
+    ``mismatches``: prompts of which the server counted other tokens than were sent; only the sender knows, as the
+    prompt of a later turn has the server's own answers in it.
+    """
 
     name: str
     host: str
@@ -31,6 +35,7 @@ class WorkerResult:
     lags: np.ndarray
     clocked: Clocked
     clock: ClockMap
+    mismatches: int = 0
 
 
 def samples_to_bytes(samples: Sequence[Sample], zero: float) -> bytes:
@@ -97,12 +102,18 @@ def merged_client(results: Sequence[WorkerResult], mode: str, wall_s: float) -> 
     """
     lags = np.concatenate([r.lags for r in results]) if results else np.empty(0)
     cpu_s = sum(r.clocked.cpu_s for r in results)
-    client = client_report([s for r in results for s in r.samples], lags, cpu_s, wall_s, mode)
-    own = [client_report(r.samples, r.lags, r.clocked.cpu_s, r.clocked.wall_s, mode) for r in results]
+    stamped = all(r.clocked.kernel_stamps for r in results)
+    client = client_report([s for r in results for s in r.samples], lags, cpu_s, wall_s, mode, stamped)
+    own = [
+        client_report(r.samples, r.lags, r.clocked.cpu_s, r.clocked.wall_s, mode, r.clocked.kernel_stamps)
+        for r in results
+    ]
     fractions = [c["cpu_fraction"] for c in own if c["cpu_fraction"] is not None]
     client["cpu_fraction_total"] = client["cpu_fraction"]
     client["cpu_fraction"] = max(fractions, default=None)
+    client["reopened_connections"] = sum(r.clocked.reopened for r in results)
     client["priority"] = ", ".join(sorted({r.clocked.priority for r in results}))
+    client["prompt_token_mismatches"] = sum(r.mismatches for r in results)
     client["processes"] = [_process(r, c) for r, c in zip(results, own, strict=True)]
     reasons: list[str] = []
     if not invalid_reasons(client, 0):  # else the same is said of the whole load

@@ -42,8 +42,8 @@ def outcome_of(
 ) -> Outcome:
     """The outcome of a load that this process drove alone. ``lags``: the probe's [s]."""
     samples = session.samples
-    client = client_report(samples, lags, clocked.cpu_s, clocked.wall_s, session.spec.mode)
-    client["priority"] = clocked.priority
+    client = client_report(samples, lags, clocked.cpu_s, clocked.wall_s, session.spec.mode, clocked.kernel_stamps)
+    client |= {"priority": clocked.priority, "reopened_connections": clocked.reopened}
     return Outcome(samples, session.zero, session.max_in_flight, clocked, client, [], locust_totals)
 
 

@@ -15,6 +15,7 @@ MIN_LAG_LIMIT_MS = 1.0
 LAG_SHARE_OF_ITL = 0.02
 MAX_COALESCED_SHARE = 0.01
 MAX_PLAUSIBLE_ERROR_S = 60.0  # beyond it the stamps are of another clock
+MAX_LATE_SHARE_OF_ITL = 0.5  # later than that, the loop reads a chunk together with the next one
 MIN_LAG_SAMPLES = 100  # below a second of load, the p99 of the probe is its worst sample
 
 
@@ -39,16 +40,26 @@ def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
 
 
 def client_report(
-    samples: Sequence[Sample], lags: Sequence[float], cpu_s: float, wall_s: float, mode: str
+    samples: Sequence[Sample],
+    lags: Sequence[float],
+    cpu_s: float,
+    wall_s: float,
+    mode: str,
+    kernel_stamps: bool = False,
 ) -> dict[str, Any]:
-    """The client's own figures for load.json. ``cpu_s``: CPU seconds of this process over ``wall_s``."""
+    """The client's own figures for load.json. ``cpu_s``: CPU seconds of this process over ``wall_s``.
+
+    ``lags`` [s]: how late the client's loop was. That is how late its timestamps are only where they are taken as bytes
+    are read; with ``kernel_stamps`` they are those of the bytes' arrival, whose error the calibration tells.
+    """
     chunks = sum(len(s.completion.chunk_times) for s in samples)
     coalesced = sum(s.completion.coalesced for s in samples)
     slips = [s.slip_s for s in samples if s.sent] if mode == "open" else []
     gaps = [np.diff(s.completion.chunk_times) for s in samples if s.completion.ok]
     itl = np.concatenate(gaps) if gaps else np.empty(0)
     errors = stamp_errors(samples)
-    lags_used = errors if errors is not None else lags
+    source = "server stamps" if errors is not None else "kernel stamps" if kernel_stamps else "loop probe"
+    lags_used = {"server stamps": errors, "kernel stamps": (), "loop probe": lags}[source]
     wrong = sum(
         s.completion.prompt_tokens is not None
         and s.request.prompt is None  # what tokens a text makes is the server's own business
@@ -60,7 +71,7 @@ def client_report(
     return {
         "cpu_fraction": cpu_s / wall_s if wall_s > 0 else None,
         "cpu_us_per_chunk": cpu_s / chunks * 1e6 if chunks else None,
-        "lag_source": "loop probe" if errors is None else "server stamps",
+        "lag_source": source,
         "lag_p50_ms": percentile_ms(lags_used, 50),
         "lag_p99_ms": percentile_ms(lags_used, 99),
         "lag_samples": len(lags_used),
@@ -89,6 +100,12 @@ def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
                 f"the client's timestamps lagged: p99 {client['lag_p99_ms']:.2f} ms, the limit is {limit:.2f} ms "
                 "(1 ms or 2 % of the median ITL); give the client a core of its own."
             )
+    late, most = client["loop_lag_p99_ms"], MAX_LATE_SHARE_OF_ITL * (client["itl_p50_ms"] or 0.0)
+    if client["lag_source"] == "kernel stamps" and late is not None and late > max(MIN_LAG_LIMIT_MS, most):
+        reasons.append(
+            f"the client was so late to read (p99 {late:.2f} ms) that chunks may have been taken for one, the limit is "
+            f"{max(MIN_LAG_LIMIT_MS, most):.2f} ms (half the median ITL); give the client a core of its own."
+        )
     coalesced = client["coalesced_share"]
     if client["lag_source"] == "server stamps" and coalesced is not None and coalesced > MAX_COALESCED_SHARE:
         reasons.append(

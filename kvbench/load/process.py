@@ -16,6 +16,7 @@ import gevent
 from locust import User
 
 from kvbench.load.client import Address, StreamFailure, Timeouts
+from kvbench.load.connection import kernel_stamps
 from kvbench.load.lag import LagProbe
 from kvbench.load.priority import better_priority
 from kvbench.load.requests import RequestList, read_requests
@@ -85,13 +86,19 @@ def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) ->
 
 @dataclass
 class Clocked:
-    """What a process measured of itself. ``cpu_s`` over ``wall_s``; ``wall_step_s``: how far the wall clock jumped."""
+    """What a process measured of itself. ``cpu_s`` over ``wall_s``; ``wall_step_s``: how far the wall clock jumped.
+
+    ``kernel_stamps``: bytes are stamped as they arrive, not as they are read; ``reopened``: kept connections that
+    turned out to be closed and were opened anew.
+    """
 
     started_unix: float = 0.0
     cpu_s: float = 0.0
     wall_s: float = 0.0
     wall_step_s: float = 0.0
     priority: str = "normal"
+    kernel_stamps: bool = False
+    reopened: int = 0
 
 
 @contextlib.contextmanager
@@ -117,6 +124,7 @@ class Measuring:
 
     def begin(self, zero: float | None = None) -> None:
         """Starts the load at ``zero`` [s, perf_counter] (None: now)."""
+        self.clocked.kernel_stamps = kernel_stamps()
         now = time.perf_counter()
         self.clocked.started_unix = time.time() + ((now if zero is None else zero) - now)
         self._cpu = time.process_time()
@@ -128,6 +136,7 @@ class Measuring:
         clocked = self.clocked
         clocked.cpu_s = time.process_time() - self._cpu
         clocked.wall_s = self.session.elapsed()
+        clocked.reopened = self.session.reopened
         clocked.wall_step_s = time.time() - clocked.started_unix - clocked.wall_s
         return clocked
 

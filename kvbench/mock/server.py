@@ -101,6 +101,8 @@ class Connection(asyncio.Protocol):
             self._respond("200 OK", json.dumps(told).encode())
         elif path == "/metrics":
             self._respond("200 OK", state.metrics().encode(), _TEXT)
+        elif path == "/reset_prefix_cache":  # there is none: it is always cold
+            self._respond("200 OK", b"{}")
         elif path == "/stamps":
             self._respond("200 OK", json.dumps(list(state.stamps)).encode())
         else:

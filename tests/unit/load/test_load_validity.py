@@ -46,6 +46,21 @@ def test_a_late_client_is_invalid_and_a_machine_that_stood_still_is_not():
     assert "timestamps lagged: p99 40.00 ms" in reasons([sample([], [0.1, 0.2])], lags=stalls), "no stamps: the probe"
 
 
+def test_with_the_kernels_stamps_a_late_loop_does_not_make_them_late():
+    """Nobody else stamps: then the loop's lateness matters only where chunks could be read together."""
+    chunks = [sample([], [0.02 * i for i in range(300)])]
+
+    def said(lag: float) -> str:
+        return " ".join(invalid_reasons(client_report(chunks, [lag] * 1000, 0.1, 10.0, "closed", True), 0))
+
+    figures = client_report(chunks, [0.005] * 1000, 0.1, 10.0, "closed", True)
+    assert (figures["lag_source"], figures["lag_p99_ms"]) == ("kernel stamps", None)
+    assert figures["loop_lag_p99_ms"] == pytest.approx(5.0)
+    assert said(0.005) == ""
+    assert "so late to read (p99 12.00 ms)" in said(0.012) and "the limit is 10.00 ms" in said(0.012)
+    assert client_report([late(0.0002)], [0.5], 0.1, 10.0, "closed", True)["lag_source"] == "server stamps"
+
+
 def test_the_limit_grows_with_the_itl():
     slow = [0.2 * i for i in range(300)]
     assert reasons([sample(slow, [t + 0.003 for t in slow])]) == ""  # 2 % of 200 ms
