@@ -90,8 +90,8 @@ def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tu
     what follows: the crossing-of-the-mean rule (Fishman, "Concepts and Methods in Discrete Event Digital Simulation",
     1973; Gafarian, Ancker and Morisaku, Naval Research Logistics Quarterly 25, 1978) with the mean of the rest. While a
     queue grows the rest is always larger, so that a server that does not keep up has no window: of 200 simulated M/M/8
-    queues of 300 arrivals each, 97 % have one at 80 % load and none at 150 %, where White's MSER rule (1997) finds one in
-    62 % of the former. Fewer than ``LEAST_ARRIVALS`` tell nothing: None.
+    queues of 300 arrivals each, 97 % have one at 80 % load and none at 150 %; MSER (White 1997) finds one in 62 %
+    of the former. Fewer than ``LEAST_ARRIVALS`` tell nothing: None.
     """
     if ((t0 >= begin) & (t0 <= finish)).sum() < LEAST_ARRIVALS or finish <= begin:
         return None
