@@ -1,6 +1,31 @@
-"""The three ways a command can end early, each with its exit code."""
+"""The three ways a command can end early, each with its exit code; and what a full or lost disk says."""
 
 from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+_STORAGE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.EROFS: "give a folder that can be written",
+    errno.EACCES: "allow access to it",
+    errno.EPERM: "allow access to it",
+    errno.EIO: "look at the disk",
+}
+
+
+def storage_sentence(error: OSError, where: Path | str | None = None) -> str | None:
+    """What a file that cannot be written (or read) says to the user; None for any other error of the operating system.
+
+    ``where``: what was being written, for errors that do not name a file.
+    """
+    if (way_out := _STORAGE.get(error.errno or 0)) is None:
+        return None
+    reason = os.strerror(error.errno or 0)
+    return f"{error.filename or where or 'a file'}: {reason}; {way_out}"
 
 
 class UsageError(ValueError):

@@ -6,8 +6,10 @@ would work, and the errors would not say why.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -15,8 +17,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.errors import MeasurementError, UsageError, storage_sentence
 
+EXIT_UNREAD = 128 + signal.SIGPIPE  # what any program is ended with whose reader has gone
 HOUSE = Path(__file__).resolve().parent.parent
 
 
@@ -45,7 +48,9 @@ def check_house() -> None:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """One line on stderr, if there is still somebody to read it."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -71,7 +76,16 @@ def guarded(run: Callable[[], int]) -> int:
         return 130
     except BrokenPipeError:  # `kvbench ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return EXIT_UNREAD
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # that is how rich leaves then
+            return EXIT_UNREAD
+        raise
+    except OSError as error:
+        if (sentence := storage_sentence(error)) is None:
+            return _unexpected(error)
+        say(f"error: {sentence}")
+        return MeasurementError.exit_code
     except Exception as error:
         return _unexpected(error)
 

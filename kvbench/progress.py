@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -99,7 +100,8 @@ class SweepProgress:
 
     def __exit__(self, *exc: object) -> None:
         if self._bars:
-            self._bars.stop()
+            with suppress(OSError):  # a terminal that is gone
+                self._bars.stop()
 
     def time_left_s(self) -> float:
         """Loads not finished, plus one server start for each block that still has some."""

@@ -18,13 +18,13 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, storage_sentence
 from kvbench.house import say
 
 MANIFEST = "manifest.json"
@@ -37,14 +37,19 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Atomically, like ``write_json``."""
+    """Atomically, like ``write_json``. OSError names ``path``, and leaves nothing half written behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_json(path: Path) -> Any:
@@ -125,6 +130,12 @@ class RunFolder:
         scratch.mkdir(parents=True)
         try:
             yield scratch
+        except OSError as error:
+            if storage_sentence(error) is None:
+                scratch.rename(failed)
+            else:  # of no use, and its room is needed to mark the run
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
         except BaseException:
             scratch.rename(failed)
             raise
@@ -135,7 +146,11 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Only one sweep may work in a folder. The kernel drops the lock when its holder dies in any way."""
-        with (self.path / ".lock").open("a+") as file:
+        try:
+            lock = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be written: {error.strerror}; make it writable first") from None
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -144,13 +159,14 @@ class RunFolder:
                     f"{self.path} is being written by another sweep (process {file.read().strip() or 'unknown'}): "
                     "wait for it, or stop it first"
                 ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            with suppress(OSError):  # a disk may be full; the lock holds all the same
+                file.truncate(0)
+                os.write(file.fileno(), str(os.getpid()).encode())
             try:
                 yield
             finally:
-                file.truncate(0)
+                with suppress(OSError):
+                    file.truncate(0)
 
     def is_locked(self) -> bool:
         try:
