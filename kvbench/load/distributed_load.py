@@ -12,8 +12,8 @@ from kvbench.load.distributed import TOKEN_VARIABLE
 from kvbench.load.distributed_master import Crew, Meeting
 from kvbench.load.distributed_wire import WorkerLost
 from kvbench.load.merge import WorkerResult, merged_client, most_in_flight
-from kvbench.load.outcome import Outcome, write_outcome
-from kvbench.load.process import EXIT_NOT_DRIVEN, PROGRESS_S, Clocked, Voice
+from kvbench.load.outcome import Clocked, Outcome, write_outcome
+from kvbench.load.process import EXIT_NOT_DRIVEN, PROGRESS_S, Voice
 from kvbench.load.requests import RequestList
 from kvbench.load.spec import LoadSpec
 

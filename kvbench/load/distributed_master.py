@@ -30,7 +30,8 @@ from kvbench.load.distributed_clock import ClockMap, Exchange, boot_id, clock_ma
 from kvbench.load.distributed_wire import CALL, EVENT, HELLO, REPLY, Link, WorkerLost, proof, proven
 from kvbench.load.locust_shares import fixed_shares
 from kvbench.load.merge import WorkerResult, samples_from_bytes
-from kvbench.load.process import START_LIMIT_S, Clocked, user_class, user_count
+from kvbench.load.outcome import Clocked
+from kvbench.load.process import START_LIMIT_S, user_class, user_count
 from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.spec import LoadSpec
 
@@ -240,7 +241,9 @@ class Crew:
             raise WorkerLost(link.lost) from error
         lags = np.frombuffer(data["lags"], dtype=np.float64)
         clocked = Clocked(**json.loads(data["clocked"])) if "clocked" in data else Clocked()
-        return WorkerResult(link.name, link.host, link.pid, len(shard.requests), samples, lags, clocked, clock)
+        return WorkerResult(
+            link.name, link.host, link.pid, len(shard.requests), samples, lags, clocked, clock, told["mismatches"]
+        )
 
     def dismiss(self) -> None:
         """Sends all home; the local ones are waited for, and killed when they do not go. At most about 5 s."""

@@ -26,6 +26,7 @@ from kvbench.load.distributed_clock import boot_id
 from kvbench.load.distributed_wire import CALL, EVENT, HELLO, PIECE_BYTES, REPLY, proof, proven, send_statistics
 from kvbench.load.lag import LagProbe
 from kvbench.load.merge import samples_to_bytes
+from kvbench.load.probe import client_report
 from kvbench.load.process import (
     EXIT_NOT_DRIVEN,
     EXIT_OK,
@@ -214,7 +215,12 @@ class Worker:
         send_statistics(self.runner)  # before the answer, so that the master has them when it has that
         self._results["samples"] = samples_to_bytes(self.session.samples, self.session.zero)
         self._results["lags"] = np.asarray(self.probe.lags, dtype=np.float64).tobytes()
-        return {"zero": self.session.zero, "sizes": {name: len(data) for name, data in self._results.items()}}
+        wrong = client_report(self.session.samples, [], 0.0, 0.0, self._spec.mode)["prompt_token_mismatches"]
+        return {
+            "zero": self.session.zero,
+            "mismatches": wrong,
+            "sizes": {name: len(data) for name, data in self._results.items()},
+        }
 
     def _do_fetch(self, what: str, start: int) -> dict[str, Any]:
         return {"piece": self._results[what][start : start + PIECE_BYTES]}

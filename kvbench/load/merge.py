@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from kvbench.load.completion import Completion
 from kvbench.load.distributed_clock import ClockMap, clock_reasons
+from kvbench.load.outcome import Clocked
 from kvbench.load.probe import client_report, invalid_reasons
-from kvbench.load.process import Clocked
 from kvbench.load.requests import RequestSpec
 from kvbench.load.samples import SCHEMA, Sample
 

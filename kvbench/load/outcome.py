@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.load.probe import client_report, invalid_reasons
-from kvbench.load.process import Clocked
 from kvbench.load.requests import RequestList
 from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.session import LoadSession
@@ -18,6 +17,23 @@ from kvbench.load.spec import LoadSpec
 from kvbench.steady import steady_state
 
 MAX_WALL_STEP_S = 0.05
+
+
+@dataclass
+class Clocked:
+    """What a process measured of itself. ``cpu_s`` over ``wall_s``; ``wall_step_s``: how far the wall clock jumped.
+
+    ``kernel_stamps``: bytes are stamped as they arrive, not as they are read; ``reopened``: kept connections that
+    turned out to be closed and were opened anew.
+    """
+
+    started_unix: float = 0.0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    wall_step_s: float = 0.0
+    priority: str = "normal"
+    kernel_stamps: bool = False
+    reopened: int = 0
 
 
 @dataclass(frozen=True)

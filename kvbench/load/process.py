@@ -9,7 +9,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import gevent
@@ -18,6 +17,7 @@ from locust import User
 from kvbench.load.client import Address, StreamFailure, Timeouts
 from kvbench.load.connection import kernel_stamps
 from kvbench.load.lag import LagProbe
+from kvbench.load.outcome import Clocked
 from kvbench.load.priority import better_priority
 from kvbench.load.requests import RequestList, read_requests
 from kvbench.load.session import LoadSession
@@ -82,23 +82,6 @@ def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) ->
             if stopped():
                 return
             gevent.sleep(0.005)
-
-
-@dataclass
-class Clocked:
-    """What a process measured of itself. ``cpu_s`` over ``wall_s``; ``wall_step_s``: how far the wall clock jumped.
-
-    ``kernel_stamps``: bytes are stamped as they arrive, not as they are read; ``reopened``: kept connections that
-    turned out to be closed and were opened anew.
-    """
-
-    started_unix: float = 0.0
-    cpu_s: float = 0.0
-    wall_s: float = 0.0
-    wall_step_s: float = 0.0
-    priority: str = "normal"
-    kernel_stamps: bool = False
-    reopened: int = 0
 
 
 @contextlib.contextmanager
