@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 from array import array
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,9 @@ def draw_trace(
         ValueError: a trace that cannot be read or that does not say what the workload needs.
     """
     paths = _paths(prompts.path)
-    part = _select(prompts, read_trace(paths, prompts.format, prompts.page_size))
+    part = _select(
+        prompts, _read(tuple((p, Path(p).stat().st_mtime_ns) for p in paths), prompts.format, prompts.page_size)
+    )
     in_sessions = _in_sessions(prompts, part)
     part = _first(part, count, by_session=count_sessions and in_sessions)
     part = _with_outputs(prompts, part, rng)
@@ -80,6 +84,12 @@ def draw_trace(
         **({"trace_left_out": part.left_out} if part.left_out else {}),
     }
     return requests, told | notes
+
+
+@functools.lru_cache(maxsize=1)
+def _read(files: tuple[tuple[str, int], ...], name: str, page_size: int | None) -> Trace:
+    """Every repeat of a sweep draws from the same trace; ``files``: each with its time of change."""
+    return read_trace([path for path, _ in files], name, page_size)
 
 
 def _paths(given: str | list[str]) -> list[str]:
@@ -188,7 +198,6 @@ def _of_texts(
     part = trace.take(keep)
     notes = {
         "contents": "the trace's texts",
-        "length_scale": 1.0,
         "trace_requests_too_long": len(trace) - len(keep),
         "longest_total_tokens_in_trace": int((lengths + outputs).max()),
     }

@@ -6,8 +6,10 @@ A cell for swapping in which nothing is ever preempted, or a share of hits that 
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.config import EngineConfig
@@ -17,14 +19,20 @@ from engine.kv_manager import make_kv_manager
 from engine.model_spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.stats import EngineStats
-from kvbench.load.requests import RequestSpec, distinct_prefixes
+from kvbench.cache_sim import replay
+from kvbench.load.hits import predict_hits
+from kvbench.load.requests import RequestList, RequestSpec, distinct_prefixes
 from kvbench.loadrun import make_requests
 from kvbench.planning import plan_sweep
 from kvbench.targets.builtin import check_configuration
+from kvbench.traces.read import read_page_ids
 from kvbench.workload import load_workload
 from tests.support.engine_parts import CountingExecutor
 
-WORKLOADS = Path(__file__).resolve().parents[3] / "workloads"
+ROOT = Path(__file__).resolve().parents[3]
+WORKLOADS = ROOT / "workloads"
+TRACES = Path(os.environ.get("KVBENCH_TRACES", ROOT.parent / "shared" / "traces"))
+MOONCAKE = TRACES / "mooncake" / "conversation_600s-900s.jsonl"
 VOCAB = 8192
 
 
@@ -33,6 +41,10 @@ def cells(name: str, profile: str = "cpu"):
     design, _ = plan_sweep(workload, (), check_configuration)
     assert design.notes == ()  # nothing of what the file asks for is dropped or skipped
     return workload, {cell.cell_id: cell for cell in design.cells}
+
+
+def requests_of(workload, cell, max_model_len: int, repeat: int = 1) -> RequestList:
+    return make_requests(workload.load, cell.load, vocab_size=VOCAB, max_model_len=max_model_len, seed=0, repeat=repeat)
 
 
 @functools.cache
@@ -45,9 +57,7 @@ def stats(name: str, cell_id: str, repeat: int = 1, profile: str = "cpu") -> Eng
     config = config.check_against_model(spec.max_positions)
     kv = make_kv_manager(config, capacity_of(config, spec.kv_shape("float32"), config.kv_budget))
     engine = Engine(config, CountingExecutor(VOCAB), kv)
-    requests = make_requests(
-        workload.load, cell.load, vocab_size=VOCAB, max_model_len=config.max_model_len, seed=0, repeat=repeat
-    )
+    requests = requests_of(workload, cell, config.max_model_len, repeat)
     if workload.load.cache_state == "primed":
         for prefix in distinct_prefixes(requests):
             complete(engine, [RequestSpec(-1, "prime", tuple(prefix), None, 1)], 1)
@@ -56,20 +66,25 @@ def stats(name: str, cell_id: str, repeat: int = 1, profile: str = "cpu") -> Eng
 
 
 def complete(engine: Engine, requests, users: int) -> None:
-    left = list(requests)
+    """Each user has one conversation (or request without one) at a time, and thinks no time at all."""
+    keys = [r.index if r.session is None else ("session", r.session) for r in requests]
+    left = [[r for r, k in zip(requests, keys, strict=True) if k == key] for key in dict.fromkeys(keys)]
+    turns: dict[str, list[RequestSpec]] = {}  # of the request that runs: what its user sends next
 
-    def send() -> None:
-        if left:
-            one = left.pop(0)
+    def send(conversation: list[RequestSpec]) -> None:
+        conversation = conversation or (left.pop(0) if left else [])
+        if conversation:
+            one, *rest = conversation
             params = SamplingParams(max_tokens=one.max_tokens, ignore_eos=True, temperature=0.0)
             engine.add_request(Request(str(one.index), tuple(one.prompt_token_ids), params))
+            turns[str(one.index)] = rest
 
     for _ in range(users):
-        send()
+        send([])
     while engine.has_work():
         for output in engine.step():
             if output.finish_reason:
-                send()
+                send(turns.pop(output.request_id))
 
 
 def shares(found: EngineStats) -> dict[str, float]:
@@ -124,3 +139,39 @@ def test_prefix_has_the_share_of_hits_that_its_profile_says(profile, share):
     assert off.prefix_cache_hits == 0
     assert on.generation_tokens == off.generation_tokens
     assert off.prefill_tokens_scheduled - on.prefill_tokens_scheduled == on.prefix_cache_hits
+
+
+def test_chat_computes_what_was_said_before_only_without_prefix_caching():
+    workload, found = cells("chat")
+    requests = requests_of(workload, found["paged-p16-prefix-c8"], max_model_len=1024)
+    on, off = (stats("chat", f"paged-p16{x}-c8") for x in ("-prefix", ""))
+    before = {(r.session, r.turn): len(r.prompt_token_ids) for r in requests}
+    due = sum(before[r.session, r.turn - 1] // 16 * 16 for r in requests if r.turn)
+    bounds = predict_hits(requests, cache_state="cold", page_size=16)
+    assert len({r.session for r in requests}) == 24 and on.num_preemptions == 0
+    assert due <= on.prefix_cache_hits <= bounds.high and due > bounds.high / 2
+    assert off.prefix_cache_hits == 0
+    assert on.prefill_tokens_scheduled + on.prefix_cache_hits == off.prefill_tokens_scheduled
+
+
+def test_mooncake_replays_the_pages_of_its_trace():
+    if not MOONCAKE.is_file():
+        pytest.skip(f"no trace slices in {MOONCAKE.parents[1]}; set KVBENCH_TRACES to their folder")
+    workload = load_workload(WORKLOADS / "mooncake.yaml", profile="cpu", overrides=[f"load.prompts.path={MOONCAKE}"])
+    design, _ = plan_sweep(workload, (), check_configuration)
+    cell = next(c for c in design.cells if c.cell_id == "paged-p16-prefix-trace")
+    requests = requests_of(workload, cell, max_model_len=4096)
+    trace = read_page_ids(MOONCAKE)
+    ids = trace.take(np.flatnonzero(trace.arrival_s < 60))
+    assert len(requests) == len(ids) == 218 and requests.notes["page_size_of_prompts"] == 16
+    assert [len(r.prompt_token_ids) // 16 for r in requests] == (ids.prompt_tokens // 512).tolist()
+    config = EngineConfig.from_mapping(dict(cell.configuration.settings))
+    shape = find_model(config.model, config.load_format).kv_shape("float32")
+    engine = Engine(
+        config, CountingExecutor(VOCAB), make_kv_manager(config, capacity_of(config, shape, config.kv_budget))
+    )
+    complete(engine, requests, 1)
+    # One at a time, the cache serves what the same number of pages hits on the trace's ids (the last page may differ).
+    pages = engine.stats().prefix_cache_hits / 16
+    assert pages == pytest.approx(replay(ids, 16448 // 16).hits.sum(), rel=0.05)
+    assert len({r.arrival_s for r in requests}) > 200  # spread over the clock's ticks of 3 s
