@@ -266,8 +266,8 @@ def _manifest_writer(
         config_id = block.configuration.config_id
         accept_server(manifest, config_id, told, force=force)
         manifest["model"] = manifest.get("model") or {
-            **(told.get("model") or {}),
             **dataclasses.asdict(target.model),
+            **(told.get("model") or {}),
         }
         if capacity := told.get("capacity"):  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})

@@ -53,6 +53,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     if isinstance(workload, Mapping) and "model" not in facts and workload.get("model"):
         facts["model"] = workload["model"]
     found = [(name, text) for name in SHOWN if (text := _text(facts.get(name)))]
+    found += _served_by(run)
     budgets = {c.capacity.get("kv_budget_bytes") for c in run.cells} - {None}
     if budgets:
         found.append(("KV budget", words.listing([words.data_size(b) for b in sorted(budgets)])))
@@ -66,6 +67,22 @@ def environment(run: Run) -> list[tuple[str, str]]:
     notes = {_text(cell.notes): None for cell in run.cells if cell.notes}
     if notes:
         found.append(("requests", "; ".join(notes)))
+    return found
+
+
+def _served_by(run: Run) -> list[tuple[str, str]]:
+    """Which other engine was measured, how the first of its servers was launched, and what is special about it."""
+    servers = run.manifest.get("servers")
+    told = next((s for s in servers.values() if isinstance(s.get("server"), Mapping)), None) if servers else None
+    if told is None:
+        return []
+    server = told["server"]
+    version = " ".join(str(v) for v in (told.get("versions") or {}).values())
+    found = [("engine", f"{server.get('title')} {version}".strip())]
+    if command := server.get("command"):
+        found.append(("launched as", shlex.join(str(word) for word in command)))
+    if quirks := server.get("quirks"):
+        found.append(("its quirks", "; ".join(str(one) for one in quirks)))
     return found
 
 
@@ -126,6 +143,8 @@ def warnings(run: Run) -> list[str]:
             f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
             f"{words.listing(scattered)}. Other work on the machine is a common cause."
         )
+    if isinstance(notes := run.manifest.get("notes"), (list, tuple)):
+        found += [f"{str(note)[:1].upper()}{str(note)[1:]}." for note in notes]
     found += _resumed(run)
     git = run.manifest.get("git")
     if isinstance(git, Mapping) and git.get("dirty"):
