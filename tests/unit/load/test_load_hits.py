@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -60,6 +61,15 @@ def test_a_primed_cache_owes_every_prefix_as_long_as_nothing_is_evicted() -> Non
 def test_text_is_not_predicted() -> None:
     text = RequestSpec(0, "a", (1, 2, 3), "one two three", 4)
     assert predict_hits([text, request([1, 2, 3])], **COLD) is None
+
+
+def test_conversations_are_predicted_unless_the_server_writes_their_history() -> None:
+    first, second = list(range(10)), list(range(21))
+    recorded = [RequestSpec(i, "a", tuple(ids), None, 4, session=0, turn=i) for i, ids in enumerate((first, second))]
+    assert predict_hits(recorded, **COLD) == HitBounds(0, 8)
+    actual = [recorded[0], dataclasses.replace(recorded[1], new_tokens=3)]
+    assert predict_hits(actual, **COLD) is None
+    assert predict_hits(actual, caching=False, **COLD) == HitBounds(0, 0)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -83,6 +83,48 @@ def test_shared_prefix_is_really_shared_and_nothing_else_is() -> None:
     assert len(set(bodies)) == len(bodies)
 
 
+def test_prefixes_of_several_lengths_share_out_the_prompts() -> None:
+    groups = [
+        {"tokens": 40, "share": 0.5, "families": 3},
+        {"tokens": 8, "share": 0.3},
+        {"tokens": 64, "share": 0.1, "families": 2},
+    ]
+    requests = build(mix(prompts={"kind": "synthetic", "shared_prefix": groups, "classes": CLASSES}))
+    assert Counter(r.prefix_tokens for r in requests) == {40: 30, 8: 18, 64: 6, 0: 6}
+    families = Counter((r.prefix_tokens, r.prompt_token_ids[: r.prefix_tokens]) for r in requests if r.prefix_tokens)
+    assert sorted((length, uses) for (length, _), uses in families.items()) == [
+        (8, 18), (40, 10), (40, 10), (40, 10), (64, 3), (64, 3),
+    ]  # fmt: skip
+    for cls, total in {"chat": 30, "question": 21, "document": 9}.items():
+        had = Counter(r.prefix_tokens for r in requests if r.cls == cls)
+        assert all(abs(had[g["tokens"]] - g["share"] * total) < 1.01 for g in groups)
+    one = build(mix(prompts={"kind": "synthetic", "shared_prefix": groups[:1], "classes": CLASSES}))
+    assert one == build(mix())  # a list of one is that one
+
+
+def test_shares_of_prefixes_that_fill_everything_leave_nobody_out() -> None:
+    groups = [{"tokens": 5 + i, "share": share} for i, share in enumerate((1 / 3, 1 / 3, 1 / 3))]
+    for number in (8, 20, 61):
+        requests = build(
+            mix(prompts={"kind": "synthetic", "shared_prefix": groups, "classes": CLASSES}, num_requests=number)
+        )
+        had = Counter(r.prefix_tokens for r in requests)
+        assert had[0] == 0 and all(abs(had[g["tokens"]] - number / 3) < 1 for g in groups)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([], "add up to 0"),
+        ([{"tokens": 4, "share": 0.6}, {"tokens": 5, "share": 0.6}], "2 shared prefixes add up to 1.2"),
+        ([{"tokens": 4, "shar": 0.6}], "did you mean `share`"),
+    ],
+)
+def test_impossible_prefixes_are_refused(groups: list, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mix(prompts={"kind": "synthetic", "shared_prefix": groups, "classes": CLASSES})
+
+
 @pytest.mark.parametrize("load", [{}, {"mode": "open", "concurrency": None, "request_rate": 4.0}])
 def test_priorities_follow_the_class_and_change_nothing_else(load: dict, tmp_path: Path) -> None:
     at = {"concurrency": None, "rate": 4.0} if load else {}
