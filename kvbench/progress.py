@@ -1,11 +1,13 @@
 """What a person sees while a sweep runs: which load, how far it is, how long is left.
 
-On a terminal two bars that stay at the bottom; anywhere else (CI, a pipe) one plain line per finished load.
+On a terminal two bars that stay at the bottom; anywhere else (CI, a pipe) one plain line per finished load, and one
+whenever nothing was said for half a minute.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +21,7 @@ from rich.text import Text
 from kvbench.design import Block, Cell
 
 START_GUESS_S = 8.0  # a server, before the first one was seen
+QUIET_S = 30.0  # so long nothing is said where there is no terminal
 
 
 class Estimator:
@@ -76,8 +79,15 @@ class _LiveText(ProgressColumn):
 class SweepProgress:
     """The sweep's listener. ``blocks`` are those still to run; their loads are counted once each."""
 
-    def __init__(self, console: Console, blocks: Sequence[Block], estimator: Estimator) -> None:
+    def __init__(
+        self, console: Console, blocks: Sequence[Block], estimator: Estimator, quiet_s: float = QUIET_S
+    ) -> None:
         self._console = console
+        self._quiet_s = quiet_s
+        self._said = time.monotonic()
+        self._doing = ""
+        self._ended = threading.Event()
+        self._speaker = threading.Thread(target=self._speak, name="progress", daemon=True)
         self._estimator = estimator
         self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
         self._total = len(self._left)
@@ -96,9 +106,14 @@ class SweepProgress:
     def __enter__(self) -> SweepProgress:
         if self._bars:
             self._bars.start()
+        else:
+            self._speaker.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        if self._speaker.is_alive():
+            self._speaker.join(timeout=1.0)
         if self._bars:
             with suppress(OSError):  # a terminal that is gone
                 self._bars.stop()
@@ -113,8 +128,21 @@ class SweepProgress:
             seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(cell))
         return max(0.0, seconds)
 
+    def _speak(self) -> None:
+        """A line when nothing was said for ``quiet_s``, until the sweep ends: a log that stands still looks dead."""
+        while not self._ended.wait(max(0.01, self._said + self._quiet_s - time.monotonic())):
+            if time.monotonic() - self._said < self._quiet_s:
+                continue
+            self._said = time.monotonic()
+            text = self._load_text() or f"since {clock(self._said - self._load_began)}"
+            with suppress(OSError):  # nobody reads on
+                self._console.print(
+                    f"  {self._doing or 'working'}: {text}", markup=False, highlight=False, soft_wrap=True
+                )
+
     def status(self, text: str) -> None:
         self._current = None
+        self._doing, self._load_began = text, time.monotonic()
         if self._bars:
             self._bars.update(self._load_bar, description=text, completed=0, total=None)
 
@@ -122,6 +150,7 @@ class SweepProgress:
         self._current = (cell.cell_id, repeat)
         self._load_began = time.monotonic()
         self._requests = (0, total, 0)
+        self._doing = f"{cell.cell_id} repeat {repeat}"
         if self._bars:
             self._bars.update(self._load_bar, description=f"{cell.cell_id} repeat {repeat}", completed=0, total=total)
 
@@ -149,6 +178,7 @@ class SweepProgress:
         self._left.pop((cell.cell_id, repeat), None)
         self._done += 1
         self._current = None
+        self._said = time.monotonic()
         elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
         head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
         self._console.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -50,6 +51,28 @@ def test_one_plain_line_a_load_without_a_terminal():
     assert lines[0].startswith(f"[1/4] {blocks[0].cells[0].cell_id} repeat 1: 123.5 output tok/s, TTFT p95 20 ms")
     assert "left)" in lines[0]
     assert "FAILED: the server died [x]" in lines[2]  # brackets are not markup
+
+
+def test_a_long_load_and_a_slow_start_are_heard_of_without_a_terminal():
+    out = io.StringIO()
+    blocks = plan_blocks(DESIGN, 1, 0)
+    console = Console(file=out, width=60)
+    with SweepProgress(console, blocks, Estimator({"c1": 1.0, "c4": 1.0}), quiet_s=0.05) as progress:
+        progress.status("starting the server of [a]")
+        wait_for(lambda: "starting the server of [a]: since 0:0" in out.getvalue())
+        progress.load_started(blocks[0].cells[0], 1, 8)
+        progress.load_progress(3, 8, 1, 0.5)
+        wait_for(lambda: f"{blocks[0].cells[0].cell_id} repeat 1: 3/8 requests, 1 failed, 0:0" in out.getvalue())
+    length = len(out.getvalue())
+    time.sleep(0.2)
+    assert len(out.getvalue()) == length  # and no more when the sweep has ended
+
+
+def wait_for(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the line never came"
+        time.sleep(0.01)
 
 
 def test_time_left_falls_to_zero():
