@@ -67,12 +67,13 @@ _ROWS = (  # figure, words, format
     ("turnaround_p50_ms", "a stream's end to the user's next send, median (ms)", "{:.2f}"),
     ("events_lost", "chunks lost", "{}"),
     ("requests_lost", "requests lost", "{}"),
+    ("requests_repeated", "requests sent again", "{}"),
     ("faults_counted", "cut-off or refused streams counted as successes", "{}"),
     ("whole_failed", "whole streams counted as failures", "{}"),
     ("loop_lag_p99_ms", "client's event loop late, p99 (ms)", "{:.3f}"),
     ("server_late_p99_ms", "mock server's own lateness, p99 (ms)", "{:.3f}"),
 )
-_NONE_ALLOWED = ("events_lost", "requests_lost", "faults_counted", "whole_failed")
+_NONE_ALLOWED = ("events_lost", "requests_lost", "requests_repeated", "faults_counted", "whole_failed")
 
 
 def _table(calibration: Any) -> Any:

@@ -37,7 +37,7 @@ MAX_STREAMS = 256  # of one process: beyond, a load needs more of them
 _ROUNDS = 2  # requests a user sends one after the other
 _FAULT_SHARE = 0.05
 _BUSY_EVENTS_PER_S = 1000  # of one process
-_READY_S, _MARGIN_S, _ATTEMPTS = 20.0, 45.0, 3
+_READY_S, _TIMEOUT_S, _MARGIN_S, _ATTEMPTS = 20.0, 10.0, 60.0, 3
 _UNKNOWN_STREAMS = 64  # in open loop without a cap
 
 
@@ -136,6 +136,7 @@ def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSetting
             found.append(f"{what.format(value, limit)}; {remedy}")
     for count, what in (
         (figures.requests_lost, "requests were lost"),
+        (figures.requests_repeated, "requests were sent again"),
         (figures.events_lost, "chunks that the server sent were lost or made up"),
         (figures.faults_counted, "streams that the server cut off or refused were counted as successes"),
         (figures.whole_failed, "streams that the server sent whole were counted as failures"),
@@ -183,7 +184,7 @@ def _measure(settings: CalibrationSettings) -> Figures:
                 "concurrency": settings.streams,
                 "requests_file": str(folder / "requests.jsonl"),
                 "out_dir": str(folder / "out"),
-                "timeout_s": settings.seconds + _MARGIN_S,
+                "timeout_s": settings.seconds + _TIMEOUT_S,
                 "processes": settings.processes,
             }
             loadrun.drive(

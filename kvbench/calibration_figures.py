@@ -20,12 +20,14 @@ class Figures:
     to the same user's next send. ``coalesced_share``: chunks that share their receipt with the one before, though
     they were sent more than 0.5 ms apart. ``faults``: streams that the server cut off or refused on purpose, and
     ``faults_counted``: those of them that the client counts as successes; ``whole_failed``: the reverse.
+    ``requests_repeated``: sent again by the client, which must leave a failed request alone.
     """
 
     events: int
     events_lost: int
     requests: int
     requests_lost: int
+    requests_repeated: int
     faults: int
     faults_counted: int
     whole_failed: int
@@ -67,6 +69,7 @@ def figures_of(
         events_lost=lost,
         requests=len(sent),
         requests_lost=planned - len(rows.keys() & sent.keys()),
+        requests_repeated=len(stamps) - len(sent),
         faults=len(faulty),
         faults_counted=len(faulty & ok),
         whole_failed=len((sent.keys() & rows.keys()) - faulty - ok),

@@ -1,0 +1,125 @@
+"""The load process with a client that is broken in one way, which the calibration must notice.
+
+    python tests/support/mutant_load.py NAME SPEC.json
+
+The product knows nothing of this: the class of the session's clients is replaced before the load starts.
+"""
+
+from gevent import monkey
+
+monkey.patch_all()
+
+import sys  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvbench.load import outcome, session  # noqa: E402
+from kvbench.load.client import StreamingClient  # noqa: E402
+from kvbench.load.run import main  # noqa: E402
+
+really_sleep = monkey.get_original("time", "sleep")
+
+
+class Slow(StreamingClient):
+    """Takes 3 ms for every read: bytes pile up."""
+
+    def _on_readable(self):
+        really_sleep(0.003)
+        super()._on_readable()
+
+
+class Late(StreamingClient):
+    """Stamps 2 ms after the bytes' arrival, as a client does whose loop is behind."""
+
+    def _on_readable(self):
+        before = len(self._raw.times)
+        super()._on_readable()
+        for i in range(before, len(self._raw.times)):
+            self._raw.times[i] += 0.002
+
+
+class Jittery(StreamingClient):
+    """Every third stamp is 0.9 ms late: the lag is within its limit, the gaps are wrong."""
+
+    def _on_readable(self):
+        super()._on_readable()
+        times = self._raw.times
+        if times and len(times) % 3 == 0:
+            times[-1] += 0.0009
+
+
+class Buffering(StreamingClient):
+    """Passes on 1,024 bytes at a time, as Locust's iter_lines does."""
+
+    def connect(self):
+        super().connect()
+        receive, kept = self._connection.receive, bytearray()
+
+        def whole_buffers():
+            data, arrived = receive()
+            if not data:
+                return data, arrived
+            kept.extend(data)
+            if len(kept) < 1024 and not kept.endswith((b"0\r\n\r\n", b"}}")):
+                return None, 0.0
+            taken = bytes(kept)
+            kept.clear()
+            return taken, arrived
+
+        self._connection.receive = whole_buffers
+
+
+class Truncating(StreamingClient):
+    """Loses the last read that carries a token."""
+
+    def exchange(self, *arguments):
+        raw = super().exchange(*arguments)
+        tokens = [i for i, data in enumerate(raw.chunks) if b"token_ids" in data and b"usage" not in data]
+        if tokens:
+            del raw.chunks[tokens[-1]], raw.times[tokens[-1]]
+        return raw
+
+
+class Retrying(StreamingClient):
+    """Sends again what failed."""
+
+    def exchange(self, *arguments):
+        raw = super().exchange(*arguments)
+        return super().exchange(*arguments) if b" 500 " in b"".join(raw.chunks[:1]) else raw
+
+
+def swallow_cut_streams():
+    """What was cut off passes for a success."""
+    judge = session.judge
+
+    def lenient(*arguments, **options):
+        result = judge(*arguments, **options)
+        if result.chunk_times:
+            result.error_kind = result.error = None
+        return result
+
+    session.judge = lenient
+
+
+def lose_requests():
+    """Every tenth request leaves no row."""
+    write = outcome.write_samples
+    outcome.write_samples = lambda path, samples, zero: write(path, [s for s in samples if s.request.index % 10], zero)
+
+
+CLIENTS = {
+    "slow": Slow, "late": Late, "jittery": Jittery, "buffering": Buffering, "truncating": Truncating,
+    "retrying": Retrying,
+}  # fmt: skip
+PATCHES = {"swallowing": swallow_cut_streams, "losing": lose_requests, "none": lambda: None}
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    if name in CLIENTS:
+        session.StreamingClient = CLIENTS[name]
+    else:
+        PATCHES[name]()
+    assert time.sleep is not really_sleep  # gevent has patched
+    sys.exit(main(sys.argv[2:]))

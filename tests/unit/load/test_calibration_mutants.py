@@ -1,0 +1,71 @@
+"""A client that is broken in one way must be caught by the calibration, for the right reason."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvbench import loadrun
+from kvbench.calibration import Calibration, CalibrationSettings, aims, calibrate, validity_limits
+from tests.support.loads import SUPPORT
+
+SETTINGS = CalibrationSettings(streams=16, itl_ms=20.0, seconds=0.8)
+CAUGHT = {  # by validity's limits, which make loads invalid
+    "slow": "were read together with the one before",
+    "late": "its timestamps lag: p99 2.",
+    "buffering": "were read together with the one before",
+    "truncating": "chunks that the server sent were lost",
+    "swallowing": "streams that the server cut off or refused were counted as successes",
+    "losing": "requests were lost",
+    "retrying": "requests were sent again",
+}
+
+
+@pytest.fixture(scope="module")
+def mutants() -> Iterator[dict[str, Calibration]]:
+    """The calibration of every mutant, and of the sound client run in the same way ("none")."""
+    local, launch = threading.local(), loadrun.processes.launch
+
+    def launch_mutant(command, **options):
+        at = command.index("kvbench.load")
+        mutant = [str(SUPPORT / "mutant_load.py"), local.name]
+        return launch([*command[: at - 1], *mutant, *command[at + 1 :]], **options)
+
+    def taken(name: str) -> Calibration:
+        local.name = name
+        return calibrate(SETTINGS, attempts=3 if name == "none" else 1)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(
+            loadrun.processes, "launch", lambda c, **o: (launch_mutant if "kvbench.load" in c else launch)(c, **o)
+        )
+        names = [*CAUGHT, "jittery", "none"]
+        yield dict(zip(names, pool.map(taken, names), strict=True))
+
+
+def test_the_sound_client_is_within_the_limits(mutants: dict[str, Calibration]) -> None:
+    sound = mutants["none"]
+    assert sound.reasons == ()
+    figures = sound.figures
+    assert figures.requests == 32 and figures.faults >= 2 and figures.events > 400
+    assert 0 < figures.lag_p50_ms < figures.lag_p99_ms
+    assert figures.cpu_us_per_event > 1
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_broken_client_is_caught(mutants: dict[str, Calibration], name: str) -> None:
+    reasons = " ".join(mutants[name].reasons)
+    assert CAUGHT[name] in reasons
+    assert "at 16 streams of 20 ms ITL" in reasons
+
+
+def test_wrong_gaps_are_caught_by_the_commands_limits(mutants: dict[str, Calibration]) -> None:
+    """0.9 ms are within what validity allows, and over what the client is built to reach."""
+    from kvbench.calibration import judge_figures
+
+    figures = mutants["jittery"].figures
+    assert validity_limits(20.0).itl_error_p99_ms is None
+    assert "it sees wrong gaps: p99 error 0.9" in " ".join(judge_figures(figures, aims(SETTINGS), SETTINGS))
