@@ -174,7 +174,7 @@ def _calibration(subject: Subject, point: LoadPoint) -> Calibration | None:
     if subject.calibrate is None:
         return None
     most = point.concurrency if point.mode == "closed" else subject.load.max_concurrency
-    return subject.calibrate(most, int(subject.client.get("processes") or 1))
+    return subject.calibrate(most, int(subject.client.get("processes") or subject.load.processes))
 
 
 def _metrics(
@@ -188,13 +188,13 @@ def _metrics(
     """Metrics of a load that ended; writes counters.json and server.parquet."""
     requests = pd.read_parquet(out / "requests.parquet")
     metrics = summarise(requests, told, load.slo.model_dump() if load.slo else None)
-    start = float(told.get("start_unix") or 0.0)
+    start = float(told["zero_perf_counter"])  # the load process runs on this machine, whose processes share this clock
     duration = float(metrics.get("duration_s") or told.get("duration_s") or 0.0)
     if poller.samples:
-        pd.DataFrame([{"t": s.wall - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(
+        pd.DataFrame([{"t": s.at - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(
             out / "server.parquet", index=False
         )
-    during = [s for s in poller.samples if 0.0 <= s.wall - start <= duration] or poller.samples
+    during = [s for s in poller.samples if 0.0 <= s.at - start <= duration] or poller.samples
     gauges = gauge_summary(during)
     counters = {
         **counter_changes(before, after),

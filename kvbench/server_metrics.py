@@ -54,9 +54,9 @@ OURS = MetricNames(("kvbench:", "kvbench_", "vllm:", "vllm_"))
 
 @dataclass(frozen=True)
 class MetricsSample:
-    """One reading. ``wall`` is time.time(); ``counters`` only grow, ``gauges`` do not; ``facts`` never change."""
+    """One reading. ``at`` is time.perf_counter(), which nobody sets; ``counters`` only grow, ``gauges`` do not; ``facts`` never change."""
 
-    wall: float
+    at: float
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
     facts: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class MetricsSample:
         return self.gauges.get("num_requests_running", 0.0) + self.gauges.get("num_requests_waiting", 0.0)
 
 
-def parse_metrics(text: str, wall: float, kinds: Sequence[MetricNames] = (OURS,)) -> MetricsSample:
+def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) -> MetricsSample:
     """Prometheus text -> flat gauges and counters, named by the first of ``kinds`` that knows a family's prefix.
 
     Families without such a prefix (process_*, python_*) are left out.
@@ -103,7 +103,7 @@ def parse_metrics(text: str, wall: float, kinds: Sequence[MetricNames] = (OURS,)
             for ours in kind.ours(name) or (_with_labels(name, sample),):
                 (counters if grows else gauges).setdefault(ours, []).append(sample.value)
     return MetricsSample(
-        wall,
+        at,
         {name: sum(values) / (len(values) if name.endswith(_SHARE_END) else 1) for name, values in gauges.items()},
         {name: sum(values) for name, values in counters.items()},
         facts,

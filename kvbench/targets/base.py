@@ -210,7 +210,7 @@ class HttpTarget:
             raise MeasurementError(f"{self.base_url}/metrics answered {response.status_code}")
         self._has_metrics = True
         try:
-            return parse_metrics(response.text, time.time(), METRIC_KINDS)
+            return parse_metrics(response.text, time.perf_counter(), METRIC_KINDS)
         except ValueError as error:
             raise MeasurementError(f"{self.base_url}/metrics cannot be read: {error}") from None
 

@@ -31,7 +31,7 @@ process_cpu_seconds_total 3.0
 
 
 def test_parsing_flattens_labels_and_leaves_out_what_is_not_ours():
-    sample = parse_metrics(TEXT, wall=1.0)
+    sample = parse_metrics(TEXT, at=1.0)
     assert sample.gauges == {"num_requests_running": 3.0, "kv_pages_owned": 7.0}
     assert sample.counters == {
         "request_success_total_stop": 1.0,

@@ -28,7 +28,7 @@ kvbench:kv_scale_bytes_per_slot 256.0
 
 
 def sample(owned=0, swapped=0):
-    return parse_metrics(TEXT.replace("{owned}", str(owned)).replace("{swapped}", str(swapped)), wall=0.0)
+    return parse_metrics(TEXT.replace("{owned}", str(owned)).replace("{swapped}", str(swapped)), at=0.0)
 
 
 class Scripted:
