@@ -54,7 +54,7 @@ OURS = MetricNames(("kvbench:", "kvbench_", "vllm:", "vllm_"))
 
 @dataclass(frozen=True)
 class MetricsSample:
-    """One reading. ``at`` is time.perf_counter(), which nobody sets; ``counters`` only grow, ``gauges`` do not; ``facts`` never change."""
+    """One reading, ``at`` [s, perf_counter]. ``counters`` only grow, ``gauges`` do not; ``facts`` never change."""
 
     at: float
     gauges: Mapping[str, float]
