@@ -25,6 +25,10 @@ from kvbench.settings import effective
 _MARGIN_S = 60.0  # start of the client, its last writes, a slow machine
 _WATCH_S = 0.5
 _LAST_BREATH_S = 10.0
+# How long the client may say nothing: while it starts (workers on other machines arrive), while it measures (it speaks
+# four times a second), while it writes.
+_SILENCE_S = {"start": 400.0, "begin": 30.0, "measured": 120.0}
+_SILENCE_PER_REQUEST_S = 0.05  # to read and write them
 
 Progress = Callable[[int, int, int, float], None]  # done, total, failed, elapsed seconds
 Phase = Callable[[str, int], None]  # "begin" or "measured", the client's pid
@@ -121,6 +125,7 @@ def drive(
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "spec.json", spec)
     log = out / "client.log"
+    listener = _Listener(total, on_progress, on_phase)
     with log.open("wb") as errors:
         process = processes.launch(
             [sys.executable, "-m", "kvbench.load", str(out / "spec.json"), *arguments],
@@ -128,25 +133,21 @@ def drive(
             stderr=errors,
         )
         try:
-            code = _watch(
-                process, limit_s, check, lambda line: _report(line, total, on_progress, on_phase, process.pid)
-            )
+            code = _watch(process, limit_s, check, listener)
         finally:
             processes.stop(process, grace_s=5.0)
     if code != 0:
-        raise MeasurementError(
-            f"the load client ended with exit code {code}: {processes.last_lines(log, 4) or '(it said nothing)'}"
-        )
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        said = processes.last_lines(log, 4) or listener.error or "(it said nothing)"
+        raise MeasurementError(f"the load client {how}: {said}")
 
 
-def _watch(
-    process: subprocess.Popen[bytes], limit_s: float, check: Callable[[], None], report: Callable[[bytes], None]
-) -> int:
+def _watch(process: subprocess.Popen[bytes], limit_s: float, check: Callable[[], None], listener: _Listener) -> int:
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     assert process.stdout is not None
     threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
     start = time.monotonic()
-    checked = start
+    checked = heard = start
     while True:
         try:
             line = lines.get(timeout=_WATCH_S)
@@ -159,14 +160,17 @@ def _watch(
                 raise MeasurementError(
                     f"the load client closed its output but did not end within {_LAST_BREATH_S:g} s and was stopped"
                 ) from None
-        if line.strip():
-            report(line)
         now = time.monotonic()
+        if line.strip():
+            listener.hear(line, process.pid)
+            heard = now
         if now - checked >= _WATCH_S:
             check()
             checked = now
         if now - start > limit_s:
             raise MeasurementError(f"the load did not end within {limit_s:.0f} s and was stopped")
+        if now - heard > listener.patience_s:
+            raise MeasurementError(f"the load client hung (it said nothing for {now - heard:.0f} s) and was stopped")
 
 
 def _pump(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
@@ -176,19 +180,36 @@ def _pump(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
     lines.put(None)
 
 
-def _report(line: bytes, total: int, on_progress: Progress, on_phase: Phase, pid: int) -> None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return  # a stray print of a library must not end a measurement
-    if not isinstance(event, dict):
-        return
-    if event.get("event") in ("begin", "measured"):
-        on_phase(event["event"], pid)
-    elif event.get("event") == "progress":
-        on_progress(
-            int(event.get("done", 0)),
-            int(event.get("total", total)),
-            int(event.get("failed", 0)),
-            float(event.get("elapsed_s", 0.0)),
-        )
+class _Listener:
+    """Reads the client's lines. ``patience_s``: how long it may be silent now; ``error``: why it could not go on."""
+
+    def __init__(self, total: int, on_progress: Progress, on_phase: Phase) -> None:
+        self._total, self._on_progress, self._on_phase = total, on_progress, on_phase
+        self._phase = "start"
+        self.error: str | None = None
+
+    @property
+    def patience_s(self) -> float:
+        return _SILENCE_S[self._phase] + (_SILENCE_PER_REQUEST_S * self._total if self._phase != "begin" else 0.0)
+
+    def hear(self, line: bytes, pid: int) -> None:
+        """One line of the client with this pid; what is none of its events is passed over."""
+        try:
+            event = json.loads(line)
+        except ValueError:
+            return  # a stray print of a library must not end a measurement
+        if not isinstance(event, dict):
+            return
+        name = event.get("event")
+        if name in ("begin", "measured"):
+            self._phase = name
+            self._on_phase(name, pid)
+        elif name == "progress":
+            self._on_progress(
+                int(event.get("done", 0)),
+                int(event.get("total", self._total)),
+                int(event.get("failed", 0)),
+                float(event.get("elapsed_s", 0.0)),
+            )
+        elif name == "end" and event.get("error"):
+            self.error = str(event["error"])

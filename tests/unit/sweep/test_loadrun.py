@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -104,6 +105,30 @@ def test_the_phases_are_told_in_order_while_the_client_lives(tmp_path, monkeypat
     seen = []
     drive(tmp_path, on_phase=lambda phase, pid: seen.append((phase, pid == started[0].pid, started[0].poll())))
     assert seen == [("begin", True, None), ("measured", True, None)]
+
+
+@pytest.mark.parametrize("phase", ["start", "begin", "measured"])
+def test_a_client_that_hangs_is_stopped_long_before_the_load_would_have_to_end(tmp_path, monkeypatch, phase):
+    said = "" if phase == "start" else f'print(\'{{"event": "{phase}"}}\', flush=True)\n'
+    started = client(monkeypatch, said + "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    monkeypatch.setattr(loadrun, "_SILENCE_S", {"start": 9.0, "begin": 9.0, "measured": 9.0} | {phase: 0.7})
+    stop = processes.stop
+    monkeypatch.setattr(processes, "stop", lambda process, grace_s: stop(process, 0.1))
+    with pytest.raises(MeasurementError, match=r"hung \(it said nothing for 1 s\) and was stopped"):
+        drive(tmp_path)
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def test_a_client_that_was_killed_says_by_what(tmp_path, monkeypatch):
+    client(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(MeasurementError, match=r"was killed by signal 9: \(it said nothing"):
+        drive(tmp_path)
+
+
+def test_a_client_whose_log_cannot_be_written_is_believed_on_its_output(tmp_path, monkeypatch):
+    client(monkeypatch, """print('{"event": "end", "error": "the disk is full"}'); raise SystemExit(4)""")
+    with pytest.raises(MeasurementError, match="ended with exit code 4: the disk is full"):
+        drive(tmp_path)
 
 
 def test_a_process_that_outlives_kill_is_given_up(monkeypatch):
