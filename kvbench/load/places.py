@@ -15,17 +15,20 @@ class Places:
         self._free = limit
         self._waiting: deque[Event] = deque()
 
-    def take(self) -> float:
-        """Takes a place, waiting for one if need be. Returns the seconds waited: exactly 0 where one was free."""
+    def take(self, due: float) -> float:
+        """Takes a place, waiting for one if need be. Returns the seconds from ``due`` [s, perf_counter] until then.
+
+        Exactly 0 where one was free: what made the request late then was not the cap.
+        """
         if self._free is None:
             return 0.0
         if self._free > 0:
             self._free -= 1
             return 0.0
-        asked, turn = time.perf_counter(), Event()
+        turn = Event()
         self._waiting.append(turn)
         turn.wait()
-        return time.perf_counter() - asked
+        return time.perf_counter() - due
 
     def give(self) -> None:
         """Gives a place back, at once to whoever has waited longest."""

@@ -106,7 +106,8 @@ class OpenLoopUser(User):
     def _send(
         self, request: RequestSpec, body: bytes, due: float | None, following: RequestSpec | None
     ) -> Sample | None:
-        queued_s = self.places.take()
+        assert due is not None
+        queued_s = self.places.take(due)
         try:
             if self.session.over:
                 return None
