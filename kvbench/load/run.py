@@ -8,6 +8,7 @@ python -m kvbench.load --worker --master-host HOST --master-port 5557
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import gevent
 from locust.env import Environment
 
+from kvbench.errors import storage_sentence
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed import DEFAULT_PORT, useful_workers
 from kvbench.load.lag import LagProbe
@@ -55,7 +57,21 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"kvbench load: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    return load.run()
+    try:
+        return load.run()
+    except OSError as error:
+        return _not_stored(load, error)
+
+
+def _not_stored(load: Any, error: OSError) -> int:
+    """The exit code when the samples could not be written; said on stdout too, since stderr may be on the same disk."""
+    sentence = storage_sentence(error, load.spec.out_dir)
+    if sentence is None:
+        raise error
+    with contextlib.suppress(OSError):
+        print(f"kvbench load: {sentence}", file=sys.stderr, flush=True)
+    load.voice.say("end", 0, 0, 0.0, exit_code=EXIT_NOT_DRIVEN, error=sentence)
+    return EXIT_NOT_DRIVEN
 
 
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
