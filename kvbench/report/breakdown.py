@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,28 +48,60 @@ CLASS_METRICS = (
 )
 
 
+def class_name(row: ClassRow) -> str:
+    """The class, with its priority where classes differ in it."""
+    return row.name if row.priority is None else f"{row.name} (priority {row.priority})"
+
+
 @dataclass(frozen=True)
 class ClassRow:
-    """One workload class in one cell: how many requests and the entries of CLASS_METRICS."""
+    """One workload class (or turn) in one cell: how many requests and the entries of CLASS_METRICS."""
 
     name: str
     cell: Cell
     n: int
     values: tuple[Value, ...]
+    priority: int | None = None
 
 
 def class_rows(run: Run) -> list[ClassRow]:
-    """Per-class latencies, the highest load first; empty when the workload has fewer than two classes."""
+    """Per-class latencies, the highest load first; empty when the workload has fewer than two classes.
+
+    Classes of different priorities: the most urgent first.
+    """
+    found = _group_rows(run, per_class)
+    if len({row.name for row in found}) < 2:
+        return []
+    urgency = {row.name: row.priority or 0 for row in found}
+    if len(set(urgency.values())) < 2:
+        return [replace(row, priority=None) for row in found]
+    loads = {load: i for i, load in enumerate(reversed(run.loads))}
+    return sorted(found, key=lambda row: (loads[row.cell.load], urgency[row.name]))
+
+
+def turn_rows(run: Run) -> list[ClassRow]:
+    """Latencies of the first and of later turns of conversations; empty for a workload without."""
+    titles = {"first": "first turn", "later": "later turns"}
+
+    def per_turn(cell: Cell) -> Mapping[str, Any]:
+        found = cell.pooled.get("per_turn") or {}
+        return {title: found[key] for key, title in titles.items() if found.get(key)}
+
+    return _group_rows(run, per_turn)
+
+
+def _group_rows(run: Run, groups: Callable[[Cell], Mapping[str, Any]]) -> list[ClassRow]:
     found = []
     for load in reversed(run.loads):
-        names = dict.fromkeys(name for cell in run.at(load) for name in per_class(cell))
+        names = dict.fromkeys(name for cell in run.at(load) for name in groups(cell))
         for name in names:
             for cell in run.at(load):
-                summary = per_class(cell).get(name)
+                summary = groups(cell).get(name)
                 if summary:
                     values = tuple(_class_value(summary.get(metric) or {}, which) for metric, which in CLASS_METRICS)
-                    found.append(ClassRow(name, cell, int(number(summary.get("n")) or 0), values))
-    return found if len({row.name for row in found}) > 1 else []
+                    n, priority = int(number(summary.get("n")) or 0), number(summary.get("priority"))
+                    found.append(ClassRow(name, cell, n, values, None if priority is None else int(priority)))
+    return found
 
 
 def per_class(cell: Cell) -> Mapping[str, Any]:

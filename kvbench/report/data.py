@@ -32,21 +32,25 @@ SERVER_COLUMNS = (
 
 @dataclass(frozen=True, order=True)
 class LoadPoint:
-    """One load: `value` is a number of concurrent requests (closed) or requests/s (open)."""
+    """One load: `value` is a number of concurrent requests (closed) or requests/s (open; inf: all at once).
+
+    `arrivals` of an open loop: "poisson" ...; "trace", "ramp" and "step" have no one rate, which is stored as 0.
+    """
 
     mode: str
     value: float
+    arrivals: str = field(default="", compare=False)
 
     @property
     def label(self) -> str:
         """Words for a sentence: "24 concurrent requests", "4 requests/s"."""
-        if self.is_trace:
-            return "the trace's own arrivals"
-        return (
-            f"{self.value:g} requests/s"
-            if self.mode == "open"
-            else (f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}")
-        )
+        if self.mode == "closed":
+            return f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}"
+        if self.value == 0:
+            return {"ramp": "a ramp of the rate", "step": "a rate in steps"}.get(
+                self.arrivals, "the trace's own arrivals"
+            )
+        return "all requests at once" if self.value == math.inf else f"{self.value:g} requests/s"
 
     @property
     def short(self) -> str:
@@ -55,13 +59,12 @@ class LoadPoint:
 
     @property
     def tick(self) -> str:
-        """The shortest mark: "24", "4/s", "trace"."""
-        return "trace" if self.is_trace else f"{self.value:g}{'/s' if self.mode == 'open' else ''}"
-
-    @property
-    def is_trace(self) -> bool:
-        """Open loop at the arrival times of a trace, which has no one rate (stored as 0)."""
-        return self.mode == "open" and self.value == 0
+        """The shortest mark: "24", "4/s", "trace", "all"."""
+        if self.mode == "closed":
+            return f"{self.value:g}"
+        if self.value == 0:
+            return self.arrivals if self.arrivals in ("ramp", "step") else "trace"
+        return "all" if self.value == math.inf else f"{self.value:g}/s"
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Repeat:
     server: Mapping[str, Any]
     observed: Mapping[str, float] = field(default_factory=dict)  # from server.parquet, steady window only
     machine: Mapping[str, Any] = field(default_factory=dict)  # how busy the machine was; empty where not recorded
+    cache: Mapping[str, Any] = field(default_factory=dict)  # prefix cache, tokens: hits, queries, low, high (possible)
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,15 @@ class Cell:
         return hits / asked if asked and hits is not None else None
 
     @property
+    def possible_hits(self) -> tuple[float, float] | None:
+        """Lowest and highest hit rate that the prompts and the declared cache state allow; None where not known."""
+        known = [r.cache for r in self.repeats if r.cache.get("high") is not None and r.cache.get("queries")]
+        asked = sum(c["queries"] for c in known)
+        if not known or len(known) != len(self.repeats):
+            return None
+        return sum(c["low"] for c in known) / asked, sum(c["high"] for c in known) / asked
+
+    @property
     def is_contiguous(self) -> bool:
         return self.settings.get("layout") == "contiguous"
 
@@ -185,6 +198,13 @@ class Run:
         workload = self.manifest.get("workload")
         name = workload.get("name") if isinstance(workload, Mapping) else workload
         return str(name or self.folder.parent.name)
+
+    @property
+    def load_section(self) -> Mapping[str, Any]:
+        """`load:` of the workload; empty where the manifest has none."""
+        workload = self.manifest.get("workload")
+        section = workload.get("load") if isinstance(workload, Mapping) else None
+        return section if isinstance(section, Mapping) else {}
 
     @property
     def loads(self) -> list[LoadPoint]:

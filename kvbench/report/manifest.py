@@ -43,7 +43,32 @@ def brief(run: Run) -> list[str]:
     if isinstance(model, Mapping):
         model = model.get("name") or model.get("config") or model.get("path")
     started = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1 \2 UTC", _text(facts.get("started")))
-    return [_text(value) for value in (started, model, facts.get("device")) if _text(value)]
+    return [_text(value) for value in (started, target(run), model, facts.get("device")) if _text(value)]
+
+
+def target(run: Run) -> str:
+    """Which server was measured, with its version: "vLLM 0.32.0"; empty for the built-in one."""
+    shown: dict[str, None] = {}
+    for told in _servers(run):
+        server, versions = told.get("server") or {}, told.get("versions") or {}
+        if server.get("title"):
+            version = versions.get(server.get("kind"))
+            shown[f"{server['title']} {version}" if version else str(server["title"])] = None
+    url = run.manifest.get("target")
+    if not shown and run.manifest.get("backend") not in (None, "kvbench"):
+        shown[str(url or run.manifest.get("serve_cmd") or "")] = None
+    return words.listing([text for text in shown if text])
+
+
+def _servers(run: Run) -> list[Mapping[str, Any]]:
+    servers = run.manifest.get("servers")
+    return [told for told in servers.values() if isinstance(told, Mapping)] if isinstance(servers, Mapping) else []
+
+
+def skipped_notes(run: Run) -> list[str]:
+    """What was asked for and not run, or not as asked, with the reason, as the sweep put it down."""
+    notes = run.manifest.get("notes")
+    return [_text(note) for note in notes if _text(note)] if isinstance(notes, (list, tuple)) else []
 
 
 def environment(run: Run) -> list[tuple[str, str]]:
@@ -64,6 +89,11 @@ def environment(run: Run) -> list[tuple[str, str]]:
     }
     if capacities:
         found.append(("KV capacity", "; ".join(capacities)))
+    if name := target(run):
+        found.insert(0, ("target", name))
+    quirks = {str(quirk): None for told in _servers(run) for quirk in (told.get("server") or {}).get("quirks") or ()}
+    if quirks:
+        found.append(("of this target", "; ".join(quirks)))
     notes = {_text(cell.notes): None for cell in run.cells if cell.notes}
     if notes:
         found.append(("requests", "; ".join(notes)))

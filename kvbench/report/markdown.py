@@ -6,14 +6,22 @@ import json
 import re
 from typing import Any
 
-from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
+from kvbench.report.breakdown import (
+    CLASS_METRICS,
+    EFFECT_HEADS,
+    ClassRow,
+    class_name,
+    class_rows,
+    effect_rows,
+    turn_rows,
+)
 from kvbench.report.conclusions import conclusions, reservation
 from kvbench.report.data import Run
 from kvbench.report.findings import paging
 from kvbench.report.ledger import ledger_sentence
 from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
-from kvbench.report.manifest import environment, made_from, reproduce, warnings
-from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows
+from kvbench.report.manifest import environment, made_from, reproduce, skipped_notes, warnings
+from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
 from kvbench.report.sentence import headline, upper_first
 from kvbench.report.style import RATIO_MARKS
 from kvbench.report.table import UNCERTAIN_NOTE, Value, columns, rows
@@ -60,33 +68,27 @@ def markdown(run: Run) -> str:
             ),
             "",
         ]
-    classes = class_rows(run)
-    if classes:
-        heads = [
-            "class",
-            "load",
-            "configuration",
-            "requests",
-            *(f"{m[:-3].upper()} {w}" for m, w in CLASS_METRICS),
-        ]
-        lines += [
-            "## By class",
-            "",
-            *_table(
-                heads,
-                [
-                    [row.name, row.cell.load.short, row.cell.name, str(row.n), *(v.text for v in row.values)]
-                    for row in classes
-                ],
-            ),
-            "",
-        ]
+    lines += _groups("By class", class_rows(run)) + _groups("By turn of the conversation", turn_rows(run))
+    if skipped := skipped_notes(run):
+        lines += ["## Not run", "", *(f"- {escape(note)}" for note in skipped), ""]
     if run.cells:
         quality = [[_entry(value) for value in row.values] for row in quality_rows(run)]
         lines += ["## How good was the measurement", ""]
+        lines += [line for sentence in quality_sentences(run) for line in (escape(sentence), "")]
         lines += [*_table([c.title for c in quality_columns(run)], quality), "", escape(QUALITY_NOTE), ""]
     lines += _origin(run)
     return "\n".join(lines)
+
+
+def _groups(title: str, rows_: list[ClassRow]) -> list[str]:
+    if not rows_:
+        return []
+    heads = ["class", "load", "configuration", "requests", *(f"{m[:-3].upper()} {w}" for m, w in CLASS_METRICS)]
+    body = [
+        [class_name(row), row.cell.load.short, row.cell.name, str(row.n), *(v.text for v in row.values)]
+        for row in rows_
+    ]
+    return [f"## {title}", "", *_table(heads, body), ""]
 
 
 def _ledger(run: Run) -> list[str]:

@@ -10,14 +10,22 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-from kvbench.report.breakdown import CLASS_METRICS, EFFECT_HEADS, class_rows, effect_rows
+from kvbench.report.breakdown import (
+    CLASS_METRICS,
+    EFFECT_HEADS,
+    ClassRow,
+    class_name,
+    class_rows,
+    effect_rows,
+    turn_rows,
+)
 from kvbench.report.conclusions import CODE_PATHS, conclusions, reservation, tiles
-from kvbench.report.data import Cell, Run
+from kvbench.report.data import Cell, LoadPoint, Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging
 from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
-from kvbench.report.manifest import brief, environment, made_from, reproduce, warnings
-from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows
+from kvbench.report.manifest import brief, environment, made_from, reproduce, skipped_notes, warnings
+from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
 from kvbench.report.sentence import headline, upper_first
 from kvbench.report.style import RATIO_MARKS, Drawing, looks
 from kvbench.report.table import UNCERTAIN_NOTE, columns, rows
@@ -47,8 +55,6 @@ def page(run: Run) -> str:
     workload = run.manifest.get("workload")
     loads = [row.cell.load for row in body]
     environment_facts = environment(run)
-    classes = class_rows(run)
-    groups = [(load, [row for row in classes if row.cell.load == load]) for load in reversed(run.loads)]
     template = _environment().from_string(_asset("page.html.j2"))
     return template.render(
         run=run,
@@ -61,6 +67,8 @@ def page(run: Run) -> str:
         not_told=NOT_TOLD,
         ratio_marks=RATIO_MARKS,
         code_paths=CODE_PATHS,
+        quality_sentences=quality_sentences(run),
+        quality_open=validity(run).status == "invalid",
         quality_columns=quality_columns(run),
         quality_rows=quality_rows(run),
         quality_note=QUALITY_NOTE,
@@ -82,7 +90,10 @@ def page(run: Run) -> str:
         uncertain=UNCERTAIN_NOTE if any(v.uncertain for r in body for v in r.values) else "",
         effect_rows=effect_rows(run),
         effect_heads=EFFECT_HEADS,
-        class_groups=[group for group in groups if group[1]],
+        class_groups=_by_load(run, class_rows(run)),
+        turn_groups=_by_load(run, turn_rows(run)),
+        class_name=class_name,
+        skipped=skipped_notes(run),
         uncertain_note=UNCERTAIN_NOTE,
         class_heads=CLASS_HEADS,
         samples=samples(run),
@@ -94,6 +105,11 @@ def page(run: Run) -> str:
         js=Markup(_asset("page.js")),
         plotly_js=Markup(get_plotlyjs()),
     )
+
+
+def _by_load(run: Run, rows_: list[ClassRow]) -> list[tuple[LoadPoint, list[ClassRow]]]:
+    groups = [(load, [row for row in rows_ if row.cell.load == load]) for load in reversed(run.loads)]
+    return [group for group in groups if group[1]]
 
 
 def figures_json(drawn: list[Drawing]) -> str:

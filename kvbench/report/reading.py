@@ -91,14 +91,16 @@ def _rank(cell: Cell) -> tuple:
 def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str]) -> Cell:
     load = summary.get("load") or {}
     is_open = load.get("mode") == "open"
-    value = number(load.get("request_rate" if is_open else "concurrency")) or 0.0
+    asked = load.get("request_rate" if is_open else "concurrency")
+    value = math.inf if asked == "inf" else number(asked) or 0.0
     gauges = read_gauges(where)
     repeats = []
     for entry in summary["repeats"]:
         metrics = entry.get("metrics") or {}
         mine = gauges[gauges["repeat"] == entry["repeat"]] if len(gauges) else gauges
         server, machine = entry.get("server") or {}, entry.get("machine") or {}
-        repeats.append(Repeat(int(entry["repeat"]), metrics, server, _observe(mine, metrics), machine))
+        cache = {**(entry.get("prefix_cache") or {}), **(entry.get("prefix_cache_bounds") or {})}
+        repeats.append(Repeat(int(entry["repeat"]), metrics, server, _observe(mine, metrics), machine, cache))
     config_id = str(summary.get("config_id", where.name))
     return Cell(
         cell_id=str(summary.get("cell_id", where.name)),
@@ -107,7 +109,7 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str]) -> 
         is_baseline=bool(summary.get("is_baseline")),
         varied=summary.get("varied") or {},
         settings=summary.get("settings") or {},
-        load=LoadPoint("open" if is_open else "closed", value),
+        load=LoadPoint("open" if is_open else "closed", value, str(load.get("arrivals") or "")),
         capacity=summary.get("capacity") or {},
         repeats=tuple(sorted(repeats, key=lambda r: r.repeat)),
         pooled=summary.get("pooled") or {},

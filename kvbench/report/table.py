@@ -12,6 +12,8 @@ from kvbench.report.findings import HIGHER, LOWER, Ratio, compare, reference, sp
 from kvbench.report.ledger import accounting
 from kvbench.report.style import RATIO_MARKS, marked_ratio
 
+CLIENT_QUEUE = "client_queue_ms"
+TITLES = {CLIENT_QUEUE: "client queue"}
 UNCERTAIN = "*"
 UNCERTAIN_NOTE = (
     "* too few samples to be 99 % sure that at least two lie above the true percentile (p95 needs 130, p99 662)."
@@ -57,7 +59,7 @@ def columns(run: Run) -> list[Column]:
     hidden = {"ratio"} if len(run.configs) < 2 else set()
     return [
         col
-        for col in (*_client_columns(run), *_server_columns(), FAILED)
+        for col in (*_client_columns(run), *_server_columns(run), FAILED)
         if col.key in always
         or (col.key not in hidden and any(col.of(run, cell).sort is not None for cell in run.cells))
     ]
@@ -66,7 +68,11 @@ def columns(run: Run) -> list[Column]:
 def _client_columns(run: Run) -> list[Column]:
     """What the client saw."""
     whole = "whole run, raw samples of all repeats"
-    hints = {"ttft_ms": f"{whole}; small: of the requests sent in the steady window"}
+    steady = ("ttft_ms",)
+    hints = {
+        "ttft_ms": f"{whole}; small: of the requests sent in the steady window",
+        CLIENT_QUEUE: f"the part of TTFT for which requests waited in the client for a place under the cap; {whole}",
+    }
     return [
         Column("configuration", "configuration", "engine settings", lambda _, c: _configuration(c)),
         Column(
@@ -78,31 +84,33 @@ def _client_columns(run: Run) -> list[Column]:
         Column(
             "output_tokens_per_s",
             "output tok/s",
-            "steady window: median, lowest–highest repeat",
+            "steady window: median, lowest–highest repeat; then the whole run, ramp-up and drain included",
             lambda _, c: _throughput(c),
         ),
         Column("ratio", f"ratio to {_reference_name(run)}", f"paired by repeat; {RATIO_MARKS}", _ratio),
         *(
             Column(
                 f"{metric}_{which}",
-                f"{metric[:-3].upper()} {which} ms{' (steady)' if metric in hints else ''}",
+                f"{TITLES.get(metric) or metric[:-3].upper()} {which} ms{' (steady)' if metric in steady else ''}",
                 hints.get(metric, whole),
                 _percentile(metric, which),
             )
-            for metric in ("ttft_ms", "tpot_ms", "itl_ms")
+            for metric in ("ttft_ms", CLIENT_QUEUE, "tpot_ms", "itl_ms")
             for which in ("p50", "p95")
         ),
         Column(
             "goodput",
             "goodput",
-            "requests/s that met every SLO",
-            lambda _, c: _spread_value(c.per_repeat("goodput"), words.significant),
+            f"requests/s that met {words.slo_words(run.load_section.get('slo')) or 'every SLO'}, whole run; small: "
+            "their share of all requests, and requests/s in the steady window",
+            lambda _, c: _goodput(c),
         ),
     ]
 
 
-def _server_columns() -> list[Column]:
+def _server_columns(run: Run) -> list[Column]:
     """What the server's /metrics said; none of it exists for a server without one."""
+    state = run.load_section.get("cache_state")
     return [
         Column(
             "running_mean",
@@ -131,9 +139,9 @@ def _server_columns() -> list[Column]:
         ),
         Column(
             "prefix_hit_rate",
-            "prefix hits",
-            "share of prompt tokens found in the prefix cache",
-            lambda _, c: Value(words.percent(c.hit_rate), c.hit_rate),
+            f"prefix hits{f' ({state})' if state else ''}",
+            "share of prompt tokens found in the prefix cache; small: what prompts and declared cache state allow",
+            lambda _, c: _hits(c),
         ),
     ]
 
@@ -209,8 +217,30 @@ def _throughput(cell: Cell) -> Value:
     if s is None:
         return Value("–")
     note = f"{words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}" if s.n > 1 else "one repeat"
-    note += "" if cell.has_steady else ", whole run"
+    whole = spread(cell.throughput(steady=False))
+    if not cell.has_steady:
+        note += ", whole run"
+    elif whole is not None:
+        note += f"; whole {words.tokens_per_s(whole.median)}"
     return Value(words.tokens_per_s(s.median), s.median, note)
+
+
+def _goodput(cell: Cell) -> Value:
+    s = spread(cell.per_repeat("goodput"))
+    if s is None:
+        return Value("–")
+    shares = {r: v * cell.per_repeat("duration_s").get(r, 0.0) for r, v in cell.per_repeat("goodput").items()}
+    sent = cell.count("completed") + cell.count("failed")
+    notes = [words.percent(sum(shares.values()) / sent)] if sent and sum(shares.values()) else []
+    if (steady := spread(cell.per_repeat("steady_goodput"))) is not None:
+        notes.append(f"steady {words.significant(steady.median)}")
+    return Value(words.significant(s.median), s.median, ", ".join(notes))
+
+
+def _hits(cell: Cell) -> Value:
+    possible = cell.possible_hits
+    note = "" if possible is None else f"of {words.percent(possible[0])}–{words.percent(possible[1])}"
+    return Value(words.percent(cell.hit_rate), cell.hit_rate, note if cell.hit_rate is not None else "")
 
 
 def _ratio(run: Run, cell: Cell) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def tokens_per_s(value: float | None) -> str:
@@ -94,3 +94,9 @@ def listing(items: Sequence[str]) -> str:
 def plural(number: float, noun: str) -> str:
     """1 preemption, 12 preemptions."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def slo_words(slo: Mapping[str, float | None] | None) -> str:
+    """``ttft <= 200 ms and tpot <= 50 ms``; empty without one."""
+    limits = {k: v for k, v in (slo or {}).items() if v is not None}
+    return " and ".join(f"{name.removesuffix('_ms')} <= {limit:g} ms" for name, limit in limits.items())

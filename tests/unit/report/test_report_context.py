@@ -18,7 +18,7 @@ from kvbench.report.findings import compare
 from kvbench.report.manifest import environment, made_from, warnings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
-from kvbench.report.quality import quality_columns, quality_rows
+from kvbench.report.quality import calibrations, quality_columns, quality_rows, quality_sentences
 from kvbench.report.reading import read_run
 from kvbench.report.table import columns, flat_rows, rows
 from tests.support.report_cells import cell, run
@@ -141,9 +141,8 @@ def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
         for row in quality_rows(shown)
     }
     paged = text["paged (page 16)"]
-    assert [paged[k].text for k in ("client_lag_p99_ms", "lag_source", "client_cpu", "valid")] == [
-        "0.17", "server stamps", "2.1 %", "yes",
-    ]  # fmt: skip
+    assert [paged[k].text for k in ("client_lag_p99_ms", "client_cpu", "valid")] == ["0.17", "2.1 %", "yes"]
+    assert paged["client_lag_p99_ms"].note == "server stamps"
     assert [paged[f"machine_{k}"].text for k in ("foreign_cpu_cores", "steal_share", "load_average", "cores")] == [
         "0.42", "3.1 %", "3.20", "2",
     ]  # fmt: skip
@@ -159,6 +158,42 @@ def test_quality_takes_the_highest_of_the_repeats() -> None:
     keys = [c.key for c in quality_columns(shown)]
     assert quality_rows(shown)[0].values[keys.index("client_lag_p99_ms")].sort == 0.9
     assert "machine_steal_share" not in keys  # nobody recorded it: no column of dashes
+
+
+def test_quality_of_an_open_loop_of_several_processes_has_slip_cost_and_processes() -> None:
+    client = {
+        "lag_p99_ms": 0.4, "cpu_fraction": 0.31, "schedule_slip_p99_ms": 1.25, "coalesced_share": 0.0004,
+        "cpu_s_per_1000_output_tokens": 0.125, "processes": [{"name": "a"}, {"name": "b"}],
+    }  # fmt: skip
+    shown = run(cell(client=client, load=4, mode="open", machine={"foreign_cpu_cores": 0.02}), cell("contiguous"))
+    values = dict(zip((c.key for c in quality_columns(shown)), quality_rows(shown)[0].values, strict=True))
+    texts = [values[f"client_{k}"].text for k in ("schedule_slip_p99_ms", "coalesced_share", "processes")]
+    assert texts == ["1.2", "0.04 %", "2"] and values["client_cpu"].note == "0.12 s/1,000"
+    (said,) = quality_sentences(shown)
+    assert said == (
+        "The worst of all loads: p99 timestamp lag 0.40 ms, p99 schedule slip 1.2 ms, client at 31 % of a core, "
+        "0.12 s of client CPU per 1,000 output tokens, 0.02 cores taken by other processes."
+    )
+
+
+CALIBRATION = {
+    "settings": {"streams": 64, "itl_ms": 20.0, "processes": 1, "seconds": 3.0},
+    "figures": {"lag_p99_ms": 0.334, "itl_error_p99_ms": 0.29, "cpu_us_per_event": 21.4, "coalesced_share": 0.0001},
+    "reasons": [],
+}
+
+
+def test_the_clients_calibration_is_a_sentence() -> None:
+    manifest = {"calibration": {"left_out": False, "measured": [CALIBRATION]}}
+    assert calibrations(run(cell(), **manifest)) == [
+        "The load client was calibrated against the mock server at 64 streams of 20 ms ITL: p99 timestamp lag 0.33 ms, "
+        "p99 ITL error 0.29 ms, CPU an event 21 µs, coalesced 0.01 %."
+    ]
+    over = {**CALIBRATION, "settings": {**CALIBRATION["settings"], "processes": 4}, "reasons": ["it lags."]}
+    (said,) = calibrations(run(cell(), calibration={"measured": [over]}))
+    assert "over 4 processes" in said and said.endswith("Over the limits: it lags.")
+    assert "not calibrated" in calibrations(run(cell(), calibration={"left_out": True, "measured": []}))[0]
+    assert calibrations(run(cell())) == []
 
 
 def test_quality_table_is_in_page_and_markdown(run_of: Callable[[str], Run], page_of: Callable[[str], str]) -> None:

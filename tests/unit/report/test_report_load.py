@@ -1,0 +1,129 @@
+"""What the report says of the load: rates, caps, goodput, cache state, priorities, turns, targets, skipped cells."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from kvbench.report.breakdown import class_name, class_rows, turn_rows
+from kvbench.report.data import Cell, LoadPoint, Repeat, Run
+from kvbench.report.manifest import brief, environment, skipped_notes
+from kvbench.report.markdown import markdown
+from kvbench.report.page import page
+from kvbench.report.table import columns, rows
+from tests.support.report_cells import cell, run
+
+CAPPED = {"client_queue_ms": {"p50": 40.0, "p95": 120.0, "uncertain": []}}
+
+
+def changed(one: Cell, metrics: dict[str, Any] | None = None, cache: Any = (), **fields: Any) -> Cell:
+    """`one` with more metrics in every repeat, and the prefix cache of each."""
+    repeats = tuple(
+        Repeat(r.repeat, {**r.metrics, **(metrics or {})}, r.server, r.observed, r.machine, cache[i] if cache else {})
+        for i, r in enumerate(one.repeats)
+    )
+    return dataclasses.replace(one, repeats=repeats, **fields)
+
+
+def entries(shown: Run, at: int = 0) -> dict[str, Any]:
+    return dict(zip((c.key for c in columns(shown)), rows(shown)[at].values, strict=True))
+
+
+def test_the_whole_run_stands_beside_the_steady_window() -> None:
+    shown = run(changed(cell(throughput=(100.0, 110.0, 120.0)), {"output_throughput": 90.0}), cell("contiguous"))
+    at = [row.cell.is_paged for row in rows(shown)].index(True)
+    assert entries(shown, at)["output_tokens_per_s"].note == "100–120; whole 90.0"
+
+
+def test_time_queued_in_the_client_is_shown_beside_ttft_where_there_was_any() -> None:
+    plain = cell()
+    capped = changed(plain, pooled={**plain.pooled, **CAPPED})
+    keys = [c.key for c in columns(run(capped))]
+    assert keys.index("client_queue_ms_p50") == keys.index("ttft_ms_p95") + 1
+    assert entries(run(capped))["client_queue_ms_p95"].text == "120"
+    assert not any("queue" in c.key for c in columns(run(plain)))
+
+
+def test_goodput_has_its_share_its_steady_window_and_its_slo_written_out() -> None:
+    good = changed(cell(), {"goodput": 2.0, "steady_goodput": 2.5, "duration_s": 18.0})  # 48 requests a repeat
+    slo = {"slo": {"ttft_ms": 200.0, "tpot_ms": 50.0, "e2el_ms": None}}
+    shown = run(good, workload={"name": "w", "load": slo})
+    value = entries(shown)["goodput"]
+    assert (value.text, value.note) == ("2.00", "75 %, steady 2.50")
+    hint = next(c.hint for c in columns(shown) if c.key == "goodput")
+    assert "ttft <= 200 ms and tpot <= 50 ms" in hint
+    assert "ttft &lt;= 200 ms and tpot &lt;= 50 ms" in page(shown)
+
+
+def test_hits_stand_beside_what_the_declared_state_allows() -> None:
+    cache = [{"hits": 20.0, "queries": 100.0, "low": 0, "high": 25}] * 3
+    server = {"prefix_cache_hits_total": 20.0, "prefix_cache_queries_total": 100.0}
+    shown = run(changed(cell(server=server), cache=cache), workload={"name": "w", "load": {"cache_state": "primed"}})
+    value = entries(shown)["prefix_hit_rate"]
+    assert (value.text, value.note) == ("20 %", "of 0 %–25 %")
+    assert "primed" in next(c.title for c in columns(shown) if c.key == "prefix_hit_rate")
+    unknown = run(changed(cell(server=server), cache=[*cache[:2], {}]))
+    assert entries(unknown)["prefix_hit_rate"].note == ""  # of one repeat it is not known
+
+
+def test_loads_without_one_rate_have_names_of_their_own() -> None:
+    named = (
+        (LoadPoint("open", 4.0, "gamma"), "4 requests/s", "4/s"),
+        (LoadPoint("open", 0.0, "ramp"), "a ramp of the rate", "ramp"),
+        (LoadPoint("open", 0.0, "step"), "a rate in steps", "step"),
+        (LoadPoint("open", 0.0, "trace"), "the trace's own arrivals", "trace"),
+        (LoadPoint("open", 0.0), "the trace's own arrivals", "trace"),
+        (LoadPoint("open", math.inf), "all requests at once", "all"),
+        (LoadPoint("closed", 1.0), "1 concurrent request", "1 at once"),
+    )
+    for load, label, short in named:
+        assert (load.label, load.short) == (label, short)
+
+
+def group(n: int, **more: Any) -> dict[str, Any]:
+    return {"n": n, "ttft_ms": {"p50": 9.0, "p95": 20.0, "uncertain": ["p95"]}, **more}
+
+
+def test_the_most_urgent_class_comes_first_with_its_priority() -> None:
+    one = cell()
+    per_class = {"batch": group(30, priority=5), "chat": group(10, priority=0)}
+    shown = run(dataclasses.replace(one, pooled={**one.pooled, "per_class": per_class}))
+    assert [(class_name(row), row.n) for row in class_rows(shown)] == [
+        ("chat (priority 0)", 10), ("batch (priority 5)", 30),
+    ]  # fmt: skip
+    alike = {"batch": group(30, priority=0), "chat": group(10, priority=0)}
+    shown = run(dataclasses.replace(one, pooled={**one.pooled, "per_class": alike}))
+    assert [class_name(row) for row in class_rows(shown)] == ["batch", "chat"]
+
+
+def test_first_and_later_turns_have_a_table() -> None:
+    one = cell()
+    shown = run(dataclasses.replace(one, pooled={**one.pooled, "per_turn": {"first": group(8), "later": group(20)}}))
+    assert [(row.name, row.n, row.values[1].text) for row in turn_rows(shown)] == [
+        ("first turn", 8, "20.0 ms*"), ("later turns", 20, "20.0 ms*"),
+    ]  # fmt: skip
+    assert "By turn of the conversation" in page(shown) and "## By turn of the conversation" in markdown(shown)
+    assert turn_rows(run(one)) == [] and "By turn" not in page(run(one))
+
+
+def test_what_was_not_run_is_said_with_its_reason() -> None:
+    shown = run(cell(), notes=["skipped contiguous: vLLM cannot have layout contiguous: its KV cache is always paged"])
+    assert skipped_notes(shown)[0] in page(shown) and "## Not run" in markdown(shown)
+    assert "Not run" not in page(run(cell()))
+
+
+def test_the_target_and_its_version_are_in_the_header() -> None:
+    server = {"server": {"kind": "vllm", "title": "vLLM", "quirks": ["a quirk"]}, "versions": {"vllm": "0.32.0"}}
+    shown = run(cell(), servers={"a": server, "b": server}, model={"name": "m"}, backend="vllm")
+    assert brief(shown) == ["vLLM 0.32.0", "m"]
+    facts = dict(environment(shown))
+    assert facts["target"] == "vLLM 0.32.0" and facts["of this target"] == "a quirk"
+    url = run(cell(), backend="openai", target="http://127.0.0.1:8000")
+    assert brief(url) == ["http://127.0.0.1:8000"]
+    assert brief(run(cell(), backend="kvbench", servers={"a": {"versions": {"torch": "2"}}})) == []
+
+
+def test_the_cells_of_a_valid_run_are_folded_and_those_of_an_invalid_one_are_not() -> None:
+    assert "<details><summary>Cell by cell" in page(run(cell()))
+    assert "<details open><summary>Cell by cell" in page(run(cell(reasons=("repeat 1: it lagged",))))
