@@ -66,7 +66,7 @@ def _lengths(trace: Trace, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Full pages, and tokens in the last, partly filled one, at ``size`` tokens a page. int64 [requests] each"""
     assert trace.page_size is not None
     full, rest = np.divmod(trace.prompt_tokens, trace.page_size)
-    scaled = np.clip(rest * size // trace.page_size, 1, max(1, size - 1))
+    scaled = np.maximum(1, rest * size // trace.page_size)
     return full, np.where(rest > 0, scaled, (full == 0).astype(np.int64))  # at least one token: an empty prompt is none
 
 

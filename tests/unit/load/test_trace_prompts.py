@@ -104,6 +104,8 @@ def test_equal_page_ids_are_equal_tokens_and_others_differ_at_once(tmp_path):
     first = requests[0]
     assert [shared_tokens(first, other) for other in requests] == [40, 40, 32, 0, 16, 0]
     assert first.prompt_token_ids[16:32] == requests[3].prompt_token_ids[:16]  # the same page at another place
+    pages = [first.prompt_token_ids[:16], first.prompt_token_ids[16:32], requests[2].prompt_token_ids[32:]]
+    assert all(sum(x == y for x, y in zip(a, b, strict=False)) < 3 for a, b in itertools.combinations(pages, 2))
     assert [r.prefix_tokens for r in requests] == [32, 32, 32, 0, 16, 0]
     assert distinct_prefixes(requests) == [first.prompt_token_ids[:32], first.prompt_token_ids[:16]]
     assert all(16 <= token < 8192 for r in requests for token in r.prompt_token_ids)
@@ -134,7 +136,7 @@ def test_auto_shrinks_the_page_until_the_longest_fits(tmp_path, max_model_len):
 
     def longest(size: int) -> int:
         return max(
-            (n // 16) * size + max(1, min(size - 1, n % 16 * size // 16)) * (n % 16 > 0) + max(1, m * size // 16)
+            (n // 16) * size + max(1, n % 16 * size // 16) * (n % 16 > 0) + max(1, m * size // 16)
             for n, m in ((row["input_length"], row["output_length"]) for row in MOONCAKE)
         )
 
@@ -208,6 +210,14 @@ def test_texts_that_do_not_fit_are_left_out_with_what_follows_them(tmp_path):
     )
     assert [(r.session, r.turn) for r in requests] == [(0, 0), (0, 1)]
     assert requests.notes["trace_requests_too_long"] == 2
+    agent = [
+        {"timestamp": i, "session_id": "s", "input": "so it goes " * n, "output": "on"}
+        for i, n in enumerate((1, 40, 1))
+    ]
+    cut = build(
+        tmp_path / "a", jsonl(*agent), load=CLOSED | {"build": {"concurrency": 1, "max_model_len": 60}}, sessions=True
+    )
+    assert [(r.session, r.turn) for r in cut] == [(0, 0)]
     with pytest.raises(ValueError, match="none of the trace's 4 requests fits max_model_len 5"):
         build(tmp_path / "t", load=CLOSED | {"build": {"concurrency": 1, "max_model_len": 5}})
     with pytest.raises(ValueError, match="would cut texts"):

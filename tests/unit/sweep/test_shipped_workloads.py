@@ -159,19 +159,18 @@ def test_mooncake_replays_the_pages_of_its_trace():
         pytest.skip(f"no trace slices in {MOONCAKE.parents[1]}; set KVBENCH_TRACES to their folder")
     workload = load_workload(WORKLOADS / "mooncake.yaml", profile="cpu", overrides=[f"load.prompts.path={MOONCAKE}"])
     design, _ = plan_sweep(workload, (), check_configuration)
-    cell = next(c for c in design.cells if c.cell_id == "paged-p16-prefix-trace")
-    requests = requests_of(workload, cell, max_model_len=4096)
+    cell = next(c for c in design.cells if c.cell_id == "paged-p8-prefix-trace")
+    requests = requests_of(workload, cell, max_model_len=2048)
     trace = read_page_ids(MOONCAKE)
     ids = trace.take(np.flatnonzero(trace.arrival_s < 60))
-    assert len(requests) == len(ids) == 218 and requests.notes["page_size_of_prompts"] == 16
-    assert [len(r.prompt_token_ids) // 16 for r in requests] == (ids.prompt_tokens // 512).tolist()
+    assert len(requests) == len(ids) == 218 and requests.notes["page_size_of_prompts"] == 8
+    assert [len(r.prompt_token_ids) // 8 for r in requests] == (ids.prompt_tokens // 512).tolist()
     config = EngineConfig.from_mapping(dict(cell.configuration.settings))
     shape = find_model(config.model, config.load_format).kv_shape("float32")
-    engine = Engine(
-        config, CountingExecutor(VOCAB), make_kv_manager(config, capacity_of(config, shape, config.kv_budget))
-    )
+    kv = make_kv_manager(config, capacity_of(config, shape, config.kv_budget))
+    engine = Engine(config, CountingExecutor(VOCAB), kv)
     complete(engine, requests, 1)
     # One at a time, the cache serves what the same number of pages hits on the trace's ids (the last page may differ).
-    pages = engine.stats().prefix_cache_hits / 16
-    assert pages == pytest.approx(replay(ids, 16448 // 16).hits.sum(), rel=0.05)
+    pages = engine.stats().prefix_cache_hits / 8
+    assert pages == pytest.approx(replay(ids, kv.pool.num_pages).hits.sum(), rel=0.05)
     assert len({r.arrival_s for r in requests}) > 200  # spread over the clock's ticks of 3 s

@@ -197,6 +197,22 @@ def test_a_conversation_gives_a_request_for_each_answered_turn(tmp_path):
     assert trace.left_out == {"replies without a question": 1, "questions without a reply": 1}
 
 
+def test_agents_are_in_microseconds_and_files_share_their_clock(tmp_path):
+    rows = [{"timestamp": 1760587752017385 + 250_000 * i, "input": f"q{i}", "output": "A", "session_id": "s"}
+            for i in (2, 0)]  # fmt: skip
+    other = {"timestamp": 1760587752017385 + 250_000, "input": "r", "output": "", "session_id": "t"}
+    trace = read_trace([write(tmp_path, lines(*rows)), write(tmp_path, lines(other), "second")])
+    assert trace.arrival_s == pytest.approx([0, 0.25, 0.5], abs=1e-6)
+    assert trace.prompts == (("q0",), ("r",), ("q2",)) and trace.replies == ("A", "", "A")
+    assert trace.session.tolist() == [0, 1, 0] and trace.turn.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["sharegpt", "azure", "custom", "weka"])
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path, name):
+    plain, marked = write(tmp_path, SAMPLES[name]), write(tmp_path, "\ufeff" + SAMPLES[name], "marked")
+    assert read_trace(marked).format == name and len(read_trace(marked)) == len(read_trace(plain))
+
+
 def test_a_long_array_is_read_item_by_item(tmp_path):
     talk = json.loads(SHAREGPT)[1]
     many = [talk | {"id": "x" * 5000} for _ in range(700)]  # 3.5 MB: more than is read at once
