@@ -19,6 +19,7 @@ from kvbench.settings import effective
 from kvbench.workload import Workload
 
 _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is measured
+_CAPACITY = ("num_pages", "capacity_tokens", "kv_budget_bytes", "bytes_per_token")
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
 
 Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -148,9 +149,7 @@ def capacity_note(configurations: Sequence[Configuration], capacity: Mapping[str
     None when a size is not known.
     """
     known = [
-        (c, told)
-        for c in configurations
-        if (told := capacity.get(c.config_id, {})).get("num_pages") and told.get("kv_budget_bytes")
+        (c, told) for c in configurations if all((told := capacity.get(c.config_id, {})).get(key) for key in _CAPACITY)
     ]
     firsts = [
         next(((c, told) for c, told in known if c.settings.get("layout") == layout), None)
@@ -196,7 +195,8 @@ def describe_plan(
     console.print("cells:", highlight=False)
     for cell in design.cells:
         point = cell.load
-        what = f"{point.concurrency} users" if point.mode == "closed" else f"{point.request_rate or 'trace'} requests/s"
+        offered = f"{point.request_rate:g} requests/s" if point.request_rate else f"arrivals: {point.arrivals}"
+        what = f"{point.concurrency} users" if point.mode == "closed" else offered
         count = f", {point.num_requests} requests" if point.num_requests else ""
         mark = "  (baseline)" if cell.configuration.is_baseline else ""
         console.print(

@@ -29,6 +29,7 @@ from kvbench.targets.versions import version_of
 from kvbench.watchdog import Watchdog
 
 _POLL_S = 0.2
+_NOT_OURS_ALONE = ("max_model_len", "vocab_size", "kv_budget_bytes", "bytes_per_token")  # of a capacity
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Launcher:
         if reason := self.refusal(settings):
             raise ValueError(reason)
         known = self.arithmetic(settings)
-        return {key: known[key] for key in ("max_model_len", "vocab_size", "kv_budget_bytes") if known.get(key)}
+        return {key: known[key] for key in _NOT_OURS_ALONE if known.get(key)}
 
     def command(self, settings: Mapping[str, Any], *, model: str, port: int, scratch: str) -> tuple[str, ...]:
         """The launch command. Raises UsageError for a template's placeholder without a value."""
@@ -104,7 +105,7 @@ class LaunchedTarget(HttpTarget):
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Launch and wait until it serves. Raises UsageError or MeasurementError."""
         preset = self.preset
-        served = self.folders.get(settings, drop_eos=not preset.dialect.ignore_eos, model_format=preset.model_format)
+        served = self._served(settings)
         if self.port:
             require_free_port("127.0.0.1", self.port)
         port = self.port or _free_port()
@@ -131,6 +132,17 @@ class LaunchedTarget(HttpTarget):
         except BaseException:
             self.stop()
             raise
+
+    def _served(self, settings: Mapping[str, Any]) -> ServedModel:
+        """The model's folder; for a command that does not ask for one, what is known of the workload's model."""
+        template = self.launcher.template
+        if template is not None and "model" not in template.names:
+            known = self.launcher.arithmetic(settings)
+            name = Path(str(settings.get("model", "")))
+            return ServedModel(name, None, known.get("vocab_size"), known.get("max_model_len"))
+        return self.folders.get(
+            settings, drop_eos=not self.preset.dialect.ignore_eos, model_format=self.preset.model_format
+        )
 
     def _wait_ready(self, log: Path) -> None:
         assert self._process is not None

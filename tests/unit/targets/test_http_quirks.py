@@ -1,0 +1,164 @@
+"""The calls around a load, to servers that answer each in its own way."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer
+
+import engine.tokenizer
+from kvbench import server_state
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.load.requests import RequestSpec
+from kvbench.load.spec import LoadSpec
+from kvbench.targets.base import Access
+from kvbench.targets.openai import OpenAITarget
+from kvbench.targets.presets import GENERIC, PRESETS
+from kvbench.targets.texts import TokenizerTexts, WordTexts, with_texts
+from kvbench.targets.versions import version_of
+from tests.support.scripted_http import scripted_server
+
+MODELS = {"/v1/models": (200, {"data": [{"id": "m", "max_model_len": 256}]})}
+
+
+def target_at(server, preset=GENERIC, **options):
+    target = OpenAITarget(server.url, vocab_size=512, max_model_len=256, preset=preset, **options)
+    target.start({}, None)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("preset", "answers", "expected"),
+    [
+        ("vllm", {"/reset_prefix_cache": (200, {"success": True})}, True),
+        ("vllm", {"/reset_prefix_cache": (200, {"success": False})}, False),  # blocks are still held
+        ("vllm", {"/reset_prefix_cache": (200, "")}, True),  # before 0.11
+        ("vllm", {}, None),  # not in dev mode
+        ("sglang", {"/flush_cache": (200, "Cache flushed.")}, True),
+        ("sglang", {"/flush_cache": (400, "pending requests")}, False),
+        ("llamacpp", {"/slots": (200, [{"id": 0}, {"id": 1}]), "/slots/0?action=erase": (200, {"n_erased": 5}),
+                      "/slots/1?action=erase": (200, {"n_erased": 0})}, True),
+        ("llamacpp", {"/slots": (200, [{"id": 0}]), "/slots/0?action=erase": (501, {"error": "disabled"})}, None),
+        ("llamacpp", {}, None),
+        ("tgi", {"/reset_prefix_cache": (200, "")}, None),
+        (None, {"/reset_prefix_cache": (409, "busy")}, False),
+    ],
+)  # fmt: skip
+def test_the_prefix_cache_is_emptied_as_each_server_has_it(preset, answers, expected):
+    with scripted_server(MODELS | answers) as server:
+        target = target_at(server, PRESETS[preset] if preset else GENERIC)
+        assert target.reset_prefix_cache() is expected
+        posted = [path for method, path, *_ in server.asked if method == "POST"]
+        assert set(posted) >= {path for path in answers if "erase" in path}  # every slot
+        target.stop()
+
+
+def test_a_reset_that_fails_is_an_error_and_not_an_unknown_state():
+    with scripted_server(MODELS | {"/flush_cache": (500, "oops")}) as server:
+        target = target_at(server, PRESETS["sglang"])
+        with pytest.raises(MeasurementError, match="/flush_cache answered 500"):
+            target.reset_prefix_cache()
+        target.stop()
+
+
+def load(state="cold"):
+    return SimpleNamespace(cache_state=state, timeout_s=5.0)
+
+
+def test_an_own_server_is_cold_before_its_first_load_only():
+    with scripted_server(MODELS) as server:
+        target = target_at(server)
+        target.starts_cold = True
+        assert server_state.prepare_cache(target, load(), [], first=True) == []
+        (reason,) = server_state.prepare_cache(target, load(), [], first=False)
+        assert "has no way to empty it" in reason
+        target.starts_cold = False  # it ran before we came
+        assert len(server_state.prepare_cache(target, load(), [], first=True)) == 1
+        assert server_state.prepare_cache(target, load("steady"), [], first=True) == []
+        target.stop()
+
+
+@pytest.mark.parametrize(
+    ("preset", "answers", "version"),
+    [
+        ("vllm", {"/version": (200, {"version": "0.32.0"})}, "0.32.0"),
+        ("sglang", {"/server_info": (200, {"version": "0.5.9", "tp_size": 1})}, "0.5.9"),
+        ("tgi", {"/info": (200, {"version": "3.3.4", "model_dtype": "float16"})}, "3.3.4"),
+        ("llamacpp", {"/props": (200, {"build_info": "b6800-abc"})}, "b6800-abc"),
+        ("vllm", {}, None),
+    ],
+)
+def test_versions_are_asked_where_each_server_tells_them(preset, answers, version):
+    with scripted_server(MODELS | answers) as server:
+        target = target_at(server, PRESETS[preset])
+        assert version_of(target, "") == version
+        target.stop()
+
+
+def test_the_load_client_is_told_of_dialect_key_and_tls_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("KEY_OF_THE_TEST", "secret")
+    with scripted_server(MODELS) as server:
+        plain = target_at(server)
+        assert plain.client_fields() == {}
+        plain.stop()
+        access = Access("KEY_OF_THE_TEST", tls_verify=False, tls_ca_file="ca.pem")
+        target = OpenAITarget(server.url, vocab_size=1, max_model_len=9, preset=PRESETS["transformers"], access=Access(
+            "KEY_OF_THE_TEST"), model="m")  # fmt: skip
+        fields = target.client_fields() | access.fields()
+        assert fields["api_key_env"] == "KEY_OF_THE_TEST" and "secret" not in str(fields)
+        assert fields["tls_verify"] is False and fields["tls_ca_file"] == "ca.pem"
+        spec = LoadSpec(base_url=server.url, model="m", mode="closed", concurrency=1, requests_file="", out_dir="",
+                        timeout_s=1.0, **fields)  # fmt: skip
+        assert spec.dialect == PRESETS["transformers"].dialect
+        target.json_at("/v1/models")
+        assert server.asked[-1][2]["Authorization"] == "Bearer secret"
+        target.stop()
+    monkeypatch.delenv("KEY_OF_THE_TEST")
+    with pytest.raises(UsageError, match="KEY_OF_THE_TEST: this variable holds no key"):
+        OpenAITarget("http://127.0.0.1:1", access=Access("KEY_OF_THE_TEST"))
+
+
+def test_a_server_that_lists_no_models_must_be_told_the_name():
+    with scripted_server({"/health": (200, {})}) as server:
+        preset = PRESETS["transformers"]
+        with pytest.raises(UsageError, match="give --model NAME"):
+            OpenAITarget(server.url, vocab_size=5, max_model_len=9, preset=preset).start({}, None)
+        target = OpenAITarget(server.url, model="/m", vocab_size=5, max_model_len=9, preset=preset)
+        target.start({}, None)
+        assert target.model.name == "/m"
+        target.stop()
+
+
+REQUESTS = [RequestSpec(0, "a", (17, 4, 300), None, 5, prefix_tokens=2), RequestSpec(1, "a", (1,), "as it is", 5)]
+
+
+def test_ids_become_texts_for_a_server_that_takes_no_ids():
+    with scripted_server(MODELS | {"/health": (200, {}), "/v1/completions": (200, {"choices": [{}]})}) as server:
+        target = target_at(server, PRESETS["tgi"])
+        with pytest.raises(MeasurementError, match="no tokenizer to make texts of them"):
+            target.as_sent(REQUESTS)
+        target._texts = WordTexts()
+        first, second = target.as_sent(REQUESTS)
+        assert (first.prompt, first.prompt_token_ids, first.prefix_tokens) == ("17 4 300", (17, 4, 300), 2)
+        assert second.prompt == "as it is"
+        target.complete([5, 6], 1, 5.0)
+        assert server.asked[-1][3]["prompt"] == "5 6"
+        target.stop()
+        takes_ids = target_at(server)
+        assert takes_ids.as_sent(REQUESTS) is REQUESTS
+        takes_ids.stop()
+
+
+def test_texts_of_a_real_tokenizer_have_as_many_tokens_as_there_were_ids():
+    folder = Path(engine.tokenizer.__file__).parent / "bpe8k"
+    texts, tokenizer = TokenizerTexts(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    draw = random.Random(1)
+    prompts = [[draw.randrange(8192) for _ in range(draw.randrange(1, 200))] for _ in range(60)]
+    made = [tokenizer.encode(texts.text(ids), add_special_tokens=False).ids for ids in prompts]
+    off = [abs(len(m) - len(ids)) for m, ids in zip(made, prompts, strict=True)]
+    assert max(off) <= 2 and sum(o == 0 for o in off) >= 54
+    again = with_texts([RequestSpec(0, "a", tuple(prompts[0]), None, 5)], texts)
+    assert again.notes["sent_as"] == "text" and again[0].prompt == texts.text(prompts[0])
