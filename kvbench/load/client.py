@@ -192,6 +192,8 @@ class StreamingClient:
             return
         if reader.complete:
             self._finish(None, None)
+        elif self._connection.ended:
+            self._on_closed()
 
     def _on_closed(self) -> None:
         if self._reader.begun and self._reader.until_close:

@@ -128,7 +128,9 @@ _WALL = _WallClock()
 
 
 class Connection:
-    """One open TCP connection."""
+    """One open TCP connection. ``ended``: after what was last received nothing comes."""
+
+    ended = False
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = _RawSocket(fileno=sock.detach())
@@ -223,17 +225,17 @@ class TlsConnection(Connection):
         try:
             while piece := self._tls.read(_READ_BYTES):
                 plain.append(piece)
-            ended = True
+            self.ended = True  # the closing alert may come together with data
         except ssl.SSLWantReadError:
-            ended = False  # all that was pending is read
+            pass  # all that was pending is read
         except ssl.SSLZeroReturnError:
-            ended = True
+            self.ended = True
         except ssl.SSLError as error:
             if not plain:
                 raise ConnectionError(f"TLS: {error.reason or error}") from None
-            ended = False  # the next read finds the same error
+            # else the next read finds the same error
         self._flush()
-        return (b"".join(plain), arrived) if plain or ended else (None, 0.0)
+        return (b"".join(plain), arrived) if plain or self.ended else (None, 0.0)
 
 
 def open_connection(address: Address, timeouts: Timeouts, tls: ssl.SSLContext | None) -> Connection:

@@ -2,8 +2,8 @@
 
     python tests/support/exchange.py URL < jobs.json
 
-A job: {"model", "prompt", "max_tokens", "timeouts": {...}, "repeat": n}; all jobs run at once, each on one client that
-performs ``repeat`` exchanges after one another. Prints one list of outcomes per job.
+A job: {"model", "prompt", "max_tokens", "timeouts": {...}, "repeat": n, "tls": {"verify", "ca_file"}}; all jobs run at
+once, each on one client that performs ``repeat`` exchanges after one another. Prints one list of outcomes per job.
 """
 
 from gevent import monkey
@@ -18,7 +18,7 @@ from dataclasses import asdict  # noqa: E402
 import gevent  # noqa: E402
 
 from kvbench.load.body import http_request  # noqa: E402
-from kvbench.load.client import Address, StreamingClient, Timeouts  # noqa: E402
+from kvbench.load.client import Address, StreamingClient, Timeouts, tls_context  # noqa: E402
 from kvbench.load.completion import judge  # noqa: E402
 from kvbench.load.requests import RequestSpec  # noqa: E402
 from kvbench.load.spec import LoadSpec  # noqa: E402
@@ -36,14 +36,17 @@ def perform(url: str, job: dict) -> list[dict]:
         timeout_s=60,
         return_token_ids=job.get("return_token_ids", True),
     )
-    address = Address.from_url(url)
+    address = Address.from_url(job.get("url", url))
     request = RequestSpec(0, "test", tuple(job["prompt"]), None, job["max_tokens"])
-    client = StreamingClient(address, Timeouts(**job.get("timeouts", {})))
+    client = StreamingClient(
+        address, Timeouts(**job.get("timeouts", {})), tls_context(**job["tls"]) if "tls" in job else None
+    )
     out = []
     for _ in range(job.get("repeat", 1)):
         raw = client.exchange(http_request(spec, address, request))
         outcome = judge(raw.times, raw.chunks, request.max_tokens, raw.error_kind, raw.error)
-        out.append({**asdict(outcome), "ok": outcome.ok, "ts": raw.ts, "end": raw.end, "reads": len(raw.times)})
+        more = {"ok": outcome.ok, "ts": raw.ts, "end": raw.end, "reads": len(raw.times), "reopened": raw.reopened}
+        out.append(asdict(outcome) | more)
         time.sleep(job.get("gap_s", 0))
     client.close()
     return out

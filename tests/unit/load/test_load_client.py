@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import time
+import urllib.request
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.loads import stamps_of
+from tests.support.raw_server import raw_server
 
 Exchange = Callable[..., list[list[dict]]]
 
@@ -141,6 +145,31 @@ def test_kept_connection_that_the_server_closed_is_opened_again(exchange: Exchan
     jobs = [
         {"model": "mock?fault=close_after", "prompt": [95], "max_tokens": 3, "repeat": 3, "gap_s": 0.2},
         {"model": "mock", "prompt": [96], "max_tokens": 3, "repeat": 3},
+        {"model": "mock?fault=trailers", "prompt": [97], "max_tokens": 3, "repeat": 3},
+        {"model": "mock?fault=early_hints", "prompt": [98], "max_tokens": 3, "repeat": 3},
+        {"model": "mock?fault=close_delimited", "prompt": [99], "max_tokens": 3, "repeat": 3},
     ]
+    reopened = []
     for outcomes in exchange(jobs):
-        assert [o["ok"] for o in outcomes] == [True] * 3
+        assert [o["ok"] for o in outcomes] == [True] * 3, outcomes
+        assert [o["token_ids"] for o in outcomes] == [[0, 1, 2]] * 3
+        reopened.append([o["reopened"] for o in outcomes])
+    # A connection whose end was announced (the last job) is not kept, so none is found closed.
+    assert reopened == [[False, True, True]] + [[False] * 3] * 4
+
+
+def test_a_failed_request_is_not_sent_again(exchange: Exchange, mock_url: str) -> None:
+    faults = ("http500", "truncate", "malformed_json", "not_http")
+    exchange([{"model": f"mock?fault={f}", "prompt": [100, i], "max_tokens": 4} for i, f in enumerate(faults)])
+    with urllib.request.urlopen(mock_url + "/stamps", timeout=10) as answer:
+        sent = [stamp["prompt"] for stamp in json.load(answer)]
+    assert [sent.count([100, i]) for i in range(len(faults))] == [1] * len(faults)
+
+
+def test_a_server_that_does_not_read_ends_the_send(exchange: Exchange) -> None:
+    with raw_server(lambda connection: time.sleep(1.0)) as port:
+        limits = {"first_byte": 5, "idle": 5, "total": 0.5}
+        job = {"model": "mock", "prompt": [7] * 4_000_000, "max_tokens": 2, "timeouts": limits}
+        outcome = exchange([job], url=f"http://127.0.0.1:{port}")[0][0]
+    assert outcome["error_kind"] == "timeout"
+    assert "could not be sent in time" in outcome["error"]
