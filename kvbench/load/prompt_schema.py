@@ -125,6 +125,7 @@ class TracePrompts(StrictModel):
     ``output_tokens``: for requests whose output the trace does not tell. ``sessions``: the turns of a conversation
     follow one another, each its think time after the one before (None: if the trace tells think times, or has no
     times); otherwise every request starts when the trace says. ``turns: first`` keeps the first of each session.
+    ``rate_scale``: how fast the trace's time passes, think times included.
 
     ``length_scale`` shrinks all lengths by one factor, ``auto`` so that the longest request fits max_model_len. Page
     ids: the page shrinks, to a whole number of tokens, so that as many pages are shared as in the trace. Texts are

@@ -6,6 +6,7 @@ import dataclasses
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -95,8 +96,8 @@ def select(
     """The requests of [start_s, start_s + duration_s) of the trace, re-based to 0 and played rate_scale times as fast.
 
     ``start_s`` and ``duration_s`` are in the trace's own time; a turn without a time goes with the turn before it.
-    Think times are not scaled: how long a user reads does not depend on how many others there are. ValueError when
-    nothing is left, or when a window is asked of a trace that has no times.
+    Think times pass as fast as all others. ValueError when nothing is left, or when a window is asked of a trace that
+    has no times.
     """
     whole = start_s == 0 and duration_s is None
     if trace.arrival_s is None:
@@ -104,7 +105,8 @@ def select(
             raise ValueError(
                 "the trace has no arrival times, so start_s and duration_s have no meaning; use max_requests."
             )
-        return trace if max_requests is None else trace.take(np.arange(min(max_requests, len(trace))))
+        part = trace if max_requests is None else trace.take(np.arange(min(max_requests, len(trace))))
+        return _faster(part, rate_scale)
     end = np.inf if duration_s is None else start_s + duration_s
     times = known_times(trace)
     keep = np.flatnonzero((times >= start_s) & (times < end))[:max_requests]
@@ -114,9 +116,16 @@ def select(
             f"{times.max():.1f} s, so choose start_s and duration_s inside that."
         )
     part = trace.take(keep)
-    arrival = part.arrival_s - times[keep[0]]
-    tick = None if trace.tick_s is None else trace.tick_s / rate_scale
-    return dataclasses.replace(part, arrival_s=arrival / rate_scale, tick_s=tick)
+    return _faster(dataclasses.replace(part, arrival_s=part.arrival_s - times[keep[0]]), rate_scale)
+
+
+def _faster(trace: Trace, rate_scale: float) -> Trace:
+    def scaled(times: Any) -> Any:
+        return None if times is None else times / rate_scale
+
+    return dataclasses.replace(
+        trace, arrival_s=scaled(trace.arrival_s), think_s=scaled(trace.think_s), tick_s=scaled(trace.tick_s)
+    )
 
 
 def known_times(trace: Trace) -> np.ndarray:

@@ -251,6 +251,8 @@ def test_an_agents_turns_wait_and_think_or_come_when_they_came(tmp_path):
     assert [(r.session, r.turn, r.think_s) for r in requests] == [(0, 0, 0.0), (1, 0, 0.0), (0, 1, 2.5)]
     assert [r.arrival_s for r in requests] == [0, 1.5, None]
     assert [r.prefix_tokens for r in requests] == [8, 8, 8]  # what both agents have
+    fast = build(path, rate_scale=2.5)
+    assert [r.think_s for r in fast] == [0, 0, 1] and [r.arrival_s for r in fast] == [0, 0.6, None]
     timed = build(path, sessions=False)
     assert [r.arrival_s for r in timed] == [0, 1.5, 5] and {r.session for r in timed} == {None}
     assert [r.prefix_tokens for r in timed] == [16, 8, 16]
