@@ -99,7 +99,7 @@ def build_manifest(
     """Everything known before the first launch; the sweep adds what the servers tell (``add_server``)."""
     return {
         "format": 1,
-        "status": "running",
+        "status": "incomplete",
         "workload": dict(workload),
         "workload_name": workload["name"],
         "workload_file": workload_file,

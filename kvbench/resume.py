@@ -32,7 +32,7 @@ def reopen(
     """
     manifest = run.manifest()
     require_same_workload(manifest, workload, run)
-    opened = manifest | {"status": "running", "failures": []}
+    opened = manifest | {"status": "incomplete", "failures": []}
     if not something_left:
         return opened, []
     now = environment()

@@ -91,7 +91,7 @@ class Sweep:
             self._say_stopped(run, interrupt)
             return EXIT_INTERRUPTED
         except OSError as error:
-            with suppress(OSError):  # on a full disk the manifest may have to go on saying "running"
+            with suppress(OSError):  # there may be no room to; "incomplete" stands there since the start
                 self._close(run, manifest, failures, "incomplete")
             raise self._not_stored(run, error) from error
         except BaseException:

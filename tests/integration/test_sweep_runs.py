@@ -152,7 +152,7 @@ def test_a_killed_sweep_goes_on_with_what_is_left(bench, number):
     assert 1 <= len(before) < len(ALL)
     wait_until(lambda: not any(alive(launch["pid"]) for launch in bench.launches), 15)
     if number == signal.SIGKILL:
-        assert manifest(run)["status"] == "running"  # nobody was left to say otherwise
+        assert manifest(run)["status"] == "incomplete"  # from its first moment on
         done = bench.sweep(str(path), "--resume", "--no-report")  # the latest incomplete run of this workload
     else:
         assert code == 130 and manifest(run)["status"] == "incomplete"

@@ -109,7 +109,7 @@ def begun(tmp_path, monkeypatch):
 def test_the_same_conditions_are_gone_on_with_and_put_down(begun):
     workload, run = begun
     manifest, remarks = reopen(run, workload, SERVED, force=False, something_left=True)
-    assert remarks == [] and manifest["status"] == "running"
+    assert remarks == [] and manifest["status"] == "incomplete"
     (entry,) = manifest["resumed"]
     assert entry["versions"] == NOW["versions"] and entry["differences"] == [] and not entry["forced"]
 
