@@ -39,20 +39,21 @@ def predict_hits(
     caching: bool = True,
     total_pages: float | None = None,
 ) -> HitBounds | None:
-    """The interval; None when only the server knows the tokens: of a prompt sent as text, and of a turn whose history
-    holds the server's own answers.
+    """The interval; None when a prompt is sent as text, whose tokens only the server knows.
 
     The upper end is what an endless cache would serve in the best order of arrival (streams end when they end, so the
     order is not known): of a page that n requests look up, the first finds nothing unless the cache had it. With
     ``page_size`` 1 it holds for every page size. The lower end is 0, but for a ``primed`` cache of ``total_pages`` that
     has room for all that the load ever writes: nothing is evicted then, and every request meets its prefix.
+    A turn whose history holds the server's own answers meets them in the cache as well; how many tokens they have at
+    most is known, and that is what the upper end is made of.
 
     Args:
         total_pages: pages of the cache; None when not known.
     """
     if not caching:
         return HitBounds(0, 0)
-    if any(r.prompt is not None or r.prompt_token_ids is None or r.new_tokens for r in requests):
+    if any(r.prompt is not None or r.prompt_token_ids is None for r in requests):
         return None
     prefixes = distinct_prefixes(requests) if cache_state == "primed" else []
     if cache_state == "steady":
@@ -99,10 +100,13 @@ def _trie(requests: Iterable[RequestSpec], prefixes: Iterable[tuple[int, ...]], 
             nodes[parent].holders += 1
             nodes[parent].lookups += index < lookups
 
+    # A turn leaves its answer in the cache too, which the next one looks up where it is the server's own.
+    left = {(r.session, r.turn - 1): (r.prompt_token_ids or ())[: -r.new_tokens] for r in requests if r.new_tokens}
     for prefix in prefixes:
         add(prefix, 0)
     for request in requests:
-        add(request.prompt_token_ids or (), _lookups(request, page_size))
+        written = left.get((request.session, request.turn)) if request.session is not None else None
+        add(written or request.prompt_token_ids or (), _lookups(request, page_size))
     return nodes
 
 

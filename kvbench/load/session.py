@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import gevent
@@ -54,7 +54,7 @@ class LoadSession:
         self.timeouts = timeouts
         self.pending: deque[list[Turn]] = deque(
             [(r, None if r.new_tokens else http_request(spec, address, r)) for r in turns]
-            for turns in conversations(requests)
+            for turns in in_order(requests, spec.mode)
         )
         self.total = len(requests)
         self.fire: Callable[..., None] = lambda **_: None
@@ -254,6 +254,12 @@ class LoadSession:
             start_time=sample.t0,
             url=self.spec.dialect.endpoint,
         )
+
+
+def in_order(requests: Iterable[RequestSpec], mode: str) -> list[list[RequestSpec]]:
+    """The conversations in the order in which they start: that of the file, in open loop that of their arrivals."""
+    found = conversations(requests)
+    return sorted(found, key=lambda turns: turns[0].arrival_s or 0.0) if mode == "open" else found
 
 
 def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) -> RequestSpec:

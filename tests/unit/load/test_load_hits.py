@@ -63,12 +63,12 @@ def test_text_is_not_predicted() -> None:
     assert predict_hits([text, request([1, 2, 3])], **COLD) is None
 
 
-def test_conversations_are_predicted_unless_the_server_writes_their_history() -> None:
-    first, second = list(range(10)), list(range(21))
+def test_conversations_are_predicted_also_where_the_server_writes_their_history() -> None:
+    first, second = list(range(10)), list(range(17))
     recorded = [RequestSpec(i, "a", tuple(ids), None, 4, session=0, turn=i) for i, ids in enumerate((first, second))]
     assert predict_hits(recorded, **COLD) == HitBounds(0, 8)
     actual = [recorded[0], dataclasses.replace(recorded[1], new_tokens=3)]
-    assert predict_hits(actual, **COLD) is None
+    assert predict_hits(actual, **COLD) == HitBounds(0, 12)
     assert predict_hits(actual, caching=False, **COLD) == HitBounds(0, 0)
 
 
@@ -130,3 +130,17 @@ def test_an_engine_that_does_not_tell_its_page_size_is_bounded_by_tokens_unless_
     assert hit_bounds(load, requests, None, sample(0), sample(3)) is None
     off = {"engine": {"page_size": 4, "enable_prefix_caching": False}}
     assert hit_bounds(load, requests, off, sample(0), sample(0)) == HitBounds(0, 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_servers_own_answers_are_met_again_in_the_next_turn(page_size: int) -> None:
+    """Turn 2 looks up 16 tokens' pages, of which turn 1 computed 12, its answer's 4 among them; turn 3 looks up 24."""
+    ids = tuple(range(100, 124))
+    turns = [
+        RequestSpec(0, "a", ids[:8], None, 4, session=7),
+        RequestSpec(1, "a", ids[:16], None, 4, session=7, turn=1, new_tokens=4),
+        RequestSpec(2, "a", ids[:24], None, 4, session=7, turn=2, new_tokens=4),
+    ]
+    assert predict_hits(turns, cache_state="cold", page_size=page_size) == HitBounds(0, 12 + 20)
+    recorded = [dataclasses.replace(r, new_tokens=0) for r in turns]
+    assert predict_hits(recorded, cache_state="cold", page_size=page_size) == HitBounds(0, 8 + 16)
