@@ -244,7 +244,6 @@ _KNOWN: dict[tuple[str, CalibrationSettings], Calibration] = {}
 def calibration_for(
     settings: CalibrationSettings,
     folder: Path | None = None,
-    measure: Callable[..., Calibration] = calibrate,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Calibration:
     """The calibration of this machine at ``settings``: of this process, else of ``folder``, else measured now.
@@ -257,7 +256,7 @@ def calibration_for(
     if key not in _KNOWN:
         if key not in stored:
             on_begin()
-        _KNOWN[key] = stored.get(key) or measure(settings, attempts=_ATTEMPTS)
+        _KNOWN[key] = stored.get(key) or calibrate(settings, attempts=_ATTEMPTS)
     if folder is not None and key not in stored:
         write_json(folder / FILE, [c.to_json() for c in (*stored.values(), _KNOWN[key])])
     return _KNOWN[key]

@@ -1,0 +1,236 @@
+"""What a calibration concludes from given samples, how it is cached, and what the command says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvbench import calibration as module
+from kvbench.calibration import (
+    Calibration,
+    CalibrationSettings,
+    Calibrator,
+    Limits,
+    aims,
+    calibration_for,
+    judge_figures,
+    settings_for,
+    validity_limits,
+)
+from kvbench.calibration_figures import Figures, figures_of
+from kvbench.cli import main
+from kvbench.errors import MeasurementError
+
+ZERO = 1000.0
+CLIENT = {"cpu_us_per_chunk": 20.0, "cpu_fraction": 0.1, "loop_lag_p99_ms": 0.3, "priority": "nice -10"}
+SETTINGS = CalibrationSettings(streams=2)
+
+
+def stamp(index: int, sends: list[float], fault: str = "") -> dict:
+    due = [ZERO + s - 0.0005 for s in sends]
+    return {"prompt": [1, 2, index], "sends": [ZERO + s for s in sends], "due": due, "fault": fault}
+
+
+def row(index: int, times: list[float], *, ok: bool = True, user: int = 0, ts: float = 0.0, end: float = 0.0) -> dict:
+    return {"index": index, "chunk_times": np.array(times), "ok": ok, "user": user, "ts": ts, "end": end}
+
+
+def figures(rows: list[dict], stamps: list[dict], planned: int | None = None) -> Figures:
+    return figures_of(pd.DataFrame(rows), stamps, CLIENT, ZERO, len(stamps) if planned is None else planned)
+
+
+def test_lag_and_gaps_against_numpy() -> None:
+    rng = np.random.default_rng(0)
+    sends = [np.cumsum(rng.uniform(0.01, 0.03, 40)) for _ in range(3)]
+    lags = [rng.uniform(0.0, 0.002, 40) for _ in range(3)]
+    got = figures(
+        [row(i, list(s + d)) for i, (s, d) in enumerate(zip(sends, lags, strict=True))],
+        [stamp(i, list(s)) for i, s in enumerate(sends)],
+    )
+    pooled = np.concatenate(lags) * 1000
+    errors = np.abs(np.concatenate([np.diff(d) for d in lags])) * 1000
+    assert got.lag_p50_ms == pytest.approx(np.percentile(pooled, 50), rel=1e-6)
+    assert got.lag_p99_ms == pytest.approx(np.percentile(pooled, 99), rel=1e-6)
+    assert got.itl_error_p99_ms == pytest.approx(np.percentile(errors, 99), rel=1e-6)
+    assert (got.events, got.events_lost, got.coalesced_share) == (120, 0, 0.0)
+    assert got.server_late_p99_ms == pytest.approx(0.5)
+    assert (got.cpu_us_per_event, got.priority) == (20.0, "nice -10")
+
+
+def test_chunks_with_one_receipt_count_only_if_they_were_sent_apart() -> None:
+    got = figures([row(0, [0.5, 0.5, 0.5, 0.6])], [stamp(0, [0.4, 0.4001, 0.49, 0.59])])
+    assert got.coalesced_share == pytest.approx(1 / 4)
+
+
+def test_every_kind_of_loss_is_counted() -> None:
+    rows = [
+        row(0, [0.1, 0.2]),  # all is well
+        row(1, [0.1]),  # one chunk lost
+        row(2, [0.1, 0.2], ok=False),  # whole, but counted as a failure
+        row(3, [0.1]),  # cut off, but counted as a success
+        row(4, [0.1], ok=False),  # cut off, and counted as such
+    ]
+    stamps = [stamp(i, [0.1, 0.2]) for i in range(3)]
+    stamps += [stamp(3, [0.1], "truncate"), stamp(4, [0.1], "truncate"), stamp(5, [0.1, 0.2]), stamp(0, [0.1, 0.2])]
+    got = figures(rows, stamps, planned=8)
+    assert got.events_lost == 1 + 2
+    assert got.requests_lost == 8 - 5  # 5 left no row, 6 and 7 were never sent
+    assert got.requests_repeated == 1
+    assert (got.faults, got.faults_counted, got.whole_failed) == (2, 1, 1)
+    said = " ".join(judge_figures(got, validity_limits(20.0), SETTINGS))
+    for words in ("3 requests were lost", "1 requests were sent again", "3 chunks", "1 streams that the server cut off",
+                  "1 streams that the server sent whole"):  # fmt: skip
+        assert words in said
+
+
+def test_turnaround_is_the_users_own() -> None:
+    rows = [
+        row(0, [0.5], user=0, ts=0.0, end=1.0),
+        row(1, [0.5], user=1, ts=0.0, end=5.0),
+        row(2, [0.5], user=0, ts=1.004, end=2.0),
+        row(3, [0.5], user=1, ts=5.008, end=6.0),
+    ]
+    assert figures(rows, [stamp(i, [0.4]) for i in range(4)]).turnaround_p50_ms == pytest.approx(6.0)
+
+
+GOOD = Figures(
+    events=1000, events_lost=0, requests=10, requests_lost=0, requests_repeated=0, faults=2, faults_counted=0,
+    whole_failed=0, lag_p50_ms=0.1, lag_p99_ms=0.4, itl_error_p99_ms=0.3, coalesced_share=0.0, turnaround_p50_ms=0.2,
+    cpu_us_per_event=25.0, cpu_fraction=0.2, loop_lag_p99_ms=0.5, server_late_p99_ms=0.2, priority="realtime",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "valid", "aimed"),
+    [
+        ({}, "", ""),
+        ({"lag_p99_ms": 0.8}, "", "timestamps lag: p99 0.80 ms, the limit is 0.7 ms"),
+        ({"lag_p99_ms": 1.2}, "timestamps lag: p99 1.20 ms, the limit is 1 ms", "timestamps lag"),
+        ({"itl_error_p99_ms": 0.6}, "", "wrong gaps: p99 error 0.60 ms, the limit is 0.5 ms"),
+        ({"cpu_us_per_event": 31.0}, "", "takes 31.0 us of CPU an event, the limit is 30 us"),
+        ({"coalesced_share": 0.002}, "", "0.20% of the chunks were read together"),
+        (
+            {"coalesced_share": 0.02},
+            "2.00% of the chunks were read together with the one before, the limit is 1.0%",
+            "",
+        ),
+        ({"cpu_fraction": 0.8}, "used 80% of a core, the limit is 70%", ""),
+        ({"turnaround_p50_ms": 7.0}, "users wait 7.0 ms", "users wait 7.0 ms"),
+        ({"faults": 0}, "no stream was cut off", "no stream was cut off"),
+        ({"lag_p99_ms": None}, "nothing is known of its timestamps", "nothing is known"),
+    ],
+)
+def test_limits(change: dict, valid: str, aimed: str) -> None:
+    settings = CalibrationSettings(streams=64, itl_ms=20.0)
+    found = dataclasses.replace(GOOD, **change)
+    for words, limits in ((valid, validity_limits(20.0)), (aimed, aims(settings))):
+        reasons = judge_figures(found, limits, settings)
+        assert words in " ".join(reasons)
+        if not valid and not aimed:
+            assert reasons == ()
+    assert judge_figures(found, validity_limits(20.0), settings) == () or valid
+
+
+def test_the_lag_that_is_valid_grows_with_the_itl() -> None:
+    assert validity_limits(20.0).lag_p99_ms == 1.0
+    assert validity_limits(200.0).lag_p99_ms == pytest.approx(4.0)
+    assert aims(CalibrationSettings(4, 20.0)).cpu_us_per_event is None  # too few events to outweigh the rest
+
+
+def taken(settings: CalibrationSettings, reasons: tuple[str, ...] = ()) -> Calibration:
+    return Calibration(settings, GOOD, Limits(1.0), reasons, module.machine_key(), "2026-01-01T00:00:00Z")
+
+
+def test_a_calibration_survives_json() -> None:
+    whole = taken(SETTINGS, ("why",))
+    assert Calibration.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+
+
+def test_settings_are_few() -> None:
+    assert {settings_for(n).streams for n in range(1, 1001)} == {4, 16, 64, 256}
+    assert settings_for(100, load_processes=2) == CalibrationSettings(128, module.DEFAULT_ITL_MS, 2)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
+    """What was measured, in place of measuring; nothing is known beforehand."""
+    done: list[CalibrationSettings] = []
+    monkeypatch.setattr(module, "_KNOWN", {})
+
+    def measure(settings: CalibrationSettings, limits: object = None, attempts: int = 1) -> Calibration:
+        done.append(settings)
+        return taken(settings)
+
+    monkeypatch.setattr(module, "calibrate", measure)
+    return done
+
+
+def test_measured_once_per_settings_and_kept_in_the_folder(tmp_path, measured, monkeypatch) -> None:
+    said: list[str] = []
+    calibrator = Calibrator(tmp_path, say=said.append)
+    for streams in (3, 4, 1, 60, None):
+        assert calibrator(streams).reasons == ()
+    assert [s.streams for s in measured] == [4, 64] and len(said) == 2
+    assert [c["settings"]["streams"] for c in calibrator.facts()["measured"]] == [4, 64]
+    monkeypatch.setattr(module, "_KNOWN", {})  # another process, on the same machine: --resume
+    assert Calibrator(tmp_path)(4) == taken(settings_for(4))
+    assert len(measured) == 2
+    monkeypatch.setattr(module, "_KNOWN", {})
+    monkeypatch.setattr(module, "machine_key", lambda: "another machine")
+    Calibrator(tmp_path)(4)
+    assert len(measured) == 3
+    other = tmp_path / "other"  # a second folder of the same process gets its copy without measuring
+    other.mkdir()
+    Calibrator(other)(4)
+    assert len(measured) == 3 and Calibrator(other).facts()["measured"]
+
+
+def test_a_folder_of_another_version_is_measured_anew(tmp_path, measured) -> None:
+    (tmp_path / module.FILE).write_text('[{"settings": {"colour": "blue"}}]')
+    assert calibration_for(settings_for(4), tmp_path).figures == GOOD
+    assert len(measured) == 1
+
+
+def test_what_is_not_wanted_is_not_measured_and_said(tmp_path, measured) -> None:
+    calibrator = Calibrator(tmp_path, wanted=False)
+    assert calibrator(64) is None
+    assert measured == [] and calibrator.facts() == {"left_out": True, "measured": []}
+
+
+@pytest.mark.parametrize(("good_from", "attempts", "tried"), [(1, 3, 1), (2, 3, 2), (9, 3, 3), (9, 1, 1)])
+def test_another_attempt_only_after_a_failure(monkeypatch, good_from: int, attempts: int, tried: int) -> None:
+    results = iter([dataclasses.replace(GOOD, lag_p99_ms=0.1 if n >= good_from else 9.0) for n in range(1, 10)])
+    monkeypatch.setattr(module, "_measure", lambda settings: next(results))
+    got = module.calibrate(SETTINGS, attempts=attempts)
+    assert got.attempts == tried and bool(got.reasons) == (good_from > tried)
+
+
+@pytest.mark.parametrize(("change", "code"), [({}, 0), ({"lag_p99_ms": 0.9}, 1)])
+def test_the_commands_exit_code_and_file(tmp_path, monkeypatch, capsys, change: dict, code: int) -> None:
+    monkeypatch.setattr(module, "_measure", lambda settings: dataclasses.replace(GOOD, **change))
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate-client", "--streams", "64", "--itl-ms", "20", "--json", str(tmp_path / "c.json")])
+    assert ended.value.code == code
+    said = capsys.readouterr().out
+    assert "timestamp lag p99 (ms)" in said and "25.0" in said and "30.0" in said
+    assert ("OVER THE LIMIT: the load client does not keep up" in said) == (code == 1)
+    stored = Calibration.from_json(json.loads((tmp_path / "c.json").read_text()))
+    assert stored.settings.streams == 64 and bool(stored.reasons) == (code == 1)
+
+
+def test_the_command_refuses_fewer_streams_than_processes(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate-client", "--streams", "2", "--processes", "4"])
+    assert ended.value.code == 2
+    assert "--streams 2 is less than --processes 4" in capsys.readouterr().err
+
+
+def test_a_mock_server_that_does_not_start_is_said(tmp_path, monkeypatch) -> None:
+    mock = module.MockProcess(tmp_path, {"no-such-option": 1})
+    with pytest.raises(MeasurementError, match=r"not ready .*No such option"), mock:
+        pass
+    assert mock._process.poll() is not None
