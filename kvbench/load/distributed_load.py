@@ -46,15 +46,13 @@ class SharedLoad:
             self.crew.dismiss()
 
     def _announce(self) -> None:
-        print(
-            f"kvbench load: waiting for {self.meeting.workers} workers at {self.meeting.host}:{self.crew.port}",
-            file=sys.stderr,
-        )
-        if self.meeting.host not in _LOOPBACK:
+        place, port = self.meeting, self.crew.port
+        self._say("waiting", workers=place.workers, host=place.host, port=port)
+        if place.host not in _LOOPBACK:
             print(
-                f"kvbench load: whoever reaches {self.meeting.host}:{self.crew.port} sees the prompts in clear text; "
-                f"use a network of your own, and set {TOKEN_VARIABLE} to the same value on every machine so that "
-                "no stranger can take part.",
+                f"kvbench load: whoever reaches {place.host}:{port} sees the prompts in clear text; use a network of "
+                f"your own, and set {TOKEN_VARIABLE} to the same value on every machine, so that no stranger can "
+                "take part.",
                 file=sys.stderr,
             )
 

@@ -92,10 +92,11 @@ class Crew:
 
     def _on_hello(self, msg: Message, **_: Any) -> None:
         data, node = msg.data, msg.node_id
-        if not proven(node, data.get("proof")) or len(self.links) == len(self.shards):
-            why = "the load has all its workers" if proven(node, data.get("proof")) else f"another {TOKEN_VARIABLE}"
+        known = proven(node, data.get("proof"))
+        if not known or len(self.links) == len(self.shards):
+            why = "the load has all its workers" if known else f"it has another {TOKEN_VARIABLE} than the master"
             self.refused.append(f"{data.get('host')}: {why}")
-            self.runner.send_message("quit", client_id=node)
+            self.runner.send_message(CALL, {"id": -1, "op": "refused", "why": why}, client_id=node)
             return
         number = len(self.links) + 1
         link = Link(

@@ -151,6 +151,9 @@ class Worker:
         session = self.session
         self.runner.send_message(EVENT, {"event": event, "done": session.done, "failed": session.failed, **more})
 
+    def _do_refused(self, why: str) -> None:
+        self._give_up(f"the master turned it away, {why}")
+
     def _do_spec(self, spec: str, proof_of_master: str) -> None:
         if not proven("master " + self.runner.client_id, proof_of_master):
             raise ValueError("the master has another KVBENCH_LOAD_TOKEN; give both the same")

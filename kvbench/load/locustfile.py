@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gevent
+from gevent.event import Event
 from locust import events
 from locust.dispatch import UsersDispatcher
 from locust.env import Environment
-from locust.exception import StopUser
 from locust.rpc import Message
 from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
@@ -58,11 +58,11 @@ NODE = Node()
 
 
 class _Prepared:
-    """Users of this process's session; without one (the test could not be prepared) they end at once."""
+    """Users of this process's session; without one (the test could not be prepared) they wait for Locust's end."""
 
     def on_start(self) -> None:
         if NODE.session is None:
-            raise StopUser
+            Event().wait()  # Locust reports an exception in here with a traceback
         self.session = NODE.session
         super().on_start()  # type: ignore[misc]
 

@@ -1,0 +1,114 @@
+"""The Locust file under Locust's own command line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.support.loads import ROOT, stamps_of
+
+TTFT_MS, ITL_MS = 40, 15
+WORKLOAD = """
+name: small
+seed: 5
+model: {config: llama-32m, load_format: dummy}
+engine: {device: cpu}
+sweep: {page_size: [16]}
+load:
+  mode: closed
+  concurrency: [2, 4]
+  num_requests: [6, 14]
+  repeats: 1
+  prompts:
+    kind: synthetic
+    classes:
+      - {name: short chat, share: 0.5, prompt_tokens: 8, output_tokens: 6}
+      - {name: long document, share: 0.5, prompt_tokens: 60, output_tokens: 12}
+"""
+
+
+@pytest.fixture
+def steady_url() -> Iterator[str]:
+    """A mock server whose TTFT and ITL are known."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvbench.mock", "--port", "0", "--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        yield process.stdout.readline().split()[1]
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+def free_port() -> int:
+    """A port that nobody has; Locust's own workers must be told it beforehand."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def locust(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Locust without a web UI, on the small workload."""
+    (folder / "small.yaml").write_text(WORKLOAD)
+    command = ["-f", str(ROOT / "kvbench/load/locustfile.py"), "--headless", "--only-summary", *arguments]
+    return subprocess.run(
+        [sys.executable, "-m", "locust", *command, "--kvbench-workload", str(folder / "small.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+
+
+def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_url: str, tmp_path: Path) -> None:
+    """14 requests over 2 worker processes of Locust's: each sent once, each timed, all in the CSV."""
+    port = str(free_port())
+    place = ("--processes", "2", "--master-bind-port", port, "--master-port", port)
+    done = locust(tmp_path, "--host", steady_url, "--kvbench-at", "c4", "--csv", str(tmp_path / "out"), *place)
+    assert done.returncode == 0, done.stderr
+    stamps = stamps_of(steady_url)
+    assert len(stamps) == 14
+    tokens = {60: [], 8: []}
+    for prompt, stamp in stamps.items():
+        tokens[len(prompt)].append(len(stamp["sends"]))
+    rows = pd.read_csv(tmp_path / "out_stats.csv").set_index(["Type", "Name"])
+    for name, length in (("short chat", 8), ("long document", 60)):
+        requests = len(tokens[length])
+        assert requests > 0
+        for kind, count in (("POST", requests), ("TTFT", requests), ("TPOT", requests)):
+            assert rows.loc[(kind, name), "Request Count"] == count
+        assert rows.loc[("ITL", name), "Request Count"] == sum(tokens[length]) - requests
+        medians = rows["Median Response Time"]
+        assert TTFT_MS - 2 <= medians[("TTFT", name)] < TTFT_MS + 60
+        assert ITL_MS - 2 <= medians[("ITL", name)] < ITL_MS + 15
+        assert ITL_MS - 2 <= medians[("TPOT", name)] < ITL_MS + 15
+        e2e = TTFT_MS + ITL_MS * (sum(tokens[length]) / requests - 1)
+        assert e2e * 0.9 <= medians[("POST", name)] < e2e + 150
+    assert rows["Failure Count"].max() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--kvbench-at", "c99"), "its loads are c2, c4"),
+        (("--host", "http://127.0.0.1:9"), "does not serve"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = locust(tmp_path, *arguments)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("kvbench: ")]
+    assert len(said) == 1 and words in said[0]
+    assert "Traceback" not in done.stderr
