@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from kvbench.calibrate_command import NO_CALIBRATION
+
 _HELP = """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
 
     A few warm-up requests whose prompts are never measured go first; the cache is put into the declared state and
@@ -83,6 +85,7 @@ _ALL = (
     click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
                  help="Keep manifest, raw samples and metrics there; it must be new or empty (default: keep nothing)."),
     click.option("--resume", is_flag=True, help="With --output-dir: go on with what was begun there."),
+    NO_CALIBRATION,
     click.option("--find-max-rate", metavar="SLO",
                  help="Search the highest request rate that meets SLO: conditions such as p95_ttft<=500ms,"
                  "p99_itl<=50ms or goodput>=95% (of the requests, with --goodput)."),

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench import loadrun
+from kvbench.calibration import Calibrator
 from kvbench.design import LoadPoint, load_point
 from kvbench.errors import Interrupted, UsageError
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
@@ -54,8 +55,9 @@ def load_command(
     console = Console()
     try:
         with Interruption() as interruption, _folder(output_dir, loaded, point, target, search, resume) as folder:
-            subject = _subject(loaded, target, interruption)
-            session = Session(subject, point, folder, console, options["num_warmups"])
+            calibrator = Calibrator(folder.path, not options["no_calibration"], console.print)
+            subject = _subject(loaded, target, interruption, calibrator)
+            session = Session(subject, point, folder, console, options["num_warmups"], calibrator)
             return session.search(search) if search else session.one()
     except (Interrupted, KeyboardInterrupt) as interrupt:
         name = getattr(interrupt, "signal_name", "SIGINT")
@@ -68,7 +70,7 @@ def load_command(
 
 def new_target(options: Mapping[str, Any]) -> Target:
     """The running server that the options name, not yet asked anything. Raises UsageError."""
-    from kvbench.commands import require_url
+    from kvbench.targets.choose import require_url
     from kvbench.targets.openai import OpenAITarget
 
     if not options["url"]:
@@ -102,13 +104,15 @@ def target_facts(target: Target) -> dict[str, Any]:
     return {"url": target.base_url, **dataclasses.asdict(target.model)}
 
 
-def _subject(workload: Workload, target: Target, interruption: Interruption) -> Subject:
+def _subject(workload: Workload, target: Target, interruption: Interruption, calibrator: Calibrator) -> Subject:
     def check() -> None:
         interruption.check()
         target.check_alive()
 
     settings = {"target": target.base_url}
-    return Subject(workload.load, workload.seed, target, settings, target.server_info(), None, check)
+    return Subject(
+        workload.load, workload.seed, target, settings, target.server_info(), None, check, calibrate=calibrator
+    )
 
 
 @dataclass
@@ -120,6 +124,7 @@ class Session:
     folder: LoadFolder
     console: Console
     warmups: int
+    calibrator: Calibrator
     measured: int = 0
 
     def one(self) -> int:
@@ -131,7 +136,7 @@ class Session:
         else:
             kept = self.measure(self.subject, self.point, _RUN, self.folder.path)
             write_json(kept_at, kept)
-            self.folder.finish(valid=kept["valid"])
+            self.folder.finish(valid=kept["valid"], calibration=self.calibrator.facts())
         show(self.console, self.point.load_id, kept)
         return EXIT_OK if kept["valid"] else EXIT_INVALID
 
@@ -152,7 +157,7 @@ class Session:
         bounds, sizes = plan.bounds(native or self.point.request_rate), plan.sizes(self.point.num_requests)
         search = RateSearch(plan.parsed, bounds, sizes, self.folder, measure, self.console, plan.limit_s)
         code = search.run()
-        self.folder.finish(valid=code != EXIT_INVALID)
+        self.folder.finish(valid=code != EXIT_INVALID, calibration=self.calibrator.facts())
         return code
 
     def measure(self, subject: Subject, point: LoadPoint, number: int, out: Path, **how: Any) -> dict[str, Any]:
