@@ -55,9 +55,7 @@ def target(run: Run) -> str:
             version = versions.get(server.get("kind"))
             shown[f"{server['title']} {version}" if version else str(server["title"])] = None
     url = run.manifest.get("target")
-    if not shown and run.manifest.get("backend") not in (None, "kvbench"):
-        shown[str(url or run.manifest.get("serve_cmd") or "")] = None
-    return words.listing([text for text in shown if text])
+    return words.listing(list(shown)) or (str(url) if url else "")
 
 
 def _servers(run: Run) -> list[Mapping[str, Any]]:

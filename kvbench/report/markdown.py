@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from kvbench.report import words
 from kvbench.report.breakdown import (
     CLASS_METRICS,
     EFFECT_HEADS,
@@ -146,13 +147,16 @@ def _cells(run: Run) -> list[str]:
             "in the steady window only."
         ),
     ]
+    if slo := words.slo_words(run.load_section.get("slo")):
+        lines += ["", escape(f"Goodput: requests/s that met {slo}.")]
     if any(v.uncertain for row in rows(run) for v in row.values):
         lines += ["", escape(UNCERTAIN_NOTE)]
     return lines
 
 
 def _entry(value: Value) -> str:
-    return f"{value.text} ({value.note})" if value.note else value.text
+    note = value.note.replace("\n", ", ")
+    return f"{value.text} ({note})" if note else value.text
 
 
 def _table(heads: list[str], body: list[list[str]]) -> list[str]:

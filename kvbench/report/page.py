@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
+from kvbench.report import words
 from kvbench.report.breakdown import (
     CLASS_METRICS,
     EFFECT_HEADS,
@@ -87,6 +88,7 @@ def page(run: Run) -> str:
         rows=body,
         looks=looks(run),
         group_starts={i for i in range(1, len(loads)) if loads[i] != loads[i - 1]},
+        slo=words.slo_words(run.load_section.get("slo")),
         uncertain=UNCERTAIN_NOTE if any(v.uncertain for r in body for v in r.values) else "",
         effect_rows=effect_rows(run),
         effect_heads=EFFECT_HEADS,

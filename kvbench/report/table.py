@@ -14,6 +14,15 @@ from kvbench.report.style import RATIO_MARKS, marked_ratio
 
 CLIENT_QUEUE = "client_queue_ms"
 TITLES = {CLIENT_QUEUE: "client queue"}
+PERCENTILES = (
+    ("ttft_ms", "p50"),
+    ("ttft_ms", "p95"),
+    (CLIENT_QUEUE, "p95"),
+    ("tpot_ms", "p50"),
+    ("tpot_ms", "p95"),
+    ("itl_ms", "p50"),
+    ("itl_ms", "p95"),
+)
 UNCERTAIN = "*"
 UNCERTAIN_NOTE = (
     "* too few samples to be 99 % sure that at least two lie above the true percentile (p95 needs 130, p99 662)."
@@ -22,7 +31,7 @@ UNCERTAIN_NOTE = (
 
 @dataclass(frozen=True)
 class Value:
-    """One table entry: its text, a number to sort by (None sorts last) and a small second line."""
+    """One table entry: its text, a number to sort by (None sorts last) and a small second line, or several."""
 
     text: str
     sort: float | str | None = None
@@ -95,8 +104,7 @@ def _client_columns(run: Run) -> list[Column]:
                 hints.get(metric, whole),
                 _percentile(metric, which),
             )
-            for metric in ("ttft_ms", CLIENT_QUEUE, "tpot_ms", "itl_ms")
-            for which in ("p50", "p95")
+            for metric, which in PERCENTILES
         ),
         Column(
             "goodput",
@@ -110,7 +118,7 @@ def _client_columns(run: Run) -> list[Column]:
 
 def _server_columns(run: Run) -> list[Column]:
     """What the server's /metrics said; none of it exists for a server without one."""
-    state = run.load_section.get("cache_state")
+    state = run.load_section.get("cache_state", "cold") if run.load_section else None
     return [
         Column(
             "running_mean",
@@ -219,9 +227,9 @@ def _throughput(cell: Cell) -> Value:
     note = f"{words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}" if s.n > 1 else "one repeat"
     whole = spread(cell.throughput(steady=False))
     if not cell.has_steady:
-        note += ", whole run"
+        note += "\nwhole run"
     elif whole is not None:
-        note += f"; whole {words.tokens_per_s(whole.median)}"
+        note += f"\nwhole {words.tokens_per_s(whole.median)}"
     return Value(words.tokens_per_s(s.median), s.median, note)
 
 
@@ -234,12 +242,12 @@ def _goodput(cell: Cell) -> Value:
     notes = [words.percent(sum(shares.values()) / sent)] if sent and sum(shares.values()) else []
     if (steady := spread(cell.per_repeat("steady_goodput"))) is not None:
         notes.append(f"steady {words.significant(steady.median)}")
-    return Value(words.significant(s.median), s.median, ", ".join(notes))
+    return Value(words.significant(s.median), s.median, "\n".join(notes))
 
 
 def _hits(cell: Cell) -> Value:
     possible = cell.possible_hits
-    note = "" if possible is None else f"of {words.percent(possible[0])}–{words.percent(possible[1])}"
+    note = "" if possible is None else f"of {words.percent(possible[0])[:-2]}–{words.percent(possible[1])}"
     return Value(words.percent(cell.hit_rate), cell.hit_rate, note if cell.hit_rate is not None else "")
 
 
