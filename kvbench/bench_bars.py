@@ -107,7 +107,19 @@ _CPU_DECODE = (  # (what is measured, figure, limit)
     ("times gather + SDPA", "vs_gather_sdpa", 5),
     ("times SDPA on contiguous KV", "vs_contiguous_sdpa", 1),
 )
+_CLIENT = (  # (what is measured, figure, the most)
+    ("timestamp lag p99, ms", "lag_p99_ms", 0.7),
+    ("ITL error p99, ms", "itl_error_p99_ms", 0.5),
+    ("CPU an event, us", "cpu_us_per_event", 30),
+    ("chunks coalesced, %", "coalesced_pct", 0.1),
+)
 _CPU = (
+    *(
+        Bar(f"load client, {streams} streams in {processes} process{'es' if processes > 1 else ''}: {what}", "cpu",
+            "test_load_client", {"streams": streams, "processes": processes}, figure, limit, at_most=True)
+        for streams, processes in ((64, 1), (256, 4))
+        for what, figure, limit in _CLIENT
+    ),
     *(
         Bar(f"decode 8 x 4096, {pages}: {what}", "cpu", "test_decode",
             _decode(8, 4096, "float32", **where), figure, limit)
