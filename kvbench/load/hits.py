@@ -5,10 +5,14 @@ What a server counted outside this interval shows that its cache was not in the 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbench.load.requests import RequestSpec, distinct_prefixes
+
+Ids = tuple[int, ...]
+_STRIDE = 256  # tokens compared at once
 
 
 @dataclass(frozen=True)
@@ -17,18 +21,6 @@ class HitBounds:
 
     low: int
     high: int
-
-
-@dataclass
-class _Node:
-    """A page in its context. ``lookups`` and ``holders``: requests that may ask for it, and that compute or share it.
-
-    ``holders`` counts a request also when the page is its prompt's last full one, which it never looks up: one token
-    at least is always computed.
-    """
-
-    lookups: int = 0
-    holders: int = 0
 
 
 def predict_hits(
@@ -58,8 +50,7 @@ def predict_hits(
     prefixes = distinct_prefixes(requests) if cache_state == "primed" else []
     if cache_state == "steady":
         return HitBounds(0, sum(_lookups(r, page_size) * page_size for r in requests))
-    nodes = _trie(requests, prefixes, page_size)
-    high = sum(min(node.lookups, node.holders - 1) for node in nodes) * page_size
+    high = _most_hits(requests, prefixes, page_size) * page_size
     low = 0
     if prefixes and total_pages is not None and _pages_written(requests, prefixes, page_size) <= total_pages:
         low = sum(min(r.prefix_tokens // page_size, _lookups(r, page_size)) for r in requests) * page_size
@@ -85,29 +76,67 @@ def _lookups(request: RequestSpec, page_size: int) -> int:
     return (len(request.prompt_token_ids or ()) - 1) // page_size
 
 
-def _trie(requests: Iterable[RequestSpec], prefixes: Iterable[tuple[int, ...]], page_size: int) -> list[_Node]:
-    """The nodes of the trie over full pages of the prompts; a page's key is its parent's number and its tokens."""
-    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-    nodes: list[_Node] = []
+def _most_hits(requests: Iterable[RequestSpec], prefixes: Iterable[Ids], page_size: int) -> int:
+    """Pages that an endless cache serves in the best order.
 
-    def add(tokens: tuple[int, ...], lookups: int) -> None:
-        parent = -1
-        for index in range(len(tokens) // page_size):
-            key = (parent, tokens[index * page_size : (index + 1) * page_size])
-            parent = numbers.setdefault(key, len(nodes))
-            if parent == len(nodes):
-                nodes.append(_Node())
-            nodes[parent].holders += 1
-            nodes[parent].lookups += index < lookups
+    Of a page in its context (a node of the trie over full pages) that ``holders`` prompts and prefixes have and
+    ``lookups`` of them may ask for: min(lookups, holders - 1), one at least having computed it. A prompt never asks for
+    the last page that it fills to its end, since one token at least is computed; it has it for others, though. What a
+    turn leaves in the cache for the next one is its prompt and, where the history holds it, the server's own answer.
 
-    # A turn leaves its answer in the cache too, which the next one looks up where it is the server's own.
+    Prompts in order of their tokens have those with a common beginning side by side, so that the trie is walked without
+    being built, and what nobody shares costs nothing.
+    """
     left = {(r.session, r.turn - 1): (r.prompt_token_ids or ())[: -r.new_tokens] for r in requests if r.new_tokens}
-    for prefix in prefixes:
-        add(prefix, 0)
+    pages = [(_full(prefix, page_size), 0) for prefix in prefixes]
     for request in requests:
-        written = left.get((request.session, request.turn)) if request.session is not None else None
-        add(written or request.prompt_token_ids or (), _lookups(request, page_size))
-    return nodes
+        holds = left.get((request.session, request.turn)) or request.prompt_token_ids or ()
+        pages.append((_full(holds, page_size), _lookups(request, page_size)))
+    pages.sort()
+    most = 0
+    todo = [(0, len(pages), 0)]  # neighbours from, to, that have so many first pages in common
+    while todo:
+        start, end, depth = todo.pop()
+        while start < end and len(pages[start][0]) == depth * page_size:  # ends here: sorted, those come first
+            start += 1
+        while start < end:
+            first = pages[start][0]
+            alike = _alike(pages, start, end, first[: (depth + 1) * page_size])
+            if alike - start > 1:
+                common = _common(first, pages[alike - 1][0], depth * page_size) // page_size
+                most += _hits_between(pages[start:alike], depth, common)
+                todo.append((start, alike, common))
+            start = alike
+    return most
+
+
+def _hits_between(group: list[tuple[Ids, int]], depth: int, common: int) -> int:
+    """The sum over the pages ``depth`` to ``common``, which the whole group has: all lookups, less those of the first.
+
+    Where all look a page up, one finds nothing; elsewhere those who do not look it up may have computed it.
+    """
+    lookups = [min(max(count, depth), common) - depth for _, count in group]
+    return sum(lookups) - min(lookups)
+
+
+def _full(tokens: Ids, page_size: int) -> Ids:
+    return tokens[: len(tokens) // page_size * page_size]
+
+
+def _alike(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids) -> int:
+    """Where the neighbours from ``start`` on that have this beginning end."""
+    return bisect.bisect_right(pages, False, start, end, key=lambda item: item[0][: len(beginning)] != beginning)
+
+
+def _common(first: Ids, second: Ids, known: int) -> int:
+    """Tokens that both begin with, ``known`` of them known."""
+    at = known
+    while at < len(first) and first[at : at + _STRIDE] == second[at : at + _STRIDE]:
+        at += _STRIDE
+    at = min(at, len(first), len(second))
+    while at < min(len(first), len(second)) and first[at] == second[at]:
+        at += 1
+    return at
 
 
 def _pages_written(requests: Iterable[RequestSpec], prefixes: Iterable[tuple[int, ...]], page_size: int) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvbench.load.hits import HitBounds, outside, predict_hits
-from kvbench.load.requests import RequestSpec
+from kvbench.load.requests import RequestSpec, distinct_prefixes
 from kvbench.load.schema import LoadConfig
 from kvbench.server_metrics import MetricsSample
 from kvbench.server_state import hit_bounds
@@ -70,6 +73,38 @@ def test_conversations_are_predicted_also_where_the_server_writes_their_history(
     actual = [recorded[0], dataclasses.replace(recorded[1], new_tokens=3)]
     assert predict_hits(actual, **COLD) == HitBounds(0, 12)
     assert predict_hits(actual, caching=False, **COLD) == HitBounds(0, 0)
+
+
+def by_trie(requests: list[RequestSpec], prefixes: list[tuple[int, ...]], page: int) -> int:
+    """The definition, a node at a time."""
+    holders: Counter[tuple[int, ...]] = Counter()
+    lookups: Counter[tuple[int, ...]] = Counter()
+    for ids, asked in [(r.prompt_token_ids, True) for r in requests] + [(p, False) for p in prefixes]:
+        for end in range(page, len(ids) + 1, page):
+            holders[ids[:end]] += 1
+            lookups[ids[:end]] += asked and end < len(ids)
+    return sum(min(lookups[node], holders[node] - 1) for node in holders) * page
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=25),
+    prefix=st.integers(0, 9),
+    page=st.sampled_from([1, 2, 3, 5]),
+)
+def test_the_upper_end_is_that_of_the_trie(prompts, prefix, page):
+    requests = [request(tokens, prefix=min(prefix, len(tokens))) for tokens in prompts]
+    assert predict_hits(requests, cache_state="cold", page_size=page).high == by_trie(requests, [], page)
+    primed = predict_hits(requests, cache_state="primed", page_size=page).high
+    assert primed == by_trie(requests, distinct_prefixes(requests), page)
+
+
+def test_long_prompts_are_predicted_token_by_token():
+    base = tuple(range(100_000))
+    requests = [request([*base[: 1000 * i], -1 - i, *base[:50_000]]) for i in range(60)]
+    high = predict_hits(requests, cache_state="cold").high
+    # Each but the longest finds its beginning in the longest one; what follows is nobody else's.
+    assert high == sum(1000 * i for i in range(59))
 
 
 @pytest.mark.parametrize("seed", range(40))
