@@ -45,6 +45,7 @@ class Bench:
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
+    timeout_s: float = 100.0
 
     def write(self, name: str = "tiny.yaml", **sections: Any) -> Path:
         """TINY with ``load`` keys and whole sections replaced."""
@@ -83,8 +84,9 @@ class Bench:
 
     def run(self, command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            command, cwd=ROOT, env=self.environment(**env), capture_output=True, text=True, timeout=100, check=False
-        )
+            command, cwd=ROOT, env=self.environment(**env), capture_output=True, text=True, check=False,
+            timeout=self.timeout_s,
+        )  # fmt: skip
         assert "Traceback" not in done.stderr, done.stderr
         assert "unexpected" not in done.stderr, done.stderr
         return done

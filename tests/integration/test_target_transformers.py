@@ -1,0 +1,81 @@
+"""A sweep of ``transformers serve`` with continuous batching, launched by its preset, on a tiny random model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import pandas as pd
+import psutil
+import pytest
+
+from tests.support.sweep_parts import Bench, complaints, manifest
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 512, "hidden_act": "silu", "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "bos_token_id": 0, "eos_token_id": 0,
+    "dtype": "float32",
+}  # fmt: skip
+ENGINE = {
+    "device": "cpu", "page_size": 16, "kv_budget": "2MiB", "max_model_len": 256, "max_num_seqs": 8,
+    "enable_prefix_caching": True,
+}  # fmt: skip
+SWEEP = {"layout": ["contiguous"], "kv_cache_dtype": ["fp8_e4m3"], "enable_prefix_caching": [False]}
+NEEDED = ("accelerate", "fastapi", "uvicorn")
+REASONS = {
+    "contiguous": "its continuous batching always pages",
+    "paged-p16-fp8_e4m3": "its KV cache has the model's dtype",
+    "paged-p16-noprefix": "it shares pages of equal prefixes, and its command line cannot say no",
+}
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in NEEDED),
+    reason="transformers serve needs the packages of its extra: pip install 'transformers[serving]'",
+)
+def test_a_sweep_of_transformers_serve(tmp_path):
+    bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"})
+    (tmp_path / "tiny.json").write_text(json.dumps(MODEL))
+    path = bench.write(
+        model={"config": "tiny.json", "dtype": "float32"}, engine=ENGINE, sweep=SWEEP,
+        load={"concurrency": [1, 2], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0},
+    )  # fmt: skip
+    done = bench.run(
+        [*bench.command(str(path), "--target", "transformers", fake=False), "--target-python", sys.executable]
+    )
+    assert done.returncode in (0, 4), done.stdout + done.stderr
+    run = bench.only_run()
+    assert complaints(run) == []
+    facts = manifest(run)
+    assert facts["status"] == "complete" and facts["backend"] == "transformers"
+    for config_id, reason in REASONS.items():
+        sentence = f"skipped {config_id}: transformers serve cannot have "
+        (note,) = (n for n in facts["notes"] if n.startswith(sentence))
+        assert note.endswith(f": {reason}") and note in done.stdout.replace("note: ", "")
+        assert reason in (run / "report.md").read_text().replace("\\", "")
+    assert {p.name for p in (run / "cells").iterdir()} == {"paged-p16-c1", "paged-p16-c2"}
+    (served,) = facts["servers"].values()
+    assert served["versions"].keys() == {"transformers"} and served["server"]["command"][1:4] == [
+        "-m", "transformers.cli.transformers", "serve"
+    ]  # fmt: skip
+    assert str(tmp_path) not in json.dumps(served)
+    # Its cache cannot be emptied, so each load had a server of its own.
+    logs = {p.name for p in run.rglob("*.log")}
+    assert {"paged-p16-c1-1.log", "paged-p16-c2-1.log"} <= logs
+    for cell in ("paged-p16-c1", "paged-p16-c2"):
+        load = run / "cells" / cell / "loads" / "1"
+        rows = pd.read_parquet(load / "requests.parquet")
+        told = json.loads((load / "done.json").read_text())
+        requests = [json.loads(line) for line in (run / told["requests_file"]).read_text().splitlines()]
+        # The texts that were sent have exactly the tokens that were drawn, and no EOS cut an answer short.
+        assert sorted(rows["prompt_tokens"]) == sorted(len(r["prompt_token_ids"]) for r in requests)
+        assert sorted(rows["output_tokens"]) == sorted(r["max_tokens"] for r in requests)
+        assert told["metrics"]["completed"] == 6 and told["metrics"]["failed"] == 0
+        counters = json.loads((load / "counters.json").read_text())
+        assert not [name for name in counters if name.endswith("_total")]  # it has no /metrics: absent, not 0
+    assert not list(tmp_path.glob("kvbench-model-*"))
+    commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    assert not [c for c in commands if "transformers.cli.transformers" in c and str(tmp_path) in c]

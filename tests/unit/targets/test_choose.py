@@ -1,0 +1,158 @@
+"""From the options to a target, or to a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from kvbench.errors import UsageError
+from kvbench.planning import SweepOptions
+from kvbench.targets.builtin import BuiltinTarget
+from kvbench.targets.choose import choose, require_url
+from kvbench.targets.launched import LaunchedTarget
+from kvbench.targets.openai import OpenAITarget
+from kvbench.workload import load_workload
+from tests.support.sweep_parts import TINY
+
+NOTHING = dict.fromkeys(
+    ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest", "model", "vocab_size", "max_model_len",
+     "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify")
+) | {"port": 0, "start_timeout": 60.0}  # fmt: skip
+ENGINE = {"device": "cpu", "page_size": 32, "kv_budget": "65MiB", "max_model_len": 256, "max_num_seqs": 8}
+
+
+@pytest.fixture
+def workload(tmp_path):
+    def make(sweep=None, engine=None, load=None):
+        path = tmp_path / "w.yaml"
+        parts = {"engine": engine or ENGINE, "sweep": sweep or {}, "load": TINY["load"] | (load or {})}
+        path.write_text(yaml.safe_dump(TINY | parts))
+        return load_workload(path, profile="cpu")
+
+    return make
+
+
+def chosen(workload, stored=None, **options):
+    return choose(workload, NOTHING | options, stored or {})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"serve_cmd": f"{sys.executable} {{port}}"}, r"the sweep varies layout, and --serve-cmd has no {layout}"),
+        ({"serve_cmd": f"{sys.executable} {{prt}}"}, r"the placeholder {prt}, which is no setting"),
+        ({"serve_cmd": "/no/such -m server"}, r"there is no program '/no/such'"),
+        ({"target": "vllm", "target_python": "/no/python"}, r"no Python with vLLM was found at '/no/python'"),
+        ({"target": "http://127.0.0.1:9", "nearest": True}, r"--nearest goes with a preset that is launched"),
+        ({"target": "http://127.0.0.1:9", "target_args": "-x"}, r"--target-args goes with a preset that is launched"),
+        ({"target": "http://127.0.0.1:9", "preset": "vlm"}, r"--preset 'vlm' is not known: choose one of vllm, sgl"),
+        ({"target": "http://127.0.0.1:9", "api_key_env": "NO_SUCH_KEY"}, r"NO_SUCH_KEY: this variable holds no key"),
+        ({"target": "vllm", "serve_cmd": "x"}, r"--target and --serve-cmd exclude each other"),
+        ({"target": "vllm", "preset": "tgi"}, r"--target NAME has one already"),
+        ({"preset": "tgi"}, r"--preset goes with --target URL, or with a --serve-cmd that has {placeholders}"),
+        ({"target": "vlm"}, r"'vlm' is not a URL .* or the name of a preset: vllm, sglang, tgi, llamacpp, transf"),
+        ({"target": "tgi"}, r"there is no program 'text-generation-launcher' on the PATH"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_way_out(workload, options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        chosen(workload(sweep={"layout": ["contiguous"]}), **options)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_launched(workload):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for options in ({}, {"target": "vllm", "target_python": sys.executable}):
+            with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 cannot be used"):
+                chosen(workload(), port=port, **options)
+
+
+def test_each_kind_of_target(workload):
+    assert isinstance(chosen(workload()).new_target(), BuiltinTarget)
+    plain = chosen(workload(sweep={"page_size": [8]}), serve_cmd=f"{sys.executable} -m other.server")
+    assert isinstance(plain.new_target(), BuiltinTarget) and plain.manifest["backend"] == "custom"
+    running = chosen(workload(), target="http://10.0.0.7:8000/v1", preset="sglang")
+    assert isinstance(running.new_target(), OpenAITarget) and running.probes
+    assert running.new_target().preset.name == "sglang" and running.manifest["backend"] == "sglang"
+    assert running.workload.engine == {"target": "http://10.0.0.7:8000/v1"} and not running.manifest["shared_machine"]
+    launched = chosen(workload(), target="vllm", target_python=sys.executable, target_args="--enforce-eager -x 'a b'")
+    assert isinstance(launched.new_target(), LaunchedTarget)
+    assert launched.new_target().launcher.extra == ("--enforce-eager", "-x", "a b")
+    kept = {"target": "vllm", "serve_cmd": None, "target_python": sys.executable, "backend": "vllm"}
+    assert kept.items() <= dict(launched.manifest).items()
+    templated = chosen(workload(), serve_cmd=f"{sys.executable} {{port}}", preset="transformers")
+    assert templated.new_target().dialect.done_marker is False and templated.manifest["backend"] == "transformers"
+
+
+def test_a_run_that_goes_on_has_the_target_it_was_started_with(workload):
+    stored = {"target": "vllm", "target_python": sys.executable, "nearest": True, "target_args": "-q"}
+    choice = chosen(workload(engine=ENGINE | {"page_size": 16}), stored=stored)
+    assert choice.workload.engine["page_size"] == 32  # --nearest again
+    assert choice.new_target().launcher.extra == ("-q",)
+
+
+def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
+    base = workload()
+    vllm = chosen(base, target="vllm", target_python=sys.executable).new_target().launcher
+    line = vllm.command(base.engine, model="/m", port=1, scratch="/s")
+    assert line[line.index("--kv-cache-memory-bytes") + 1] == str(65 << 20)
+    sglang = chosen(base, target="sglang", target_python=sys.executable).new_target().launcher
+    line = sglang.command(base.engine, model="/m", port=1, scratch="/s")
+    tokens = int(line[line.index("--max-total-tokens") + 1])
+    # llama-32m: 8 layers x 4 KV heads x (64 + 64) x 4 bytes = 16,384 bytes a token, and a page table
+    assert 0.98 * (65 << 20) / 16384 <= tokens <= (65 << 20) / 16384
+
+
+def plan(choice):
+    options = SweepOptions(check=choice.check, refuses=choice.refuses, fresh=choice.fresh, notes=choice.notes)
+    return options.plan(choice.workload)
+
+
+def test_what_the_target_cannot_do_is_skipped_and_the_rest_runs(workload):
+    sweep = {"page_size": [8, 64], "layout": ["contiguous"], "enable_prefix_caching": [True]}
+    design, blocks = plan(chosen(workload(sweep=sweep), target="vllm", target_python=sys.executable))
+    assert {c.config_id for c in design.configurations} == {"paged-p32", "paged-p64", "paged-p32-prefix"}
+    assert len(design.notes) == 2 and all("skipped" in note and "vLLM cannot have" in note for note in design.notes)
+    assert {b.configuration.config_id for b in blocks} == {c.config_id for c in design.configurations}
+    with pytest.raises(UsageError, match=r"the baseline cannot be run: vLLM cannot have page_size 16.*--nearest"):
+        chosen(workload(engine=ENGINE | {"page_size": 16}), target="vllm", target_python=sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("preset", "state", "caching", "launches"),
+    [
+        ("transformers", "cold", True, 4),  # cannot empty its cache: a server for each load
+        ("transformers", "primed", True, 4),
+        ("transformers", "steady", True, 2),
+        ("vllm", "cold", True, 2),  # empties it
+        ("vllm", "cold", False, 2),
+    ],
+)
+def test_a_cache_that_cannot_be_emptied_costs_a_server_for_each_load(workload, preset, state, caching, launches):
+    load = {"concurrency": [1, 2], "cache_state": state, "repeats": 2}
+    made = workload(engine=ENGINE | {"enable_prefix_caching": caching}, load=load)
+    design, blocks = plan(chosen(made, target=preset, target_python=sys.executable))
+    assert len(blocks) == launches and len({b.block_id for b in blocks}) == launches
+    assert sorted(c.cell_id for b in blocks for c in b.cells) == sorted(2 * [c.cell_id for c in design.cells])
+
+
+def test_a_cache_that_the_server_was_told_not_to_have_is_empty(workload):
+    launcher = chosen(workload(), target="transformers", target_python=sys.executable).new_target().launcher
+    tgi = dataclasses.replace(launcher, preset=SimpleNamespace(reset=None, settings={"enable_prefix_caching": 1}))
+    assert not tgi.needs_fresh_server({"enable_prefix_caching": False})
+    assert tgi.needs_fresh_server({"enable_prefix_caching": True}) and tgi.needs_fresh_server({})
+    unheard = dataclasses.replace(launcher, preset=SimpleNamespace(reset=None, settings={}))
+    assert unheard.needs_fresh_server({"enable_prefix_caching": False})  # nobody told it
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://[::1", "http://h:99999", "nowhere"])
+def test_urls_that_name_no_server(url):
+    with pytest.raises(UsageError, match="is not a URL of a server"):
+        require_url("--url", url)
