@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbench.design import LoadPoint
 from kvbench.errors import UsageError
+from kvbench.load.schema import Slo
 from kvbench.workload import Workload, load_workload
 
-SLO_NAMES = ("ttft", "tpot", "e2el")
+SLO_NAMES = tuple(name.removesuffix("_ms") for name in Slo.model_fields)
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,3 @@ def parse_rate(text: str | None) -> float | None:
     if not value > 0:
         raise UsageError(f"--request-rate {text!r} is not a number of requests/s above 0, or inf (closed loop)")
     return value
-
-
-def slo_words(slo: Mapping[str, float | None] | None) -> str:
-    """``ttft <= 200 ms and tpot <= 50 ms``; empty without one."""
-    limits = {k: v for k, v in (slo or {}).items() if v is not None}
-    return " and ".join(f"{name.removesuffix('_ms')} <= {limit:g} ms" for name, limit in limits.items())

@@ -12,11 +12,11 @@ from rich.table import Table
 from kvbench.aggregate import vllm_burstiness
 from kvbench.design import LoadPoint
 from kvbench.load.schema import LoadConfig
-from kvbench.load_options import slo_words
+from kvbench.report.words import slo_words
 
 _ROWS = (
     ("ttft_ms", "TTFT"),
-    ("steady", "  sent in the steady window"),
+    ("steady", "  in the steady window"),
     ("client_queue_ms", "  queued in the client"),
     ("tpot_ms", "TPOT"),
     ("itl_ms", "ITL"),
@@ -80,7 +80,8 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
             values = (metrics.get("steady_latency") or {}).get("ttft_ms") or {}
         if values.get("n") and not (name == "client_queue_ms" and not values.get("max")):
             table.add_row(title, *(_percentile(values, which) for which in _SHOWN), str(values["n"]))
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     for line in lines(kept):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for reason in kept["invalid_reasons"]:
@@ -96,7 +97,8 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What the table does not hold, one sentence each."""
     metrics = kept["metrics"]
-    said = [_throughput(metrics), _goodput(kept), _requests(metrics), _cache(kept), _client(metrics), _server(kept)]
+    said = [_throughput(metrics), _goodput(kept), _requests(metrics), _cache(kept)]
+    said += [_client(metrics), _calibration(kept), _server(kept)]
     uncertain = any("p95" in (metrics.get(name) or {}).get("uncertain", ()) for name in ("ttft_ms", "e2el_ms"))
     said.append("* too few samples for this percentile: p95 needs 130, p99 662" if uncertain else "")
     return [text for text in said if text]
@@ -150,6 +152,8 @@ def _client(metrics: Mapping[str, Any]) -> str:
     parts = []
     if client.get("lag_p99_ms") is not None:
         parts.append(f"timestamp lag p99 {client['lag_p99_ms']:.2f} ms ({client.get('lag_source', 'loop probe')})")
+    elif client.get("lag_source") == "kernel stamps":
+        parts.append(f"timestamps are the kernel's (its own loop: lag p99 {client['loop_lag_p99_ms'] or 0:.2f} ms)")
     if client.get("schedule_slip_p99_ms") is not None:
         parts.append(f"schedule slip p99 {client['schedule_slip_p99_ms']:.2f} ms")
     if client.get("cpu_s_per_1000_output_tokens") is not None:
@@ -157,6 +161,24 @@ def _client(metrics: Mapping[str, Any]) -> str:
     if client.get("cpu_fraction") is not None:
         parts.append(f"{client['cpu_fraction']:.0%} of a core")
     return f"client: {', '.join(parts)}" if parts else ""
+
+
+def _calibration(kept: Mapping[str, Any]) -> str:
+    figures = (kept.get("calibration") or {}).get("figures")
+    if not figures:
+        return "client: not calibrated"
+    settings = kept["calibration"]["settings"]
+    parts = [
+        words.format(figures[key])
+        for key, words in (
+            ("lag_p99_ms", "timestamp lag p99 {:.2f} ms"),
+            ("itl_error_p99_ms", "ITL error p99 {:.2f} ms"),
+            ("cpu_us_per_event", "{:.0f} us of CPU an event"),
+            ("coalesced_share", "{:.2%} coalesced"),
+        )
+        if figures.get(key) is not None
+    ]
+    return f"calibration at {settings['streams']} streams of {settings['itl_ms']:g} ms ITL: {', '.join(parts)}"
 
 
 def _server(kept: Mapping[str, Any]) -> str:

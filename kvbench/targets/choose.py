@@ -57,7 +57,7 @@ def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, 
             "--target and --serve-cmd exclude each other: measure a running server or launch one (--preset NAME says "
             "what kind of server your command launches)"
         )
-    kind = _preset(asked["preset"])
+    kind = preset_named(asked["preset"])
     if target in PRESETS:
         if kind is not GENERIC:
             raise UsageError("--preset goes with --target URL or --serve-cmd: --target NAME has one already")
@@ -85,7 +85,8 @@ def require_url(flag: str, url: str) -> None:
         raise UsageError(f"{flag} {url!r} is not a URL of a server: write for example http://127.0.0.1:8000{known}")
 
 
-def _preset(name: str | None) -> Preset:
+def preset_named(name: str | None) -> Preset:
+    """What --preset says; None: any server with OpenAI's API. Raises UsageError."""
     if name is None:
         return GENERIC
     if name not in PRESETS:
@@ -121,22 +122,23 @@ def _builtin(workload: Workload, options: Mapping[str, Any], asked: Mapping[str,
 def _running(workload: Workload, options: Mapping[str, Any], asked: Mapping[str, Any], kind: Preset) -> Choice:
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
     url = asked["target"]
-    require_url("--target", url)
-    access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), _text(options.get("tls_ca_file")))
-    access.headers()  # a key that is missing is said now
-    told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
-    tokenizer = options.get("tokenizer")
-
-    def make() -> Target:
-        return OpenAITarget(url, **told, preset=kind, access=access, tokenizer=tokenizer)
-
     return Choice(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
-        make,
+        running_server("--target", url, options, kind),
         lambda settings: {},
         _manifest(asked, backend=kind.name, shared="127.0.0.1" in url or "localhost" in url),
         probes=True,
     )
+
+
+def running_server(flag: str, url: str, options: Mapping[str, Any], kind: Preset) -> Callable[[], OpenAITarget]:
+    """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
+    require_url(flag, url)
+    access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), _text(options.get("tls_ca_file")))
+    access.headers()  # a key that is missing is said now
+    told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
+    tokenizer = options.get("tokenizer")
+    return lambda: OpenAITarget(url, **told, preset=kind, access=access, tokenizer=tokenizer)
 
 
 def _launched(

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from kvbench.errors import UsageError
-from kvbench.load_options import Asked, parse_goodput, parse_rate, shaped, slo_words
+from kvbench.load_options import Asked, parse_goodput, parse_rate, shaped
+from kvbench.report.words import slo_words
 
 BASE = {
     "name": "w",
