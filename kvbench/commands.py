@@ -33,6 +33,7 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
         output_dir=options["output_dir"],
         report=not options["no_report"],
         force=options["force"],
+        calibrate=not options["no_calibration"],
         check=choice.check,
         refuses=choice.refuses,
         fresh=choice.fresh,
