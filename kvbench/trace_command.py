@@ -86,6 +86,8 @@ def describe_command(
                 if read.prompts is None:
                     raise ValueError(f"--tokenizer {tokenizer!r} has nothing to count: {files[0]} has no texts")
                 read = tokenised(read, load_tokenizer(tokenizer), page_size or 16)
+            if page_size is not None and read.page_ids is None:
+                raise ValueError(f"--page-size {page_size} has no meaning: {files[0]} has no page ids")
             found = count(files, read, asked, kv_bytes_per_token)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -50,8 +50,10 @@ def draw_trace(
     texts = part.prompts is not None
     if prompts.send_text and not texts:
         raise ValueError(f"send_text has nothing to send: {paths[0]} (format {part.format}) has no texts; remove it.")
+    if prompts.page_size is not None and part.page_ids is None:
+        raise ValueError(f"page_size has no meaning: {paths[0]} (format {part.format}) has no page ids; remove it.")
     if texts:
-        ids, shared, outputs, part, notes = _of_texts(prompts, part, vocab_size, max_model_len)
+        ids, shared, outputs, part, notes = _of_texts(prompts, part, vocab_size, max_model_len, rng)
     elif part.page_ids is not None:
         ids, shared, outputs, notes = page_prompts(
             part, prompts.length_scale, vocab_size, max_model_len, rng, by_session=in_sessions
@@ -67,7 +69,7 @@ def draw_trace(
                 i,
                 "trace",
                 ids[i],
-                "".join(written(part, i)) if prompts.send_text and isinstance(part.prompts[i], tuple) else None,
+                "".join(written(part, i)) if prompts.send_text and _is_text(part, i) else None,
                 int(outputs[i]),
                 arrival_s=None if times is None else float(times[i]),
                 prefix_tokens=shared[i],
@@ -171,9 +173,12 @@ def _of_lengths(
 
 
 def _of_texts(
-    prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int
+    prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
 ) -> tuple[list[Ids], list[int], np.ndarray, Trace, dict[str, Any]]:
-    """The trace's own texts as token ids, those that do not fit left out with all later turns of their session."""
+    """The trace's own texts as token ids, those that do not fit left out with all later turns of their session.
+
+    Requests of which a trace with texts tells the length only are random tokens.
+    """
     if prompts.length_scale not in ("auto", 1.0):
         raise ValueError(
             f"length_scale {prompts.length_scale} would cut texts; remove it (what is too long is left out)."
@@ -194,7 +199,10 @@ def _of_texts(
             f"none of the trace's {len(trace)} requests fits max_model_len {max_model_len}; the shortest needs "
             f"{int((lengths + outputs).min())} tokens."
         )
-    ids = [_ids(known.prompts[i], vocab_size) for i in keep]  # type: ignore[index]
+    ids = [
+        _ids(known.prompts[i], vocab_size) if trace.prompts[i] else random_tokens(int(lengths[i]), vocab_size, rng)  # type: ignore[index]
+        for i in keep
+    ]
     part = trace.take(keep)
     notes = {
         "contents": "the trace's texts",
@@ -214,6 +222,11 @@ def _ids(prompt: Any, vocab_size: int) -> Ids:
             "model that the trace was made for."
         )
     return tuple(prompt)
+
+
+def _is_text(trace: Trace, row: int) -> bool:
+    assert trace.prompts is not None
+    return isinstance(trace.prompts[row], tuple) and bool(trace.prompts[row])
 
 
 def _turn(trace: Trace, row: int) -> dict[str, Any]:

@@ -138,6 +138,9 @@ def _made_from(cell: Cell, prompts: Mapping[str, Any]) -> str:
         parts.append(piece + pace)
         if count := number(notes.get("trace_requests")):
             parts.append(words.plural(count, "request"))
+        size, recorded = number(notes.get("page_size_of_prompts")), number(notes.get("trace_page_size"))
+        if size and recorded:
+            parts.append(f"prompts share its pages, {recorded:g} tokens made {size:g}")
     if "text" in notes:
         parts.append(f"text of {notes['text']}")
     return ", ".join(parts)

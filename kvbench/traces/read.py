@@ -140,10 +140,15 @@ def _find(source: Source, name: str) -> Format:
     found = [f for f in FORMATS.values() if f.fits(source)]
     if len(found) == 1:
         return found[0]
-    if found:
+    if found and hashed.is_plain(source):
         raise ValueError(
             f"{source.path} has times and lengths but no unit: say --format mooncake if its timestamps are in ms, "
             f"{' or '.join(f.name for f in found)} if in seconds (in a workload: load.prompts.format)"
+        )
+    if found:
+        raise ValueError(
+            f"{source.path} fits the formats {', '.join(f.name for f in found)}: say which with --format "
+            "(in a workload: load.prompts.format)"
         )
     if source.container == "jsonl" and isinstance(source.first.get("requests"), list):
         raise ValueError(

@@ -110,12 +110,26 @@ def test_texts_are_counted_in_characters_and_with_a_tokenizer_in_tokens(capsys, 
     assert told["prefix_cache"]["infinite_cache"]["pages_hit_rate"] == hits / (2 * (first // 4 + second // 4))
 
 
+def test_sessions_have_turns_and_the_times_between_them(capsys, tmp_path):
+    def call(t: float, think: float) -> dict:
+        return {"t": t, "in": 8, "out": 2, "hash_ids": [1], "think_time": think}
+
+    inner = {"t": 2.0, "type": "subagent", "requests": [call(0, 0)]}
+    path = tmp_path / "agent.json"
+    path.write_text(json.dumps({"block_size": 8, "requests": [call(0, 99), inner, call(9, 3), call(30, 5)]}))
+    code, out, _ = run(capsys, path)
+    text = " ".join(out.split())
+    assert code == 0 and "(given by the trace's block_size)" in text
+    assert "Sessions: 2, of 2 turns (median; at most 3), 4 s of thinking between them (median; p90 4.8 s)." in text
+
+
 def test_a_trace_without_page_ids_says_what_is_not_known(capsys, tmp_path):
     path = tmp_path / "v.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n100,28\n50,14\n")
     code, out, _ = run(capsys, path)
     text = " ".join(out.split())
     assert code == 0 and "nobody knows which prompts begin alike" in text and "75.0% of it would be used" in text
+    assert "no page ids" in run(capsys, path, "--page-size", 16)[2]
     told = json.loads(run(capsys, path, "--json")[1])
     assert told["prefix_cache"] is None and told["arrivals"] is None and "page ids" in told["prefix_cache_unknown"]
 

@@ -165,7 +165,8 @@ def test_lengths_alone_become_random_tokens_and_the_scale_is_told(tmp_path):
     assert lengths(build(tmp_path / "t")) == [1000, 20, 300, 7]
     played = build(tmp_path / "t", start_s=1.0, rate_scale=2.0, max_requests=2)
     assert [r.arrival_s for r in played] == [0, 4] and lengths(played) == [300, 7]
-    assert len(build(tmp_path / "t", load=CLOSED | {"num_requests": 3})) == 3
+    closed = build(tmp_path / "t", load=CLOSED | {"num_requests": 3})
+    assert len(closed) == 3 and "rate_scale" not in closed.notes and played.notes["rate_scale"] == 2.0
 
 
 def test_a_coarse_clock_is_spread_where_the_workload_says_so(tmp_path):
@@ -222,6 +223,15 @@ def test_texts_that_do_not_fit_are_left_out_with_what_follows_them(tmp_path):
         build(tmp_path / "t", load=CLOSED | {"build": {"concurrency": 1, "max_model_len": 5}})
     with pytest.raises(ValueError, match="would cut texts"):
         build(tmp_path / "t", load=CLOSED, length_scale=0.5)
+
+
+def test_a_trace_may_have_a_text_here_and_a_length_there(tmp_path):
+    rows = [{"timestamp": 0, "text_input": "one two"}, {"timestamp": 5, "input_length": 30}]
+    rows += [{"timestamp": 6, "payload": {"prompt": [7, 8]}}]
+    requests = build(tmp_path / "t", jsonl(*rows), output_tokens=2, send_text=True)
+    assert [r.prompt for r in requests] == ["one two", None, None]
+    assert lengths(requests)[1:] == [30, 2] and requests[2].prompt_token_ids == (7, 8)
+    assert len(set(requests[1].prompt_token_ids)) > 20
 
 
 def test_outputs_that_nobody_told_are_the_workloads(tmp_path):
@@ -286,6 +296,7 @@ def test_a_load_that_lasts_so_many_seconds_begins_as_many_sessions(tmp_path):
         ({"send_text": True}, "has no texts"),
         ({"format": "mooncake"}, "not of the format mooncake"),
         ({"format": "moon"}, "'moon' is not a format of traces; write auto or one of mooncake"),
+        ({"page_size": 16}, "page_size has no meaning"),
         ({"path": []}, "path is empty"),
         ({"page_size": 0}, "greater than or equal to 1"),
     ],

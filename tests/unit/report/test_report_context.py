@@ -60,6 +60,8 @@ def test_scales_of_a_trace_are_told() -> None:
     )
     assert made_from(run(traced)).startswith("lengths x 0.112, the trace at 0.4 of its speed")
     assert made_from(run(replace(traced, notes={**TRACE, "rate_scale": 1.0}))).count("at its own speed") == 1
+    pages = {**TRACE, "trace_page_size": 512, "page_size_of_prompts": 8}
+    assert made_from(run(replace(traced, notes=pages))).endswith("prompts share its pages, 512 tokens made 8")
     assert "length_scale 0.11234" in dict(environment(run(traced)))["requests"]
     assert made_from(run(cell())) == ""
     each = run(cell(load=3, notes={"length_scale": 0.5}), cell(notes={"length_scale": [0.25, 0.5]}))

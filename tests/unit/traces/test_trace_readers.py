@@ -152,6 +152,13 @@ def test_times_and_lengths_alone_have_no_unit(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_file_that_two_formats_fit_is_not_guessed(tmp_path):
+    path = write(tmp_path, lines({"prompt": "a", "text": "b"}))
+    with pytest.raises(ValueError, match="fits the formats custom, single_turn: say which with --format"):
+        read_trace(path)
+    assert read_trace(path, "custom").prompts == (("a",),)
+
+
 def test_aiperf_puts_texts_and_sessions_into_mooncakes_format(tmp_path):
     rows = [
         {"session_id": "s", "timestamp": 1000, "text_input": "one", "output_length": 4},
