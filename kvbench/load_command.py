@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvbench.calibrate_command import NO_CALIBRATION
+from kvbench.load_shared import SHARING_OPTIONS
 
 _HELP = """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
 
@@ -22,6 +23,9 @@ _HELP = """Send one load of WORKLOAD to a server that runs already, and print wh
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --goodput 'ttft:200 tpot:50' --output-dir out
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --find-max-rate 'p95_ttft<=500ms'
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --processes 4
+      kvbench load workloads/mixed.yaml --url http://10.0.0.1:8000 --master --expect-workers 2 --bind-host 10.0.0.2
+      kvbench load --worker --master-host 10.0.0.2
 
     \b
     Files written, with --output-dir only: manifest.json (complete or incomplete), requests.parquet (one row a
@@ -38,6 +42,7 @@ _HELP = """Send one load of WORKLOAD to a server that runs already, and print wh
     """
 
 
+_FILE = click.Path(exists=True, path_type=Path)
 _LIMIT = re.compile(r"[a-z0-9_]+:[0-9.]+")
 
 
@@ -75,13 +80,21 @@ _ALL = (
     click.option("--max-concurrency", type=click.IntRange(1), metavar="N",
                  help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
                  "client is in their TTFT, and shown apart."),
-    click.option("--num-prompts", type=click.IntRange(1), metavar="N", help="Requests of the load (--find-max-rate: the least of a run)."),
+    click.option("--num-prompts", type=click.IntRange(1), metavar="N",
+                 help="Requests of the load (--find-max-rate: of a run, at least)."),
     click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
                  help="Warm-up requests, never measured."),
     click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
     click.option("--model", metavar="NAME", help="The model's name at the server (default: the first it lists)."),
     click.option("--vocab-size", type=click.IntRange(1), help="If the server does not tell."),
     click.option("--max-model-len", type=click.IntRange(1), help="If the server does not tell."),
+    click.option("--preset", metavar="NAME",
+                 help="What kind of server it is: vllm, sglang, tgi, llamacpp or transformers (default: OpenAI's API "
+                 "as vLLM speaks it)."),
+    click.option("--tokenizer", type=_FILE, metavar="DIR", help="The model's, for a server that takes texts only."),
+    click.option("--api-key-env", metavar="NAME", help="The environment variable that holds the API key."),
+    click.option("--tls-ca-file", type=_FILE, help="https://: certificates to trust."),
+    click.option("--no-tls-verify", is_flag=True, help="https://: trust any certificate."),
     click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
                  help="Keep manifest, raw samples and metrics there; it must be new or empty (default: keep nothing)."),
     click.option("--resume", is_flag=True, help="With --output-dir: go on with what was begun there."),
@@ -101,6 +114,7 @@ _ALL = (
                  help="--find-max-rate: no run is begun after so many minutes."),
     click.option("--run-seconds", type=click.FloatRange(min=0), default=20.0, show_default=True,
                  help="--find-max-rate: least seconds of arrivals of a run."),
+    *SHARING_OPTIONS,
 )  # fmt: skip
 
 
@@ -111,4 +125,4 @@ def load(**options: Any) -> int:
 
 
 load.__doc__ = _HELP
-load = click.command(cls=_Command)(click.argument("workload", type=click.Path())(_options(load)))
+load = click.command(cls=_Command)(click.argument("workload", type=click.Path(), required=False)(_options(load)))

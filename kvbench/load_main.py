@@ -19,11 +19,12 @@ from kvbench.errors import Interrupted, UsageError
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped
 from kvbench.load_result import show, stored
+from kvbench.load_shared import Sharing, be_worker, sharing
 from kvbench.measure import Subject, measure_load, warm_up
 from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.results import read_json, write_json
 from kvbench.sweep import EXIT_INTERRUPTED, Interruption
-from kvbench.targets.base import Target
+from kvbench.targets.base import HttpTarget
 from kvbench.workload import Workload
 
 EXIT_OK, EXIT_INVALID = 0, 4
@@ -31,9 +32,14 @@ _RUN = 1  # of a single load; 0 is the warm-up's
 
 
 def load_command(
-    *, workload: str, output_dir: Path | None, resume: bool, find_max_rate: str | None, **options: Any
+    *, workload: str | None, output_dir: Path | None, resume: bool, find_max_rate: str | None, **options: Any
 ) -> int:
     """``kvbench load``; the exit code. Raises UsageError or MeasurementError."""
+    if options["worker"]:
+        be_worker(options)
+    if workload is None:
+        raise UsageError("the workload is missing: write for example `kvbench load workloads/mixed.yaml --url URL`")
+    shared = sharing(options, several=find_max_rate is not None)
     if resume and output_dir is None:
         raise UsageError("--resume goes with --output-dir: name the folder of the load that was begun")
     how = {key: options[key] for key in ("profile", "overrides", "seed")}
@@ -56,7 +62,9 @@ def load_command(
     try:
         with Interruption() as interruption, _folder(output_dir, loaded, point, target, search, resume) as folder:
             calibrator = Calibrator(folder.path, not options["no_calibration"], console.print)
-            subject = _subject(loaded, target, interruption, calibrator)
+            subject = _subject(loaded, target, interruption, calibrator, shared)
+            if shared.notice:
+                console.print(shared.notice, highlight=False, markup=False, soft_wrap=True)
             session = Session(subject, point, folder, console, options["num_warmups"], calibrator)
             return session.search(search) if search else session.one()
     except (Interrupted, KeyboardInterrupt) as interrupt:
@@ -68,15 +76,13 @@ def load_command(
         target.stop()
 
 
-def new_target(options: Mapping[str, Any]) -> Target:
+def new_target(options: Mapping[str, Any]) -> HttpTarget:
     """The running server that the options name, not yet asked anything. Raises UsageError."""
-    from kvbench.targets.choose import require_url
-    from kvbench.targets.openai import OpenAITarget
+    from kvbench.targets.choose import preset_named, running_server
 
     if not options["url"]:
         raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
-    require_url("--url", options["url"])
-    return OpenAITarget(options["url"], **{key: options[key] for key in ("model", "vocab_size", "max_model_len")})
+    return running_server("--url", options["url"], options, preset_named(options["preset"]))()
 
 
 @contextmanager
@@ -84,7 +90,7 @@ def _folder(
     output_dir: Path | None,
     workload: Workload,
     point: LoadPoint,
-    target: Target,
+    target: HttpTarget,
     search: SearchPlan | None,
     resume: bool,
 ) -> Iterator[LoadFolder]:
@@ -99,20 +105,25 @@ def _folder(
         yield folder
 
 
-def target_facts(target: Target) -> dict[str, Any]:
+def target_facts(target: HttpTarget) -> dict[str, Any]:
     """Who was measured, for a manifest: url, model and what tells versions apart; never a key."""
-    return {"url": target.base_url, **dataclasses.asdict(target.model)}
+    model = dataclasses.asdict(target.model)
+    return {"url": target.base_url, "preset": target.preset.name, "model": model.pop("name"), **model}
 
 
-def _subject(workload: Workload, target: Target, interruption: Interruption, calibrator: Calibrator) -> Subject:
+def _subject(
+    workload: Workload, target: HttpTarget, interruption: Interruption, calibrator: Calibrator, shared: Sharing
+) -> Subject:
     def check() -> None:
         interruption.check()
         target.check_alive()
 
     settings = {"target": target.base_url}
     return Subject(
-        workload.load, workload.seed, target, settings, target.server_info(), None, check, calibrate=calibrator
-    )
+        workload.load, workload.seed, target, settings, target.server_info(), None, check,
+        client=shared.client, arguments=shared.arguments,
+        calibrate=lambda streams, processes: shared.calibrate(streams, processes, calibrator),
+    )  # fmt: skip
 
 
 @dataclass

@@ -19,6 +19,7 @@ from kvbench.errors import MeasurementError
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import conversations, notes_path, write_requests
 from kvbench.load.schema import LoadConfig
+from kvbench.load_shared import ARRIVE_S
 from kvbench.results import write_json
 from kvbench.settings import effective
 
@@ -114,8 +115,7 @@ def drive(
 ) -> None:
     """Run the client to its end. ``check`` is called twice a second and may raise (the server is gone).
 
-    ``arguments``: further ones of the load process (``--master`` ...).
-
+    ``arguments``: further ones of the load process (``--master`` ...; the wait for workers counts beside ``limit_s``).
     ``on_phase`` is called as the first request is due and as the last one has ended, while the client still runs.
 
     Raises:
@@ -133,7 +133,7 @@ def drive(
             stderr=errors,
         )
         try:
-            code = _watch(process, limit_s, check, listener)
+            code = _watch(process, limit_s + (ARRIVE_S if arguments else 0.0), check, listener)
         finally:
             processes.stop(process, grace_s=5.0)
     if code != 0:

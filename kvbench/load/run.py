@@ -18,7 +18,7 @@ from locust.env import Environment
 
 from kvbench.errors import storage_sentence
 from kvbench.load.client import StreamFailure
-from kvbench.load.distributed import DEFAULT_PORT, useful_workers
+from kvbench.load.distributed import useful_workers
 from kvbench.load.lag import LagProbe
 from kvbench.load.outcome import outcome_of, write_outcome
 from kvbench.load.process import (
@@ -38,13 +38,14 @@ from kvbench.load.process import (
     watch,
 )
 from kvbench.load.requests import RequestList
+from kvbench.load.run_arguments import parse
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, read_spec
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    options = _parse(argv)
+    options = parse(argv)
     if options.worker:
         from kvbench.load.distributed_worker import run_worker
 
@@ -84,23 +85,6 @@ def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) ->
         return SharedLoad(spec, requests, Meeting(spec.processes))
     place = (options.bind_host, options.bind_port)
     return SharedLoad(spec, requests, Meeting(options.expect_workers, False, *place, options.arrive_timeout))
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m kvbench.load", description=__doc__.splitlines()[0])
-    parser.add_argument("spec", nargs="?")
-    parser.add_argument("--master", action="store_true")
-    parser.add_argument("--expect-workers", type=int, default=1)
-    parser.add_argument("--bind-host", default="127.0.0.1")
-    parser.add_argument("--bind-port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--arrive-timeout", type=float, default=300.0)
-    parser.add_argument("--worker", action="store_true")
-    parser.add_argument("--master-host", default="127.0.0.1")
-    parser.add_argument("--master-port", type=int, default=DEFAULT_PORT)
-    options = parser.parse_args(argv)
-    if options.worker == (options.spec is not None):
-        parser.error("give SPEC.json, or --worker without one")
-    return options
 
 
 class Load:

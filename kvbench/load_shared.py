@@ -1,0 +1,91 @@
+"""``kvbench load`` over several processes or machines: its options, and what they tell the load process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import click
+
+from kvbench.errors import UsageError
+
+_PORT = 5557  # Locust's own
+ARRIVE_S = 300.0  # how long a master waits for its workers
+Calibrate = Callable[[int | None, int], Any]
+
+SHARING_OPTIONS = (
+    click.option("--processes", type=click.IntRange(1, 1000), metavar="N",
+                 help="Share the load among N processes of this machine (default: the workload's load.processes)."),
+    click.option("--master", is_flag=True, help="Share the load among workers on other machines, and wait for them."),
+    click.option("--expect-workers", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N",
+                 help="--master: how many."),
+    click.option("--bind-host", default="127.0.0.1", show_default=True, metavar="HOST",
+                 help="--master: where to listen for them, e.g. 0.0.0.0 on a network of your own."),
+    click.option("--bind-port", type=click.IntRange(1, 65535), default=_PORT, show_default=True, metavar="PORT",
+                 help="--master: and at which port."),
+    click.option("--worker", is_flag=True, help="Be a worker of the master at --master-host; nothing else is needed."),
+    click.option("--master-host", default="127.0.0.1", show_default=True, metavar="HOST", help="--worker: the master."),
+    click.option("--master-port", type=click.IntRange(1, 65535), default=_PORT, show_default=True, metavar="PORT",
+                 help="--worker: its port."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """``client``: fields of LoadSpec; ``arguments``: of the load process; ``notice``: what the user is told first.
+
+    ``machines``: how many have a share of the streams, each with one load process (1: only this one).
+    """
+
+    client: Mapping[str, Any]
+    arguments: tuple[str, ...] = ()
+    notice: str | None = None
+    machines: int = 1
+
+    def calibrate(self, streams: int | None, processes: int, calibrator: Calibrate) -> Any:
+        """Calibrates this machine for what one has to bear: the others are taken to be no slower."""
+        if self.machines == 1:
+            return calibrator(streams, processes)
+        return calibrator(-(-streams // self.machines) if streams else None, 1)
+
+
+def sharing(options: Mapping[str, Any], several: bool = False) -> Sharing:
+    """What the command line says of it; ``several``: more than one load is to come.
+
+    Raises UsageError for options that exclude each other.
+    """
+    if options["master"] and several:
+        raise UsageError("--find-max-rate has no --master: a worker ends with its load; share each with --processes")
+    if options["master"] and options["processes"]:
+        raise UsageError("--processes and --master exclude each other: workers of this machine, or of others")
+    if not options["master"]:
+        return Sharing({"processes": options["processes"]} if options["processes"] else {})
+    host, port, count = options["bind_host"], options["bind_port"], options["expect_workers"]
+    words = (
+        "--master",
+        "--expect-workers",
+        count,
+        "--bind-host",
+        host,
+        "--bind-port",
+        port,
+        "--arrive-timeout",
+        ARRIVE_S,
+    )
+    notice = (
+        f"waiting up to {ARRIVE_S:g} s for {count} worker{'s' if count > 1 else ''} at {host}:{port}; on each machine: "
+        f"kvbench load --worker --master-host {'HOST' if host in ('0.0.0.0', '::', '*') else host} --master-port {port}"
+    )
+    return Sharing({}, tuple(str(word) for word in words), notice, count)
+
+
+def be_worker(options: Mapping[str, Any]) -> NoReturn:
+    """This process becomes the load process of a worker, and ends with its load. Raises UsageError."""
+    if options["master"]:
+        raise UsageError("--worker and --master exclude each other: start the master on one machine")
+    place = ("--master-host", options["master_host"], "--master-port", str(options["master_port"]))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "kvbench.load", "--worker", *place])

@@ -1,0 +1,71 @@
+"""What ``kvbench load``'s options say of sharing a load, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from kvbench.errors import UsageError
+from kvbench.load.run_arguments import parse
+from kvbench.load_command import load
+from kvbench.load_shared import be_worker, sharing
+
+
+def options(*words: str) -> dict:
+    """As click parses them."""
+    return load.make_context("load", list(words)).params
+
+
+def test_alone_nothing_is_said() -> None:
+    shared = sharing(options("w.yaml"))
+    assert (shared.client, shared.arguments, shared.notice, shared.machines) == ({}, (), None, 1)
+    assert shared.calibrate(64, 3, lambda *given: given) == (64, 3)
+
+
+def test_processes_are_the_specs() -> None:
+    assert sharing(options("w.yaml", "--processes", "4")).client == {"processes": 4}
+
+
+def test_a_masters_arguments_are_those_that_the_load_process_reads() -> None:
+    words = ("--master", "--expect-workers", "3", "--bind-host", "10.0.0.2", "--bind-port", "6000")
+    shared = sharing(options("w.yaml", *words))
+    read = parse(["spec.json", *shared.arguments])
+    assert (read.spec, read.master, read.expect_workers) == ("spec.json", True, 3)
+    assert (read.bind_host, read.bind_port) == ("10.0.0.2", 6000)
+    assert "kvbench load --worker --master-host 10.0.0.2 --master-port 6000" in shared.notice
+    assert shared.calibrate(64, 1, lambda *given: given) == (22, 1)  # what one of three machines has to bear
+    assert shared.calibrate(None, 1, lambda *given: given) == (None, 1)
+
+
+def test_a_worker_becomes_the_load_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(os, "execv", lambda path, words: called.append((path, words)))
+    be_worker(options("--worker", "--master-host", "h", "--master-port", "7"))
+    ((path, words),) = called
+    assert path == words[0] == sys.executable and words[1:3] == ["-m", "kvbench.load"]
+    read = parse(words[3:])
+    assert (read.worker, read.master_host, read.master_port, read.spec) == (True, "h", 7, None)
+
+
+def test_what_excludes_each_other_is_a_sentence() -> None:
+    with pytest.raises(UsageError, match="--processes and --master"):
+        sharing(options("w.yaml", "--master", "--processes", "2"))
+    with pytest.raises(UsageError, match="--find-max-rate has no --master"):
+        sharing(options("w.yaml", "--master"), several=True)
+    with pytest.raises(UsageError, match="--worker and --master"):
+        be_worker(options("--worker", "--master"))
+
+
+@pytest.mark.parametrize("words", [["--processes", "0"], ["--bind-port", "70000"], ["--expect-workers", "x"]])
+def test_impossible_numbers_are_refused_by_the_parser(words: list[str]) -> None:
+    assert CliRunner().invoke(load, ["w.yaml", *words]).exit_code == 2
+
+
+def test_the_load_process_wants_a_spec_or_to_be_a_worker() -> None:
+    for wrong in ([], ["spec.json", "--worker"]):
+        with pytest.raises(SystemExit) as ended:
+            parse(wrong)
+        assert ended.value.code == 2
