@@ -1,0 +1,74 @@
+"""A sweep and a load calibrate the client first: once, told in every result, and what it says makes loads invalid."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbench import calibration as module
+from kvbench.calibration import Calibration, CalibrationSettings
+from kvbench.cli import main
+from tests.support.sweep_parts import FAKE, Bench
+from tests.unit.load.test_calibration import taken
+
+WHY = "the load client does not keep up with the mock server"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
+    """What was asked for; the answer is that the client is good up to 4 streams."""
+    asked: list[CalibrationSettings] = []
+
+    def calibrate(settings: CalibrationSettings, attempts: int = 1) -> Calibration:
+        asked.append(settings)
+        return taken(settings, () if settings.streams <= 4 else (WHY,))
+
+    monkeypatch.setattr(module, "_KNOWN", {})
+    monkeypatch.setattr(module, "calibrate", calibrate)
+    monkeypatch.setenv("KVBENCH_NO_CALIBRATION", "")
+    return asked
+
+
+def sweep(bench: Bench, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[int, Path]:
+    """Exit code and folder of a sweep at 2, 3 and 6 users."""
+    for name, value in bench.environment().items():
+        monkeypatch.setenv(name, value)
+    path = bench.write(load={"concurrency": [2, 3, 6], "repeats": 1}, sweep={})
+    flags = ["--serve-cmd", f"{sys.executable} {FAKE}", "--output-dir", str(bench.results), "--no-report", *more]
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", str(path), *flags])
+    (folder,) = (bench.results / "tiny").iterdir()
+    return int(ended.value.code), folder
+
+
+def dones(folder: Path) -> dict[str, dict]:
+    rows = [json.loads(p.read_text()) for p in folder.glob("cells/*/loads/*/done.json")]
+    return {row["cell_id"].rsplit("-", 1)[-1]: row for row in rows}
+
+
+def test_a_sweep_calibrates_once_per_setting_and_believes_it(tmp_path, monkeypatch, measured, capsys) -> None:
+    code, folder = sweep(Bench(tmp_path), monkeypatch)
+    said = capsys.readouterr().out
+    assert code == 4, said
+    assert sorted(s.streams for s in measured) == [4, 16]
+    loads = dones(folder)
+    assert {name: row["calibration"]["settings"]["streams"] for name, row in loads.items()} == {
+        "c2": 4,
+        "c3": 4,
+        "c6": 16,
+    }
+    assert WHY in loads["c6"]["invalid_reasons"] and WHY in said
+    assert not any(WHY in loads[name]["invalid_reasons"] for name in ("c2", "c3"))
+    told = json.loads((folder / "manifest.json").read_text())["calibration"]
+    assert told["left_out"] is False
+    assert sorted(c["settings"]["streams"] for c in told["measured"]) == [4, 16]
+
+
+def test_a_sweep_without_it_says_so(tmp_path, monkeypatch, measured) -> None:
+    _, folder = sweep(Bench(tmp_path), monkeypatch, "--no-calibration", "--only", "*-c2")
+    assert measured == []
+    assert {row["calibration"] for row in dones(folder).values()} == {None}
+    assert json.loads((folder / "manifest.json").read_text())["calibration"] == {"left_out": True, "measured": []}
