@@ -53,4 +53,4 @@ def test_a_sweep_of_vllm(tmp_path):
         assert told["metrics"]["completed"] == 12
         counters = json.loads((run / "cells" / cell / "loads" / "1" / "counters.json").read_text())
         assert counters["generation_tokens_total"] == told["metrics"]["total_output_tokens"]
-        assert 0 < counters["kv_cache_usage_perc_peak"] < 1
+        assert 0 <= counters["kv_cache_usage_perc_peak"] < 1  # polled four times a second: it may miss a short load
