@@ -170,6 +170,7 @@ def test_goodput_needs_every_limit_met() -> None:
     assert good({"ttft_ms": 600.0, "tpot_ms": 300.0}) == pytest.approx(2 / duration)
     assert good({"ttft_ms": 600.0, "tpot_ms": None}) == pytest.approx(3 / duration)
     assert good({"itl_ms": 300.5}) == pytest.approx(3 / duration)  # one chunk has no gap to be too long
+    assert good({"itl_ms": 290.0}) == pytest.approx(2 / duration)  # the longest gap counts, not the mean
     assert good({"itl_ms": 99.0}) == pytest.approx(1 / duration)
     assert good(None) is None
     with pytest.raises(ValueError, match="not a known SLO"):

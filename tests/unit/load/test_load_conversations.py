@@ -68,6 +68,7 @@ def test_actual_history_says_how_many_tokens_are_new() -> None:
     recorded, actual = (drawn(request_rate=2.0, sessions=nine | {"history": kind}) for kind in ("recorded", "actual"))
     assert [r.prompt_token_ids for r in actual] == [r.prompt_token_ids for r in recorded]
     for talk in conversations(actual):
+        assert talk[0].new_tokens == 0
         for before, after in itertools.pairwise(talk):
             assert after.new_tokens == len(after.prompt_token_ids) - len(before.prompt_token_ids) - before.max_tokens
 
