@@ -1,0 +1,207 @@
+"""``kvbench load`` against running servers: what it keeps, refuses, resumes, and the rates that it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench import contention
+from kvbench.cli import cli
+from kvbench.errors import MeasurementError, UsageError
+from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, alive
+
+CACHING = ("--enable-prefix-caching", "--page-size", "4", "--max-model-len", "256")
+
+
+@contextmanager
+def fake_server(*flags, **env):
+    process = subprocess.Popen(
+        [sys.executable, str(FAKE), *CACHING, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, **env},
+    )  # fmt: skip
+    try:
+        yield process.stdout.readline().split()[1], process
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with fake_server() as (url, _):
+        yield url
+
+
+@pytest.fixture
+def workload(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, "sweep": {}}))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def idle_machine(monkeypatch):
+    """Other work on the test machine is not what is tested here."""
+    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", 1000.0)
+    monkeypatch.setattr(contention, "MAX_STEAL_SHARE", 1.0)
+
+
+def load(*words):
+    return cli.main(["load", *map(str, words), "--no-calibration"], standalone_mode=False)
+
+
+def stored(folder, name="manifest.json"):
+    return json.loads((folder / name).read_text())
+
+
+def complaints(kept):
+    return [r for r in kept["invalid_reasons"] if not any(words in r for words in BUSY_MACHINE)]
+
+
+def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, workload, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVBENCH_TEST_KEY", "s3cr3t-value")
+    out = tmp_path / "out"
+    words = ("--url", url, "--goodput", "ttft:2000", "tpot:500", "--output-dir", out, "--seed", 9)
+    load(workload, *words, "--api-key-env", "KVBENCH_TEST_KEY")
+    manifest, kept = stored(out), stored(out, "metrics.json")
+    assert (manifest["status"], manifest["kind"], manifest["seed"]) == ("complete", "load", 9)
+    assert manifest["target"] == {
+        "url": url, "preset": "openai", "model": "fake", "vocab_size": 8192, "max_model_len": 256,
+    }  # fmt: skip
+    assert manifest["workload"]["load"]["slo"] == {"ttft_ms": 2000.0, "tpot_ms": 500.0}
+    assert manifest["versions"]["kvbench"] and manifest["calibration"]["left_out"]
+    assert complaints(kept) == [] and kept["completed"] == kept["num_prompts"] == 6
+    assert kept["mean_ttft_ms"] == kept["metrics"]["ttft_ms"]["mean"] > 0 and kept["max_concurrency"] == 2
+    assert kept["request_goodput"] == pytest.approx(6 / kept["duration"])
+    assert kept["prefix_cache"]["queries"] == kept["total_input_tokens"]
+    assert {p.name for p in out.iterdir()} >= {"requests.parquet", "load.json", "counters.json", "server.parquet"}
+    assert not any(b"s3cr3t-value" in p.read_bytes() for p in out.rglob("*") if p.is_file())
+    told = capsys.readouterr().out
+    assert "100.0% of the requests) met ttft <= 2000 ms and tpot <= 500 ms" in told
+    assert "CPU seconds per 1,000 output tokens" in told and "prefix cache, declared cold" in told
+    with pytest.raises(UsageError, match="is not empty"):
+        load(workload, *words)
+    before = (out / "requests.parquet").stat().st_mtime_ns
+    load(workload, *words, "--resume")  # finished: shown again, not run again
+    assert (out / "requests.parquet").stat().st_mtime_ns == before
+    with pytest.raises(UsageError, match=r"differs in load.num_requests"):
+        load(workload, *words, "--num-prompts", 7, "--resume")
+
+
+def test_a_cap_is_shown_apart(url, workload, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ("--request-rate", "inf", "--max-concurrency", 1, "--num-prompts", 8, "--output-dir", out)
+    load(workload, "--url", url, *words)
+    kept = stored(out, "metrics.json")
+    assert complaints(kept) == [] and kept["request_rate"] == "inf" and kept["max_concurrency"] == 1
+    queued, ttft = (kept["metrics"][name] for name in ("client_queue_ms", "ttft_ms"))
+    assert 0 < queued["max"] < ttft["max"] and queued["mean"] > ttft["mean"] / 2
+    assert "queued in the client" in capsys.readouterr().out
+
+
+def test_warm_up_prompts_are_never_measured_and_a_dirty_cache_is_invalid(workload, tmp_path):
+    with fake_server(FAKE_FAULT="keep") as (url, _):  # its reset empties nothing
+        load(workload, "--url", url, "--num-warmups", 6, "--output-dir", tmp_path / "a")
+        assert complaints(stored(tmp_path / "a", "metrics.json")) == []
+        assert load(workload, "--url", url, "--output-dir", tmp_path / "b") == 4
+        (reason,) = complaints(stored(tmp_path / "b", "metrics.json"))
+        assert "it held prompts from before this load" in reason
+
+
+def test_a_server_that_dies_leaves_an_incomplete_folder_that_another_goes_on_with(workload, tmp_path):
+    out = tmp_path / "out"
+    with fake_server(FAKE_FAULT="die:2") as (url, _), pytest.raises(MeasurementError):
+        load(workload, "--url", url, "--output-dir", out)
+    port = url.rsplit(":", 1)[1]
+    assert stored(out)["status"] == "incomplete" and not (out / "metrics.json").exists()
+    with fake_server("--port", port) as (again, _):
+        assert again == url
+        load(workload, "--url", url, "--output-dir", out, "--resume")
+    assert stored(out)["status"] == "complete" and complaints(stored(out, "metrics.json")) == []
+
+
+def test_an_interrupted_load_says_how_to_go_on_and_leaves_no_process(workload, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "kvbench", "load", str(workload), "--no-calibration", "--output-dir", str(out)]
+    with fake_server(FAKE_TOKEN_S="1") as (url, _):
+        process = subprocess.Popen(
+            [*command, "--url", url, "--num-warmups", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 60
+        while not (out / "spec.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)
+        clients = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _runs(p, str(out / "spec.json"))]
+        process.send_signal(signal.SIGTERM)
+        told, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "--resume" in told
+    assert stored(out)["status"] == "incomplete"
+    assert clients and not any(alive(pid) for pid in clients)
+
+
+def _runs(process, word):
+    try:
+        return word.encode() in (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload, tmp_path, capsys):
+    """Two tokens of 20 ms, one request in flight: at most 25 requests/s, whatever else the machine does."""
+    out = tmp_path / "out"
+    classes = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 2}]
+    words = (
+        "-o", f"load.prompts={json.dumps({'kind': 'synthetic', 'classes': classes})}", "-o", "load.arrivals=constant",
+        "--find-max-rate", "p95_ttft<=150ms", "--request-rate", 20, "--max-concurrency", 1, "--num-prompts", 24,
+        "--run-seconds", 0, "--tolerance", 0.5, "--output-dir", out,
+    )  # fmt: skip
+    with fake_server(FAKE_TOKEN_S="0.02") as (url, _):
+        code = load(workload, "--url", url, *words)
+        found = stored(out, "search.json")
+        if found["outcome"] == "invalid":
+            assert any(words in found["reason"] for words in BUSY_MACHINE), found["reason"]
+            pytest.skip(f"this machine is too busy to measure: {found['reason']}")
+        assert code == 0 and found["outcome"] == "found" and found["confirmed"]
+        assert found["highest_rate_met"] <= 25 < found["lowest_rate_not_met"] * 1.5
+        assert found["lowest_rate_not_met"] <= 1.5 * found["highest_rate_met"]
+        runs = sorted((out / "runs").iterdir())
+        assert len(runs) == len(found["runs"]) and all((run / "requests.parquet").is_file() for run in runs)
+        prompts = [next(run.glob("requests-*.jsonl")).name for run in runs]
+        assert len(set(prompts)) == len(prompts)  # every run has requests of its own
+        assert stored(out)["status"] == "complete"
+        said = capsys.readouterr().out
+        assert "Highest rate that met p95_ttft<=150ms" in said
+        load(workload, "--url", url, *words, "--resume")
+        assert len(list((out / "runs").iterdir())) == len(runs)
+        assert found["answer"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--url is missing"),
+        (("--url", "nowhere"), "--url 'nowhere' is not a URL"),
+        (("--url", "http://127.0.0.1:9", "--resume"), "--resume goes with --output-dir"),
+        (("--url", "http://127.0.0.1:9", "--preset", "vlm"), "--preset 'vlm' is not known"),
+        (("--url", "http://127.0.0.1:9", "--find-max-rate", "fast"), "'fast' is no condition"),
+        (("--url", "http://127.0.0.1:9", "--find-max-rate", "goodput>=95%"), "needs an SLO"),
+        (("--url", "http://127.0.0.1:9", "--find-max-rate", "p95_ttft<=1s", "--request-rate", "inf"), "leave inf out"),
+        (("--url", "http://127.0.0.1:9", "--request-rate", "-1"), "--request-rate '-1' is not a number"),
+        (("--url", "http://127.0.0.1:9"), "does not serve"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_sent_or_written(workload, tmp_path, words, said):
+    with pytest.raises(UsageError, match=said):
+        load(workload, *words, *(() if "--resume" in words else ("--output-dir", tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
