@@ -39,7 +39,7 @@ def title(found: Description) -> str:
 
 def _about(found: Description) -> tuple[str, ...]:
     trace = found.trace
-    lines = [f"{title(found)}: {len(trace):,} requests, format {trace.format}."]
+    lines = [f"{title(found)}: {len(trace):,} request{'s' * (len(trace) != 1)}, format {trace.format}."]
     if trace.page_size is not None:
         lines.append(f"Pages of {trace.page_size} tokens ({trace.page_size_from}).")
     lines += [f"Left out: {count:,} {why}." for why, count in trace.left_out.items()]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.traces import conversations, hashed, tables, weka
+from kvbench.traces import conversations, hashed, servegen, tables, weka
 from kvbench.traces.model import Trace
 from kvbench.traces.source import Source, open_source, short
 
@@ -75,6 +75,7 @@ _ALL = (
         _guidellm,
         "CSV or JSONL: timestamp (s), input_length, output_length",
     ),
+    Format("servegen", servegen.is_servegen, servegen.read_servegen, "a client's CSV and JSON: a trace is drawn"),
     Format("sharegpt", conversations.is_sharegpt, conversations.read_sharegpt, "JSON: [{conversations: [...]}]"),
     Format("questions", conversations.is_questions, conversations.read_questions, "JSONL: turns (texts)"),
     Format("custom", conversations.is_custom, conversations.read_custom, "JSONL: prompt, output_tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,10 @@ import pytest
 
 from kvbench.traces.model import UNKNOWN, Trace, find_tick, select
 from kvbench.traces.read import FORMATS, read_trace
+
+ROOT = Path(__file__).resolve().parents[3]
+TRACES = Path(os.environ.get("KVBENCH_TRACES", ROOT.parent / "shared" / "traces"))
+SERVEGEN_FILES = TRACES / "servegen"
 
 
 def lines(*rows: dict) -> str:
@@ -110,7 +115,7 @@ SAMPLES = {
 def test_a_format_is_known_by_its_content(tmp_path, name):
     path = write(tmp_path, SAMPLES[name])
     assert read_trace(path).format == read_trace(path, name).format == name
-    assert set(SAMPLES) | {"timed_trace"} == set(FORMATS)
+    assert set(SAMPLES) | {"timed_trace", "servegen"} == set(FORMATS)
 
 
 def test_azure_has_seven_decimals_zones_and_a_last_line_without_newline(tmp_path):
@@ -239,7 +244,43 @@ def test_texts_without_replies_and_token_ids(tmp_path):
     assert trace.prompts == (("other",), ("first",), ("first", "then")) and trace.think_s.tolist() == [0, 0, 1.5]
 
 
+SERVEGEN = "0,0,0,,0,0\n600,2.0,1.4142,Gamma,0.5,1.0\n1200,4.0,2.0,Weibull,0.7,0.2\n"
+SERVEGEN_LENGTHS = {
+    "0": {"input_tokens": "{7: 1.0}", "output_tokens": "{1: 1.0}"},
+    "1200": {"input_tokens": "{10: 0.25, 20: 0.75}", "output_tokens": "{3: 1.0, 5: 1.0}"},
+}
+
+
+def test_servegen_draws_a_trace_from_a_clients_distributions(tmp_path):
+    paths = [write(tmp_path, SERVEGEN), write(tmp_path, json.dumps(SERVEGEN_LENGTHS, indent=1), "lengths")]
+    trace = read_trace(paths)
+    again = read_trace(paths[::-1], "servegen")
+    assert trace.format == "servegen" and (trace.arrival_s == again.arrival_s).all()
+    second = trace.arrival_s >= 600 - 5  # times count from the first request, soon after 600
+    first = trace.arrival_s < 595
+    assert first.sum() == pytest.approx(1200, abs=4 * 1200**0.5 * 1.42)  # a renewal process: cv x sqrt(n)
+    assert second.sum() == pytest.approx(2400, abs=4 * 2400**0.5 * 1.46)
+    gaps = np.diff(trace.arrival_s[first])
+    assert gaps.std() / gaps.mean() == pytest.approx(2**0.5, rel=0.15)  # of a Gamma of shape 1/2
+    assert set(trace.prompt_tokens[first]) == {7} and set(trace.prompt_tokens[trace.arrival_s > 605]) == {10, 20}
+    assert np.mean(trace.prompt_tokens[trace.arrival_s > 605] == 20) == pytest.approx(0.75, abs=0.05)
+    with pytest.raises(ValueError, match="given are 1 and 0"):
+        read_trace(paths[0])
+
+
+def test_the_public_clients_have_the_rates_that_they_state():
+    if not SERVEGEN_FILES.is_dir():
+        pytest.skip(f"no trace slices in {TRACES}; set KVBENCH_TRACES to their folder")
+    name = "reason_deepseek-r1_chunk-3"
+    trace = read_trace([SERVEGEN_FILES / f"{name}-trace.csv", SERVEGEN_FILES / f"{name}-dataset.json"])
+    rates = [float(line.split(",")[1]) for line in (SERVEGEN_FILES / f"{name}-trace.csv").read_text().splitlines()]
+    assert len(trace) == pytest.approx(600 * sum(rates), rel=0.02) and len(trace) < 1_000_000
+
+
 BAD = {
+    "servegen window": (SERVEGEN.replace("1200,", "100,"), ["line 3", "start '100' and rate '4.0' are no window"]),
+    "servegen shape": (SERVEGEN.replace("Weibull", "Cauchy"), ["line 3", "'Cauchy' of shape '0.7'"]),
+    "servegen lengths": (json.dumps({"0": {"input_tokens": "{5: -1}", "output_tokens": "{1: 1}"}}), ["window 0"]),
     "azure": (AZURE.replace("300,8", "three hundred,8"), ["line 4", "'three hundred' is not a number of tokens"]),
     "azure time": (AZURE.replace("2023-11-16 18:20:48", "soon"), ["line 4", "TIMESTAMP 'soon"]),
     "azure empty": (AZURE.splitlines()[0], ["no rows"]),
@@ -273,9 +314,12 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_refused_with_the_place(tmp_path, name):
     text, words = BAD[name]
-    path = write(tmp_path, text)
+    paths = [write(tmp_path, text)]
+    if name.startswith("servegen"):
+        other = SERVEGEN if text.startswith("{") else json.dumps(SERVEGEN_LENGTHS)
+        paths.append(write(tmp_path, other, "other"))
     with pytest.raises(ValueError, match=r"trace\.txt") as refused:
-        read_trace(path)
+        read_trace(paths)
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
