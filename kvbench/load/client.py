@@ -63,14 +63,12 @@ class StreamingClient:
         self._raw = RawStream(0.0)
         self._reader = ResponseReader()
         self._left = 0  # bytes that the response may still bring
-        self._used = False  # the connection that stands has had an exchange
 
     def connect(self) -> None:
         """Opens the connection if there is none. StreamFailure when that fails."""
         if self._connection is None:
             self._connection = open_connection(self.address, self.timeouts, self._tls)
             self._watcher = gevent.get_hub().loop.io(self._connection.fd, 1)
-            self._used = False
 
     def close(self) -> None:
         """Closes the connection; the next exchange opens a new one."""
@@ -81,7 +79,6 @@ class StreamingClient:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-            self._used = False
 
     def exchange(self, request: bytes, most_bytes: int = _MOST_BYTES) -> RawStream:
         """Sends the bytes of one HTTP request and keeps what comes back until the response is whole.
@@ -92,17 +89,16 @@ class StreamingClient:
         what never ends must not fill the memory.
         """
         ts, reopened = time.perf_counter(), False
-        if self._used and not self._is_quiet():
+        kept = self._connection is not None  # from an exchange before, or opened for this one some time ago
+        if kept and not self._is_quiet():
             self.close()
-            reopened = True
-        kept = self._used
+            kept, reopened = False, True
         raw = self._attempt(request, ts, most_bytes)
         if kept and not raw.times and raw.error_kind == "truncated":
             self.close()
             reopened = True
             raw = self._attempt(request, ts, most_bytes)
         raw.reopened = reopened
-        self._used = self._connection is not None
         if raw.error_kind is not None or not self._reader.reusable:
             self.close()
         self._reader.release()

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from kvbench.load.client import Address, StreamingClient, Timeouts
 from tests.support.loads import stamps_of
-from tests.support.raw_server import raw_server
+from tests.support.raw_server import raw_server, read_request
 
 Exchange = Callable[..., list[list[dict]]]
 
@@ -156,6 +157,25 @@ def test_kept_connection_that_the_server_closed_is_opened_again(exchange: Exchan
         reopened.append([o["reopened"] for o in outcomes])
     # A connection whose end was announced (the last job) is not kept, so none is found closed.
     assert reopened == [[False, True, True]] + [[False] * 3] * 4
+
+
+def test_connection_opened_beforehand_and_closed_unused_is_opened_again() -> None:
+    """An open loop opens connections that it may need minutes later; a server or a proxy may not keep them so long."""
+    answers = iter([False, True])
+
+    def serve(connection: socket.socket) -> None:
+        if next(answers):
+            read_request(connection)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    limits = Timeouts(connect=5.0, first_byte=5.0, idle=5.0, total=5.0)
+    with raw_server(serve) as port:
+        client = StreamingClient(Address("127.0.0.1", port, ""), limits)
+        client.connect()
+        time.sleep(0.3)
+        raw = client.exchange(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n")
+        client.close()
+    assert (raw.error_kind, raw.reopened) == (None, True)
 
 
 def test_a_failed_request_is_not_sent_again(exchange: Exchange, mock_url: str) -> None:
