@@ -123,14 +123,14 @@ class ModelFolders:
         from engine import export_model
 
         tokenizer = Path(str(given)) if given else source if has_one else self._tokenizer(settings)
+        if tokenizer is None:
+            raise UsageError(f"the model folder {source} has no tokenizer: name one with -o model.tokenizer=FOLDER")
         folder = self.scratch / f"model-{len(self._made)}"
         folder.mkdir()
         for path in source.iterdir():
             if not (given and path.name in export_model.TOKENIZER_FILES):
                 (folder / path.name).symlink_to(path)
         if given or not has_one:
-            if tokenizer is None:
-                raise UsageError(f"the model folder {source} has no tokenizer: name one with -o model.tokenizer=FOLDER")
             export_model.copy_tokenizer(tokenizer, folder)
         if drop_eos:
             export_model.drop_eos(folder)

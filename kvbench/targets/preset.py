@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.server_metrics import OURS, MetricNames
+from kvbench.workload import default_profile
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Context:
 
     @property
     def on_cpu(self) -> bool:
-        return self.settings.get("device") == "cpu"
+        """Whether the server is to run on the CPU: asked for, or left open on a machine without a GPU."""
+        device = self.settings.get("device") or "auto"
+        return device == "cpu" or (device == "auto" and default_profile() == "cpu")
 
 
 Words = Callable[[Any, Context], tuple[str, ...]]

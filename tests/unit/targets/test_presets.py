@@ -72,6 +72,14 @@ def test_what_vllm_cannot_do_has_a_reason_that_names_setting_and_value(settings,
     assert re.search(why, reason)
 
 
+def test_a_device_that_is_left_open_is_the_cpu_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr("kvbench.targets.preset.default_profile", lambda: "cpu")
+    assert "CPU attention" in reasons("vllm", page_size=16, device="auto")[0]
+    monkeypatch.setattr("kvbench.targets.preset.default_profile", lambda: "gpu")
+    assert reasons("vllm", page_size=16, device="auto") == []
+    assert "CPU attention" in reasons("vllm", page_size=16, device="cpu")[0]
+
+
 def test_on_a_gpu_vllm_can_do_more():
     assert not reasons("vllm", page_size=16, device="cuda", kv_cache_dtype="int8_per_token_head", async_scheduling=True)
 

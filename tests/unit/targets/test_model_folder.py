@@ -1,0 +1,120 @@
+"""The folder that another engine is given: whose weights, which tokenizer, no end of sequence where it must not end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.config import EngineConfig
+from engine.export_model import export_model
+from engine.model_loader import load_model
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.targets import model_folder
+from kvbench.targets.model_folder import ModelFolders
+from kvbench.targets.texts import WordTexts
+from tests.integration.test_target_transformers import MODEL
+
+
+def folders(tmp_path, monkeypatch, ignore_eos=True, texts=False):
+    monkeypatch.setattr(model_folder.tempfile, "mkdtemp", lambda prefix: str(make(tmp_path / "scratch")))
+    return ModelFolders(ignore_eos=ignore_eos, texts=texts)
+
+
+def make(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A model folder as one downloads it; the weights are not looked at."""
+    folder = make(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3], "bos_token_id": 0}))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "tokenizer.json").write_text('{"own": true}')
+    return folder
+
+
+def test_a_folder_with_weights_is_served_as_it_is(source, tmp_path, monkeypatch):
+    made = folders(tmp_path, monkeypatch)
+    served = made.get({"model": str(source), "load_format": "auto"}, drop_eos=False)
+    assert (served.path, served.tokenizer) == (source, source)
+    assert (served.vocab_size, served.max_positions, served.of_words) == (512, 512, False)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_server_that_cannot_ignore_eos_gets_a_folder_without_one_and_the_model_stays_as_it_is(
+    source, tmp_path, monkeypatch
+):
+    made = folders(tmp_path, monkeypatch)
+    served = made.get({"model": str(source), "load_format": "auto"}, drop_eos=True)
+    assert served.path != source and (served.path / "model.safetensors").read_bytes() == b"weights"
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((served.path / name).read_text())["eos_token_id"] is None
+    assert json.loads((source / "config.json").read_text()) == MODEL
+    assert json.loads((source / "generation_config.json").read_text())["eos_token_id"] == [0, 3]
+    assert made.get({"model": str(source), "load_format": "auto"}, drop_eos=True) is served
+    made.close()
+    assert not (tmp_path / "scratch").exists() and (source / "model.safetensors").exists()
+
+
+def test_a_load_that_heeds_eos_keeps_it(source, tmp_path, monkeypatch):
+    made = folders(tmp_path, monkeypatch, ignore_eos=False)
+    assert made.get({"model": str(source), "load_format": "auto"}, drop_eos=True).path == source
+
+
+def test_another_tokenizer_takes_the_place_of_the_models(source, tmp_path, monkeypatch):
+    other = make(tmp_path / "other")
+    (other / "tokenizer.json").write_text('{"other": true}')
+    settings = {"model": str(source), "load_format": "auto", "tokenizer": str(other)}
+    served = folders(tmp_path, monkeypatch).get(settings, drop_eos=False)
+    assert (served.path / "tokenizer.json").read_text() == '{"other": true}'
+    assert (source / "tokenizer.json").read_text() == '{"own": true}'
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"has no tokenizer: name one with -o model\.tokenizer=FOLDER"):
+        ModelFolders(ignore_eos=True, texts=False).get({"model": str(source), "load_format": "auto"}, drop_eos=True)
+
+
+def test_llama_cpp_serves_gguf_files_only(source, tmp_path, monkeypatch):
+    made = folders(tmp_path, monkeypatch)
+    with pytest.raises(UsageError, match=r"convert_hf_to_gguf\.py .* -o model\.path=MODEL\.gguf"):
+        made.get({"model": str(source)}, drop_eos=False, model_format="gguf")
+    (source / "m.gguf").write_bytes(b"GGUF")
+    assert made.get({"model": str(source / "m.gguf")}, drop_eos=False, model_format="gguf").vocab_size is None
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, UsageError), (1, MeasurementError)])
+def test_an_export_that_fails_says_why(tmp_path, monkeypatch, code, error):
+    real = model_folder.processes.launch
+    line = f"import sys; print('error: no such model'); sys.exit({code})"
+    monkeypatch.setattr(model_folder.processes, "launch", lambda c, **o: real([sys.executable, "-c", line], **o))
+    with pytest.raises(error, match="no such model"):
+        folders(tmp_path, monkeypatch).get({"model": "llama-32m", "load_format": "dummy"}, drop_eos=False)
+
+
+def test_random_weights_are_those_of_the_built_in_engine_and_the_words_are_the_ids(tmp_path):
+    (tmp_path / "tiny.json").write_text(json.dumps(MODEL))
+    settings = {"model": str(tmp_path / "tiny.json"), "load_format": "dummy", "seed": 7, "device": "cpu"}
+    out = tmp_path / "out"
+    export_model({"settings": settings, "folder": str(out), "tokenizer": None, "ignore_eos": True})
+    exported = load_model(EngineConfig.from_mapping(settings | {"model": str(out), "load_format": "auto"}))
+    own = load_model(EngineConfig.from_mapping(settings))
+    assert exported.info.weights_fingerprint == own.info.weights_fingerprint
+    other = load_model(EngineConfig.from_mapping(settings | {"seed": 8}))
+    assert other.info.weights_fingerprint != own.info.weights_fingerprint
+    assert exported.info.eos_token_ids == ()
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    ids = [17, 4, 511, 0, 4]
+    assert tokenizer.encode(WordTexts().text(ids)).ids == ids and tokenizer.decode(ids) == "17 4 511 0 4"
+
+
+def test_prompts_that_are_texts_get_the_tokenizer_they_were_cut_with(tmp_path):
+    made = ModelFolders(ignore_eos=True, texts=True)
+    assert (made._tokenizer({}) / "tokenizer.json").is_file()
+    assert made._tokenizer({"tokenizer": "/t"}) == Path("/t")
+    assert ModelFolders(ignore_eos=True, texts=False)._tokenizer({}) is None
