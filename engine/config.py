@@ -22,7 +22,10 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 KERNEL_BACKENDS = ("auto", "torch", "numba", "triton")
 
 DEFAULT_CPU_BUDGET = 256 * 2**20  # bytes of KV on a CPU when ``kv_budget`` is None
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
 
 
 def parse_bytes(value: int | str) -> int:
@@ -33,7 +36,7 @@ def parse_bytes(value: int | str) -> int:
         return value
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if not match or match[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+        raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
     unit = _UNITS[match[2].lower()]
     if unit == 1 and "." in match[1]:
         raise ValueError(f"the size {value!r} is a fraction of a byte: give a unit, such as '{match[1]}GiB'")

@@ -10,7 +10,15 @@ from engine.sequence import Request, SamplingParams
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [(5, 5), ("128MiB", 134217728), ("1.5 GiB", 1610612736), ("500MB", 500_000_000), ("7", 7), ("2kb", 2000)],
+    [
+        (5, 5),
+        ("128MiB", 134217728),
+        ("1.5 GiB", 1610612736),
+        ("500MB", 500_000_000),
+        ("7", 7),
+        ("2kb", 2000),
+        ("2TiB", 2**41),
+    ],
 )
 def test_parse_bytes(text, count):
     assert parse_bytes(text) == count
@@ -140,9 +148,7 @@ def test_a_budget_beyond_the_memory_is_refused_before_anything_is_allocated():
 
     with pytest.raises(ValueError, match=r"kv_budget .* is more than the .* that this machine has: lower kv_budget"):
         build_engine(EngineConfig(device="cpu", kv_budget=10**15, max_model_len=64))
-    swapping = EngineConfig(
-        device="cpu", kv_budget=10**8, max_model_len=64, preemption_mode="swap", swap_space=10**15
-    )
+    swapping = EngineConfig(device="cpu", kv_budget=10**8, max_model_len=64, preemption_mode="swap", swap_space=10**15)
     together = r"kv_budget and swap_space together .* that this machine has: lower kv_budget or swap_space$"
     with pytest.raises(ValueError, match=together):
         build_engine(swapping)
