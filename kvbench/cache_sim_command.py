@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Point:
 class Simulation:
     """All capacities of one trace, and the cache that never evicts. ``seconds``: of the replays alone."""
 
-    path: Path
+    name: str
     trace: Trace
     warm_up: int
     bytes_per_token: int | None
@@ -66,7 +67,7 @@ def cache_sim_command(
         asked = parse_pages(pages) if pages else None
         read = read_page_ids(trace, format, page_size)
         with Console(stderr=True).status(f"replaying {len(read):,} requests"):
-            result = simulate(trace[0], read, asked, warm_up, bytes_per_token)
+            result = simulate(file_names(trace), read, asked, warm_up, bytes_per_token)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if html is not None:
@@ -81,8 +82,13 @@ def cache_sim_command(
     return 0
 
 
+def file_names(paths: Sequence[Path]) -> str:
+    """The first file's name, and how many more there are."""
+    return paths[0].name + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
 def simulate(
-    path: Path, trace: Trace, pages: list[int] | None, warm_up: int = 0, bytes_per_token: int | None = None
+    name: str, trace: Trace, pages: list[int] | None, warm_up: int = 0, bytes_per_token: int | None = None
 ) -> Simulation:
     """Replay ``trace`` at each of ``pages`` (None: a ladder up to the working set) and without a limit. ValueError."""
     hit_rates(trace, trace.pages * 0, warm_up)  # something is left to count, before the work
@@ -102,7 +108,7 @@ def simulate(
     ]
     seconds = time.perf_counter() - started
     return Simulation(
-        path=path,
+        name=name,
         trace=trace,
         warm_up=warm_up,
         bytes_per_token=bytes_per_token,
@@ -142,7 +148,7 @@ def as_dict(result: Simulation) -> dict[str, Any]:
 
     trace = result.trace
     return {
-        "trace": str(result.path),
+        "trace": result.name,
         "format": trace.format,
         "page_size": trace.page_size,
         "page_size_from": trace.page_size_from,
@@ -164,7 +170,7 @@ def _print(console: Console, result: Simulation) -> None:
     sized = result.bytes_per_token is not None
     cut = any(point.run.num_cut for point in result.points)
     table = Table(
-        title=Text(f"{result.path.name}: prefix-cache hit rate against capacity"),
+        title=Text(f"{result.name}: prefix-cache hit rate against capacity"),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -248,7 +254,7 @@ def _figure(result: Simulation) -> Any:
     )
     figure.update_yaxes(title_text="hit rate, %", rangemode="tozero")
     finish(figure, 480)
-    title = f"{safe(result.path.name)}: prefix-cache hit rate against capacity"
+    title = f"{safe(result.name)}: prefix-cache hit rate against capacity"
     return figure.update_layout(title={"text": title, "y": 0.93, "yanchor": "top"}, margin={"t": 96, "b": 56})
 
 

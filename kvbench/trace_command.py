@@ -42,8 +42,8 @@ def describe(**options: Any) -> int:
 
     FILES: one trace, or several files of one format that are one trace (sessions of agents, a file each). The format is
     found by the content: mooncake, qwen (Bailian), timed_trace (vLLM), guidellm, weka (kv-cache-tester), azure,
-    burstgpt, vidur, servegen, sharegpt, questions (mt_bench, spec_bench), custom (vLLM), lmcache, single_turn and multi_turn
-    (AIPerf).
+    burstgpt, vidur, servegen (its two files), sharegpt, questions (mt_bench, spec_bench), custom (vLLM), lmcache,
+    single_turn and multi_turn (AIPerf).
 
     \b
     Examples:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.cache_sim_command import Point, Simulation, simulate
+from kvbench.cache_sim_command import Point, Simulation, file_names, simulate
 from kvbench.traces import stats
 from kvbench.traces.model import Trace
 
@@ -75,7 +75,7 @@ def describe(
         stats.memory(total) if len(total) else None,
         None if trace.arrival_s is None else stats.arrivals(trace.arrival_s),
         _sessions(trace),
-        None if why else simulate(paths[0], trace, pages, bytes_per_token=bytes_per_token),
+        None if why else simulate(file_names(paths), trace, pages, bytes_per_token=bytes_per_token),
         why,
     )
 

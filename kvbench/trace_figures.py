@@ -12,10 +12,11 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
+from kvbench.cache_sim_command import file_names
 from kvbench.report.page import figures_json
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish
 from kvbench.trace_description import Description
-from kvbench.trace_words import HEADS, cache_heads, cache_rows, facts, length_rows, title
+from kvbench.trace_words import HEADS, cache_heads, cache_rows, facts, length_rows
 from kvbench.traces import stats
 from kvbench.traces.model import Trace
 
@@ -34,7 +35,7 @@ def page(found: Description) -> str:
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     told = facts(found)
     return made.from_string(_asset("trace.html.j2")).render(
-        title=title(found),
+        title=file_names(found.paths),
         facts=told,
         heads=HEADS,
         length_rows=length_rows(found),

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.config import format_bytes
-from kvbench.cache_sim_command import Simulation
+from kvbench.cache_sim_command import Simulation, file_names
 from kvbench.trace_description import Description
 
 HEADS = ("p50", "p90", "p99", "max", "mean", "min")
@@ -31,15 +31,9 @@ def facts(found: Description) -> Facts:
     return Facts(_about(found), _arrivals(found), _sessions(found), _memory(found), _prefixes(found))
 
 
-def title(found: Description) -> str:
-    """The file's name, and how many more there are."""
-    first, *more = found.paths
-    return first.name + (f" and {len(more)} more" if more else "")
-
-
 def _about(found: Description) -> tuple[str, ...]:
     trace = found.trace
-    lines = [f"{title(found)}: {len(trace):,} request{'s' * (len(trace) != 1)}, format {trace.format}."]
+    lines = [f"{file_names(found.paths)}: {len(trace):,} request{'s' * (len(trace) != 1)}, format {trace.format}."]
     if trace.page_size is not None:
         lines.append(f"Pages of {trace.page_size} tokens ({trace.page_size_from}).")
     lines += [f"Left out: {count:,} {why}." for why, count in trace.left_out.items()]
