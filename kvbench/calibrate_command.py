@@ -31,6 +31,7 @@ def calibrate_client(json_path: Path | None, **options: Any) -> int:
       kvbench calibrate-client --streams 64 --itl-ms 20
       kvbench calibrate-client --streams 256 --processes 4
     \b
+    No files are written but --json's.
     Exit codes: 0 within the limits, 1 over them, 2 bad input, 4 it could not be measured.
     """
     from rich.console import Console

@@ -62,8 +62,9 @@ def cli() -> None:
     \b
     Exit codes:
       0    done
-      1    `bench-engine --require` only: a ratio was missed
+      1    `bench-engine --require` and `calibrate-client` only: a limit was missed
       2    usage or bad input; nothing was measured
+      3    `load --find-max-rate` only: it ended before the tolerance was reached
       4    the measurement is invalid, a server died, or something unexpected went wrong
       130  interrupted
     """

@@ -42,7 +42,8 @@ def mock_server(**options: Any) -> int:
       kvbench mock-server --port 8000 --ttft-ms 100 --itl-ms 20 --jitter 0.1 --truncate-rate 0.01
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000
     \b
-    Prints "ready URL" once it serves. Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.
+    Prints "ready URL" once it serves. No files are written.
+    Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.
     """
     import asyncio
     import os

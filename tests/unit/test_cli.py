@@ -13,7 +13,20 @@ from kvbench import house
 from kvbench.cli import cli, main
 from kvbench.errors import MeasurementError, UsageError
 
-COMMANDS = ("sweep", "load", "report", "plan", "cache-sim", "tune", "doctor", "serve", "bench-engine")
+COMMANDS = (
+    "sweep",
+    "load",
+    "report",
+    "plan",
+    "cache-sim",
+    "tune",
+    "doctor",
+    "serve",
+    "bench-engine",
+    "mock-server",
+    "calibrate-client",
+    "trace",
+)
 WORKLOAD = {
     "name": "tiny",
     "model": {"config": "llama-32m"},
@@ -50,11 +63,13 @@ def test_help_lists_every_command_and_the_exit_codes(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
     assert all(name in out for name in COMMANDS)
-    assert re.findall(r"^    (\d+) ", out, re.MULTILINE) == ["0", "1", "2", "4", "130"]  # 3 and 5 nothing returns
+    assert re.findall(r"^    (\d+) ", out, re.MULTILINE) == ["0", "1", "2", "3", "4", "130"]  # 5 nothing returns
     assert set(cli.commands) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["sweep", "load", "report", "plan", "cache-sim", "tune", "doctor"])
+@pytest.mark.parametrize(
+    "name", ["sweep", "load", "report", "plan", "cache-sim", "tune", "doctor", "mock-server", "calibrate-client"]
+)
 def test_each_help_tells_purpose_files_and_exit_codes(capsys, name):
     code, out, _ = run(capsys, name, "--help")
     assert code == 0
