@@ -107,6 +107,14 @@ def test_long_prompts_are_predicted_token_by_token():
     assert high == sum(1000 * i for i in range(59))
 
 
+@pytest.mark.parametrize("shared", [1, 255, 256, 257, 511, 512, 513, 700])
+def test_two_prompts_share_what_they_begin_with(shared):
+    base = list(range(1000))
+    two = [request([*base[:shared], 2000 + i, *base[shared:]]) for i in range(2)]
+    assert predict_hits(two, cache_state="cold").high == shared
+    assert predict_hits([request(base[:shared]), request(base)], cache_state="cold").high == shared
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_order_and_no_page_size_serves_more_than_the_upper_end(seed: int) -> None:
     draw = random.Random(seed)
