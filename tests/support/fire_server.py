@@ -10,7 +10,7 @@ FIRE in the environment is a JSON list of rules, tried in order, the first that 
     from_s   seconds after the first stream began before which the rule does not strike (0)
     after    a path that must have been asked before the rule strikes (none)
     do       what happens, see ``Fire.strike``; ``seconds`` and ``status`` belong to some of them
-    once     a file: the rule strikes only while it does not exist, and makes it
+    once_a_launch  a file: the rule belongs to the first server that strikes by it, which writes its pid there
 A prompt that is text and begins with "fire:" gets the answer of that name in ``tests.support.fire_wire``.
 """
 
@@ -63,10 +63,11 @@ class Fire:
                 self.first_stream is None or time.monotonic() < self.first_stream + rule["from_s"]
             ):
                 continue
-            if once := rule.get("once"):
-                if Path(once).exists():
+            if once := rule.get("once_a_launch"):
+                with contextlib.suppress(FileExistsError), open(once, "x") as file:
+                    file.write(str(os.getpid()))
+                if Path(once).read_text() != str(os.getpid()):
                     continue
-                Path(once).touch()
             return rule
         return None
 

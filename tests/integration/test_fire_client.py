@@ -1,0 +1,135 @@
+"""kvbench and its load process under fire: killed, signalled twice, left alone by terminal or reader, without disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.fire_bench import EITHER, QUIET, FireBench, resumed_as_it_should
+from tests.support.sweep_parts import ROOT, end, finished, manifest, wait_until
+
+ENDLESS = json.dumps([{"path": "stream", "do": "hang", "first": 3}])  # a load that waits for its time-outs
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return FireBench(tmp_path)
+
+
+def started(bench: FireBench, **load) -> subprocess.Popen[str]:
+    """A sweep in the middle of its first load."""
+    arguments = [bench.workload(timeout_s=60.0, **{"repeats": 1} | load), *QUIET]
+    process = bench.start(*arguments, FIRE=ENDLESS)
+    wait_until(lambda: any(child.net_connections() for child in load_processes(process)))
+    return process
+
+
+def load_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "kvbench.load" in child.cmdline()]
+
+
+def test_a_load_process_that_is_killed_costs_its_load(bench):
+    process = started(bench)
+    load_processes(process)[0].kill()
+    output, _ = process.communicate(timeout=30)
+    found = manifest(bench.only_run())
+    assert process.returncode == 4 and found["status"] == "incomplete" and not bench.left()
+    assert "the load client was killed by signal 9" in found["failures"][0]["reason"]
+    assert "the load client was killed by signal 9" in output and "Traceback" not in output
+    resumed_as_it_should(bench, loads=1)
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGINT, signal.SIGINT], [signal.SIGHUP]], ids=["twice", "terminal"])
+def test_signals_end_a_sweep_once(bench, numbers):
+    process = started(bench)
+    for number in numbers[:-1]:
+        process.send_signal(number)
+    code, output = end(process, numbers[-1])
+    assert code == 130 and f"stopped by {numbers[0].name}" in output and "--resume" in output
+    assert "Traceback" not in output
+    assert manifest(bench.only_run())["status"] == "incomplete" and not bench.left()
+
+
+def test_a_sweep_whose_output_nobody_reads_stops_and_says_so_on_stderr(bench):
+    command = [*bench.command(bench.workload(repeats=3)), *QUIET]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=bench.environment(FIRE="[]"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not process.stdout.readline().startswith("results:"):
+        pass
+    process.stdout.close()
+    complaint = process.stderr.read()
+    assert process.wait(30) == 130
+    process.stderr.close()
+    assert "nobody reads the output" in complaint and "--resume" in complaint and "Traceback" not in complaint
+    assert len(finished(bench.only_run())) == 1 and not bench.left()
+    assert manifest(bench.only_run())["status"] == "incomplete"
+
+
+def small_files(most_bytes: int):
+    """What a child runs before its program: no file can grow beyond ``most_bytes``."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+
+def test_samples_that_cannot_be_written_are_a_sentence_and_the_load_is_resumed(bench):
+    out = bench.folder / "out"
+    with bench.server([]) as url:
+        path = bench.workload(num_requests=8, timeout_s=20.0)
+        command = [sys.executable, "-m", "kvbench", "load", path, "--url", url, "--output-dir", str(out)]
+        command += ["--no-calibration"]
+        done = subprocess.run(
+            command, cwd=ROOT, env=bench.environment(), capture_output=True, text=True, timeout=60, check=False,
+            preexec_fn=small_files(5 * 1024),
+        )  # fmt: skip
+        assert done.returncode == 4 and "Traceback" not in done.stderr
+        assert f"{out}" in done.stderr and "File too large" in done.stderr
+        assert manifest(out)["status"] == "incomplete" and not (out / "metrics.json").exists()
+        again = bench.end([*command, "--resume"])
+        assert again.code in EITHER, again.output
+    assert manifest(out)["status"] == "complete"
+    assert json.loads((out / "metrics.json").read_text())["completed"] == 8
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system with room for a manifest and little more."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root can mount a file system of a few KiB")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "none", str(folder)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_a_sweep_with_its_path_and_what_was_written_is_resumed(bench, small_disk):
+    class OnSmallDisk(FireBench):
+        results = small_disk / "results"
+
+    bench = OnSmallDisk(bench.folder)
+    done = bench.fire(bench.workload(repeats=1, num_requests=40, timeout_s=20.0))
+    run = bench.only_run()
+    assert done.code == 4 and not done.left
+    assert str(run) in done.output and "No space left on device; free some space" in done.output
+    assert manifest(run)["status"] == "incomplete" and not finished(run)
+    remount(small_disk, "ro")
+    refused = bench.resume()
+    assert refused.code == 2 and "cannot be written: Read-only file system" in refused.output
+    remount(small_disk, "rw,size=20m")
+    resumed_as_it_should(bench, loads=1)
