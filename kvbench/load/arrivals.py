@@ -138,21 +138,24 @@ def plateaus(profile: Sequence[Segment], last_s: float) -> list[tuple[float, flo
 def spread_ticks(times: np.ndarray, how: Literal["even", "uniform"], rng: np.random.Generator) -> np.ndarray:
     """Arrivals [s, ascending] that a coarse clock put onto one tick, spread over the tick; the order stays.
 
-    The tick is the least distance between two different times (0 between all: nothing is spread). ``even``: equal gaps
-    from the tick's beginning. ``uniform``: where a Poisson process would have them, given how many they are (order
-    statistics of uniforms; Cinlar 1975, ch. 4.5). float64 [n]
+    The tick is the distance between different times that a tenth of them do not exceed (not the least, which a single
+    stray time would make; without a second time nothing is spread). ``even``: equal gaps from the tick's beginning.
+    ``uniform``: where a Poisson process would have them, given how many they are (order statistics of uniforms; Cinlar
+    1975, ch. 4.5). Nothing is moved past the next time that was recorded. float64 [n]
     """
     stamps, first, counts = np.unique(times, return_index=True, return_counts=True)
     if len(stamps) < 2:
         return times
-    tick = float(np.diff(stamps).min())
+    gaps = np.diff(stamps)
+    tick = float(np.quantile(gaps, 0.1, method="lower"))
+    widths = np.minimum(tick, np.append(gaps, tick))
     rank = np.arange(len(times)) - np.repeat(first, counts)
     share = rank / np.repeat(counts, counts)
     if how == "uniform":
         draws = rng.random(len(times))
         share = draws[np.lexsort((draws, np.repeat(stamps, counts)))]
         share[np.repeat(counts, counts) == 1] = 0.0  # a time of its own stays what was recorded
-    return times + share * tick
+    return times + share * np.repeat(widths, counts)
 
 
 def _mass_before(profile: Sequence[Segment], duration_s: float) -> float:
