@@ -91,3 +91,25 @@ def test_chunks_in_one_read_count_only_if_the_server_sent_them_apart(sent, coale
     assert outcome.ok, outcome.error
     assert outcome.sent_times == sent
     assert outcome.coalesced == coalesced
+
+
+def arrival(t0: float, ts: float, queued_s: float = 0.0) -> Sample:
+    return Sample(RequestSpec(0, "a", (1,), None, 1, t0), 0, t0, ts, ts + 1.0, Completion(), queued_s)
+
+
+def test_requests_due_at_once_leave_one_after_the_other_and_that_is_no_slip():
+    burst = [arrival(0.0, 40e-6 * i) for i in range(400)]  # the last one leaves after 16 ms
+    assert reasons(burst, mode="open") == ""
+    slow = [arrival(0.0, 80e-6 * i) for i in range(400)]
+    assert "arrivals slipped: p99 11.8" in reasons(slow, mode="open")  # 30 us more than allowed for each of 396
+    spaced = [arrival(0.01 * i, 0.01 * i + 0.006) for i in range(400)]
+    assert "arrivals slipped: p99 6.00 ms beyond 50 us" in reasons(spaced, mode="open")
+    assert reasons(spaced, mode="closed") == ""
+
+
+def test_a_wait_for_a_place_is_no_slip():
+    assert reasons([arrival(0.0, 0.5 * i, 0.5 * i) for i in range(20)], mode="open") == ""
+    assert "arrivals slipped" in reasons([arrival(0.0, 0.5 * i + 0.007, 0.5 * i) for i in range(20)], mode="open")
+    broken = Sample(RequestSpec(1, "a", (1,), None, 1), 0, 9.0, 9.0, 9.0, Completion(error_kind="session_broken"))
+    late_ones = [arrival(float(i), i + 0.02) for i in range(2)]
+    assert "arrivals slipped" in reasons([*late_ones, *[broken] * 400], mode="open"), "never sent, so never on time"
