@@ -25,6 +25,7 @@ from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.results import read_json, write_json
 from kvbench.sweep import EXIT_INTERRUPTED, Interruption
 from kvbench.targets.base import HttpTarget
+from kvbench.targets.versions import version_of
 from kvbench.workload import Workload
 
 EXIT_OK, EXIT_INVALID = 0, 4
@@ -108,7 +109,14 @@ def _folder(
 def target_facts(target: HttpTarget) -> dict[str, Any]:
     """Who was measured, for a manifest: url, model and what tells versions apart; never a key."""
     model = dataclasses.asdict(target.model)
-    return {"url": target.base_url, "preset": target.preset.name, "model": model.pop("name"), **model}
+    version = version_of(target, "")
+    return {
+        "url": target.base_url,
+        "preset": target.preset.name,
+        "version": version,
+        "model": model.pop("name"),
+        **model,
+    }
 
 
 def _subject(

@@ -71,9 +71,11 @@ def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result
 def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
     """``kept``: metrics.json. Latencies as a table, one line for each further matter, then why it is invalid."""
     metrics = kept["metrics"]
-    table = Table(title=f"load {load_id} · ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=f"load {load_id} · ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     for name in ("", *_SHOWN, "samples"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for name, title in _ROWS:
         values = metrics.get(name) or {}
         if name == "steady":
@@ -108,7 +110,8 @@ def _throughput(metrics: Mapping[str, Any]) -> str:
     whole, steady = metrics.get("output_throughput"), metrics.get("steady_output_throughput")
     text = f"output tokens/s: {whole or 0:.1f} over the whole run ({metrics['duration_s']:.1f} s), "
     if steady is None:
-        return text + "no steady window"
+        why = metrics.get("steady_note")
+        return text + "no steady window" + (f": {why}" if why else "")
     window = metrics["steady_end_s"] - metrics["steady_start_s"]
     requests = metrics.get("steady_request_throughput") or 0.0
     return text + f"{steady:.1f} over the steady window ({window:.1f} s); requests/s there: {requests:.2f}"

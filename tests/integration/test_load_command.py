@@ -76,7 +76,7 @@ def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, wo
     manifest, kept = stored(out), stored(out, "metrics.json")
     assert (manifest["status"], manifest["kind"], manifest["seed"]) == ("complete", "load", 9)
     assert manifest["target"] == {
-        "url": url, "preset": "openai", "model": "fake", "vocab_size": 8192, "max_model_len": 256,
+        "url": url, "preset": "openai", "version": None, "model": "fake", "vocab_size": 8192, "max_model_len": 256,
     }  # fmt: skip
     assert manifest["workload"]["load"]["slo"] == {"ttft_ms": 2000.0, "tpot_ms": 500.0}
     assert manifest["versions"]["kvbench"] and manifest["calibration"]["left_out"]

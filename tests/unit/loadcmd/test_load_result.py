@@ -1,0 +1,102 @@
+"""metrics.json of one load and the lines that a person reads."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from kvbench.design import LoadPoint
+from kvbench.load.schema import LoadConfig
+from kvbench.load_result import goodput_share, lines, show, stored
+from kvbench.measure import client_cost
+from kvbench.metrics import summarise
+
+PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
+TARGET = {"url": "u", "preset": "vllm", "model": "m"}
+
+
+def result(ttfts, *, failed=0, slo=None, queued=0.0, **more):
+    """Of requests of 3 tokens 0.1 s apart, sent a second apart."""
+    rows = []
+    for i, ttft in enumerate([*ttfts, *[0.1] * failed]):
+        first = i + ttft
+        rows.append(
+            {
+                "index": i, "class": "a", "prompt_tokens": 8, "output_tokens": 3, "t0": float(i), "ts": i + queued,
+                "queued_s": queued, "first": first, "last": first + 0.2, "end": first + 0.2,
+                "chunk_times": [first, first + 0.1, first + 0.2], "ok": i < len(ttfts),
+                "error_kind": None if i < len(ttfts) else "truncated",
+            }
+        )  # fmt: skip
+    metrics = summarise(pd.DataFrame(rows), {"mode": "open"}, slo)
+    return {"valid": True, "invalid_reasons": [], "metrics": metrics, "started_at": "2026-01-01", "machine": {}} | more
+
+
+def config(**load):
+    given = {"num_requests": 4, "prompts": PROMPTS, **load}
+    return LoadConfig.model_validate(given)
+
+
+def test_a_closed_loop_in_vllms_fields():
+    kept = stored(config(concurrency=2), LoadPoint("c2", "closed", 2, None, 4), TARGET, result([0.1, 0.3]))
+    assert (kept["request_rate"], kept["burstiness"], kept["max_concurrency"]) == ("inf", None, 2)
+    assert kept["mean_ttft_ms"] == pytest.approx(200) and kept["median_tpot_ms"] == pytest.approx(100)
+    assert kept["std_ttft_ms"] == pytest.approx(100) and kept["mean_e2el_ms"] == pytest.approx(400)
+    assert (kept["backend"], kept["model_id"], kept["completed"], kept["total_output_tokens"]) == ("vllm", "m", 2, 6)
+    assert kept["output_throughput"] == pytest.approx(6 / 1.5)
+
+
+def test_an_open_loop_in_vllms_fields():
+    gamma = {"mode": "open", "request_rate": 4, "arrivals": "gamma", "burstiness": 0.5, "max_concurrency": 3}
+    kept = stored(config(**gamma), LoadPoint("r4", "open", None, 4.0, 4, "gamma"), TARGET, result([0.1]))
+    assert (kept["request_rate"], kept["burstiness"], kept["max_concurrency"]) == (4.0, 0.5, 3)
+    at_once = config(mode="open", request_rate="inf")
+    kept = stored(at_once, LoadPoint("rinf", "open", None, math.inf, 4), TARGET, result([0.1]))
+    assert (kept["request_rate"], kept["burstiness"], kept["max_concurrency"]) == ("inf", 1.0, None)
+
+
+def test_failed_requests_lower_the_share_that_met_the_slo():
+    slo = {"ttft_ms": 250.0}
+    told = result([0.1, 0.2, 0.3], failed=1, slo=slo)
+    assert goodput_share(told["metrics"]) == pytest.approx(2 / 4)
+    assert goodput_share(result([0.1])["metrics"]) is None
+    kept = stored(config(concurrency=2, slo=slo), LoadPoint("c2", "closed", 2, None, 4), TARGET, told)
+    text = "\n".join(lines(kept))
+    assert "(50.0% of the requests) met ttft <= 250 ms" in text and "3 completed, 1 failed (truncated 1)" in text
+
+
+def test_hits_stand_beside_what_was_possible():
+    cache = {"prefix_cache": {"hits": 10.0, "queries": 80.0}, "prefix_cache_bounds": {"low": 0, "high": 20}}
+    point = LoadPoint("c2", "closed", 2, None, 4)
+    text = "\n".join(lines(stored(config(concurrency=2), point, TARGET, result([0.1], **cache))))
+    assert "prefix cache, declared cold: 12.5% of 80 prompt tokens hit, possible 0.0% to 25.0%" in text
+    untold = {"prefix_cache": {"hits": None, "queries": None}, "prefix_cache_bounds": None}
+    text = "\n".join(lines(stored(config(concurrency=2), point, TARGET, result([0.1], **untold))))
+    assert "the server does not tell its hits" in text
+
+
+def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last():
+    def shown(told):
+        console = Console(file=io.StringIO(), width=100)
+        show(console, "r4", stored(config(concurrency=2), LoadPoint("r4", "open", None, 4.0, 4), TARGET, told))
+        return console.file.getvalue()
+
+    waited = shown(result([0.3, 0.4], queued=0.2, invalid_reasons=["other processes used 2 cores"], valid=False))
+    row = next(line for line in waited.splitlines() if "queued in the client" in line)
+    assert row.split()[4:6] == ["200.0", "200.0"]
+    assert waited.rstrip().endswith("INVALID: other processes used 2 cores")
+    assert "queued" not in shown(result([0.3, 0.4]))
+
+
+def test_the_clients_cost_counts_processes_on_other_machines():
+    metrics = {"total_output_tokens": 500, "duration_s": 10.0, "client": {"cpu_fraction": 0.1}}
+    here = {"client_cpu_cores": 0.2, "seconds": 10.0}
+    assert client_cost(here, metrics) == pytest.approx(4.0)  # 2 s of 500 tokens
+    spread = metrics | {"client": {"cpu_fraction": 0.3, "cpu_fraction_total": 0.9}}
+    assert client_cost(here, spread) == pytest.approx(18.0)
+    assert client_cost({"client_cpu_cores": None, "seconds": None}, metrics) == pytest.approx(2.0)
+    assert client_cost(here, metrics | {"total_output_tokens": 0}) is None
