@@ -34,6 +34,7 @@ from kvbench.load.process import (
     Measuring,
     allow_many_sockets,
     check_server,
+    end_users,
     session_of,
     undisturbed,
     user_class,
@@ -211,8 +212,7 @@ class Worker:
         self.probe.stop()
         if self._measured is not None:
             self._measured.join(timeout=STOP_LIMIT_S)
-        with gevent.Timeout(STOP_LIMIT_S, False):
-            self.runner.stop()
+        end_users(self.runner)
         with gevent.Timeout(STOP_LIMIT_S, False):
             self.session.drain()
         send_statistics(self.runner)  # before the answer, so that the master has them when it has that

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from kvbench.load.completion import Completion
 from kvbench.load.distributed_clock import ClockMap, clock_reasons
@@ -39,10 +37,10 @@ class WorkerResult:
 
 
 def samples_to_bytes(samples: Sequence[Sample], zero: float) -> bytes:
-    """Parquet, with times in seconds since ``zero``."""
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist([s.to_row(zero) for s in samples], schema=SCHEMA), buffer)
-    return buffer.getvalue()
+    """The rows of requests.parquet as msgpack, with times in seconds since ``zero``."""
+    columns = SCHEMA.names
+    rows = [[row[name] for name in columns] for row in (s.to_row(zero) for s in samples)]
+    return msgpack.packb([columns, rows], unicode_errors="surrogatepass")
 
 
 def samples_from_bytes(
@@ -54,12 +52,13 @@ def samples_from_bytes(
     numbers, which each worker counts from 0. ValueError for rows that are none.
     """
     try:
-        table = pq.read_table(io.BytesIO(data))
-    except pa.ArrowException as error:
-        raise ValueError(f"the samples cannot be read: {error}") from error
-    if table.schema != SCHEMA:
+        columns, rows = msgpack.unpackb(data, unicode_errors="surrogatepass")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"the samples cannot be read: {error!r}") from error
+    if columns != SCHEMA.names:
         raise ValueError("the samples have other columns; run the same version of kvbench on every machine.")
-    return [_sample(row, zero, clock, requests[row["index"]], first_user) for row in table.to_pylist()]
+    found = (dict(zip(columns, row, strict=True)) for row in rows)
+    return [_sample(row, zero, clock, requests[row["index"]], first_user) for row in found]
 
 
 def _sample(row: Mapping[str, Any], zero: float, clock: ClockMap, request: RequestSpec, first_user: int) -> Sample:

@@ -13,6 +13,7 @@ from typing import Any
 
 import gevent
 from locust import User
+from locust.runners import STATE_STOPPED, Runner
 
 from kvbench.load.client import Address, StreamFailure, Timeouts
 from kvbench.load.connection import kernel_stamps
@@ -82,6 +83,13 @@ def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) ->
             if stopped():
                 return
             gevent.sleep(0.005)
+
+
+def end_users(runner: Runner) -> None:
+    """Ends all users at once, within a bound. Locust's own stop() would first look up its caller's source: 0.2 s."""
+    with gevent.Timeout(STOP_LIMIT_S, False):
+        runner.stop_users(runner.user_classes_count)
+    runner.update_state(STATE_STOPPED)
 
 
 @contextlib.contextmanager

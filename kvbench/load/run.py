@@ -29,6 +29,7 @@ from kvbench.load.process import (
     Voice,
     allow_many_sockets,
     check_server,
+    end_users,
     requests_of,
     session_of,
     undisturbed,
@@ -123,6 +124,7 @@ class Load:
             return EXIT_NOT_DRIVEN
         finally:
             probe.stop()
+            end_users(runner)
             with gevent.Timeout(STOP_LIMIT_S, False):
                 runner.quit()
         with gevent.Timeout(STOP_LIMIT_S, False):
