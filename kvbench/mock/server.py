@@ -2,6 +2,9 @@
 
 Routes: POST .../completions, GET /health, /v1/models, /server_info, /metrics and /stamps (every request with its
 prompt, receipt, due and send times in seconds of perf_counter, which all processes of a machine share).
+
+asyncio's own loop sends within ``write``, right after the stamp. uvloop, which gathers a turn's writes, gained nothing
+when both were measured.
 """
 
 from __future__ import annotations

@@ -1,0 +1,139 @@
+"""When bytes came: the kernel's stamp of their arrival, whatever the reader and the wall clock do meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import gevent
+import pytest
+
+from kvbench.load import connection as module
+from kvbench.load.connection import Address, Connection, StreamFailure, Timeouts, kernel_stamps, open_connection
+
+stamped = pytest.mark.skipif(not kernel_stamps(), reason="this system does not stamp what arrives")
+LATE_S = 0.15
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection of ours and the server's end of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Connection(socket.create_connection(listener.getsockname()))
+        theirs, _ = listener.accept()
+        theirs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with theirs:
+            assert ours.receive() == (None, 0.0)  # nothing yet, and no waiting for it
+            yield ours, theirs
+        ours.close()
+
+
+def sent_and_read_late(pair: tuple[Connection, socket.socket], between=lambda: None) -> tuple[float, float, float]:
+    """(before the send, the stamp, before the read), of a byte that lay there for LATE_S."""
+    ours, theirs = pair
+    before = time.perf_counter()
+    theirs.sendall(b"x")
+    time.sleep(LATE_S)
+    between()
+    reading = time.perf_counter()
+    data, arrived = ours.receive()
+    assert data == b"x"
+    return before, arrived, reading
+
+
+@stamped
+def test_a_late_reader_still_knows_when_the_bytes_came(pair) -> None:
+    before, arrived, reading = sent_and_read_late(pair)
+    assert before <= arrived + 1e-6
+    assert arrived < reading - LATE_S / 2  # a stamp of the read would be later than this
+
+
+def test_without_the_kernels_stamp_the_moment_of_the_read_counts(pair) -> None:
+    ours, _ = pair
+    receive = ours._recvmsg
+    ours._recvmsg = lambda *sizes: (receive(*sizes)[0], [], 0, None)
+    _, arrived, reading = sent_and_read_late(pair)
+    assert reading <= arrived < reading + 0.1
+
+
+@pytest.mark.parametrize("step_s", [7200.0, -7200.0, 0.5])
+def test_a_step_of_the_wall_clock_spoils_no_stamp(pair, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """The stamp is of the old wall clock, and now is of the new one: their difference says nothing."""
+    ours, theirs = pair
+    wall = time.time
+    before, arrived, reading = sent_and_read_late(
+        pair, lambda: monkeypatch.setattr(module.time, "time", lambda: wall() + step_s)
+    )
+    assert before <= arrived <= time.perf_counter()
+    assert arrived >= reading
+    theirs.sendall(b"y")
+    time.sleep(0.01)
+    monkeypatch.undo()
+    assert before < ours.receive()[1] <= time.perf_counter()
+
+
+@stamped
+def test_bytes_did_not_come_before_the_socket_was_last_found_empty(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wall clock that runs ahead by less than a step: stamps stay in order."""
+    ours, theirs = pair
+    _, first, _ = sent_and_read_late(pair)
+    read_at = time.perf_counter()
+    theirs.sendall(b"y")
+    wall = time.time
+    monkeypatch.setattr(module.time, "time", lambda: wall() + 0.0009)
+    _, second = ours.receive()
+    assert first < second and second >= read_at - 0.01
+    assert ours._read_at >= second
+
+
+def test_the_end_of_a_connection_and_its_breaking(pair) -> None:
+    ours, theirs = pair
+    theirs.close()
+    time.sleep(0.01)
+    assert ours.receive()[0] == b""
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://h", Address("h", 80, "")),
+        ("https://h/v1/", Address("h", 443, "/v1", True)),
+        ("https://[::1]:8443", Address("::1", 8443, "", True)),
+    ],
+)
+def test_addresses(url: str, address: Address) -> None:
+    assert Address.from_url(url) == address
+
+
+@pytest.mark.parametrize("url", ["ftp://h", "h:80", "http://", "http://h:99999", "http://h:port"])
+def test_what_is_no_address_is_a_sentence(url: str) -> None:
+    with pytest.raises(ValueError, match=r"the URL '.*' (is neither|names no host|has an impossible port)"):
+        Address.from_url(url)
+
+
+def test_authority_has_brackets_where_it_needs_them() -> None:
+    assert Address("::1", 80, "").authority == "[::1]:80"
+    assert Address("h", 80, "").authority == "h:80"
+
+
+def connecting(monkeypatch: pytest.MonkeyPatch, connect: object) -> StreamFailure:
+    monkeypatch.setattr(module.socket, "create_connection", connect)
+    with pytest.raises(StreamFailure) as failed:
+        open_connection(Address("name", 80, ""), Timeouts(connect=0.1), None)
+    return failed.value
+
+
+def test_a_name_that_is_none_is_a_failure_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*arguments: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    failure = connecting(monkeypatch, unknown)
+    assert (failure.kind, "name:80" in str(failure)) == ("connection", True)
+
+
+def test_looking_up_the_name_is_within_the_connection_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = time.perf_counter()
+    failure = connecting(monkeypatch, lambda *arguments: gevent.sleep(30))
+    assert failure.kind == "connect_timeout" and "did not accept within 0.1 s" in str(failure)
+    assert time.perf_counter() - before < 10
