@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import main
+from kvbench.trace_description import describe
+from kvbench.trace_figures import arrivals_figure, cache_figure, lengths_figure, waste_figure
+from kvbench.traces.read import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 TALK = {
@@ -90,6 +93,21 @@ def test_the_page_holds_every_figure_and_needs_no_network(capsys, pages, tmp_pat
         assert title in text
     assert "&lt;i&gt;t.jsonl: 16 requests" in text and "<i>t.jsonl" not in text
     assert 'src="http' not in text
+
+
+def test_the_figures_draw_what_was_counted(pages):
+    found = describe((pages,), read_trace(pages, page_size=16), [2, 3])
+    prompt, output, both = lengths_figure(found).figure.data
+    assert (min(prompt.y), max(prompt.y)) == (0, 100) and set(both.x) == {24}
+    assert set(prompt.x) == {20} and set(output.x) == {4}
+    requests, tokens = arrivals_figure(found.trace).figure.data
+    assert sum(requests.y) * requests.width == pytest.approx(16) and sum(tokens.y) * tokens.width == pytest.approx(320)
+    assert requests.x[0] == requests.width / 2 and requests.x[-1] < 7.5 + requests.width
+    of_pages, of_tokens = cache_figure(found).figure.data
+    assert list(of_pages.x) == [32, 48] and list(of_pages.y) == pytest.approx([1500 / 32, 2900 / 32])
+    assert list(of_tokens.y) == pytest.approx([75, 92.5])
+    (bars,) = waste_figure(found).figure.data
+    assert dict(zip(bars.y, bars.x, strict=True))["pages of 16"] == pytest.approx(75)
 
 
 def test_texts_are_counted_in_characters_and_with_a_tokenizer_in_tokens(capsys, tmp_path):
