@@ -200,7 +200,7 @@ def test_a_load_at_another_rate_is_the_same_but_for_rate_and_number():
     assert changed.request_rate == (7.5,) and changed.count_for(7.5) == 33
     assert changed.prompts == load.prompts
     timed = LoadConfig.model_validate({**OPEN, "num_requests": None, "duration_s": 20})
-    assert at_rate(timed, 7.5, 33).count_for(7.5) == 33
+    assert at_rate(timed, 7.5, 33).count_for(7.5) == 33 and not at_rate(timed, 7.5, 33).counted_by_time
     talk = LoadConfig.model_validate({**OPEN, "num_requests": None, "sessions": {"num_sessions": 4, "turns": 2}})
     assert at_rate(talk, 7.5, 33).sessions.num_sessions == (33,)
 

@@ -214,3 +214,9 @@ def test_a_growing_backlog_is_told_from_a_queue_that_keeps_up(servers):
     }
     assert grows[0.5] == 0 and grows[0.8] <= 1
     assert grows[1.25] >= 34 and grows[2.0] == 40
+
+
+def test_growth_must_be_beyond_chance_and_a_share_of_what_came():
+    assert Backlog(100, 140, 200).grows
+    assert not Backlog(5, 8, 20).grows  # 15 % of the arrivals, and well within what 5 in flight swing by
+    assert not Backlog(400, 470, 4000).grows  # beyond chance, and under 2 % of the arrivals: all but kept up
