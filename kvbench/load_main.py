@@ -15,7 +15,7 @@ from rich.console import Console
 from kvbench import loadrun
 from kvbench.calibration import Calibrator
 from kvbench.design import LoadPoint, load_point
-from kvbench.errors import Interrupted, UsageError
+from kvbench.errors import Interrupted, MeasurementError, UsageError, storage_sentence
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped
 from kvbench.load_result import show, stored
@@ -73,6 +73,11 @@ def load_command(
         kept = f"go on with the same command and --resume ({output_dir})" if output_dir else "nothing is kept"
         console.print(f"stopped by {name}; {kept}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_INTERRUPTED
+    except (MeasurementError, OSError) as error:
+        reason = storage_sentence(error, output_dir) if isinstance(error, OSError) else str(error)
+        if reason is None or output_dir is None:
+            raise
+        raise MeasurementError(f"{reason}; go on with the same command and --resume") from error
     finally:
         target.stop()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -131,6 +132,7 @@ def drive(
             [sys.executable, "-m", "kvbench.load", str(out / "spec.json"), *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
+            parting=signal.SIGKILL,  # nobody is left to read what it would write, and it may hang
         )
         try:
             code = _watch(process, limit_s + (ARRIVE_S if arguments else 0.0), check, listener)

@@ -37,7 +37,7 @@ def _libc() -> Any:
 _LIBC = _libc() if sys.platform == "linux" else None  # loaded before any fork: no import in the child
 
 
-def _in_child(background: bool) -> Callable[[], None]:
+def _in_child(background: bool, parting: signal.Signals) -> Callable[[], None]:
     parent = os.getpid()
 
     def prepare() -> None:
@@ -48,7 +48,7 @@ def _in_child(background: bool) -> Callable[[], None]:
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         if _LIBC is not None:
             # When kvbench is killed outright (SIGKILL, OOM), the kernel tells its children.
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            _LIBC.prctl(_PR_SET_PDEATHSIG, parting)
             if os.getppid() != parent:
                 os._exit(1)
 
@@ -68,14 +68,16 @@ def launch(
     stderr: int | IO[bytes] | None,
     background: bool = False,
     own_session: bool = True,
+    parting: signal.Signals = signal.SIGTERM,
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
 ) -> Child:
     """Start ``command`` in a session (and so a process group) of its own; a terminal's Ctrl-C reaches only us.
 
     ``background``: at a lower priority and as a batch job, for a server that shares its cores with the load client.
-    ``own_session`` False: in our process group, for one that is to be stopped together with us. ``env`` is added to
-    our environment; a variable that is None there is taken away.
+    ``own_session`` False: in our process group, for one that is to be stopped together with us. ``parting``: what the
+    kernel sends it when we are killed outright. ``env`` is added to our environment; a variable that is None there is
+    taken away.
     """
     mark = uuid.uuid4().hex
     merged = {**os.environ, **(env or {}), _MARK: mark}
@@ -85,7 +87,7 @@ def launch(
         stdout=stdout,
         stderr=stderr,
         start_new_session=own_session,
-        preexec_fn=_in_child(background),
+        preexec_fn=_in_child(background, parting),
         env={name: value for name, value in merged.items() if value is not None},
         cwd=cwd,
     )

@@ -21,6 +21,7 @@ from kvbench import processes
 from kvbench.contention import Server
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.targets.base import HttpTarget, ModelFacts, reason_of
+from kvbench.watchdog import Watchdog
 from kvbench.workload import default_profile
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
@@ -46,7 +47,8 @@ class BuiltinTarget(HttpTarget):
         self.command = tuple(command)
         self.port = port
         self.start_timeout_s = start_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: processes.Child | None = None
+        self._watchdog: Watchdog | None = None
         self._log: Path | None = None
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
@@ -65,6 +67,7 @@ class BuiltinTarget(HttpTarget):
                 background=True,
                 env={"PYTHONUNBUFFERED": "1"},
             )
+        self._watchdog = Watchdog(self._process.pid, self._process.mark)
         try:
             url = self._wait_ready(log)
             super().__init__(url)
@@ -118,6 +121,9 @@ class BuiltinTarget(HttpTarget):
         if self._process is not None:
             processes.stop(self._process)
             self._process = None
+        if self._watchdog is not None:
+            self._watchdog.release()
+            self._watchdog = None
         if hasattr(self, "_http"):
             self.close()
 

@@ -59,14 +59,14 @@ class OpenAITarget(HttpTarget):
         """Its models; a server that lists none is asked for its health, and its model must be named."""
         if self.preset.models_path is None:
             if not self.healthy():
-                raise UsageError(f"--target {self.base_url} does not serve: no answer from {self.preset.health}")
+                raise UsageError(f"{self.base_url} does not serve: no answer from {self.preset.health}")
             if name is None:
                 raise UsageError(f"{self.preset.title} does not list its models: give --model NAME")
             return [{"id": name}]
         try:
             return self.models()
         except MeasurementError as error:
-            raise UsageError(f"--target {self.base_url} does not serve: {error}") from None
+            raise UsageError(f"{self.base_url} does not serve: {error}") from None
 
     def check_alive(self) -> None:
         """Nothing to watch: a server that is gone shows as failed requests, and before a load in ``metrics``."""

@@ -92,7 +92,7 @@ def test_samples_that_cannot_be_written_are_a_sentence_and_the_load_is_resumed(b
             preexec_fn=small_files(5 * 1024),
         )  # fmt: skip
         assert done.returncode == 4 and "Traceback" not in done.stderr
-        assert f"{out}" in done.stderr and "File too large" in done.stderr
+        assert f"{out}" in done.stderr and "File too large" in done.stderr and "--resume" in done.stderr
         assert manifest(out)["status"] == "incomplete" and not (out / "metrics.json").exists()
         again = bench.end([*command, "--resume"])
         assert again.code in EITHER, again.output
@@ -133,3 +133,14 @@ def test_a_full_disk_ends_a_sweep_with_its_path_and_what_was_written_is_resumed(
     assert refused.code == 2 and "cannot be written: Read-only file system" in refused.output
     remount(small_disk, "rw,size=20m")
     resumed_as_it_should(bench, loads=1)
+
+
+def test_a_hung_server_and_a_hung_load_process_end_with_a_kvbench_that_is_killed(bench):
+    process = started(bench)
+    (server,) = bench.launches
+    for hung in (psutil.Process(server["pid"]), *load_processes(process)):
+        hung.send_signal(signal.SIGSTOP)
+    process.kill()
+    process.communicate(timeout=10)
+    assert not bench.left()
+    assert manifest(bench.only_run())["status"] == "incomplete"
