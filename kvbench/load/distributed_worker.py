@@ -175,7 +175,10 @@ class Worker:
         self.session = session_of(self._spec, RequestList(requests))
         self.session.fire = self.env.events.request.fire
         self.env.user_classes = [user_class(self._spec, self.session)]
-        check_server(self.session)
+        try:
+            check_server(self.session)
+        except StreamFailure as failure:
+            raise ValueError(f"{failure}; is the server running at {self._spec.base_url}?") from failure
         return {"users": user_count(self._spec)}
 
     def _do_line_up(self) -> None:

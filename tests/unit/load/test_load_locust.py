@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.loads import ROOT, stamps_of
 
-TTFT_MS, ITL_MS = 40, 15
+TTFT_MS, ITL_MS = 120, 15
 WORKLOAD = """
 name: small
 seed: 5
