@@ -50,6 +50,8 @@ LLAMACPP = Preset(
         "0",
         "--no-context-shift",
         "--no-ui",
+        "--threads-http",  # a kept-alive connection holds one; the default is --parallel + 2
+        "256",
     ),
     settings={
         "layout": always("paged", "its unified KV buffer is the nearest to pages; separate slots are not offered here"),
