@@ -15,6 +15,7 @@ from kvbench.load.sse import MalformedStream, events
 _SLICE = 8  # events parsed between two pauses: about 0.1 ms
 _ERROR_CHARS = 300
 _MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
+_TEXT, _IDS = (str, type(None)), (list, type(None))
 SENT_TOGETHER_S = 0.0005
 
 
@@ -138,7 +139,7 @@ def _take(out: Completion, data: bytes, when: float) -> bool:
         ids, reason = choice.get("token_ids"), choice.get("finish_reason")
     except (AttributeError, KeyError, TypeError):
         raise MalformedStream(f"{data[:60]!r} has no readable choice") from None
-    if not (isinstance(text, str | None) and isinstance(ids, list | None) and isinstance(reason, str | None)):
+    if not (isinstance(text, _TEXT) and isinstance(ids, _IDS) and isinstance(reason, _TEXT)):
         raise MalformedStream(f"a choice of {data[:60]!r} has a field of another type than the API's")
     out.finish_reason = reason or out.finish_reason
     if not text and not ids:
