@@ -19,7 +19,7 @@ def read_run(folder: Path | str) -> Run:
     """Read a results folder.
 
     Raises:
-        ValueError: the folder does not exist or has neither a manifest.json nor a cells/ folder.
+        ValueError: the folder does not exist, has neither a manifest.json nor a cells/ folder, or is no sweep's.
     """
     folder = Path(folder)
     if not (folder / "manifest.json").is_file() and not (folder / "cells").is_dir():
@@ -29,6 +29,11 @@ def read_run(folder: Path | str) -> Run:
         )
     problems: list[str] = []
     manifest = _read_json(folder / "manifest.json", problems)
+    if manifest.get("kind") == "load":
+        raise ValueError(
+            f"{folder} is the folder of one `kvbench load`, which needs no report: read its metrics.json, or search.json "
+            "of a search; give the folder of a sweep"
+        )
     summaries = []
     for path in sorted((folder / "cells").glob("*/summary.json")):
         summary = _read_json(path, problems)

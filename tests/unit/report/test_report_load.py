@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kvbench.report import build_report
 from kvbench.report.breakdown import class_name, class_rows, turn_rows
 from kvbench.report.data import Cell, LoadPoint, Repeat, Run
 from kvbench.report.manifest import brief, environment, skipped_notes
@@ -128,3 +132,10 @@ def test_the_target_and_its_version_are_in_the_header() -> None:
 def test_the_cells_of_a_valid_run_are_folded_and_those_of_an_invalid_one_are_not() -> None:
     assert "<details><summary>Cell by cell" in page(run(cell()))
     assert "<details open><summary>Cell by cell" in page(run(cell(reasons=("repeat 1: it lagged",))))
+
+
+def test_the_folder_of_a_single_load_is_no_results_folder(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"kind": "load", "status": "complete"}')
+    with pytest.raises(ValueError, match=r"read its metrics.json"):
+        build_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
