@@ -11,6 +11,7 @@ from kvbench.targets.base import Access, HttpTarget, ModelFacts
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC
 from kvbench.targets.texts import TokenizerTexts
+from kvbench.targets.versions import version_of
 
 _PLAIN = Access()
 
@@ -67,6 +68,16 @@ class OpenAITarget(HttpTarget):
             return self.models()
         except MeasurementError as error:
             raise UsageError(f"{self.base_url} does not serve: {error}") from None
+
+    def server_info(self) -> dict[str, Any] | None:
+        """As ``HttpTarget``; of a server of a known kind what its preset and its version tell."""
+        if self.preset is GENERIC:
+            return super().server_info()
+        version = version_of(self, "")
+        return {
+            "versions": {self.preset.name: version} if version else {},
+            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": list(self.preset.quirks)},
+        }
 
     def check_alive(self) -> None:
         """Nothing to watch: a server that is gone shows as failed requests, and before a load in ``metrics``."""

@@ -19,6 +19,8 @@ def version_of(target: HttpTarget, program: str) -> str | None:
         told = target.json_at(asked.path)
         found = told.get(asked.key) if isinstance(told, dict) else None
         return str(found) if found else None
+    if not program:  # a server that was running before: which Python it has is not known
+        return None
     return next(filter(None, (package_version(program, name) for name in asked.packages)), None)
 
 

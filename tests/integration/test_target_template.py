@@ -74,10 +74,12 @@ def test_a_killed_kvbench_leaves_no_server_behind(bench):
     )
     wait_until(lambda: len(pids_of(pids)) == 2)
     launched = pids_of(pids)
+    wait_until(lambda: list(bench.folder.glob("kvbench-model-*")))
     time.sleep(0.5)
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_until(lambda: not any(map(alive, launched)), 15)
+    wait_until(lambda: not list(bench.folder.glob("kvbench-model-*")), 15)  # TMPDIR is there
 
 
 def test_a_server_that_never_gets_ready_is_stopped_with_its_last_words(bench):

@@ -95,6 +95,9 @@ def test_versions_are_asked_where_each_server_tells_them(preset, answers, versio
     with scripted_server(MODELS | answers) as server:
         target = target_at(server, PRESETS[preset])
         assert version_of(target, "") == version
+        told = target.server_info()
+        assert told["versions"] == ({preset: version} if version else {})
+        assert told["server"]["title"] == PRESETS[preset].title
         target.stop()
 
 
