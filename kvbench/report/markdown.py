@@ -22,6 +22,7 @@ from kvbench.report.findings import paging
 from kvbench.report.ledger import ledger_sentence
 from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
 from kvbench.report.manifest import environment, made_from, reproduce, skipped_notes, warnings
+from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
 from kvbench.report.sentence import headline, upper_first
 from kvbench.report.style import RATIO_MARKS
@@ -70,6 +71,9 @@ def markdown(run: Run) -> str:
             "",
         ]
     lines += _groups("By class", class_rows(run)) + _groups("By turn of the conversation", turn_rows(run))
+    if steps := plateau_rows(run):
+        body = [list(row.values) for row in steps]
+        lines += ["## Step by step of the rate", "", *_table(list(PLATEAU_HEADS), body), "", escape(PLATEAU_NOTE), ""]
     if skipped := skipped_notes(run):
         lines += ["## Not run", "", *(f"- {escape(note)}" for note in skipped), ""]
     if run.cells:

@@ -26,6 +26,7 @@ from kvbench.report.figures import drawings
 from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging
 from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
 from kvbench.report.manifest import brief, environment, made_from, reproduce, skipped_notes, warnings
+from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
 from kvbench.report.sentence import headline, upper_first
 from kvbench.report.style import RATIO_MARKS, Drawing, looks
@@ -95,6 +96,9 @@ def page(run: Run) -> str:
         class_groups=_by_load(run, class_rows(run)),
         turn_groups=_by_load(run, turn_rows(run)),
         class_name=class_name,
+        plateau_rows=plateau_rows(run),
+        plateau_heads=PLATEAU_HEADS,
+        plateau_note=PLATEAU_NOTE,
         skipped=skipped_notes(run),
         uncertain_note=UNCERTAIN_NOTE,
         class_heads=CLASS_HEADS,

@@ -31,8 +31,8 @@ def read_run(folder: Path | str) -> Run:
     manifest = _read_json(folder / "manifest.json", problems)
     if manifest.get("kind") == "load":
         raise ValueError(
-            f"{folder} is the folder of one `kvbench load`, which needs no report: read its metrics.json, or search.json "
-            "of a search; give the folder of a sweep"
+            f"{folder} is the folder of one `kvbench load`, which needs no report: read its metrics.json, or "
+            "search.json of a search; give the folder of a sweep"
         )
     summaries = []
     for path in sorted((folder / "cells").glob("*/summary.json")):

@@ -15,6 +15,7 @@ from kvbench.report.data import Cell, LoadPoint, Repeat, Run
 from kvbench.report.manifest import brief, environment, skipped_notes
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
+from kvbench.report.plateaus import plateau_rows
 from kvbench.report.table import columns, rows
 from tests.support.report_cells import cell, run
 
@@ -139,3 +140,25 @@ def test_the_folder_of_a_single_load_is_no_results_folder(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"read its metrics.json"):
         build_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
+    def step(rate: float, served: float) -> dict[str, Any]:
+        return {
+            "request_rate": rate, "start_s": 0.0, "end_s": 30.0, "steady_request_throughput": served,
+            "steady_output_throughput": served * 50, "ttft_ms": {"p95": 120.0}, "tpot_ms": {"p50": 9.0},
+            "steady_goodput": None,
+        }  # fmt: skip
+
+    one = cell(load=0, mode="open")
+    repeats = tuple(
+        dataclasses.replace(r, metrics={**r.metrics, "plateaus": [step(2, 2.0), step(8, served)]})
+        for r, served in zip(one.repeats, (5.0, 5.5, 7.0), strict=True)
+    )
+    shown = run(dataclasses.replace(one, repeats=repeats))
+    assert [row.values[1:] for row in plateau_rows(shown)] == [
+        ("2/s", "0–30", "2.00", "100", "120 ms", "9.0 ms", "–"),
+        ("8/s", "0–30", "5.50", "275", "120 ms", "9.0 ms", "–"),
+    ]
+    assert "Step by step of the rate" in page(shown) and "## Step by step of the rate" in markdown(shown)
+    assert plateau_rows(run(one)) == [] and "Step by step" not in page(run(one))
