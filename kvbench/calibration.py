@@ -34,7 +34,7 @@ from kvbench.results import read_json, write_json
 FILE = "calibration.json"
 DEFAULT_SECONDS, DEFAULT_ITL_MS = 3.0, 20.0
 MAX_STREAMS = 256  # of one process: beyond, a load needs more of them
-_ROUNDS = 2  # requests a user sends one after the other
+_LEAST_ROUNDS, _LEAST_REQUESTS = 2, 8
 _FAULT_SHARE = 0.05
 _BUSY_EVENTS_PER_S = 1000  # of one process
 _READY_S, _TIMEOUT_S, _MARGIN_S, _ATTEMPTS = 20.0, 10.0, 60.0, 3
@@ -51,9 +51,14 @@ class CalibrationSettings:
     seconds: float = DEFAULT_SECONDS
 
     @property
+    def requests(self) -> int:
+        """Of all users, each of whom sends two or more one after the other."""
+        return self.streams * max(_LEAST_ROUNDS, -(-_LEAST_REQUESTS // self.streams))
+
+    @property
     def tokens(self) -> int:
         """Chunks of one stream."""
-        return max(2, round(self.seconds * 1000 / self.itl_ms / _ROUNDS))
+        return max(2, round(self.seconds * 1000 / self.itl_ms * self.streams / self.requests))
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attem
 
 
 def _measure(settings: CalibrationSettings) -> Figures:
-    count = settings.streams * _ROUNDS
+    count = settings.requests
     rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each
     with tempfile.TemporaryDirectory(prefix="kvbench-calibration-") as scratch:
         folder = Path(scratch)

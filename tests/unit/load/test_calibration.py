@@ -150,6 +150,13 @@ def test_a_calibration_survives_json() -> None:
     assert Calibration.from_json(json.loads(json.dumps(whole.to_json()))) == whole
 
 
+@pytest.mark.parametrize("streams", [1, 2, 3, 7, 64])
+def test_a_calibration_lasts_as_long_as_was_asked_for_and_has_more_whole_streams_than_spoilt_ones(streams: int) -> None:
+    settings = CalibrationSettings(streams, itl_ms=20.0, seconds=4.0)
+    assert settings.requests >= 8 and settings.requests % streams == 0
+    assert settings.requests / streams * settings.tokens * 0.020 == pytest.approx(4.0, rel=0.1)
+
+
 def test_settings_are_few() -> None:
     assert {settings_for(n).streams for n in range(1, 1001)} == {4, 16, 64, 256}
     assert settings_for(100, load_processes=2) == CalibrationSettings(128, module.DEFAULT_ITL_MS, 2)
