@@ -1,7 +1,6 @@
 """The built-in engine as a target: launches ``python -m engine.server`` and watches it.
 
-The only module of the harness, with ``kvbench/cli.py``, that may import ``engine``; it does so when called, so that
-``kvbench --help`` stays quick.
+What it takes from ``engine`` it imports when called, so that ``kvbench --help`` stays quick.
 """
 
 from __future__ import annotations

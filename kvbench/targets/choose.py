@@ -25,6 +25,7 @@ from kvbench.targets.template import CommandTemplate, is_template
 from kvbench.workload import Workload
 
 STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest")
+_OF_A_RUNNING_ONE = ("model", "vocab_size", "max_model_len", "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify")
 _Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -51,6 +52,8 @@ class Choice:
 def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> Choice:
     """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
     asked = {key: options.get(key) or stored.get(key) for key in STORED}
+    before = stored.get("target_options") or {}
+    options = {**options, **{key: value for key, value in before.items() if not options.get(key)}}
     target, serve_cmd = asked["target"], asked["serve_cmd"]
     if target and serve_cmd:
         raise UsageError(
@@ -122,11 +125,14 @@ def _builtin(workload: Workload, options: Mapping[str, Any], asked: Mapping[str,
 def _running(workload: Workload, options: Mapping[str, Any], asked: Mapping[str, Any], kind: Preset) -> Choice:
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
     url = asked["target"]
+    given = {key: options[key] for key in _OF_A_RUNNING_ONE if options.get(key)}
+    kept = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+    manifest = _manifest(asked, backend=kind.name, shared="127.0.0.1" in url or "localhost" in url)
     return Choice(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
         running_server("--target", url, options, kind),
         lambda settings: {},
-        _manifest(asked, backend=kind.name, shared="127.0.0.1" in url or "localhost" in url),
+        manifest | ({"target_options": kept} if kept else {}),
         probes=True,
     )
 
@@ -137,7 +143,7 @@ def running_server(flag: str, url: str, options: Mapping[str, Any], kind: Preset
     access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), _text(options.get("tls_ca_file")))
     access.headers()  # a key that is missing is said now
     told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
-    tokenizer = options.get("tokenizer")
+    tokenizer = Path(options["tokenizer"]) if options.get("tokenizer") else None
     return lambda: OpenAITarget(url, **told, preset=kind, access=access, tokenizer=tokenizer)
 
 

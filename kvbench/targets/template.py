@@ -74,7 +74,8 @@ class CommandTemplate:
     def not_passed_on(self, settings: Mapping[str, Any]) -> list[str]:
         """Settings of the workload that the command does not have: the server's own values hold there."""
         own = ("model", "load_format", "seed", "dtype", "tokenizer", "device")
-        return [name for name in settings if name not in self.names and name not in own]
+        told = {name: value for name, value in settings.items() if (name, value) != ("layout", "paged")}
+        return [name for name in told if name not in self.names and name not in own]
 
     def command(
         self, settings: Mapping[str, Any], *, model: str, port: int, kv_budget_bytes: int | None

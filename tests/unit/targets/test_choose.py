@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+import engine.tokenizer
 from kvbench.errors import UsageError
 from kvbench.planning import SweepOptions
 from kvbench.targets.builtin import BuiltinTarget
@@ -96,6 +99,20 @@ def test_a_run_that_goes_on_has_the_target_it_was_started_with(workload):
     choice = chosen(workload(engine=ENGINE | {"page_size": 16}), stored=stored)
     assert choice.workload.engine["page_size"] == 32  # --nearest again
     assert choice.new_target().launcher.extra == ("-q",)
+
+
+def test_a_run_on_a_running_server_goes_on_with_what_was_told_of_it(workload, tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret")
+    (tmp_path / "tokenizer.json").write_text(Path(engine.tokenizer.__file__).with_name("bpe8k").joinpath(
+        "tokenizer.json").read_text())  # fmt: skip
+    told = {"vocab_size": 512, "max_model_len": 256, "model": "m", "api_key_env": "A_KEY", "tokenizer": tmp_path}
+    first = chosen(workload(), target="http://127.0.0.1:9", preset="transformers", **told)
+    stored = json.loads(json.dumps(first.manifest))
+    assert "secret" not in json.dumps(stored)
+    again = chosen(workload(), stored=stored).new_target()
+    assert again._asked == ("m", 512, 256) and again.access.api_key_env == "A_KEY"
+    assert again.preset.name == "transformers" and again._texts.text([5, 6])
+    assert chosen(workload(), stored=stored, model="other").new_target()._asked == ("other", 512, 256)
 
 
 def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
