@@ -16,6 +16,7 @@ import numpy as np
 MAX_ERROR_MS = 1.0
 SHARE_OF_ITL = 0.02
 _ROUNDING_S = 1e-6
+_GOOD_ENOUGH_S = 1e-4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -58,7 +59,10 @@ def reading(exchanges: Sequence[Exchange]) -> Reading:
 
 @dataclass(frozen=True)
 class ClockMap:
-    """One worker's clock against the master's. ``same_clock``: they are one clock, and nothing is to be corrected."""
+    """One worker's clock against the master's. ``same_clock``: they are one clock, and nothing is to be corrected.
+
+    ``readings``: in order of time, the first from before and the last from after the load.
+    """
 
     readings: tuple[Reading, ...]
     same_clock: bool
@@ -68,23 +72,35 @@ class ClockMap:
         times = np.asarray(times, dtype=np.float64)
         if self.same_clock:
             return times
-        return times - np.interp(times, [r.at for r in self.readings], [r.offset for r in self.readings])
+        return times - np.interp(times, [r.at for r in self._good], [r.offset for r in self._good])
 
     def from_master(self, time: float) -> float:
         """A moment of the master's clock on the worker's, by the newest reading."""
         return time if self.same_clock else time + self.readings[-1].offset
 
     @property
+    def _good(self) -> list[Reading]:
+        """The first, the last, and of those between the ones that a busy worker did not blur."""
+        limit = max(_GOOD_ENOUGH_S, 2 * min(r.error for r in self.readings))
+        last = len(self.readings) - 1
+        return [r for k, r in enumerate(self.readings) if k in (0, last) or r.error <= limit]
+
+    @property
     def drift_s(self) -> float:
         """The largest change of the offset between two readings [s]."""
         if self.same_clock:
             return 0.0
-        return float(np.abs(np.diff([r.offset for r in self.readings])).max(initial=0.0))
+        return float(np.abs(np.diff([r.offset for r in self._good])).max(initial=0.0))
+
+    @property
+    def round_trip_s(self) -> float:
+        """The largest round trip of the readings that are used [s]."""
+        return 2 * max(r.error for r in self._good)
 
     @property
     def error_s(self) -> float:
         """A bound of the error of ``to_master`` [s]: half the worst round trip, and the drift between readings."""
-        return 0.0 if self.same_clock else max(r.error for r in self.readings) + self.drift_s
+        return 0.0 if self.same_clock else max(r.error for r in self._good) + self.drift_s
 
     def with_reading(self, new: Reading) -> ClockMap:
         """The same clock, looked at once more. One that leaves the bounds of its readings was another clock."""
@@ -116,6 +132,6 @@ def clock_reasons(name: str, clock: ClockMap, itl_p50_ms: float | None) -> list[
         return []
     return [
         f"the clock of {name} is known to within {error:.2f} ms only (round trip "
-        f"{max(r.error for r in clock.readings) * 2000:.2f} ms, drift {clock.drift_s * 1000:.2f} ms), the limit is "
+        f"{clock.round_trip_s * 1000:.2f} ms, drift {clock.drift_s * 1000:.2f} ms), the limit is "
         f"{limit:.2f} ms (1 ms or 2 % of the median ITL); use a nearer machine."
     ]

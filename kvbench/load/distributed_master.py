@@ -24,7 +24,7 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import STATE_MISSING
 
-from kvbench import processes
+from kvbench import __version__, processes
 from kvbench.load.distributed import TOKEN_VARIABLE, Shard, make_shards, useful_workers
 from kvbench.load.distributed_clock import ClockMap, Exchange, boot_id, clock_map, reading
 from kvbench.load.distributed_wire import CALL, EVENT, HELLO, REPLY, Link, WorkerLost, proof, proven
@@ -92,9 +92,7 @@ class Crew:
 
     def _on_hello(self, msg: Message, **_: Any) -> None:
         data, node = msg.data, msg.node_id
-        known = proven(node, data.get("proof"))
-        if not known or len(self.links) == len(self.shards):
-            why = "the load has all its workers" if known else f"it has another {TOKEN_VARIABLE} than the master"
+        if why := self._unwanted(data, node):
             self.refused.append(f"{data.get('host')}: {why}")
             self.runner.send_message(CALL, {"id": -1, "op": "refused", "why": why}, client_id=node)
             return
@@ -108,6 +106,13 @@ class Crew:
             send=lambda call: self.runner.send_message(CALL, call, client_id=node),
         )
         self.links.append(link)
+
+    def _unwanted(self, data: Mapping[str, Any], node: str) -> str | None:
+        if not proven(node, data.get("proof")):
+            return f"it has another {TOKEN_VARIABLE} than the master"
+        if data.get("version") != __version__:
+            return f"it is kvbench {data.get('version')}, the master is {__version__}"
+        return "the load has all its workers" if len(self.links) == len(self.shards) else None
 
     def _link_of(self, node: str) -> Link | None:
         return next((link for link in self.links if link.node == node), None)
@@ -228,18 +233,19 @@ class Crew:
     def collect(self) -> list[WorkerResult]:
         """What every worker that still answers has measured."""
         by_index = {r.index: r for r in self.requests}
-        found = self._with_each(lambda link, shard: _ignoring_loss(lambda: self._fetch(link, shard, by_index)))
+        found = self._with_each(lambda link, shard: self._fetch(link, shard, by_index))
         return [result for result in found if result is not None]
 
-    def _fetch(self, link: Link, shard: Shard, by_index: Mapping[int, RequestSpec]) -> WorkerResult:
+    def _fetch(self, link: Link, shard: Shard, by_index: Mapping[int, RequestSpec]) -> WorkerResult | None:
+        """None when it did not hand its samples back; then it counts as lost."""
         clock = self.clocks[self.links.index(link)]
-        told = link.call("finish", limit_s=30.0)
-        data = {name: link.pull(name, size) for name, size in told["sizes"].items()}
         try:
+            told = link.call("finish")
+            data = {name: link.pull(name, size) for name, size in told["sizes"].items()}
             samples = samples_from_bytes(data["samples"], told["zero"], clock, by_index, shard.first_user)
-        except (ValueError, KeyError) as error:
-            link.lose(f"what it sent cannot be used: {error!r}")
-            raise WorkerLost(link.lost) from error
+        except (WorkerLost, ValueError, KeyError) as error:
+            link.lose(f"its samples did not come back ({error})")
+            return None
         lags = np.frombuffer(data["lags"], dtype=np.float64)
         clocked = Clocked(**json.loads(data["clocked"])) if "clocked" in data else Clocked()
         return WorkerResult(

@@ -21,6 +21,7 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import WorkerRunner
 
+from kvbench import __version__
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_clock import boot_id
 from kvbench.load.distributed_wire import CALL, EVENT, HELLO, PIECE_BYTES, REPLY, proof, proven, send_statistics
@@ -97,6 +98,7 @@ class Worker:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "proof": proof(self.runner.client_id),
+                "version": __version__,
             },
         )
         ended = gevent.spawn(self.runner.greenlet.join)  # Locust's greenlets end with the master's quit

@@ -142,7 +142,7 @@ def _process(result: WorkerResult, figures: Mapping[str, Any]) -> dict[str, Any]
         "clock": {
             "same_clock": clock.same_clock,
             "offset_ms": clock.readings[-1].offset * 1000,
-            "round_trip_ms": max(r.error for r in clock.readings) * 2000,
+            "round_trip_ms": clock.round_trip_s * 1000,
             "drift_ms": clock.drift_s * 1000,
             "error_ms": clock.error_s * 1000,
             "readings": len(clock.readings),

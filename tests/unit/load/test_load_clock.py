@@ -53,6 +53,16 @@ def test_a_drifting_clock_is_mapped_back(offset: float, rate: float, moments: li
     assert clock.error_s == pytest.approx(1e-4 + abs(rate) * 30, abs=1e-9)
 
 
+def test_a_reading_that_a_busy_worker_blurred_is_passed_over_but_never_the_first_or_the_last() -> None:
+    clock = clock_map(Reading(0.0, 5.0, 2e-5), "a", "b")
+    blurred = clock.with_reading(Reading(10.0, 5.003, 4e-3)).with_reading(Reading(20.0, 5.0, 3e-5))
+    assert blurred.error_s == pytest.approx(3e-5)
+    assert blurred.to_master(np.array([15.0])) == pytest.approx([10.0])
+    assert clock.with_reading(Reading(10.0, 5.003, 4e-3)).error_s == pytest.approx(4e-3 + 3e-3)
+    stepped = clock.with_reading(Reading(10.0, 5.003, 3e-5)).with_reading(Reading(20.0, 5.003, 3e-5))
+    assert stepped.error_s == pytest.approx(3e-5 + 3e-3)
+
+
 def test_one_kernel_is_one_clock_only_where_the_readings_agree() -> None:
     near = Reading(10.0, 4e-5, 5e-5)
     assert clock_map(near, "boot", "boot").same_clock

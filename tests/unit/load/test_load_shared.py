@@ -32,8 +32,8 @@ def requests(count: int, tag: int, max_tokens: int = 5, spacing_s: float | None 
     return rows
 
 
-def start(*arguments: str, **variables: str) -> subprocess.Popen:
-    """A load process of its own."""
+def start(*arguments: str, group: bool = False, **variables: str) -> subprocess.Popen:
+    """A load process of its own; ``group``: and its process group."""
     return subprocess.Popen(
         [*variables.pop("wrapper", "").split(), sys.executable, "-m", "kvbench.load", *arguments],
         stdout=subprocess.PIPE,
@@ -41,6 +41,7 @@ def start(*arguments: str, **variables: str) -> subprocess.Popen:
         text=True,
         cwd=ROOT,
         env=os.environ | variables,
+        start_new_session=group,
     )
 
 
@@ -177,7 +178,7 @@ def test_a_hung_worker_is_noticed_by_its_heartbeats(loads: LoadRunner) -> None:
 
 
 def test_a_killed_master_leaves_no_worker_behind(loads: LoadRunner) -> None:
-    spec = loads.spec(requests(300, tag=7400, max_tokens=20), model="mock?itl_ms=20", processes=3, concurrency=6)
+    spec = loads.spec(requests(300, tag=7400, max_tokens=20), model="mock?itl_ms=20", processes=2, concurrency=6)
     master = loads.start(spec)
     wait_for(master, 0.2)
     workers = children_of(master)
@@ -187,16 +188,18 @@ def test_a_killed_master_leaves_no_worker_behind(loads: LoadRunner) -> None:
     assert not (spec.parent / "load.json").exists()
 
 
-def test_sigterm_keeps_what_was_measured(loads: LoadRunner) -> None:
+def test_a_stop_of_the_whole_group_keeps_what_was_measured(loads: LoadRunner) -> None:
+    """As kvbench stops its load process: SIGTERM to the group, so to master and workers at once."""
     spec = loads.spec(requests(300, tag=7500, max_tokens=10), model="mock?itl_ms=10", processes=2, concurrency=4)
-    master = loads.start(spec)
+    master = start(str(spec), group=True)
     wait_for(master, 0.6)
     workers = children_of(master)
-    master.send_signal(signal.SIGTERM)
+    os.killpg(master.pid, signal.SIGTERM)
     result = ended(master, spec.parent)
     assert result.code == 143, result.stderr
     assert result.load["incomplete"]
     assert 4 <= result.load["completed"] < 300
+    assert len(result.load["client"]["processes"]) == 2
     assert none_left(workers)
 
 
