@@ -23,7 +23,7 @@ from gevent import monkey
 from gevent.socket import wait_read, wait_write
 
 _READ_BYTES = 65536
-_SO_TIMESTAMPNS = 35 if sys.platform == "linux" else None
+_SO_TIMESTAMPNS = 35 if sys.platform == "linux" and sys.maxsize > 2**32 else None  # elsewhere it has another layout
 _ANCILLARY_BYTES = 64
 _STAMP = struct.Struct("qq")
 _CLOCK_STEP_S = 0.001
@@ -213,7 +213,9 @@ class TlsConnection(Connection):
                 self._sock.send(self._outgoing.read())
 
     def send(self, data: bytes, due: float) -> None:
-        self._tls.write(data)
+        view = memoryview(data)
+        while view:
+            view = view[self._tls.write(view) :]
         super().send(self._outgoing.read(), due)
 
     def receive(self) -> tuple[bytes | None, float]:

@@ -54,10 +54,10 @@ def secure_url(pems: tuple[Path, Path]) -> Iterator[str]:
 def test_a_load_through_tls_with_a_key(
     loads: LoadRunner, secure_url: str, pems: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bursts of 400 chunks in one write are more than one TLS record: what is pending must be drained."""
+    """Bursts of 400 chunks, and one prompt, are many TLS records: whatever is pending must be drained."""
     monkeypatch.setenv("KVBENCH_TEST_KEY", KEY)
     loads.url = secure_url
-    requests = [RequestSpec(i, "a", (5, i), None, 900) for i in range(6)]
+    requests = [RequestSpec(i, "a", (5, i) if i else (5,) * 300_000, None, 900) for i in range(6)]
     model = "mock?events_per_write=400&itl_ms=10"
     fields = {"model": model, "concurrency": 2, "tls_ca_file": str(pems[0])}
     result = loads.run(requests, api_key_env="KVBENCH_TEST_KEY", **fields)
