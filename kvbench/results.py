@@ -7,7 +7,7 @@
       cells/<cell id>/loads/<repeat>/             one finished load; appears whole or not at all
 
 A load is written into a scratch folder and renamed into place, with done.json inside: what has a done.json is
-finished and is never run again.
+finished and is never run again, unless one of its files is damaged.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvbench.house import say
 
 MANIFEST = "manifest.json"
 DONE = "done.json"
+_PARQUET_END = b"PAR1"
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -108,12 +109,16 @@ class RunFolder:
         return self.path / "logs" / f"{block_id}.log"
 
     def is_done(self, cell_id: str, repeat: int) -> bool:
-        return (self.load(cell_id, repeat) / DONE).is_file()
+        return is_whole(self.load(cell_id, repeat))
 
     def done_repeats(self, cell_id: str) -> list[int]:
         """Repeats with a finished load, in order."""
         found = self.cell(cell_id).glob(f"loads/*/{DONE}")
-        return sorted(int(p.parent.name) for p in found if p.parent.name.isdigit())
+        return sorted(int(p.parent.name) for p in found if p.parent.name.isdigit() and is_whole(p.parent))
+
+    def damaged_loads(self) -> list[Path]:
+        """Loads that were finished, and of which a file was cut short since: to be run again."""
+        return sorted(p.parent for p in self.path.glob(f"cells/*/loads/[0-9]*/{DONE}") if not is_whole(p.parent))
 
     @contextmanager
     def scratch_load(self, cell_id: str, repeat: int) -> Iterator[Path]:
@@ -139,8 +144,11 @@ class RunFolder:
         except BaseException:
             scratch.rename(failed)
             raise
-        if final.exists():  # without done.json: not a finished load
+        if final.exists():  # not a finished load, or a damaged one
             shutil.rmtree(final)
+        for file in scratch.rglob("*"):
+            if file.is_file():
+                _flush(file)  # else a crash of the machine might keep the name and lose the bytes
         scratch.rename(final)
 
     @contextmanager
@@ -174,6 +182,28 @@ class RunFolder:
                 return False
         except UsageError:
             return True
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a finished load lies there: with done.json, and no file that a crash or a lost disk has cut short."""
+    try:
+        json.loads((folder / DONE).read_bytes())
+        for path in folder.glob("*.json"):
+            json.loads(path.read_bytes())
+        for path in folder.glob("*.parquet"):
+            with path.open("rb") as file:
+                file.seek(-len(_PARQUET_END), os.SEEK_END)
+                if file.read() != _PARQUET_END:
+                    return False
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _flush(path: Path) -> None:
+    """Its bytes are on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolder:

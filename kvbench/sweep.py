@@ -47,9 +47,9 @@ class Sweep:
         design, blocks = self.options.plan(self.workload)
         capacity, guesses = preflight(self.workload, design, self.options)
         for note in design.notes:
-            self.console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+            self._note(note)
         if not self.resumed and (notice := _busy_notice()):
-            self.console.print(f"note: {notice}", soft_wrap=True, highlight=False, markup=False)
+            self._note(notice)
         run = self.resumed or create_run(self.options.output_dir, self.workload.name, git_state()["short_sha"])
         with run.locked():
             return self._execute_locked(run, design, blocks, capacity, guesses)
@@ -71,6 +71,8 @@ class Sweep:
         self.console.print(f"results: {run.path}", highlight=False, markup=False, soft_wrap=True)
         if self.resumed:
             self.console.print(f"{finished} loads are finished and are not run again", highlight=False)
+            for path in run.damaged_loads():
+                self._note(f"a file in {path} is damaged: the load is run again")
         failures: list[Failure] = []
         try:
             with Interruption() as interruption, SweepProgress(self.console, left, estimator) as listener:
@@ -120,7 +122,7 @@ class Sweep:
                 run, self.workload, self.manifest_extra, force=self.options.force, something_left=something_left
             )
             for remark in remarks:
-                self.console.print(f"note: {remark}", highlight=False, markup=False, soft_wrap=True)
+                self._note(remark)
             return manifest
         source = self.workload.source.resolve() if self.workload.source else None
         plan = [
@@ -156,6 +158,9 @@ class Sweep:
         aggregate_run(run, self.workload, manifest)
         if status != "incomplete":
             write_json(run.manifest_path, manifest)
+
+    def _note(self, text: str) -> None:
+        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _say_stopped(self, run: RunFolder, interrupt: BaseException) -> None:
         """Where it can still be read: rich leaves with SystemExit when nobody reads stdout any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -43,6 +44,34 @@ def test_a_load_appears_whole_or_not_at_all(tmp_path):
         (folder / "done.json").write_text("{}")
         assert not run.is_done("cell", 1)
     assert run.is_done("cell", 1) and run.done_repeats("cell") == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("done.json", b"{"), ("load.json", b""), ("requests.parquet", b""), ("server.parquet", b"PAR1 and no end")],
+)
+def test_a_finished_load_of_which_a_file_was_cut_short_is_not_finished(tmp_path, name, content):
+    run = RunFolder(tmp_path)
+    for repeat in (1, 2):
+        with run.scratch_load("cell", repeat) as folder:
+            for file in ("done.json", "load.json"):
+                (folder / file).write_text("{}")
+            for file in ("requests.parquet", "server.parquet"):
+                (folder / file).write_bytes(b"PAR1 rows PAR1")
+    assert run.done_repeats("cell") == [1, 2] and run.damaged_loads() == []
+    (run.load("cell", 2) / name).write_bytes(content)
+    assert run.done_repeats("cell") == [1] and not run.is_done("cell", 2)
+    assert run.damaged_loads() == [run.load("cell", 2)]
+
+
+def test_a_loads_bytes_are_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    run, flushed = RunFolder(tmp_path), set()
+    final = run.load("cell", 1)
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.add((os.fstat(fd).st_ino, final.exists())))
+    with run.scratch_load("cell", 1) as folder:
+        (folder / "done.json").write_text("{}")
+        (folder / "requests.parquet").write_bytes(b"PAR1")
+    assert flushed == {(path.stat().st_ino, False) for path in final.iterdir()} and len(flushed) == 2
 
 
 def test_leftovers_of_a_killed_load_are_not_a_finished_one(tmp_path):
