@@ -51,6 +51,7 @@ class Node:
     measuring: Measuring | None = None
     shard: tuple[int, int] = (0, 1)
     test: int = 0
+    driver: gevent.Greenlet | None = None
     ended: set[str] = field(default_factory=set)  # on the master: workers that have nothing more to do
 
 
@@ -130,7 +131,7 @@ def _on_start(environment: Environment, **_: Any) -> None:
     NODE.session, NODE.measuring = session, Measuring(session, LagProbe())
     fire = environment.events.request.fire
     session.fire = lambda **event: (fire(**event), fire_rows(fire, event["context"]["sample"]))
-    gevent.spawn(_drive, environment, users if NODE.job.out_dir and NODE.job.mode == "closed" else 1)
+    NODE.driver = gevent.spawn(_drive, environment, users if NODE.job.out_dir and NODE.job.mode == "closed" else 1)
 
 
 def _deal_out(environment: Environment, master: MasterRunner) -> None:
@@ -197,6 +198,8 @@ def _on_stop(environment: Environment, **_: Any) -> None:
     if session is None or not session.go.is_set():
         return
     session.stopping = True
+    if NODE.driver is not gevent.getcurrent():
+        NODE.driver.kill(block=False)  # stopped from outside: it must not end the next test
     measuring.probe.stop()
     with gevent.Timeout(5, False):
         session.drain()
