@@ -87,7 +87,7 @@ def turn_rows(run: Run) -> list[ClassRow]:
         found = cell.pooled.get("per_turn") or {}
         return {title: found[key] for key, title in titles.items() if found.get(key)}
 
-    return _group_rows(run, per_turn)
+    return [replace(row, priority=None) for row in _group_rows(run, per_turn)]
 
 
 def _group_rows(run: Run, groups: Callable[[Cell], Mapping[str, Any]]) -> list[ClassRow]:

@@ -70,7 +70,8 @@ def markdown(run: Run) -> str:
             ),
             "",
         ]
-    lines += _groups("By class", class_rows(run)) + _groups("By turn of the conversation", turn_rows(run))
+    lines += _groups("By class", "class", class_rows(run))
+    lines += _groups("By turn of the conversation", "turn", turn_rows(run))
     if steps := plateau_rows(run):
         body = [list(row.values) for row in steps]
         lines += ["## Step by step of the rate", "", *_table(list(PLATEAU_HEADS), body), "", escape(PLATEAU_NOTE), ""]
@@ -85,10 +86,10 @@ def markdown(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _groups(title: str, rows_: list[ClassRow]) -> list[str]:
+def _groups(title: str, head: str, rows_: list[ClassRow]) -> list[str]:
     if not rows_:
         return []
-    heads = ["class", "load", "configuration", "requests", *(f"{m[:-3].upper()} {w}" for m, w in CLASS_METRICS)]
+    heads = [head, "load", "configuration", "requests", *(f"{m[:-3].upper()} {w}" for m, w in CLASS_METRICS)]
     body = [
         [class_name(row), row.cell.load.short, row.cell.name, str(row.n), *(v.text for v in row.values)]
         for row in rows_

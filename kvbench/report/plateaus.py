@@ -22,8 +22,8 @@ PLATEAU_HEADS = (
     "goodput",
 )
 PLATEAU_NOTE = (
-    "The steady part of each step of the rate: median over the repeats. A step that answers fewer requests/s than were "
-    "asked for is beyond what the configuration can serve."
+    "The steady part of each step of the rate: median over the repeats. A step that answers far fewer requests/s than "
+    "were asked for is beyond what the configuration can serve; random arrivals vary too, 100 of them by about 10 %."
 )
 
 
@@ -63,6 +63,7 @@ def _values(cell: Cell, each: tuple[Mapping[str, Any], ...]) -> tuple[str, ...]:
         cell.name,
         "–" if rate is None else f"{rate:g}/s",
         "–" if start is None or end is None else f"{start:.0f}–{end:.0f}",
+        words.count(median("n")),
         words.significant(median("steady_request_throughput")),
         words.tokens_per_s(median("steady_output_throughput")),
         words.ms(median("ttft_ms", "p95")),

@@ -105,8 +105,10 @@ def test_the_most_urgent_class_comes_first_with_its_priority() -> None:
 
 def test_first_and_later_turns_have_a_table() -> None:
     one = cell()
-    shown = run(dataclasses.replace(one, pooled={**one.pooled, "per_turn": {"first": group(8), "later": group(20)}}))
-    assert [(row.name, row.n, row.values[1].text) for row in turn_rows(shown)] == [
+    shown = run(
+        dataclasses.replace(one, pooled={**one.pooled, "per_turn": {"first": group(8, priority=0), "later": group(20)}})
+    )
+    assert [(class_name(row), row.n, row.values[1].text) for row in turn_rows(shown)] == [
         ("first turn", 8, "20.0 ms*"), ("later turns", 20, "20.0 ms*"),
     ]  # fmt: skip
     assert "By turn of the conversation" in page(shown) and "## By turn of the conversation" in markdown(shown)
@@ -147,7 +149,7 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
         return {
             "request_rate": rate, "start_s": 0.0, "end_s": 30.0, "steady_request_throughput": served,
             "steady_output_throughput": served * 50, "ttft_ms": {"p95": 120.0}, "tpot_ms": {"p50": 9.0},
-            "steady_goodput": None,
+            "steady_goodput": None, "n": 60,
         }  # fmt: skip
 
     one = cell(load=0, mode="open")
@@ -157,8 +159,8 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
     )
     shown = run(dataclasses.replace(one, repeats=repeats))
     assert [row.values[1:] for row in plateau_rows(shown)] == [
-        ("2/s", "0–30", "2.00", "100", "120 ms", "9.0 ms", "–"),
-        ("8/s", "0–30", "5.50", "275", "120 ms", "9.0 ms", "–"),
+        ("2/s", "0–30", "60", "2.00", "100", "120 ms", "9.0 ms", "–"),
+        ("8/s", "0–30", "60", "5.50", "275", "120 ms", "9.0 ms", "–"),
     ]
     assert "Step by step of the rate" in page(shown) and "## Step by step of the rate" in markdown(shown)
     assert plateau_rows(run(one)) == [] and "Step by step" not in page(run(one))
