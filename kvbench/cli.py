@@ -97,7 +97,9 @@ def cli() -> None:
     "--port", type=click.IntRange(0, 65535), default=0, help="Port of the launched server (default: a free one)."
 )
 @click.option(
-    "--start-timeout", type=click.FloatRange(min=1), default=180.0, show_default=True, help="Seconds to be ready."
+    "--start-timeout",
+    type=click.FloatRange(min=1),
+    help="Seconds to be ready (default: 180; 900 for other engines, which may compile first).",
 )
 @_with_exit_codes(_EXIT_CODES)
 def sweep(**options: Any) -> int:

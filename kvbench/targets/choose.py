@@ -26,6 +26,8 @@ from kvbench.workload import Workload
 
 STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest")
 _OF_A_RUNNING_ONE = ("model", "vocab_size", "max_model_len", "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify")
+_START_S = 180.0
+_FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
 _Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -116,7 +118,8 @@ def _builtin(workload: Workload, options: Mapping[str, Any], asked: Mapping[str,
         require_free_port("127.0.0.1", options["port"])
 
     def make() -> Target:
-        return BuiltinTarget(command=command, port=options["port"], start_timeout_s=options["start_timeout"])
+        limit = options["start_timeout"] or _START_S
+        return BuiltinTarget(command=command, port=options["port"], start_timeout_s=limit)
 
     manifest = _manifest(asked, backend="custom" if serve_cmd else "kvbench", shared=True)
     return Choice(workload, make, check_configuration, manifest)
@@ -174,7 +177,8 @@ def _launched(
     folders = ModelFolders(ignore_eos=load.ignore_eos, texts=load.prompts.kind == "text")
 
     def make() -> Target:
-        return LaunchedTarget(launcher, folders, port=options["port"], start_timeout_s=options["start_timeout"])
+        limit = options["start_timeout"] or _FOREIGN_START_S
+        return LaunchedTarget(launcher, folders, port=options["port"], start_timeout_s=limit)
 
     return Choice(
         workload,

@@ -25,7 +25,7 @@ from tests.support.sweep_parts import TINY
 NOTHING = dict.fromkeys(
     ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest", "model", "vocab_size", "max_model_len",
      "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify")
-) | {"port": 0, "start_timeout": 60.0}  # fmt: skip
+) | {"port": 0, "start_timeout": None}  # fmt: skip
 ENGINE = {"device": "cpu", "page_size": 32, "kv_budget": "65MiB", "max_model_len": 256, "max_num_seqs": 8}
 
 
@@ -88,6 +88,8 @@ def test_each_kind_of_target(workload):
     launched = chosen(workload(), target="vllm", target_python=sys.executable, target_args="--enforce-eager -x 'a b'")
     assert isinstance(launched.new_target(), LaunchedTarget)
     assert launched.new_target().launcher.extra == ("--enforce-eager", "-x", "a b")
+    assert launched.new_target().start_timeout_s == 900 and chosen(workload()).new_target().start_timeout_s == 180
+    assert chosen(workload(), start_timeout=5.0).new_target().start_timeout_s == 5
     kept = {"target": "vllm", "serve_cmd": None, "target_python": sys.executable, "backend": "vllm"}
     assert kept.items() <= dict(launched.manifest).items()
     templated = chosen(workload(), serve_cmd=f"{sys.executable} {{port}}", preset="transformers")
