@@ -18,7 +18,8 @@ class RequestSpec:
     ``prefix_tokens``: how many leading tokens are shared with other requests of the load.
     ``priority``: 0 is the most urgent; sent only where the load's spec says so.
     ``session``: the conversation it is part of, whose requests follow one another in order of ``turn`` (from 0).
-    ``think_s``: seconds from the end of the session's previous request to this one's intended start (turn > 0).
+    ``think_s``: seconds from the end of the session's previous request to this one's intended start (turn > 0); that is
+    when the previous answer has been parsed, where this takes longer (milliseconds).
     ``new_tokens``: 0, or how many of the last ids are new in a turn whose history is to hold the server's own answers;
     the ids before them then hold answers drawn beforehand, for a server that does not tell its token ids.
     """

@@ -135,10 +135,10 @@ class LoadSession:
         conversation: the later ones are never sent, and count as failed (``session_broken``).
         """
         before: Sample | None = None
-        due = start
+        due, read = start, 0.0
         for number, (request, body) in enumerate(turns):
             if before is not None:
-                due = before.end + request.think_s
+                due = max(before.end + request.think_s, read)  # nobody answers what he has not read
                 if not self._think_until(due):
                     return
                 if body is None:
@@ -151,7 +151,7 @@ class LoadSession:
             if not sample.completion.ok:
                 self._break(user, [turn for turn, _ in turns[number + 1 :]], sample)
                 return
-            before = sample
+            before, read = sample, time.perf_counter()
 
     def _think_until(self, when: float) -> bool:
         self.thinking += 1
