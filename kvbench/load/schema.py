@@ -69,7 +69,11 @@ class LoadPoint:
 
 
 class LoadConfig(ArrivalFields):
-    """The ``load:`` section. ``processes``: how many load processes of this machine share each load."""
+    """The ``load:`` section. ``processes``: how many load processes of this machine share each load.
+
+    Time-outs of a request [s]: ``timeout_s`` in all, ``connect_timeout_s`` for name, TCP and TLS together,
+    ``first_byte_timeout_s`` from its send, ``idle_timeout_s`` between bytes (the last two: ``timeout_s`` unless given).
+    """
 
     mode: Literal["closed", "open"] = "closed"
     concurrency: IntTuple | None = None
@@ -80,6 +84,9 @@ class LoadConfig(ArrivalFields):
     ignore_eos: bool = True
     temperature: float = Field(default=0.0, ge=0)
     timeout_s: float = Field(default=120.0, gt=0, le=86400)
+    connect_timeout_s: float = Field(default=5.0, gt=0, le=86400)
+    first_byte_timeout_s: float | None = Field(default=None, gt=0, le=86400)
+    idle_timeout_s: float | None = Field(default=None, gt=0, le=86400)
     processes: int = Field(default=1, ge=1, le=1000)
     prompts: Prompts
     slo: Slo | None = None

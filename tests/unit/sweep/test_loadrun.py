@@ -28,6 +28,7 @@ def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
     mode = "closed" if concurrency else "open"
     load = LoadConfig.model_validate(
         {"mode": mode, "concurrency": concurrency, "request_rate": rate, "num_requests": 5, "prompts": PROMPTS}
+        | {"timeout_s": 9, "connect_timeout_s": 2, "first_byte_timeout_s": 3, "idle_timeout_s": 4}
     )
     point = load_point(mode, concurrency=concurrency, rate=rate, num_requests=5)
     spec = loadrun.load_spec(
@@ -41,6 +42,8 @@ def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
     )
     read = LoadSpec.model_validate(spec)
     assert (read.mode, read.concurrency, read.request_rate) == (mode, concurrency, rate)
+    phases = (read.connect_timeout_s, read.first_byte_timeout_s, read.idle_timeout_s, read.timeout_s)
+    assert phases == (2, 3, 4, 9)
 
 
 def test_text_is_sent_as_text_though_its_ids_are_known(tmp_path):
