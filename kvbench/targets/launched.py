@@ -100,12 +100,14 @@ class LaunchedTarget(HttpTarget):
         self._watchdog: Watchdog | None = None
         self._log: Path | None = None
         self._settings: Mapping[str, Any] = {}
+        self._facts: Mapping[str, Any] = {}
         self._environment: Mapping[str, str | None] = {}
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Launch and wait until it serves. Raises UsageError or MeasurementError."""
         preset = self.preset
         served = self._served(settings)
+        self._facts = served.facts
         if self.port:
             require_free_port("127.0.0.1", self.port)
         port = self.port or _free_port()
@@ -200,7 +202,7 @@ class LaunchedTarget(HttpTarget):
         device = self._settings.get("device")
         return {
             "engine": {**settings, **({"page_size": int(facts["page_size"])} if "page_size" in facts else {})},
-            "model": {"name": self._model_name_shown(), "vocab_size": self.model.vocab_size},
+            "model": {"name": self._model_name_shown(), "vocab_size": self.model.vocab_size, **self._facts},
             "resolved": {
                 "device": device if device != "auto" else None,
                 "dtype": self._settings.get("dtype"),

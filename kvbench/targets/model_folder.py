@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,16 @@ _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A folder (or a GGUF file) to serve. ``tokenizer``: a folder or ``WORDS``: one word a token, see export_model."""
+    """A folder (or a GGUF file) to serve. ``tokenizer``: a folder; None: one word a token, see export_model.
+
+    ``facts``: what the built-in server would tell of the same weights, where they were written here.
+    """
 
     path: Path
     tokenizer: Path | None
     vocab_size: int | None
     max_positions: int | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def of_words(self) -> bool:
@@ -157,9 +161,12 @@ def _gguf(source: Path) -> ServedModel:
 
 
 def _described(folder: Path, tokenizer: Path | None) -> ServedModel:
+    from engine.export_model import FACTS
+
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).is_file() else {}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
     positions = next(
         (text[k] for k in ("max_position_embeddings", "n_positions") if isinstance(text.get(k), int)), None
     )
-    return ServedModel(folder, tokenizer, text.get("vocab_size"), positions)
+    return ServedModel(folder, tokenizer, text.get("vocab_size"), positions, facts)

@@ -62,6 +62,7 @@ def test_a_sweep_of_transformers_serve(tmp_path):
         "-m", "transformers.cli.transformers", "serve"
     ]  # fmt: skip
     assert str(tmp_path) not in json.dumps(served)
+    assert len(served["model"]["weights_fingerprint"]) == 32 and facts["model"]["name"] == "tiny"
     # Its cache cannot be emptied, so each load had a server of its own.
     logs = {p.name for p in run.rglob("*.log")}
     assert {"paged-p16-c1-1.log", "paged-p16-c2-1.log"} <= logs
