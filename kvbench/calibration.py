@@ -213,16 +213,21 @@ class MockProcess:
     def __enter__(self) -> str:
         with self._log.open("wb") as log:
             self._process = processes.launch(self._command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            return self._ready_url()
+        except BaseException:  # an interruption, too, must not leave it behind
+            self.__exit__()
+            raise
+
+    def _ready_url(self) -> str:
         due = time.monotonic() + _READY_S
-        while True:
+        while self._process.poll() is None and time.monotonic() < due:
             for line in self._log.read_text("utf-8", "replace").splitlines(keepends=True):
                 if line.startswith("ready ") and line.endswith("\n"):
                     return line.split()[1]
-            if self._process.poll() is not None or time.monotonic() > due:
-                self.__exit__()
-                said = processes.last_lines(self._log, 3) or "(it said nothing)"
-                raise MeasurementError(f"the mock server of the calibration is not ready in {_READY_S:g} s: {said}")
             time.sleep(0.02)
+        said = processes.last_lines(self._log, 3) or "(it said nothing)"
+        raise MeasurementError(f"the mock server of the calibration is not ready in {_READY_S:g} s: {said}")
 
     def __exit__(self, *exc: object) -> None:
         processes.stop(self._process)

@@ -241,3 +241,14 @@ def test_a_mock_server_that_does_not_start_is_said(tmp_path, monkeypatch) -> Non
     with pytest.raises(MeasurementError, match=r"not ready .*No such option"), mock:
         pass
     assert mock._process.poll() is not None
+
+
+def test_an_interruption_leaves_no_mock_server_behind(tmp_path, monkeypatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    mock = module.MockProcess(tmp_path, {})
+    monkeypatch.setattr(module.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt), mock:
+        pass
+    assert mock._process.poll() is not None

@@ -189,7 +189,7 @@ def test_a_failed_request_is_not_sent_again(exchange: Exchange, mock_url: str) -
 def test_a_server_that_does_not_read_ends_the_send(exchange: Exchange) -> None:
     with raw_server(lambda connection: time.sleep(1.0)) as port:
         limits = {"first_byte": 5, "idle": 5, "total": 0.5}
-        job = {"model": "mock", "prompt": [7] * 4_000_000, "max_tokens": 2, "timeouts": limits}
+        job = {"model": "mock", "prompt": [7] * 3_000_000, "max_tokens": 2, "timeouts": limits}
         outcome = exchange([job], url=f"http://127.0.0.1:{port}")[0][0]
     assert outcome["error_kind"] == "timeout"
     assert "could not be sent in time" in outcome["error"]
