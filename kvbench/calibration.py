@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -23,12 +21,12 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench import loadrun, processes
+from kvbench import loadrun
 from kvbench.calibration_figures import Figures, figures_of
-from kvbench.errors import MeasurementError
 from kvbench.load.probe import LAG_SHARE_OF_ITL, MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, MIN_LAG_LIMIT_MS
 from kvbench.load.requests import RequestSpec, write_requests
 from kvbench.manifest import machine, versions
+from kvbench.mock.process import MockProcess
 from kvbench.results import read_json, write_json
 
 FILE = "calibration.json"
@@ -37,7 +35,7 @@ MAX_STREAMS = 256  # of one process: beyond, a load needs more of them
 _LEAST_ROUNDS, _LEAST_REQUESTS = 2, 8
 _FAULT_SHARE = 0.05
 _BUSY_EVENTS_PER_S = 1000  # of one process
-_READY_S, _TIMEOUT_S, _MARGIN_S, _ATTEMPTS = 20.0, 10.0, 60.0, 3
+_TIMEOUT_S, _MARGIN_S, _ATTEMPTS = 10.0, 60.0, 3
 _UNKNOWN_STREAMS = 64  # in open loop without a cap
 
 
@@ -200,37 +198,6 @@ def _measure(settings: CalibrationSettings) -> Figures:
         told = read_json(folder / "out" / "load.json")
         samples = pd.read_parquet(folder / "out" / "requests.parquet")
     return figures_of(samples, stamps, told["client"], told["zero_perf_counter"], count)
-
-
-class MockProcess:
-    """``python -m kvbench.mock`` on a free port for as long as the block lasts; gives its URL."""
-
-    def __init__(self, folder: Path, flags: Mapping[str, Any]) -> None:
-        self._log = folder / "mock.log"
-        self._command = [sys.executable, "-m", "kvbench.mock", "--port", "0"]
-        self._command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-
-    def __enter__(self) -> str:
-        with self._log.open("wb") as log:
-            self._process = processes.launch(self._command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            return self._ready_url()
-        except BaseException:  # an interruption, too, must not leave it behind
-            self.__exit__()
-            raise
-
-    def _ready_url(self) -> str:
-        due = time.monotonic() + _READY_S
-        while self._process.poll() is None and time.monotonic() < due:
-            for line in self._log.read_text("utf-8", "replace").splitlines(keepends=True):
-                if line.startswith("ready ") and line.endswith("\n"):
-                    return line.split()[1]
-            time.sleep(0.02)
-        said = processes.last_lines(self._log, 3) or "(it said nothing)"
-        raise MeasurementError(f"the mock server of the calibration is not ready in {_READY_S:g} s: {said}")
-
-    def __exit__(self, *exc: object) -> None:
-        processes.stop(self._process)
 
 
 @lru_cache(maxsize=1)

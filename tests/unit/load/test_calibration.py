@@ -24,6 +24,7 @@ from kvbench.calibration import (
 from kvbench.calibration_figures import Figures, figures_of
 from kvbench.cli import main
 from kvbench.errors import MeasurementError
+from kvbench.mock.process import MockProcess
 
 ZERO = 1000.0
 CLIENT = {"cpu_us_per_chunk": 20.0, "cpu_fraction": 0.1, "loop_lag_p99_ms": 0.3, "priority": "nice -10"}
@@ -237,18 +238,18 @@ def test_the_command_refuses_fewer_streams_than_processes(capsys) -> None:
 
 
 def test_a_mock_server_that_does_not_start_is_said(tmp_path, monkeypatch) -> None:
-    mock = module.MockProcess(tmp_path, {"no-such-option": 1})
+    mock = MockProcess(tmp_path, {"no-such-option": 1})
     with pytest.raises(MeasurementError, match=r"not ready .*No such option"), mock:
         pass
     assert mock._process.poll() is not None
 
 
 def test_an_interruption_leaves_no_mock_server_behind(tmp_path, monkeypatch) -> None:
-    def interrupt(seconds: float) -> None:
+    def interrupt(self: MockProcess) -> str:
         raise KeyboardInterrupt
 
-    mock = module.MockProcess(tmp_path, {})
-    monkeypatch.setattr(module.time, "sleep", interrupt)
+    mock = MockProcess(tmp_path, {})
+    monkeypatch.setattr(MockProcess, "_ready_url", interrupt)
     with pytest.raises(KeyboardInterrupt), mock:
         pass
     assert mock._process.poll() is not None
