@@ -181,7 +181,11 @@ class Session:
         bounds, sizes = plan.bounds(native or self.point.request_rate), plan.sizes(self.point.num_requests)
         search = RateSearch(plan.parsed, bounds, sizes, self.folder, measure, self.console, plan.limit_s)
         code = search.run()
-        self.folder.finish(valid=code != EXIT_INVALID, calibration=self.calibrator.facts())
+        facts = {"valid": code != EXIT_INVALID, "calibration": self.calibrator.facts()}
+        if code == EXIT_INVALID:  # the server may have died, or the machine been busy: --resume goes on
+            self.folder.update(**facts)
+        else:
+            self.folder.finish(**facts)
         return code
 
     def measure(self, subject: Subject, point: LoadPoint, number: int, out: Path, **how: Any) -> dict[str, Any]:

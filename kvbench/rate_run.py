@@ -71,7 +71,11 @@ class RateSearch:
         return self._conclude(step)
 
     def _take_finished(self) -> None:
-        for path, kept in self.folder.finished_runs():
+        """What a stopped search has measured. Invalid runs at its end are run again: they may be what ended it."""
+        finished = list(self.folder.finished_runs())
+        while finished and not finished[-1][1]["valid"]:
+            finished.pop()
+        for path, kept in finished:
             self._note(path, kept)
         if self.trials:
             self.console.print(f"{len(self.trials)} runs are finished and are not run again", highlight=False)

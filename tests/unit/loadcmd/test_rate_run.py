@@ -162,6 +162,10 @@ def test_a_load_that_could_not_be_driven_is_as_an_invalid_run(new):
     search = new(Broken())
     assert search.run() == EXIT_INVALID and "refused" in answer(search)["reason"]
     assert [run["met"] for run in answer(search)["runs"]] == [True, True, None, None]
+    repaired = Queue()
+    again = new(repaired)
+    assert again.run() == EXIT_OK and repaired.asked[0][0] == 4  # from where it was lost, with what was measured
+    assert [run["met"] for run in answer(again)["runs"]][:3] == [True, True, True]
 
 
 def test_time_and_runs_are_bounded(new):
