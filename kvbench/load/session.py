@@ -211,9 +211,10 @@ class LoadSession:
         return sample
 
     def drain(self) -> None:
-        """Waits until everything that came back is parsed."""
+        """Waits until everything that came back is parsed; the load is over."""
         self._queue.put(None)
         self._parser.join()
+        self._alarms.close()
 
     def _parse_all(self) -> None:
         while (item := self._queue.get()) is not None:
