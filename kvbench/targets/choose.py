@@ -17,7 +17,7 @@ from kvbench.errors import UsageError
 from kvbench.targets.base import Access, Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration, require_free_port
 from kvbench.targets.launched import LaunchedTarget, Launcher
-from kvbench.targets.model_folder import ModelFolders
+from kvbench.targets.model_folder import ModelFolders, text_tokenizer
 from kvbench.targets.openai import OpenAITarget
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, PRESETS
@@ -174,7 +174,7 @@ def _launched(
         max_in_flight=users,
     )
     workload, changes = _baseline(workload, launcher, nearest=bool(asked["nearest"]))
-    folders = ModelFolders(ignore_eos=load.ignore_eos, texts=load.prompts.kind == "text")
+    folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
 
     def make() -> Target:
         limit = options["start_timeout"] or _FOREIGN_START_S

@@ -44,11 +44,11 @@ class ServedModel:
 
 
 class ModelFolders:
-    """The folders of one run. ``texts``: the load's prompts are texts, cut with the tokenizer that ships."""
+    """The folders of one run. ``text_tokenizer``: whose tokens the load's texts were cut into; None: it has no texts."""
 
-    def __init__(self, *, ignore_eos: bool, texts: bool) -> None:
+    def __init__(self, *, ignore_eos: bool, text_tokenizer: Path | None) -> None:
         self._ignore_eos = ignore_eos
-        self._texts = texts
+        self._text_tokenizer = text_tokenizer
         self._made: dict[str, ServedModel] = {}
         self._scratch: Path | None = None
 
@@ -142,13 +142,19 @@ class ModelFolders:
 
     def _tokenizer(self, settings: Mapping[str, Any]) -> Path | None:
         """A tokenizer's folder for random weights; None: one word a token."""
-        if given := settings.get("tokenizer"):
-            return Path(str(given))
-        if not self._texts:
-            return None
-        from engine import tokenizer
+        given = settings.get("tokenizer")
+        return Path(str(given)) if given else self._text_tokenizer
 
-        return Path(str(tokenizer.__file__)).parent / "bpe8k"
+
+def text_tokenizer(prompts: Any) -> Path | None:
+    """The folder of the tokenizer that texts of ``load.prompts`` are cut with; None for prompts of token ids."""
+    if given := getattr(prompts, "tokenizer", None):
+        return Path(given)
+    if prompts.kind != "text" and not getattr(prompts, "send_text", False):
+        return None
+    from engine import tokenizer
+
+    return Path(str(tokenizer.__file__)).parent / "bpe8k"
 
 
 def _gguf(source: Path) -> ServedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,14 +15,14 @@ from engine.export_model import export_model
 from engine.model_loader import load_model
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.targets import model_folder
-from kvbench.targets.model_folder import ModelFolders
+from kvbench.targets.model_folder import ModelFolders, text_tokenizer
 from kvbench.targets.texts import WordTexts
 from tests.integration.test_target_transformers import MODEL
 
 
-def folders(tmp_path, monkeypatch, ignore_eos=True, texts=False):
+def folders(tmp_path, monkeypatch, ignore_eos=True):
     monkeypatch.setattr(model_folder.tempfile, "mkdtemp", lambda prefix: str(make(tmp_path / "scratch")))
-    return ModelFolders(ignore_eos=ignore_eos, texts=texts)
+    return ModelFolders(ignore_eos=ignore_eos, text_tokenizer=None)
 
 
 def make(path: Path) -> Path:
@@ -77,7 +78,9 @@ def test_another_tokenizer_takes_the_place_of_the_models(source, tmp_path, monke
     assert (source / "tokenizer.json").read_text() == '{"own": true}'
     (source / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"has no tokenizer: name one with -o model\.tokenizer=FOLDER"):
-        ModelFolders(ignore_eos=True, texts=False).get({"model": str(source), "load_format": "auto"}, drop_eos=True)
+        ModelFolders(ignore_eos=True, text_tokenizer=None).get(
+            {"model": str(source), "load_format": "auto"}, drop_eos=True
+        )
 
 
 def test_llama_cpp_serves_gguf_files_only(source, tmp_path, monkeypatch):
@@ -116,8 +119,19 @@ def test_random_weights_are_those_of_the_built_in_engine_and_the_words_are_the_i
     assert tokenizer.encode(WordTexts().text(ids)).ids == ids and tokenizer.decode(ids) == "17 4 511 0 4"
 
 
-def test_prompts_that_are_texts_get_the_tokenizer_they_were_cut_with(tmp_path):
-    made = ModelFolders(ignore_eos=True, texts=True)
-    assert (made._tokenizer({}) / "tokenizer.json").is_file()
-    assert made._tokenizer({"tokenizer": "/t"}) == Path("/t")
-    assert ModelFolders(ignore_eos=True, texts=False)._tokenizer({}) is None
+@pytest.mark.parametrize(
+    ("prompts", "name"),
+    [
+        ({"kind": "synthetic"}, None),
+        ({"kind": "trace", "tokenizer": None, "send_text": False}, None),
+        ({"kind": "trace", "tokenizer": None, "send_text": True}, "bpe8k"),
+        ({"kind": "text", "tokenizer": None}, "bpe8k"),
+        ({"kind": "text", "tokenizer": "/t/own"}, "own"),
+    ],
+)
+def test_prompts_that_are_texts_get_the_tokenizer_they_were_cut_with(prompts, name):
+    found = text_tokenizer(SimpleNamespace(**prompts))
+    assert (found.name if found else None) == name
+    made = ModelFolders(ignore_eos=True, text_tokenizer=found)
+    assert made._tokenizer({}) == found and made._tokenizer({"tokenizer": "/t"}) == Path("/t")
+    assert name != "bpe8k" or (found / "tokenizer.json").is_file()
