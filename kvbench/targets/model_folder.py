@@ -44,7 +44,7 @@ class ServedModel:
 
 
 class ModelFolders:
-    """The folders of one run. ``text_tokenizer``: whose tokens the load's texts were cut into; None: it has no texts."""
+    """The folders of one run. ``text_tokenizer``: what the load's texts were cut with, None for ids."""
 
     def __init__(self, *, ignore_eos: bool, text_tokenizer: Path | None) -> None:
         self._ignore_eos = ignore_eos
