@@ -1,4 +1,7 @@
-"""kvbench and its load process under fire: killed, signalled twice, left alone by terminal or reader, without disk."""
+"""kvbench and its load process under fire: killed, signalled twice, left alone by terminal or reader, without disk.
+
+A sweep whose server hangs waits meanwhile for its time-outs; the last test looks at what became of it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,26 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.fire_bench import EITHER, QUIET, FireBench, resumed_as_it_should
+from tests.support.fire_bench import EITHER, QUIET, Ended, FireBench, resumed_as_it_should
 from tests.support.sweep_parts import ROOT, end, finished, manifest, wait_until
 
 ENDLESS = json.dumps([{"path": "stream", "do": "hang", "first": 3}])  # a load that waits for its time-outs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hung(tmp_path_factory) -> Iterator[tuple[FireBench, Future[Ended]]]:
+    """A sweep whose server stands still in the middle of a stream: it holds every connection and answers none."""
+    bench = FireBench(tmp_path_factory.mktemp("hung"))
+    rule = {"path": "stream", "do": "mid_stop", "first": 3}
+    with ThreadPoolExecutor(1) as pool:
+        yield bench, pool.submit(bench.fire, bench.workload(repeats=1), rules=[rule])
 
 
 @pytest.fixture
@@ -144,3 +158,12 @@ def test_a_hung_server_and_a_hung_load_process_end_with_a_kvbench_that_is_killed
     process.communicate(timeout=10)
     assert not bench.left()
     assert manifest(bench.only_run())["status"] == "incomplete"
+
+
+def test_a_server_that_hangs_is_given_up_and_stopped(hung):
+    bench, pending = hung
+    done = pending.result(timeout=90)
+    found = manifest(bench.only_run())
+    assert done.code == 4 and done.seconds < 60 and not done.left
+    assert found["status"] == "incomplete"
+    assert "/metrics did not answer: ReadTimeout" in found["failures"][0]["reason"]
