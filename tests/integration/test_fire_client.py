@@ -90,6 +90,15 @@ def test_a_sweep_whose_output_nobody_reads_stops_and_says_so_on_stderr(bench):
     assert manifest(bench.only_run())["status"] == "incomplete"
 
 
+def test_another_command_whose_output_nobody_reads_did_not_succeed(bench):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvbench", "plan", bench.workload()]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE and b"Traceback" not in done.stderr
+
+
 def small_files(most_bytes: int):
     """What a child runs before its program: no file can grow beyond ``most_bytes``."""
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
@@ -141,6 +150,7 @@ def test_a_full_disk_ends_a_sweep_with_its_path_and_what_was_written_is_resumed(
     run = bench.only_run()
     assert done.code == 4 and not done.left
     assert str(run) in done.output and "No space left on device; free some space" in done.output
+    assert "what was measured is kept. Go on then with:\n  kvbench sweep --resume" in done.output
     assert manifest(run)["status"] == "incomplete" and not finished(run)
     remount(small_disk, "ro")
     refused = bench.resume()
