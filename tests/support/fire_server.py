@@ -98,14 +98,20 @@ class Fire:
             case "status":
                 status = int(rule.get("status", 500))
                 body = json.dumps({"error": {"message": f"under fire: {status}"}}).encode()
-                head = f"HTTP/1.1 {status} Fire\r\ncontent-length: {len(body)}\r\nretry-after: 0\r\n\r\n"
+                head = f"HTTP/1.1 {status} Fire\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
                 write(head.encode() + body)
                 await writer.drain()
             case "redirect":
-                write(b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:9/elsewhere\r\ncontent-length: 0\r\n\r\n")
+                write(
+                    b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:9/elsewhere\r\ncontent-length: 0\r\n"
+                    b"connection: close\r\n\r\n"
+                )
                 await writer.drain()
             case "page":
-                write(b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n\r\n<h1>hello</h1")
+                write(
+                    b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n"
+                    b"connection: close\r\n\r\n<h1>hello</h1"
+                )
                 await writer.drain()
             case "garbage":
                 write(b"\x16\x03\x01\x00 not HTTP at all \xff\xfe\r\n\r\n")
