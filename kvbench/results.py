@@ -135,6 +135,9 @@ class RunFolder:
         scratch.mkdir(parents=True)
         try:
             yield scratch
+            for file in scratch.rglob("*"):
+                if file.is_file():
+                    _flush(file)  # else a crash of the machine might keep the name and lose the bytes
         except OSError as error:
             if storage_sentence(error) is None:
                 scratch.rename(failed)
@@ -146,9 +149,6 @@ class RunFolder:
             raise
         if final.exists():  # not a finished load, or a damaged one
             shutil.rmtree(final)
-        for file in scratch.rglob("*"):
-            if file.is_file():
-                _flush(file)  # else a crash of the machine might keep the name and lose the bytes
         scratch.rename(final)
 
     @contextmanager

@@ -108,7 +108,7 @@ class Bench:
 
 def finished(run: Path) -> dict[tuple[str, str], float]:
     """(cell, repeat) -> time of its done.json."""
-    return {(p.parts[-4], p.parts[-2]): p.stat().st_mtime for p in run.glob("cells/*/loads/*/done.json")}
+    return {(p.parts[-4], p.parts[-2]): p.stat().st_mtime for p in run.glob("cells/*/loads/[0-9]*/done.json")}
 
 
 def manifest(run: Path) -> dict[str, Any]:
