@@ -78,14 +78,29 @@ def test_open_loop_starts_when_the_system_has_filled() -> None:
 
 
 def test_stable_queues_have_a_window_and_overloaded_ones_none() -> None:
-    loads = {0.5: [], 0.8: [], 1.5: []}
-    for load, found in loads.items():
-        for seed in range(60):
-            arrivals, ends = queue(8 * load, 8, 300, seed)
+    def share(load: float, count: int) -> float:
+        found = []
+        for seed in range(100):
+            arrivals, ends = queue(8 * load, 8, count, seed)
             found.append(steady_state(arrivals, arrivals, ends, {"mode": "open"}).window is not None)
-    assert np.mean(loads[0.5]) == 1.0
-    assert np.mean(loads[0.8]) >= 0.9
-    assert np.mean(loads[1.5]) <= 0.05
+        return float(np.mean(found))
+
+    assert share(0.5, 300) >= 0.95
+    assert share(0.8, 300) >= 0.85
+    assert share(1.1, 300) <= 0.4
+    assert share(1.2, 300) <= 0.2
+    assert share(0.9, 1000) >= 0.8
+    assert share(1.05, 1000) <= 0.4
+    assert share(1.1, 1000) <= 0.2
+
+
+def test_a_slower_server_is_one_that_keeps_up() -> None:
+    """10 requests/s; what takes 5 s at first takes 1 % longer in the end, or twice as long (and it goes on growing)."""
+    t0 = np.arange(0, 60, 0.1)
+    swing = 0.5 * np.sin(t0)
+    for growth, steady in ((0.01, True), (1.0, False)):
+        ends = t0 + 5.0 + swing + 5.0 * growth * np.maximum(0, t0 / 60)
+        assert (steady_state(t0, t0, ends, {"mode": "open"}).window is not None) is steady
 
 
 def test_without_a_window_it_says_why() -> None:
