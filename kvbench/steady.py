@@ -2,8 +2,8 @@
 
 Closed loop, and an open loop that sends all at once under a cap: while the target number of requests (or, with think
 times, of conversations) was in flight. Open loop: from the moment at which the number of requests in the system, which
-begins empty, has stopped climbing for good, to the last arrival, found by ``settled``. A rate that changes has a window for each
-of its plateaus.
+begins empty, has stopped climbing for good, to the last arrival, found by ``settled``. A rate that changes has a window
+for each of its plateaus.
 """
 
 from __future__ import annotations
