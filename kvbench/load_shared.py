@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 import click
 
 from kvbench.errors import UsageError
+from kvbench.load.distributed import ARRIVE_S, DEFAULT_PORT
 
-_PORT = 5557  # Locust's own
-ARRIVE_S = 300.0  # how long a master waits for its workers
 Calibrate = Callable[[int | None, int], Any]
 
 SHARING_OPTIONS = (
@@ -24,12 +23,12 @@ SHARING_OPTIONS = (
                  help="--master: how many."),
     click.option("--bind-host", default="127.0.0.1", show_default=True, metavar="HOST",
                  help="--master: where to listen for them, e.g. 0.0.0.0 on a network of your own."),
-    click.option("--bind-port", type=click.IntRange(1, 65535), default=_PORT, show_default=True, metavar="PORT",
+    click.option("--bind-port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True, metavar="PORT",
                  help="--master: and at which port."),
     click.option("--worker", is_flag=True, help="Be a worker of the master at --master-host; nothing else is needed."),
     click.option("--master-host", default="127.0.0.1", show_default=True, metavar="HOST", help="--worker: the master."),
-    click.option("--master-port", type=click.IntRange(1, 65535), default=_PORT, show_default=True, metavar="PORT",
-                 help="--worker: its port."),
+    click.option("--master-port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True,
+                 metavar="PORT", help="--worker: its port."),
 )  # fmt: skip
 
 

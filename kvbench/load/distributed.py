@@ -1,19 +1,22 @@
 """How one load is shared among several processes: which requests and how many users each one gets. Pure functions.
 
 Each worker runs its shard as a load of its own, from one time zero. In open loop the union of the shards' arrivals is
-the whole schedule, to the request; in closed loop the shards' users sum to the concurrency. A session stays whole.
+the whole schedule, to the request; in closed loop the shards' users sum to the concurrency, under a cap their places to
+the cap, and conversations are dealt in proportion. A session stays whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvbench.load.requests import RequestList, RequestSpec, conversations
 from kvbench.load.spec import LoadSpec
 
 TOKEN_VARIABLE = "KVBENCH_LOAD_TOKEN"
 DEFAULT_PORT = 5557  # Locust's own
+ARRIVE_S = 300.0  # how long a master waits for workers on other machines
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,16 @@ def useful_workers(spec: LoadSpec, requests: Sequence[RequestSpec], asked: int) 
     return max(1, min(asked, places or asked, len(conversations(requests))))
 
 
-def deal(requests: Sequence[RequestSpec], workers: int, users: int | None = None) -> list[list[RequestSpec]]:
+def deal(requests: Sequence[RequestSpec], workers: int, places: int | None = None) -> list[list[RequestSpec]]:
     """The requests of each worker, in the order they have in ``requests``; each request goes to exactly one.
 
-    Conversation k (a session, or a request that is part of none) goes to worker k mod ``workers``. With ``users``
-    (closed loop) it goes to the worker that has user k mod ``users``, so that each user's share is the same although
-    some workers have one user more.
+    Conversation k (a session, or a request that is part of none) goes to worker k mod ``workers``. With ``places``
+    (users in closed loop, those under a cap in open loop) it goes to the worker that has place k mod ``places``, so
+    that each place's share is the same although some workers have one more.
     """
-    places = users or workers
+    cycle = places or workers
     worker_of = {
-        request.index: k % places % workers
+        request.index: k % cycle % workers
         for k, conversation in enumerate(conversations(requests))
         for request in conversation
     }
@@ -56,11 +59,22 @@ def deal(requests: Sequence[RequestSpec], workers: int, users: int | None = None
     return shards
 
 
+def cap_note(spec: LoadSpec, workers: int) -> dict[str, Any]:
+    """What load.json says of a cap that several processes share; empty where that is not so."""
+    if spec.max_concurrency is None or workers < 2:
+        return {}
+    return {
+        "max_concurrency": f"the cap of {spec.max_concurrency} is shared by {workers} load processes: a place that is "
+        "free in one does not serve a request that waits in another, so that client queue and TTFT may be higher than "
+        "with one process."
+    }
+
+
 def make_shards(spec: LoadSpec, requests: RequestList, workers: int) -> list[Shard]:
     """One shard a worker. ``workers``: no more than ``useful_workers``. Sums of users and of caps are the spec's."""
     users = split_evenly(spec.concurrency, workers) if spec.mode == "closed" and spec.concurrency else None
     caps = split_evenly(spec.max_concurrency, workers) if spec.max_concurrency else None
-    dealt = deal(requests, workers, spec.concurrency if users else None)
+    dealt = deal(requests, workers, spec.concurrency if users else spec.max_concurrency)
     return [
         Shard(
             spec.model_copy(

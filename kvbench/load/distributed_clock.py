@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_ERROR_MS = 1.0
-SHARE_OF_ITL = 0.02
+from kvbench.load.probe import LAG_SHARE_OF_ITL, MIN_LAG_LIMIT_MS
+
 _ROUNDING_S = 1e-6
 _GOOD_ENOUGH_S = 1e-4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -126,7 +126,7 @@ def boot_id() -> str | None:
 
 def clock_reasons(name: str, clock: ClockMap, itl_p50_ms: float | None) -> list[str]:
     """Why this worker's times may not be believed; empty when they may."""
-    limit = max(MAX_ERROR_MS, SHARE_OF_ITL * (itl_p50_ms or 0.0))
+    limit = max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (itl_p50_ms or 0.0))
     error = clock.error_s * 1000
     if error <= limit:
         return []

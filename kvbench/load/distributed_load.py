@@ -8,7 +8,7 @@ from typing import Any
 
 import gevent
 
-from kvbench.load.distributed import TOKEN_VARIABLE
+from kvbench.load.distributed import TOKEN_VARIABLE, cap_note
 from kvbench.load.distributed_master import Crew, Meeting
 from kvbench.load.distributed_wire import WorkerLost
 from kvbench.load.merge import WorkerResult, merged_client, most_in_flight
@@ -26,9 +26,10 @@ class SharedLoad:
 
     def __init__(self, spec: LoadSpec, requests: RequestList, meeting: Meeting) -> None:
         """Opens the port and starts local workers. ValueError for what cannot be."""
-        self.spec, self.requests, self.meeting = spec, requests, meeting
+        self.spec, self.meeting = spec, meeting
         self.voice = Voice(len(requests))
         self.crew = Crew(spec, requests, meeting)
+        self.requests = RequestList(requests, requests.notes | cap_note(spec, len(self.crew.shards)))
         self.zero: float | None = None
 
     def run(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvbench.load.distributed import DEFAULT_PORT
+from kvbench.load.distributed import ARRIVE_S, DEFAULT_PORT
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -15,7 +15,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--expect-workers", type=int, default=1)
     parser.add_argument("--bind-host", default="127.0.0.1")
     parser.add_argument("--bind-port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--arrive-timeout", type=float, default=300.0)
+    parser.add_argument("--arrive-timeout", type=float, default=ARRIVE_S)
     parser.add_argument("--worker", action="store_true")
     parser.add_argument("--master-host", default="127.0.0.1")
     parser.add_argument("--master-port", type=int, default=DEFAULT_PORT)

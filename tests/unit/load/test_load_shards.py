@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.load.distributed import deal, make_shards, split_evenly, useful_workers
+from kvbench.load.distributed import cap_note, deal, make_shards, split_evenly, useful_workers
 from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.spec import LoadSpec
 
@@ -73,6 +73,21 @@ def test_in_closed_loop_a_worker_with_more_users_has_more_requests() -> None:
     assert [s.spec.concurrency for s in shards] == [3, 2, 2]
     assert [len(s.requests) for s in shards] == [30, 20, 20]
     assert [s.first_user for s in shards] == [0, 3, 5]
+
+
+def test_under_a_cap_a_worker_with_more_places_has_more_requests() -> None:
+    """5 places of 4 workers are 2, 1, 1 and 1: of 50 arrivals each place has 10, spread over the whole schedule."""
+    requests = RequestList([RequestSpec(i, "c", (i,), None, 1, 0.1 * i) for i in range(50)])
+    shards = make_shards(spec(mode="open", max_concurrency=5), requests, 4)
+    assert [s.spec.max_concurrency for s in shards] == [2, 1, 1, 1]
+    assert [len(s.requests) for s in shards] == [20, 10, 10, 10]
+    assert [r.index for r in shards[1].requests] == list(range(1, 50, 5))
+
+
+def test_a_shared_cap_is_noted() -> None:
+    capped, free = spec(mode="open", max_concurrency=5), spec(mode="open")
+    assert "5 is shared by 4 load processes" in cap_note(capped, 4)["max_concurrency"]
+    assert cap_note(capped, 1) == cap_note(free, 4) == {}
 
 
 @given(loads(), st.integers(1, 12), st.integers(1, 30))
