@@ -26,6 +26,9 @@ from kvbench.load.http1 import ResponseReader
 from kvbench.load.sse import MalformedStream
 
 _MOST_BYTES = 64 << 20
+# A server that closes an idle connection may cross with a request on its way. One that closes later than this after the
+# send may have worked on it: that is a failure, and is not sent again.
+_CROSSED_S = 0.005
 
 __all__ = ["Address", "RawStream", "StreamFailure", "StreamingClient", "Timeouts", "tls_context"]
 
@@ -35,9 +38,9 @@ class RawStream:
     """One exchange as it came over the wire. ``times[i]`` [s, perf_counter] stamps the arrival of ``chunks[i]``.
 
     ``ts``: the exchange's beginning, ``sent``: when the request was out. ``reopened``: a kept connection turned out to
-    be closed, and a new one was opened. ``error_kind`` is None when a whole HTTP response arrived (whatever its
-    status): refused, connect_timeout, tls, connection, timeout, truncated, malformed,
-    too_long, interrupted.
+    be closed, and a new one was opened. ``unstamped``: reads that the kernel did not stamp. ``error_kind`` is None when
+    a whole HTTP response arrived (whatever its status): refused, connect_timeout, tls, connection, timeout, dropped
+    (the server closed without a byte of an answer), truncated, malformed, too_long, interrupted.
     """
 
     ts: float
@@ -46,6 +49,7 @@ class RawStream:
     times: list[float] = field(default_factory=list)
     chunks: list[bytes] = field(default_factory=list)
     reopened: bool = False
+    unstamped: int = 0
     error_kind: str | None = None
     error: str | None = None
 
@@ -84,8 +88,8 @@ class StreamingClient:
         """Sends the bytes of one HTTP request and keeps what comes back until the response is whole.
 
         Never raises for what the network does: the failure's kind is in the result. Nothing is tried again, but for a
-        kept-alive connection that the server had closed meanwhile: it is opened anew, once, before anything was
-        received (``reopened``); ``ts`` stays that of the first try. A response of more than ``most_bytes`` is given up:
+        kept-alive connection that the server had closed before or while the request was on its way: it is opened anew,
+        once (``reopened``); ``ts`` stays that of the first try. A response of more than ``most_bytes`` is given up:
         what never ends must not fill the memory.
         """
         ts, reopened = time.perf_counter(), False
@@ -94,7 +98,7 @@ class StreamingClient:
             self.close()
             kept, reopened = False, True
         raw = self._attempt(request, ts, most_bytes)
-        if kept and not raw.times and raw.error_kind == "truncated":
+        if kept and raw.error_kind == "dropped" and raw.end - raw.sent < _CROSSED_S:
             self.close()
             reopened = True
             raw = self._attempt(request, ts, most_bytes)
@@ -126,21 +130,23 @@ class StreamingClient:
         self._done.clear()
         try:
             self.connect()
+            unstamped = self._connection.unstamped
             self._connection.send(request, ts + self.timeouts.total)
             raw.sent = time.perf_counter()
             self._watcher.start(self._on_readable)
             self._wait()
+            raw.unstamped = self._connection.unstamped - unstamped
         except StreamFailure as failure:
             self._fail(failure.kind, str(failure))
         except gevent.GreenletExit:
             self._fail("interrupted", "the load was stopped")
-            raw.end = time.perf_counter()
             self.close()
             raise
         finally:
             if self._watcher is not None:
                 self._watcher.stop()
-        raw.end = raw.times[-1] if raw.times and raw.error_kind is None else time.perf_counter()
+        if raw.times and raw.error_kind is None:
+            raw.end = raw.times[-1]
         return raw
 
     def _wait(self) -> None:
@@ -167,7 +173,7 @@ class StreamingClient:
         try:
             data, arrived = self._connection.receive()
         except OSError as error:
-            self._finish("truncated", f"the connection broke: {error}")
+            self._finish("truncated" if self._raw.times else "dropped", f"the connection broke: {error}")
             return
         if data is None:
             return
@@ -197,7 +203,7 @@ class StreamingClient:
         elif self._raw.times:
             self._finish("truncated", "the connection closed before the response's end")
         else:
-            self._finish("truncated", "the connection closed without a response")
+            self._finish("dropped", "the connection closed without a response")
 
     def _finish(self, kind: str | None, message: str | None) -> None:
         if self._watcher is not None:
@@ -207,4 +213,4 @@ class StreamingClient:
         self._done.set()
 
     def _fail(self, kind: str, message: str) -> None:
-        self._raw.error_kind, self._raw.error = kind, message
+        self._raw.error_kind, self._raw.error, self._raw.end = kind, message, time.perf_counter()

@@ -15,7 +15,6 @@ import struct
 import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from urllib.parse import urlsplit
 
 import gevent
@@ -91,44 +90,12 @@ def tls_context(verify: bool = True, ca_file: str | None = None) -> ssl.SSLConte
     return context
 
 
-@lru_cache(maxsize=1)
-def kernel_stamps() -> bool:
-    """Whether this system stamps what arrives: tried once, on a connection of this process to itself."""
-    if _SO_TIMESTAMPNS is None:
-        return False
-    try:
-        with _RawSocket() as listener, _RawSocket() as sender:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(1)
-            sender.connect(listener.getsockname())
-            with listener.accept()[0] as receiver:
-                receiver.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-                receiver.settimeout(1.0)
-                for _ in range(5):  # the first socket that asks for stamps gets them a moment later
-                    sender.sendall(b"x")
-                    if receiver.recvmsg(1, _ANCILLARY_BYTES)[1]:
-                        return True
-                    time.sleep(0.005)
-                return False
-    except OSError:
-        return False
-
-
-class _WallClock:
-    """How far wall time is ahead of perf_counter: a packet is stamped with the former, which may be stepped."""
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-
-    def sync(self) -> None:
-        self.ahead = time.time() - time.perf_counter()
-
-
-_WALL = _WallClock()
-
-
 class Connection:
-    """One open TCP connection. ``ended``: after what was last received nothing comes."""
+    """One open TCP connection. ``ended``: after what was last received nothing comes.
+
+    ``unstamped``: reads whose moment is that of the read, because the kernel gave no stamp or the wall clock, of which
+    its stamps are, was set while the bytes lay there.
+    """
 
     ended = False
 
@@ -141,8 +108,13 @@ class Connection:
                 self._sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         self.fd = self._sock.fileno()
         self._recvmsg = self._sock.recvmsg
-        self._read_at = time.perf_counter()  # what comes now arrived later than this
-        _WALL.sync()
+        self.unstamped = 0
+        self._found_empty()
+
+    def _found_empty(self) -> None:
+        """What comes from now on arrives later than ``_read_at``, when wall time was ``_ahead`` of perf_counter."""
+        self._read_at = time.perf_counter()
+        self._ahead = time.time() - self._read_at
 
     def send(self, data: bytes, due: float) -> None:
         """Sends all by ``due`` [s, perf_counter]. StreamFailure."""
@@ -163,12 +135,17 @@ class Connection:
         try:
             data, ancillary, _, _ = self._recvmsg(_READ_BYTES, _ANCILLARY_BYTES)
         except BlockingIOError:
+            self._found_empty()
             return None, 0.0
+        earliest, before = self._read_at, self._ahead
         wall, now = time.time(), time.perf_counter()
-        ahead, before = wall - now, _WALL.ahead
-        _WALL.ahead = ahead
-        earliest, self._read_at = self._read_at, now
-        if not ancillary or not -_CLOCK_STEP_S < ahead - before < _CLOCK_STEP_S:
+        if not -_CLOCK_STEP_S < wall - now - before < _CLOCK_STEP_S:  # this process stood still between the two calls,
+            wall, now = time.time(), time.perf_counter()  # or else the wall clock was set
+        self._read_at, self._ahead = now, wall - now
+        if not data:
+            return data, now
+        if not ancillary or not -_CLOCK_STEP_S < self._ahead - before < _CLOCK_STEP_S:
+            self.unstamped += 1
             return data, now
         seconds, nanoseconds = _STAMP.unpack_from(ancillary[0][2])
         arrived = now - max(0.0, wall - seconds - nanoseconds * 1e-9)

@@ -16,7 +16,6 @@ from locust import User
 from locust.runners import STATE_STOPPED, Runner
 
 from kvbench.load.client import Address, StreamFailure, Timeouts
-from kvbench.load.connection import kernel_stamps
 from kvbench.load.lag import LagProbe
 from kvbench.load.outcome import Clocked
 from kvbench.load.priority import better_priority
@@ -115,7 +114,6 @@ class Measuring:
 
     def begin(self, zero: float | None = None) -> None:
         """Starts the load at ``zero`` [s, perf_counter] (None: now)."""
-        self.clocked.kernel_stamps = kernel_stamps()
         now = time.perf_counter()
         self.clocked.started_unix = time.time() + ((now if zero is None else zero) - now)
         self._cpu = time.process_time()
@@ -128,6 +126,7 @@ class Measuring:
         clocked.cpu_s = time.process_time() - self._cpu
         clocked.wall_s = self.session.elapsed()
         clocked.reopened = self.session.reopened
+        clocked.reads, clocked.unstamped_reads = self.session.reads, self.session.unstamped_reads
         clocked.wall_step_s = time.time() - clocked.started_unix - clocked.wall_s
         return clocked
 

@@ -71,6 +71,8 @@ class LoadSession:
         self.done = 0
         self.failed = 0
         self.reopened = 0
+        self.reads = 0
+        self.unstamped_reads = 0
         self.last_error = ""
         self._dead_in_a_row = 0
         self._users = 0
@@ -198,6 +200,8 @@ class LoadSession:
         finally:
             self.in_flight -= 1
         self.reopened += raw.reopened
+        self.reads += len(raw.times)
+        self.unstamped_reads += raw.unstamped
         self._dead_in_a_row = self._dead_in_a_row + 1 if raw.error_kind in _GONE_KINDS else 0
         if raw.error_kind is not None:
             self.last_error = raw.error or raw.error_kind
