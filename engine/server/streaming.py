@@ -14,6 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.boot import BOOT_HEADER, boot_id
 from engine.server.choices import EngineFailure, Piece
 from engine.server.errors import CLIENT_LEFT
 from engine.server.generation import ClientGone, Generation, error_of
@@ -49,7 +50,7 @@ class EventFormat:
         self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":'
         self._going_on = self._after + "null"
         self._token_ids = token_ids
-        self._stamp = stamp
+        self.stamp = stamp
         self._continuous_usage = continuous_usage
         self._no_usage = ',"usage":null' if include_usage else ""
         self._starts: dict[int, str] = {}  # of a choice's events, all but its first
@@ -82,7 +83,7 @@ class EventFormat:
         return f'{self._head}],"usage":{_compact(generation.usage())}{self._end()}'.encode("ascii")
 
     def _end(self) -> str:
-        if self._stamp:
+        if self.stamp:
             return f',"kvbench":{{"sent":{time.monotonic():.7f}}}}}\n\n'
         return "}\n\n"
 
@@ -104,7 +105,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics, status = self._generation.state.metrics, 200
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers()})
             await self._send_pieces(receive, send)
             last = (self._form.usage_event(self._generation) if self._include_usage else b"") + DONE
         except ClientGone:
@@ -121,6 +122,10 @@ class EventStream(Response):
             self._generation.close()
             metrics.answered(status)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        boot = boot_id() if self._form.stamp else None
+        return _HEADERS if boot is None else [*_HEADERS, (BOOT_HEADER.encode(), boot.encode())]
 
     async def _send_pieces(self, receive: Receive, send: Send) -> None:
         generation, event = self._generation, self._form.event

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.boot import boot_id
 from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.load.http1 import Response, read_response
 from kvbench.load.sse import MalformedStream, events
@@ -26,8 +27,8 @@ class Completion:
     ``chunk_times``/``chunk_tokens``: chunks that carried a token (text, or token ids with text still held
     back); ``chunk_tokens`` is None where the server sent no token ids. ``first``: first non-empty text, or the
     first token if no token had text. ``coalesced``: token chunks that arrived in one read with the one before
-    although the server sent them apart. ``sent_times``: the server's own send stamps [s, its monotonic clock] of
-    the same chunks, empty where it gives none.
+    although the server sent them apart. ``sent_times``: the server's own send stamps [s, monotonic clock] of the same
+    chunks, empty where it gives none or those of another machine's clock.
     """
 
     http_status: int | None = None
@@ -96,7 +97,7 @@ def judge(
 def _read_events(out: Completion, response: Response, times: Sequence[float], pause: Callable[[], None]) -> None:
     pause()
     found, rest = events(response.body)
-    last_read = -1
+    last_read, one_clock = -1, response.boot is not None and response.boot == boot_id()
     for number, (data, position) in enumerate(found):
         if number % _SLICE == _SLICE - 1:
             pause()
@@ -106,7 +107,7 @@ def _read_events(out: Completion, response: Response, times: Sequence[float], pa
         if out.done:
             raise MalformedStream(f"{data[:60]!r} came after [DONE]")
         read = bisect_right(response.ends, position - 1)  # the piece that brought the event's last byte
-        if _take(out, data, times[read]):
+        if _take(out, data, times[read], one_clock):
             out.coalesced += read == last_read and not _sent_together(out)
             last_read = read
     if not (response.complete or response.until_close):
@@ -115,8 +116,8 @@ def _read_events(out: Completion, response: Response, times: Sequence[float], pa
         out.fail("truncated" if not out.done else "malformed", f"the stream ends inside an event: {rest[:60]!r}")
 
 
-def _take(out: Completion, data: bytes, when: float) -> bool:
-    """Adds one event; True when it carried a token."""
+def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
+    """Adds one event; True when it carried a token. ``one_clock``: the server's stamps are of this machine's clock."""
     try:
         event = json.loads(data.decode())  # of bytes, json would first guess the encoding
     except (ValueError, RecursionError):
@@ -145,7 +146,8 @@ def _take(out: Completion, data: bytes, when: float) -> bool:
     if not text and not ids:
         return False
     out.chunk_times.append(when)
-    _take_stamp(out, event.get("kvbench"))
+    if one_clock:
+        _take_stamp(out, event.get("kvbench"))
     if text:
         out.text += text
         if out.first is None:
@@ -188,6 +190,8 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
     """The definition of success. Each failure's sentence says what was missing."""
     if out.finish_reason is None:
         out.fail("no_finish_reason", "the stream ended without a finish_reason")
+    elif out.finish_reason not in dialect.finish_reasons:
+        out.fail("not_finished", f"the server gave up: finish_reason {out.finish_reason[:40]!r}")
     if not out.done and dialect.done_marker:
         out.fail("no_done", "the stream ended without [DONE]")
     if out.output_tokens is None and not dialect.usage:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from kvbench.load.strict import StrictModel
 
 _OURS = ("model", "prompt", "max_tokens", "stream")
+_FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence")
 
 
 class Dialect(StrictModel):
@@ -23,6 +24,7 @@ class Dialect(StrictModel):
     content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
     field of that name is understood and sent. ``return_token_ids``: the field is understood and sent where the load
     asks for it. ``extra_body``: merged into each request's JSON. ``endpoint``: path of the completions.
+    ``finish_reasons``: those of a stream that came to its end; any other (abort, error, timeout) is a failure.
     """
 
     done_marker: bool = True
@@ -31,6 +33,7 @@ class Dialect(StrictModel):
     token_id_prompts: bool = True
     ignore_eos: bool = True
     return_token_ids: bool = True
+    finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
     extra_body: dict[str, Any] = Field(default_factory=dict)
     endpoint: str = "/v1/completions"
 

@@ -24,9 +24,10 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import STATE_MISSING
 
+from engine.boot import boot_id
 from kvbench import __version__, processes
 from kvbench.load.distributed import TOKEN_VARIABLE, Shard, make_shards, useful_workers
-from kvbench.load.distributed_clock import ClockMap, Exchange, boot_id, clock_map, reading
+from kvbench.load.distributed_clock import ClockMap, Exchange, clock_map, reading
 from kvbench.load.distributed_wire import CALL, EVENT, HELLO, REPLY, Link, WorkerLost, proof, proven
 from kvbench.load.locust_shares import fixed_shares
 from kvbench.load.merge import WorkerResult, samples_from_bytes

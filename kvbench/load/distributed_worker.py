@@ -21,9 +21,9 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import WorkerRunner
 
+from engine.boot import boot_id
 from kvbench import __version__
 from kvbench.load.client import StreamFailure
-from kvbench.load.distributed_clock import boot_id
 from kvbench.load.distributed_wire import CALL, EVENT, HELLO, PIECE_BYTES, REPLY, proof, proven, send_statistics
 from kvbench.load.lag import LagProbe
 from kvbench.load.merge import samples_to_bytes

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import httptools
 
+from engine.boot import BOOT_HEADER
 from kvbench.load.sse import MalformedStream
 
 _MOST_HEAD_BYTES = 65536
+_BOOT = BOOT_HEADER.encode()
 _SURPLUS = "something came after the response's end"
 
 
@@ -91,6 +93,12 @@ class _BodyReader(ResponseReader):
         super().__init__()
         self.pieces: list[bytes] = []
         self.size = 0
+        self.boot: str | None = None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if not self.begun and name.lower() == _BOOT:
+            self.boot = value.decode("latin-1")
 
     def on_body(self, piece: bytes) -> None:
         if not self.complete:
@@ -102,7 +110,8 @@ class _BodyReader(ResponseReader):
 class Response:
     """A response read from its pieces. ``ends[i]``: bytes of ``body`` there were after piece i; ``status`` 0: no head.
 
-    ``problem``: what was wrong with the framing; the body is then what came before.
+    ``problem``: what was wrong with the framing; the body is then what came before. ``boot``: the boot id of the
+    machine that stamps the chunks, where it tells.
     """
 
     status: int
@@ -111,6 +120,7 @@ class Response:
     complete: bool
     until_close: bool
     problem: str | None
+    boot: str | None = None
 
 
 def read_response(pieces: Sequence[bytes]) -> Response:
@@ -125,5 +135,11 @@ def read_response(pieces: Sequence[bytes]) -> Response:
         ends.append(reader.size)
     reader.release()
     return Response(
-        reader.status, b"".join(reader.pieces), ends, reader.complete, reader.begun and reader.until_close, problem
+        reader.status,
+        b"".join(reader.pieces),
+        ends,
+        reader.complete,
+        reader.begun and reader.until_close,
+        problem,
+        reader.boot,
     )

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.load.probe import client_report, invalid_reasons
+from kvbench.load.probe import client_report, invalid_reasons, short_outputs
 from kvbench.load.requests import RequestList
 from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.session import LoadSession
@@ -76,6 +76,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
     Requests that were never finished make the load incomplete, as does ``ended_well`` False.
     """
     samples, zero, clocked = outcome.samples, outcome.zero, outcome.clocked
+    short, too_short = short_outputs(samples, spec.ignore_eos)
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
     load = {
         "started_at": datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
@@ -90,10 +91,11 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         "num_requests": len(requests),
         "completed": sum(s.completion.ok for s in samples),
         "failed": sum(not s.completion.ok for s in samples),
+        "short_outputs": short,
         "incomplete": missing > 0 or not ended_well,
         "max_in_flight": outcome.max_in_flight,
         "client": outcome.client,
-        "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons,
+        "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons + too_short,
         "notes": {**requests.notes, **_clock_note(clocked), **_history_note(samples)},
         "locust": {"num_requests": outcome.locust_totals[0], "num_failures": outcome.locust_totals[1]},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ MAX_CPU_FRACTION = 0.70
 MIN_LAG_LIMIT_MS = 1.0
 LAG_SHARE_OF_ITL = 0.02
 MAX_COALESCED_SHARE = 0.01
-MAX_PLAUSIBLE_ERROR_S = 60.0  # beyond it the stamps are of another clock
-MAX_LATE_SHARE_OF_ITL = 0.5  # later than that, the loop reads a chunk together with the next one
-SEND_S = 50e-6  # what sending one request may cost: of several due at once, each waits for those before it
-MIN_LAG_SAMPLES = 100  # below a second of load, the p99 of the probe is its worst sample
+MAX_SHORT_SHARE = 0.01
+MIN_PLAUSIBLE_ERROR_S, MAX_PLAUSIBLE_ERROR_S = -1.0, 60.0  # beyond them the stamps are of another clock
+SEND_S = 50e-6  # what sending one request may cost: of several due at one moment, each waits for those before it
+MIN_LAG_SAMPLES = 100  # with fewer, the p99 is the worst sample
+_ONE_MOMENT_DIGITS = 6  # of seconds: times that came over another clock differ in the last bits
 
 
 def percentile_ms(values: Sequence[float], q: float) -> float | None:
@@ -26,31 +28,34 @@ def percentile_ms(values: Sequence[float], q: float) -> float | None:
 
 
 def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
-    """How late each chunk's timestamp was [s]: receipt minus the server's own send stamp; None without stamps.
+    """How wrong each chunk's timestamp is [s]: receipt minus the server's own send stamp; None without stamps.
 
     This is the error of the very timestamps that the percentiles are made of. The loop probe is an estimate of it that
-    also counts moments at which the whole machine stood still, server included, and nothing was on its way. The two
-    clocks are one (CLOCK_MONOTONIC) when client and server share a machine; a receipt before its sending shows that
-    they do not, and then nothing is concluded.
+    also counts moments at which the whole machine stood still, server included, and nothing was on its way. Stamps are
+    kept only where client and server share a machine, whose clock is one; a container may shift it all the same
+    (time_namespaces(7)), which the median shows, and then nothing is concluded. Streams of which some chunks have no
+    stamp are left out.
     """
-    pairs = [s.completion for s in samples if s.completion.sent_times]
-    if not pairs or any(len(c.sent_times) != len(c.chunk_times) for c in pairs):
+    whole = [
+        s.completion for s in samples if s.completion.sent_times
+        and len(s.completion.sent_times) == len(s.completion.chunk_times)
+    ]  # fmt: skip
+    if not whole:
         return None
-    errors = np.concatenate([np.subtract(c.chunk_times, c.sent_times) for c in pairs])
-    return errors if errors.min() >= 0.0 and errors.max() < MAX_PLAUSIBLE_ERROR_S else None
+    errors = np.concatenate([np.subtract(c.chunk_times, c.sent_times) for c in whole])
+    return errors if MIN_PLAUSIBLE_ERROR_S < np.median(errors) < MAX_PLAUSIBLE_ERROR_S else None
 
 
 def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
-    """How much later [s] each request was sent than by a client that takes ``SEND_S`` for each, one after the other.
+    """How much later [s] than due each request was sent, less ``SEND_S`` for each one before it of the same moment.
 
-    Requests that are due at one moment cannot leave at one moment; with ``request_rate: inf`` all of them are. That of
-    a queue with one server and fixed service times (Lindley's recursion).
+    Requests that are due at one moment cannot leave at one moment; with ``request_rate: inf`` all of them are.
     """
-    slips, free = [], -np.inf
-    for due, ts in sorted((s.t0 + s.queued_s, s.ts) for s in samples):
-        begin = max(due, free)
-        free = begin + SEND_S
-        slips.append(max(0.0, ts - begin))
+    slips, before = [], Counter()
+    for sample in sorted(samples, key=lambda s: s.ts):
+        moment = round(sample.t0, _ONE_MOMENT_DIGITS)
+        slips.append(max(0.0, sample.slip_s - before[moment] * SEND_S))
+        before[moment] += 1
     return slips
 
 
@@ -65,7 +70,9 @@ def client_report(
     """The client's own figures for load.json. ``cpu_s``: CPU seconds of this process over ``wall_s``.
 
     ``lags`` [s]: how late the client's loop was. That is how late its timestamps are only where they are taken as bytes
-    are read; with ``kernel_stamps`` they are those of the bytes' arrival, whose error the calibration tells.
+    are read; with ``kernel_stamps`` they are those of the bytes' arrival, whose error the calibration tells. The p99 of
+    the lag is that of its size: a timestamp that is too early is as wrong. ``lag_judged``: whether this load's own
+    timestamps were held to the limit.
     """
     chunks = sum(len(s.completion.chunk_times) for s in samples)
     coalesced = sum(s.completion.coalesced for s in samples)
@@ -88,8 +95,9 @@ def client_report(
         "cpu_us_per_chunk": cpu_s / chunks * 1e6 if chunks else None,
         "lag_source": source,
         "lag_p50_ms": percentile_ms(lags_used, 50),
-        "lag_p99_ms": percentile_ms(lags_used, 99),
+        "lag_p99_ms": percentile_ms(np.abs(lags_used), 99),
         "lag_samples": len(lags_used),
+        "lag_judged": len(lags_used) >= MIN_LAG_SAMPLES,
         "loop_lag_p50_ms": percentile_ms(lags, 50),
         "loop_lag_p99_ms": percentile_ms(lags, 99),
         "schedule_slip_p99_ms": percentile_ms([s.slip_s for s in sent], 99),
@@ -102,37 +110,54 @@ def client_report(
     }
 
 
+def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, list[str]]:
+    """Outputs that ended before the length that ``ignore_eos`` asked for, and the reason when they are too many.
+
+    With other lengths than the workload's it is another load. Without ``ignore_eos`` lengths are the model's own.
+    """
+    done = [s for s in samples if s.completion.ok] if ignore_eos else []
+    short = sum((s.completion.output_tokens or 0) < s.request.max_tokens for s in done)
+    if short <= MAX_SHORT_SHARE * len(done):
+        return short, []
+    return short, [
+        f"{short} of {len(done)} outputs ended before their length although ignore_eos was asked for, the limit is "
+        f"{MAX_SHORT_SHARE:.0%}; the server does not obey it: serve a model without an end token, or set "
+        "ignore_eos: false."
+    ]
+
+
 def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
     """Why the load may not be believed, one sentence each; empty when it may.
 
-    ``missing``: requests of the file that were never finished. Chunks that share a read invalidate only with the
-    server's send stamps: without them the server's own batching cannot be told from the client's.
+    ``missing``: requests of the file that were never finished. Of chunks that share a read, the server's send stamps
+    tell which it had sent apart. Without them its own batching cannot be told from the client's, but a client whose
+    loop keeps the limit of the lag has joined no two chunks that were further apart than that.
     """
     reasons = []
-    if client["lag_samples"] >= MIN_LAG_SAMPLES:
-        limit = max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (client["itl_p50_ms"] or 0.0))
-        if client["lag_p99_ms"] > limit:
-            reasons.append(
-                f"the client's timestamps lagged: p99 {client['lag_p99_ms']:.2f} ms, the limit is {limit:.2f} ms "
-                "(1 ms or 2 % of the median ITL); give the client a core of its own."
-            )
-    late, most = client["loop_lag_p99_ms"], MAX_LATE_SHARE_OF_ITL * (client["itl_p50_ms"] or 0.0)
-    if client["lag_source"] == "kernel stamps" and late is not None and late > max(MIN_LAG_LIMIT_MS, most):
+    limit = max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (client["itl_p50_ms"] or 0.0))
+    if client["lag_judged"] and client["lag_p99_ms"] > limit:
         reasons.append(
-            f"the client was so late to read (p99 {late:.2f} ms) that chunks may have been taken for one, the limit is "
-            f"{max(MIN_LAG_LIMIT_MS, most):.2f} ms (half the median ITL); give the client a core of its own."
+            f"the client's timestamps {'lagged' if client['lag_p50_ms'] >= 0 else 'were early'}: "
+            f"p99 {client['lag_p99_ms']:.2f} ms, the limit is {limit:.2f} ms "
+            "(1 ms or 2 % of the median ITL); give the client a core of its own."
         )
-    coalesced = client["coalesced_share"]
-    if client["lag_source"] == "server stamps" and coalesced is not None and coalesced > MAX_COALESCED_SHARE:
+    coalesced, late = client["coalesced_share"] or 0.0, client["loop_lag_p99_ms"] or 0.0
+    if client["lag_source"] == "server stamps" and coalesced > MAX_COALESCED_SHARE:
         reasons.append(
             f"{coalesced:.1%} of the chunks were read together with the one before although they were sent apart, the "
             f"limit is {MAX_COALESCED_SHARE:.0%}; give the client a core of its own."
         )
+    if client["lag_source"] == "kernel stamps" and coalesced > MAX_COALESCED_SHARE and late > limit:
+        reasons.append(
+            f"{coalesced:.1%} of the chunks were read together with the one before, and the client was late enough to "
+            f"have joined them itself: its loop's lag p99 is {late:.2f} ms; the limits are {MAX_COALESCED_SHARE:.0%} "
+            f"and {limit:.2f} ms (1 ms or 2 % of the median ITL); give the client a core of its own."
+        )
     slip = client["schedule_slip_beyond_bursts_p99_ms"]
     if slip is not None and slip > MAX_SLIP_MS:
         reasons.append(
-            f"arrivals slipped: p99 {slip:.2f} ms beyond {SEND_S * 1e6:g} us for each one due before, the limit is "
-            f"{MAX_SLIP_MS:g} ms; lower the rate, use a free core or more load processes."
+            f"arrivals slipped: p99 {slip:.2f} ms beyond {SEND_S * 1e6:g} us for each one due at the same moment, the "
+            f"limit is {MAX_SLIP_MS:g} ms; lower the rate, use a free core or more load processes."
         )
     cpu = client["cpu_fraction"]
     if cpu is not None and cpu > MAX_CPU_FRACTION:

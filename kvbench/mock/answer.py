@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from engine.boot import BOOT_HEADER, boot_id
 from kvbench.mock.pacer import Pacer
 from kvbench.mock.settings import MockSettings
 
@@ -55,9 +56,11 @@ class Answer:
 
     def start(self) -> None:
         """Sends the head and waits for the first chunk's moment; a request without ``stream`` gets all at the end."""
-        if self._streams:
+        if self._streams and self._fault != "drop":
             framing = b"Connection: close\r\n" if self._raw else b"Transfer-Encoding: chunked\r\n"
             hints = _HINTS if self._fault == "early_hints" else b""
+            if self._stamped and (boot := boot_id()) is not None:
+                framing += f"{BOOT_HEADER}: {boot}\r\n".encode()
             self._transport.write(hints + b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + framing + b"\r\n")
             if self._fault == "role_first":
                 self._transport.write(self._frame(b'{"choices":[{"index":0,"text":"","finish_reason":null}]}'))
@@ -73,6 +76,10 @@ class Answer:
     def _on_due(self) -> None:
         """One write of the schedule."""
         if self._transport.is_closing():
+            return
+        if self._fault == "drop":  # it worked on the request all that time
+            self._transport.close()
+            self._end()
             return
         per_write = self._settings.events_per_write
         first = self._next * per_write

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 FAULTS = (
-    "truncate", "stall", "silent", "malformed_json", "malformed_sse", "bad_chunk", "not_http",
+    "truncate", "drop", "stall", "silent", "malformed_json", "malformed_sse", "bad_chunk", "not_http",
     "no_done", "no_usage", "no_finish", "wrong_usage", "error_event", "close_after", "drip", "crlf", "role_first",
     "no_ids", "trailers", "early_hints", "close_delimited",
 )  # fmt: skip
@@ -25,9 +25,9 @@ class MockSettings:
     ``ttft_ms``: from a request's receipt to its first chunk; ``itl_ms``: between chunks. ``jitter``: their coefficient
     of variation (gamma distributed, the means stay). ``tokens_per_chunk``: tokens in one chunk, ``events_per_write``:
     chunks sent at once. ``in_step``: the chunks of all streams fall on common ticks of ``itl_ms``, as those of an
-    engine's steps do. ``cached_tokens``: of every prompt, as its usage tells. ``fail_rate``, ``truncate_rate``: of the
-    requests, this share is answered 500, or closed in the middle; exact in every stretch of 1/rate requests, at places
-    drawn from ``seed``.
+    engine's steps do. ``cached_tokens``: of every prompt, as its usage tells. ``fail_rate``, ``truncate_rate``,
+    ``drop_rate``: of the requests, this share is answered 500, closed in the middle, or closed without an answer at the
+    moment of its first chunk; exact in every stretch of 1/rate requests, at places drawn from ``seed``.
     """
 
     ttft_ms: float = 50.0
@@ -40,6 +40,7 @@ class MockSettings:
     fault: str = ""
     fail_rate: float = 0.0
     truncate_rate: float = 0.0
+    drop_rate: float = 0.0
     seed: int = 0
     vocab_size: int = 32000
     max_model_len: int = 32768
@@ -55,6 +56,8 @@ class MockSettings:
             fault = "truncate"
         if _struck(number, self.fail_rate, self.seed):
             fault = "http500"
+        if _struck(number, self.drop_rate, self.seed + 2):
+            fault = "drop"
         changes = {name: _value(name, text) for name, text in parse_qsl(model.partition("?")[2])}
         return dataclasses.replace(self, **{"fault": fault, **changes})
 

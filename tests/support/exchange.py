@@ -3,7 +3,8 @@
     python tests/support/exchange.py URL < jobs.json
 
 A job: {"model", "prompt", "max_tokens", "timeouts": {...}, "repeat": n, "tls": {"verify", "ca_file"}}; all jobs run at
-once, each on one client that performs ``repeat`` exchanges after one another. Prints one list of outcomes per job.
+once, each on one client that performs ``repeat`` exchanges after one another. ``connected``: it has a connection before
+the first. Prints one list of outcomes per job.
 """
 
 from gevent import monkey
@@ -41,6 +42,8 @@ def perform(url: str, job: dict) -> list[dict]:
     client = StreamingClient(
         address, Timeouts(**job.get("timeouts", {})), tls_context(**job["tls"]) if "tls" in job else None
     )
+    if job.get("connected"):
+        client.connect()
     out = []
     for _ in range(job.get("repeat", 1)):
         raw = client.exchange(http_request(spec, address, request))

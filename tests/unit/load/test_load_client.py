@@ -186,6 +186,40 @@ def test_a_failed_request_is_not_sent_again(exchange: Exchange, mock_url: str) -
     assert [sent.count([100, i]) for i in range(len(faults))] == [1] * len(faults)
 
 
+def test_what_the_server_drops_after_working_on_it_is_a_failure_and_not_sent_again(
+    exchange: Exchange, mock_url: str
+) -> None:
+    """On a kept connection this looks like one that was closed while idle, but for the time that it took."""
+    job = {"model": "mock?ttft_ms=50&fault=drop", "max_tokens": 3}
+    outcomes = exchange([{"prompt": [102], **job}, {"prompt": [103], "connected": True, **job}])
+    for (outcome,) in outcomes:
+        assert (outcome["error_kind"], outcome["reopened"]) == ("dropped", False)
+        assert "closed without a response" in outcome["error"]
+    with urllib.request.urlopen(mock_url + "/stamps", timeout=10) as answer:
+        sent = [stamp["prompt"] for stamp in json.load(answer)]
+    assert sent.count([102]) == sent.count([103]) == 1
+
+
+def test_a_request_that_crossed_with_the_connections_end_is_sent_again_once() -> None:
+    """The server closes an idle connection just as the request is on its way: it cannot have worked on it."""
+    got = []
+
+    def serve(connection: socket.socket) -> None:
+        got.append(read_request(connection))
+        if len(got) > 1:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    limits = Timeouts(connect=5.0, first_byte=5.0, idle=5.0, total=5.0)
+    request = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n"
+    with raw_server(serve) as port:
+        client = StreamingClient(Address("127.0.0.1", port, ""), limits)
+        client.connect()
+        raw = client.exchange(request)
+        client.close()
+    # A machine that stands still for 5 ms makes it late, which counts against the server, and never the other way.
+    assert (raw.error_kind, raw.reopened, len(got)) in ((None, True, 2), ("dropped", False, 1))
+
+
 def test_a_server_that_does_not_read_ends_the_send(exchange: Exchange) -> None:
     with raw_server(lambda connection: time.sleep(1.0)) as port:
         limits = {"first_byte": 5, "idle": 5, "total": 0.5}

@@ -8,6 +8,7 @@ from bisect import bisect_right
 import pytest
 
 from kvbench.load.completion import Completion, judge
+from kvbench.load.dialect import Dialect
 from kvbench.load.http1 import ResponseReader, read_response
 from kvbench.load.sse import MalformedStream, events
 
@@ -91,6 +92,21 @@ def test_usage_without_content_is_a_mismatch() -> None:
     nothing = judged(HEAD + chunk(token("", None, "stop")) + ending(0))  # the model stopped at once
     assert nothing.ok
     assert nothing.first is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [("stop", None), ("length", None), ("eos_token", None)]
+    + [(reason, "not_finished") for reason in ("abort", "error", "timeout", "content_filter")],
+)
+def test_a_stream_that_the_server_gave_up_is_a_failure(reason: str, kind: str | None) -> None:
+    """Three of eight tokens, a usage that matches and [DONE]: vLLM ends an aborted request like this."""
+    events_ = token(" a", [1]) + token(" b", [2]) + token(" c", [3], reason)
+    out = judged(HEAD + chunk(events_) + ending(3))
+    assert out.error_kind == kind and out.output_tokens == 3
+    assert out.ok or repr(reason) in out.error
+    own = Dialect(finish_reasons=["content_filter"])
+    assert judge([0.0], [HEAD + chunk(events_) + ending(3)], 8, dialect=own).ok == (reason == "content_filter")
 
 
 def test_transport_failure_wins_over_what_is_missing_because_of_it() -> None:

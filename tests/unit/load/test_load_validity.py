@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from engine.boot import BOOT_HEADER, boot_id
 from kvbench.load.completion import Completion, judge
-from kvbench.load.probe import client_report, invalid_reasons, stamp_errors
+from kvbench.load.outcome import Clocked
+from kvbench.load.probe import client_report, invalid_reasons, short_outputs, stamp_errors
 from kvbench.load.requests import RequestSpec
 from kvbench.load.samples import Sample
 
@@ -27,16 +29,41 @@ def test_error_is_receipt_minus_the_servers_stamp():
     assert list(got) == pytest.approx([0.0002, 0.0004, 0.001])
 
 
-def test_stamps_of_another_clock_or_of_some_chunks_only_prove_nothing():
-    assert stamp_errors([sample([5.0], [4.0])]) is None, "received before it was sent"
+def test_stamps_of_another_clock_prove_nothing():
+    assert stamp_errors([sample([5.0], [4.0])]) is None, "received a second before it was sent"
     assert stamp_errors([sample([5.0], [90000.0])]) is None
     assert stamp_errors([sample([], [4.0])]) is None
-    assert stamp_errors([sample([1.0, 2.0], [1.1, 2.1]), sample([1.0], [1.1, 2.1])]) is None
 
 
-def late(by: float, count: int = 300) -> Sample:
+def test_a_stream_of_which_a_chunk_has_no_stamp_is_left_out_and_no_other():
+    assert list(stamp_errors([sample([1.0, 2.0], [1.1, 2.1]), sample([1.0], [1.1, 2.1])])) == pytest.approx([0.1, 0.1])
+
+
+def test_a_stamp_that_is_early_or_missing_switches_no_check_off():
+    """Chunks 5 ms late and half of them coalesced: one odd stamp does not make the load good."""
+    bad = [late(0.005, 50, coalesced=25) for _ in range(20)]
+    early = late(0.005, 50, coalesced=25)
+    early.completion.chunk_times[0] = early.completion.sent_times[0] - 1e-6
+    stampless = sample([0.02 * i for i in range(49)], [0.02 * i for i in range(50)])
+    for odd in (early, stampless):
+        said = invalid_reasons(client_report([*bad, odd], [0.0001] * 200, 0.1, 1.0, "closed", True), 0)
+        assert len(said) == 2 and "timestamps lagged: p99 5.00 ms" in said[0] and "although they were" in said[1]
+
+
+def test_early_stamps_are_as_wrong_as_late_ones():
+    assert "timestamps were early: p99 3.00 ms, the limit is 1.00 ms" in reasons([late(-0.003)])
+    assert reasons([late(-0.0003)]) == ""
+
+
+def test_a_load_of_few_chunks_says_that_its_lag_was_not_judged():
+    few, many = (client_report([late(0.003, count)], [], 0.1, 10.0, "closed") for count in (99, 100))
+    assert (few["lag_judged"], many["lag_judged"]) == (False, True)
+    assert invalid_reasons(few, 0) == [] and len(invalid_reasons(many, 0)) == 1
+
+
+def late(by: float, count: int = 300, **more) -> Sample:
     sent = [0.02 * i for i in range(count)]
-    return sample(sent, [t + by for t in sent])
+    return sample(sent, [t + by for t in sent], **more)
 
 
 def test_a_late_client_is_invalid_and_a_machine_that_stood_still_is_not():
@@ -47,17 +74,18 @@ def test_a_late_client_is_invalid_and_a_machine_that_stood_still_is_not():
 
 
 def test_with_the_kernels_stamps_a_late_loop_does_not_make_them_late():
-    """Nobody else stamps: then the loop's lateness matters only where chunks could be read together."""
-    chunks = [sample([], [0.02 * i for i in range(300)])]
+    """Nobody else stamps: then the loop's lateness matters where chunks shared reads, and the server may have sent
+    them together."""
 
-    def said(lag: float) -> str:
+    def said(lag: float, coalesced: int) -> str:
+        chunks = [sample([], [0.02 * i for i in range(300)], coalesced=coalesced)]
         return " ".join(invalid_reasons(client_report(chunks, [lag] * 1000, 0.1, 10.0, "closed", True), 0))
 
-    figures = client_report(chunks, [0.005] * 1000, 0.1, 10.0, "closed", True)
-    assert (figures["lag_source"], figures["lag_p99_ms"]) == ("kernel stamps", None)
+    figures = client_report([sample([], [0.02, 0.04])], [0.005] * 1000, 0.1, 10.0, "closed", True)
+    assert (figures["lag_source"], figures["lag_p99_ms"], figures["lag_judged"]) == ("kernel stamps", None, False)
     assert figures["loop_lag_p99_ms"] == pytest.approx(5.0)
-    assert said(0.005) == ""
-    assert "so late to read (p99 12.00 ms)" in said(0.012) and "the limit is 10.00 ms" in said(0.012)
+    assert said(0.005, 3) == "" and said(0.0009, 200) == ""
+    assert "its loop's lag p99 is 5.00 ms; the limits are 1% and 1.00 ms" in said(0.005, 4)
     assert client_report([late(0.0002)], [0.5], 0.1, 10.0, "closed", True)["lag_source"] == "server stamps"
 
 
@@ -74,27 +102,55 @@ def test_cpu_slip_and_coalescing_invalidate():
     assert reasons([sample([0.0, 0.1], [0.0, 0.1], coalesced=0)]) == ""
 
 
-def stream(sent: list[float]) -> bytes:
-    """A whole response, one event a stamp, then usage and [DONE]."""
+def stream(sent: list[float], boot: str | None) -> bytes:
+    """A whole response, one event a stamp, then usage and [DONE]. ``boot``: of the machine that stamps."""
     events = [
         {"choices": [{"text": "a", "token_ids": [1], "finish_reason": None}], "kvbench": {"sent": t}} for t in sent
     ]
     events[-1]["choices"][0]["finish_reason"] = "length"
     events.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(sent)}})
     body = b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events) + b"data: [DONE]\n\n"
-    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    told = b"" if boot is None else f"{BOOT_HEADER}: {boot}\r\n".encode()
+    return b"HTTP/1.1 200 OK\r\n%bContent-Length: %d\r\n\r\n" % (told, len(body)) + body
 
 
 @pytest.mark.parametrize(("sent", "coalesced"), [([1.0, 1.02, 1.04], 2), ([1.0, 1.0001, 1.0002], 0)])
 def test_chunks_in_one_read_count_only_if_the_server_sent_them_apart(sent, coalesced):
-    outcome = judge([1.05], [stream(sent)], max_tokens=3)
+    outcome = judge([1.05], [stream(sent, boot_id())], max_tokens=3)
     assert outcome.ok, outcome.error
     assert outcome.sent_times == sent
     assert outcome.coalesced == coalesced
 
 
+@pytest.mark.parametrize("boot", [None, "of-another-machine"])
+def test_stamps_of_another_machine_are_not_compared(boot):
+    """It may have been booted 7 s later: then its stamps would be those of a client that lags by 7 s."""
+    outcome = judge([8.05], [stream([1.0, 1.02], boot)], max_tokens=2)
+    assert outcome.ok and outcome.sent_times == []
+
+
 def arrival(t0: float, ts: float, queued_s: float = 0.0) -> Sample:
     return Sample(RequestSpec(0, "a", (1,), None, 1, t0), 0, t0, ts, ts + 1.0, Completion(), queued_s)
+
+
+def test_reads_without_the_kernels_stamp_are_counted():
+    assert Clocked(reads=1000, unstamped_reads=10).kernel_stamps
+    assert not Clocked(reads=1000, unstamped_reads=11).kernel_stamps
+    assert not Clocked().kernel_stamps
+
+
+@pytest.mark.parametrize(("lengths", "obeyed", "short", "said"), [
+    ([10] * 200, True, 0, ""),
+    ([10] * 198 + [3, 9], True, 2, ""),
+    ([10] * 197 + [3] * 3, True, 3, "3 of 200 outputs ended before their length although ignore_eos was asked for"),
+    ([3] * 200, False, 0, ""),
+])  # fmt: skip
+def test_outputs_shorter_than_ignore_eos_asked_for_are_counted(lengths, obeyed, short, said):
+    request = RequestSpec(0, "chat", (1, 2, 3), None, 10, None, 0)
+    samples = [Sample(request, 0, 0.0, 0.0, 1.0, Completion(output_tokens=n)) for n in lengths]
+    samples += [Sample(request, 0, 0.0, 0.0, 1.0, Completion(error_kind="truncated", output_tokens=1))] * 50
+    count, why = short_outputs(samples, obeyed)
+    assert count == short and "".join(why).startswith(said) and bool(why) == bool(said)
 
 
 def test_requests_due_at_once_leave_one_after_the_other_and_that_is_no_slip():
@@ -104,6 +160,8 @@ def test_requests_due_at_once_leave_one_after_the_other_and_that_is_no_slip():
     assert "arrivals slipped: p99 11.8" in reasons(slow, mode="open")  # 30 us more than allowed for each of 396
     spaced = [arrival(0.01 * i, 0.01 * i + 0.006) for i in range(400)]
     assert "arrivals slipped: p99 6.00 ms beyond 50 us" in reasons(spaced, mode="open")
+    dense = [arrival(1e-5 * i, 1e-5 * i + 0.006) for i in range(1000)]  # one after the other, but not at one moment
+    assert "arrivals slipped: p99 6.00 ms" in reasons(dense, mode="open")
     assert reasons(spaced, mode="closed") == ""
 
 
