@@ -79,7 +79,8 @@ def build_requests(
         elif times is None:
             times = draw_times(load, rate, sum(not r.turn for r in requests), clock)
         notes |= notes_of(load, rate, times)
-    if load.mode == "closed" or load.arrivals != "trace":
+    recorded = load.mode == "open" and load.arrivals == "trace"
+    if not recorded and not any(r.think_s for r in requests):
         notes.pop("rate_scale", None)  # a speed that nothing was played at
     requests = with_times(requests, times)
     _check_fit(requests, max_model_len)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
 from kvbench.traces.page_size import PageSize
 from kvbench.traces.rows import Rows
@@ -20,6 +22,8 @@ from kvbench.traces.source import Row, Source, seconds, short, text, tokens
 from kvbench.traces.texts import message_texts, payload_texts
 
 _CONTENT = ("input_length", "text_input", "messages", "payload")
+_AIPERF = ("text_input", "messages", "payload", "delay", "message_mode", "session_id")
+_MOONCAKE_PAGE = 512
 
 
 def is_qwen(source: Source) -> bool:
@@ -27,12 +31,9 @@ def is_qwen(source: Source) -> bool:
 
 
 def is_mooncake(source: Source) -> bool:
-    """By what the other users of these names do not have: page ids, or AIPerf's own keys."""
-    row = source.first
-    if is_qwen(source) or not is_lengths(source):
-        return False
-    own = {"hash_ids", "text_input", "payload", "delay", "message_mode"}
-    return bool(own & row.keys()) or ("session_id" in row and "input_length" in row) or "messages" in row
+    """By what others of these names seldom have: AIPerf's own keys, or page ids (then ``unit_doubt`` has a say)."""
+    own = {"hash_ids", *_AIPERF}
+    return not is_qwen(source) and is_lengths(source) and bool(own & source.first.keys())
 
 
 def is_lengths(source: Source) -> bool:
@@ -48,7 +49,20 @@ def is_plain(source: Source) -> bool:
 
 def read_mooncake(sources: list[Source], page_size: int | None) -> Trace:
     """Raises ValueError."""
-    return _read(sources, page_size, "mooncake", 1e-3, 512)
+    return _read(sources, page_size, "mooncake", 1e-3, _MOONCAKE_PAGE)
+
+
+def unit_doubt(source: Source, trace: Trace) -> str | None:
+    """Why a file with page ids that was read as Mooncake's may have its times in seconds; None when it has not.
+
+    vLLM's timed_trace has the very same keys: read in the wrong unit, it would come 1000 times as fast.
+    """
+    if trace.page_ids is None or trace.arrival_s is None or any(key in source.first for key in _AIPERF):
+        return None
+    if trace.page_size != _MOONCAKE_PAGE:
+        return f"its pages have {trace.page_size} tokens, Mooncake's {_MOONCAKE_PAGE}"
+    ms = trace.arrival_s * 1000.0
+    return "its timestamps are not whole numbers, as Mooncake's are" if np.abs(ms - np.round(ms)).max() > 1e-3 else None
 
 
 def read_timed_trace(sources: list[Source], page_size: int | None) -> Trace:

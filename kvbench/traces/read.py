@@ -16,6 +16,9 @@ PAGE_ID_SOURCES = (
     "github.com/callanjfox/kv-cache-tester"
 )
 
+_SAY_UNIT = "say --format mooncake if its timestamps are in ms, "
+_IN_WORKLOAD = " (in a workload: load.prompts.format)"
+
 
 @dataclass(frozen=True)
 class Format:
@@ -94,9 +97,34 @@ def read_trace(paths: str | Path | Sequence[str | Path], format: str = "auto", p
         page_size: tokens, for page ids; None: told by the file or found from the lengths.
 
     Raises:
-        ValueError: a file that is missing, unreadable or of no known format, a bad row (with its place), or lengths
-            that no page size, or more than one, can explain.
+        ValueError: a file that is missing, unreadable or of no known format, a bad row (with its place), lengths that
+            no page size, or more than one, can explain, or times whose unit cannot be told.
     """
+    trace, source = _read(paths, format, page_size)
+    if format == "auto" and trace.format == "mooncake" and (doubt := hashed.unit_doubt(source, trace)):
+        raise ValueError(f"{source.path} has page ids, but {doubt}: {_SAY_UNIT}timed_trace if in seconds{_IN_WORKLOAD}")
+    return trace
+
+
+def read_page_ids(
+    paths: str | Path | Sequence[str | Path], format: str = "auto", page_size: int | None = None
+) -> Trace:
+    """``read_trace`` for those who need to know which prompts begin alike, and only in which order they come.
+
+    ValueError when the trace does not say. Times may be in any unit: where ``read_trace`` asks for it, this does not.
+    """
+    trace, _ = _read(paths, format, page_size)
+    if trace.page_ids is None:
+        name = paths if isinstance(paths, str | Path) else paths[0]
+        raise ValueError(
+            f"{name} (format {trace.format}) has no page ids (hash_ids), so nobody knows which prompts begin alike. "
+            f"{PAGE_ID_SOURCES}; give one of them"
+        )
+    return trace
+
+
+def _read(paths: str | Path | Sequence[str | Path], format: str, page_size: int | None) -> tuple[Trace, Source]:
+    """The trace, and its first file."""
     names = [Path(p) for p in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise ValueError("no trace is given: name at least one file")
@@ -111,25 +139,11 @@ def read_trace(paths: str | Path | Sequence[str | Path], format: str = "auto", p
         if len({kind.name for kind in kinds}) > 1:
             mixed = ", ".join(f"{s.path} ({k.name})" for s, k in zip(sources, kinds, strict=True))
             raise ValueError(f"the files are of different formats, which cannot be one trace: {mixed}")
-        return kinds[0].read(sources, page_size)
+        return kinds[0].read(sources, page_size), sources[0]
     except OSError as error:
         raise ValueError(f"the trace {path} cannot be read ({error.strerror or error}): check the path") from None
     except RecursionError:
         raise ValueError(f"the trace {path} is nested too deeply: flatten it") from None
-
-
-def read_page_ids(
-    paths: str | Path | Sequence[str | Path], format: str = "auto", page_size: int | None = None
-) -> Trace:
-    """``read_trace`` for those who need to know which prompts begin alike. ValueError when the trace does not say."""
-    trace = read_trace(paths, format, page_size)
-    if trace.page_ids is None:
-        name = paths if isinstance(paths, str | Path) else paths[0]
-        raise ValueError(
-            f"{name} (format {trace.format}) has no page ids (hash_ids), so nobody knows which prompts begin alike. "
-            f"{PAGE_ID_SOURCES}; give one of them"
-        )
-    return trace
 
 
 def _find(source: Source, name: str) -> Format:
@@ -143,13 +157,12 @@ def _find(source: Source, name: str) -> Format:
         return found[0]
     if found and hashed.is_plain(source):
         raise ValueError(
-            f"{source.path} has times and lengths but no unit: say --format mooncake if its timestamps are in ms, "
-            f"{' or '.join(f.name for f in found)} if in seconds (in a workload: load.prompts.format)"
+            f"{source.path} has times and lengths but no unit: {_SAY_UNIT}"
+            f"{' or '.join(f.name for f in found)} if in seconds{_IN_WORKLOAD}"
         )
     if found:
         raise ValueError(
-            f"{source.path} fits the formats {', '.join(f.name for f in found)}: say which with --format "
-            "(in a workload: load.prompts.format)"
+            f"{source.path} fits the formats {', '.join(f.name for f in found)}: say which with --format{_IN_WORKLOAD}"
         )
     if source.container == "jsonl" and isinstance(source.first.get("requests"), list):
         raise ValueError(

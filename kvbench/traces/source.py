@@ -62,10 +62,15 @@ class Source:
             raise ValueError(f"{self.path} has no rows below its header: it has no requests")
         return table
 
-    def numbers(self, table: pd.DataFrame, name: str, *, whole: bool = True) -> np.ndarray:
-        """A column as int64 numbers of tokens, or (not ``whole``) as finite float64. ValueError with the line."""
+    def numbers(self, table: pd.DataFrame, name: str, *, whole: bool = True, empty: bool = False) -> np.ndarray:
+        """A column as int64 numbers of tokens, or (not ``whole``) as finite float64. ValueError with the line.
+
+        ``empty``: cells without a number are there, and are NaN (not with ``whole``).
+        """
         values = pd.to_numeric(table[name], errors="coerce").to_numpy(dtype=np.float64)
         bad = ~np.isfinite(values)
+        if empty:
+            bad &= table[name].str.strip().to_numpy() != ""
         if whole:
             bad |= (values < 0) | (values >= MOST_TOKENS) | (values != np.floor(values))
         if bad.any():

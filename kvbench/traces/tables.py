@@ -3,7 +3,8 @@
 - azure: ``TIMESTAMP,ContextTokens,GeneratedTokens`` (2023 and 2024; Patel et al., "Splitwise", ISCA 2024). Timestamps
   have seven decimals and sometimes "+00:00"; the last line may lack its newline.
 - burstgpt: ``Timestamp`` [s], ``Request tokens, Response tokens``, and from version 3 ``Session ID`` (none for calls of
-  the API) and ``Elapsed time`` [s], read by name. ``Response tokens`` 0 is a request that failed: left out.
+  the API) and ``Elapsed time`` [s] (where it is empty, the next turn comes without a think time), read by name.
+  ``Response tokens`` 0 is a request that failed: left out.
 - vidur: ``num_prefill_tokens,num_decode_tokens`` and, in some, ``arrived_at`` [s].
 - guidellm: ``timestamp`` [s], ``input_length,output_length``.
 """
@@ -64,7 +65,7 @@ def read_burstgpt(source: Source) -> Trace:
     answered = output > 0
     if not answered.any():
         raise ValueError(f"{source.path} has no request to send: {len(output):,} {_FAILED}")
-    elapsed = source.numbers(table, "Elapsed time", whole=False) if "Elapsed time" in extra else None
+    elapsed = source.numbers(table, "Elapsed time", whole=False, empty=True) if "Elapsed time" in extra else None
     keys = table["Session ID"].str.strip().to_numpy() if "Session ID" in extra else None
     return _trace(
         "burstgpt",

@@ -24,6 +24,9 @@ TALK = {
 }
 
 
+IN_MS = ("--format", "mooncake")  # pages of 16 might be of another format, and its times in seconds
+
+
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         main(["trace", "describe", *map(str, arguments)])
@@ -42,7 +45,7 @@ def pages(tmp_path) -> Path:
 
 
 def test_the_terminal_has_lengths_rate_burstiness_memory_and_prefixes(capsys, pages):
-    code, out, _ = run(capsys, pages, "--page-size", 16, "--pages", "2,3", "--kv-bytes-per-token", 1024)
+    code, out, _ = run(capsys, pages, *IN_MS, "--page-size", 16, "--pages", "2,3", "--kv-bytes-per-token", 1024)
     text = " ".join(out.split())
     assert code == 0
     for words in (
@@ -63,7 +66,7 @@ def test_the_terminal_has_lengths_rate_burstiness_memory_and_prefixes(capsys, pa
 
 
 def test_json_has_the_same_figures(capsys, pages):
-    code, out, _ = run(capsys, pages, "--page-size", 16, "--json")
+    code, out, _ = run(capsys, pages, *IN_MS, "--page-size", 16, "--json")
     told = json.loads(out)
     assert code == 0 and (told["format"], told["requests"], told["page_size"]) == ("mooncake", 16, 16)
     assert told["totals"] == {"prompt_tokens": 320, "output_tokens": 64, "total_tokens": 384}
@@ -78,7 +81,7 @@ def test_json_has_the_same_figures(capsys, pages):
 
 def test_the_page_holds_every_figure_and_needs_no_network(capsys, pages, tmp_path):
     target = tmp_path / "page.html"
-    code, out, _ = run(capsys, pages, "--page-size", 16, "--plot", target)
+    code, out, _ = run(capsys, pages, *IN_MS, "--page-size", 16, "--plot", target)
     text = target.read_text(encoding="utf-8")
     assert code == 0 and str(target) in out.replace("\n", "")
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', text, re.S)[1])
@@ -96,7 +99,7 @@ def test_the_page_holds_every_figure_and_needs_no_network(capsys, pages, tmp_pat
 
 
 def test_the_figures_draw_what_was_counted(pages):
-    found = describe((pages,), read_trace(pages, page_size=16), [2, 3])
+    found = describe((pages,), read_trace(pages, "mooncake", 16), [2, 3])
     prompt, output, both = lengths_figure(found).figure.data
     assert (min(prompt.y), max(prompt.y)) == (0, 100) and set(both.x) == {24}
     assert set(prompt.x) == {20} and set(output.x) == {4}
@@ -158,10 +161,11 @@ def test_a_trace_without_page_ids_says_what_is_not_known(capsys, tmp_path):
         (["none.jsonl"], ["none.jsonl does not exist"]),
         (["T", "--format", "azure"], ["not of the format azure"]),
         (["T", "--format", "x"], ["'x' is not a format", "mooncake"]),
-        (["T", "--page-size", "16", "--tokenizer", "x"], ["has no texts"]),
+        (["T", "--page-size", "16"], ["pages have 16 tokens, Mooncake's 512", "--format mooncake"]),
+        (["T", *IN_MS, "--page-size", "16", "--tokenizer", "x"], ["has no texts"]),
         (["T", "--pages", "0"], ["'0'", "at least 1"]),
         (["T", "--page-size", "30"], ["line 1", "at --page-size 30"]),
-        (["T", "--page-size", "16", "--plot", "no/such/x.html"], ["--plot", "cannot be written"]),
+        (["T", *IN_MS, "--page-size", "16", "--plot", "no/such/x.html"], ["--plot", "cannot be written"]),
         ([], ["FILES"]),
     ],
 )
