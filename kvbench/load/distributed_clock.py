@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from kvbench.load.probe import LAG_SHARE_OF_ITL, MIN_LAG_LIMIT_MS
 
 _ROUNDING_S = 1e-6
 _GOOD_ENOUGH_S = 1e-4
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -114,14 +112,6 @@ def clock_map(first: Reading, worker_boot: str | None, master_boot: str | None) 
 
 def _agrees(read: Reading) -> bool:
     return abs(read.offset) <= read.error + _ROUNDING_S  # a container may shift its clock: time_namespaces(7)
-
-
-def boot_id() -> str | None:
-    """What tells this kernel's run from every other; None where the system does not say."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip() or None
-    except OSError:
-        return None
 
 
 def clock_reasons(name: str, clock: ClockMap, itl_p50_ms: float | None) -> list[str]:
