@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from typing import Any, Protocol
 
 from kvbench import loadrun
 from kvbench.calibration import Calibration
+from kvbench.calibrator import Demand
 from kvbench.design import Block, Cell
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.measure import Subject, measure_load, warm_up
 from kvbench.results import DONE, RunFolder, write_json
+from kvbench.targets.asked import contradiction
 from kvbench.targets.base import Target, reason_of
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload import Workload
@@ -54,13 +57,18 @@ class BlockRunner:
     check_interrupt: Callable[[], None]
     failures: list[Failure] = field(default_factory=list)
     served: list[str] = field(default_factory=list)  # blocks whose server was up
-    calibrate: Callable[[int | None, int], Calibration | None] | None = None
+    calibrate: Callable[[Demand], Calibration | None] | None = None
+    capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # known before a launch, by configuration
+    keeps_cache: list[str] = field(default_factory=list)  # configurations whose prefix cache only a new server empties
 
     def run_block(self, block: Block) -> bool:
         """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
 
-        False when the server could not be started. Raises ServerRefusedError when it does not take its settings.
+        A server that turns out to have no way to empty its prefix cache is launched anew for each load that needs it
+        so. False when the server could not be started. Raises ServerRefusedError when it does not take its settings.
         """
+        if not block.alone and block.configuration.config_id in self.keeps_cache:
+            return self._run_apart(block)
         todo = [cell for cell in block.cells if not self.run.is_done(cell.cell_id, block.repeat)]
         target = self.new_target()
         log = self.run.server_log(block.block_id)
@@ -70,6 +78,9 @@ class BlockRunner:
             self._start(target, block, log)
             start_s = time.monotonic() - started
             info = target.server_info()
+            settings = block.configuration.settings
+            if wrong := contradiction(settings, self.capacity.get(block.configuration.config_id, {}), info):
+                raise MeasurementError(f"the server of {block.configuration.label} is not what was asked for: {wrong}")
             self.on_server(block, info, target)
             self.check_interrupt()
             self.listener.status(f"warming up {block.configuration.label}")
@@ -86,13 +97,31 @@ class BlockRunner:
             raise
         try:
             for position, cell in enumerate(todo):
+                if position == 1 and self._keeps_cache(target):
+                    self.keeps_cache.append(block.configuration.config_id)
+                    break
                 try:
                     self._run_load(subject, cell, block.repeat, start_s, first=position == 0)
                 except MeasurementError as error:
                     self._fail(cell, block.repeat, reason_of(target, error))
         finally:
             target.stop()
+        if not block.alone and block.configuration.config_id in self.keeps_cache:
+            self._run_apart(dataclasses.replace(block, cells=tuple(todo[1:])))
         return True
+
+    def _run_apart(self, block: Block) -> bool:
+        started = [self.run_block(part) for part in block.split()]
+        return any(started)
+
+    def _keeps_cache(self, target: Target) -> bool:
+        """Whether the next load needs an empty prefix cache, and only another server of ours has one."""
+        if not target.starts_cold or self.workload.load.cache_state == "steady":
+            return False
+        try:
+            return target.reset_prefix_cache() is None
+        except MeasurementError:
+            return False  # the load itself will say why
 
     def _start(self, target: Target, block: Block, log: Path) -> None:
         """A server that cannot be reached or bound is bad input at first; later it costs its block, not the sweep."""

@@ -116,8 +116,9 @@ def sweep(**options: Any) -> int:
       kvbench sweep workloads/mixed.yaml --resume
       kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
       kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
-      kvbench sweep workloads/mixed.yaml --target vllm --nearest
-      kvbench sweep W.yaml --serve-cmd 'vllm serve {model} --block-size {page_size} --port {port}' --preset vllm
+      kvbench sweep workloads/mixed.yaml --target vllm
+      kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
+          --block-size {page_size} --kv-cache-memory-bytes {kv_budget}'
 
     \b
     Files written, in results/<workload>/<UTC time>-<git sha>/:

@@ -1,8 +1,9 @@
 """Child processes that never outlive us: own session, a lower priority, a bounded stop of the whole family.
 
-A server starts helpers, and helpers change their process group or their parent. So a child's family is everybody who
-descends from it, shares its session, or carries the mark that its environment got: whoever has shed two of these
-still has the third.
+A server starts helpers, and helpers change their process group, session or parent, or shed their environment. So a
+child's family is everybody who descends from it, shares its session, or carries the mark that its environment got. On
+Linux the child adopts its orphaned descendants (PR_SET_CHILD_SUBREAPER), so that also a daemon that has shed all three
+descends from it as long as the child lives; ``Child.remember`` keeps the family in mind for when it does not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import IO, Any
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MARK = "KVBENCH_LAUNCH"
 _KILLED_S = 2.0  # a killed process is gone as soon as the kernel has taken it apart
 _BACKGROUND_NICE = 5  # the load client gets the better priority where both share a small machine
@@ -37,7 +38,7 @@ def _libc() -> Any:
 _LIBC = _libc() if sys.platform == "linux" else None  # loaded before any fork: no import in the child
 
 
-def _in_child(background: bool, parting: signal.Signals) -> Callable[[], None]:
+def _in_child(background: bool, adopts: bool, parting: signal.Signals) -> Callable[[], None]:
     parent = os.getpid()
 
     def prepare() -> None:
@@ -49,6 +50,8 @@ def _in_child(background: bool, parting: signal.Signals) -> Callable[[], None]:
         if _LIBC is not None:
             # When kvbench is killed outright (SIGKILL, OOM), the kernel tells its children.
             _LIBC.prctl(_PR_SET_PDEATHSIG, parting)
+            if adopts:
+                _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
 
@@ -56,9 +59,18 @@ def _in_child(background: bool, parting: signal.Signals) -> Callable[[], None]:
 
 
 class Child(subprocess.Popen[bytes]):
-    """A launched process. ``mark``: what its environment, and so its descendants', says whose it is."""
+    """A launched process. ``mark``: what its environment, and so its descendants', says whose it is.
+
+    ``known``: members of its family that were seen while it lived.
+    """
 
     mark: str = ""
+    known: frozenset[psutil.Process] = frozenset()
+
+    def remember(self) -> frozenset[psutil.Process]:
+        """Looks at the family now, so that ``stop`` finds it even if the child dies before."""
+        self.known |= family(self.pid, self.mark)
+        return self.known
 
 
 def launch(
@@ -87,7 +99,7 @@ def launch(
         stdout=stdout,
         stderr=stderr,
         start_new_session=own_session,
-        preexec_fn=_in_child(background, parting),
+        preexec_fn=_in_child(background, own_session, parting),
         env={name: value for name, value in merged.items() if value is not None},
         cwd=cwd,
     )
@@ -100,7 +112,7 @@ def stop(process: Child, grace_s: float = 6.0) -> int:
 
     -SIGKILL when not even that has ended it in time: a process stuck in the kernel goes as soon as it gets out.
     """
-    known = family(process.pid, process.mark)
+    known = process.remember()
     _signal_group(process.pid, signal.SIGTERM)
     _signal_each((p for p in known if _group(p) != process.pid), signal.SIGTERM)
     try:

@@ -18,7 +18,8 @@ from kvbench.workload import Workload, differing_keys
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
-_SERVED = ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest")
+_SERVED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
+_OF_A_RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
 _MIX = "or add --force to go on all the same: the manifest then keeps both, and the results are a mixture"
 
 
@@ -27,8 +28,8 @@ def reopen(
 ) -> tuple[dict[str, Any], list[str]]:
     """The manifest of a run to go on with, and remarks for the user.
 
-    ``served``: ``target`` and ``serve_cmd`` as they are now. A run with nothing left is opened whatever has changed:
-    nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
+    ``served``: the manifest's words for the target, as they are now. A run with nothing left is opened whatever has
+    changed: nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
     """
     manifest = run.manifest()
     require_same_workload(manifest, workload, run)
@@ -37,11 +38,9 @@ def reopen(
         return opened, []
     now = environment()
     differences, remarks = environment_differences(manifest, now)
-    differences += [
-        f"{key} ({manifest[key] or 'none'} then, {served[key] or 'none'} now)"
-        for key in _SERVED
-        if key in manifest and key in served and manifest[key] != served[key]
-    ]
+    differences += _changed(*({key: facts.get(key) for key in _SERVED} for facts in (manifest, served)))
+    asked = [facts.get("target_options") or {} for facts in (manifest, served)]
+    differences += _changed(*({key: each.get(key) for key in _OF_A_RUNNING_SERVER} for each in asked))
     if differences and not force:
         raise UsageError(
             f"{run.path} was started under other conditions than now: {'; '.join(differences)}. Go back to those, "

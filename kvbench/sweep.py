@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.block import BlockRunner, Failure
-from kvbench.calibration import Calibrator
+from kvbench.calibrator import Calibrator
 from kvbench.design import Block, Cell, Design, make_design
-from kvbench.errors import Interrupted, MeasurementError, storage_sentence
+from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, Interrupted, MeasurementError, storage_sentence
 from kvbench.house import say
 from kvbench.interruption import Interruption
 from kvbench.manifest import add_server, build_manifest, git_state
@@ -27,7 +27,6 @@ from kvbench.resume import accept_server, reopen
 from kvbench.targets.base import Target
 from kvbench.workload import Workload, portable
 
-EXIT_OK, EXIT_INVALID, EXIT_INTERRUPTED = 0, 4, 130
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
 
 
@@ -85,6 +84,7 @@ class Sweep:
                     interruption.check,
                     failures,
                     calibrate=self._calibrator(run, listener.status),
+                    capacity=capacity,
                 )
                 _run_blocks(runner, left)
         except (Interrupted, KeyboardInterrupt, SystemExit) as interrupt:

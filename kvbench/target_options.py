@@ -16,7 +16,11 @@ _OPTIONS = (
         help="Launch vllm, sglang, tgi, llamacpp or transformers with the workload's settings (what it cannot do is "
         "skipped with the reason); or measure an OpenAI-compatible server that runs already, as it is.",
     ),
-    click.option("--nearest", is_flag=True, help="With --target NAME: take the nearest baseline that it can have."),
+    click.option(
+        "--exact", is_flag=True,
+        help="With a launched target: refuse a baseline that it cannot have. Otherwise the nearest one is measured, "
+        "and what differs is said here, in the manifest and in the report.",
+    ),
     click.option("--target-python", metavar="PATH", help="With --target NAME: the Python that has it."),
     click.option("--target-args", metavar="WORDS", help="With a launched target: further words for its command line."),
     click.option(

@@ -3,8 +3,9 @@
     python -m kvbench.watchdog PID MARK [FOLDER]       (started by ``Watchdog``, stdin is a pipe that kvbench holds)
 
 The pipe ends with kvbench, however that dies (SIGKILL, out of memory): then the server's family is killed and the
-folder removed. A word in the pipe says that kvbench has done both itself. A process of its own in a session of its own,
-since the kernel's parent-death signal reaches the server's first process only, and a shell there passes nothing on.
+folder removed. Lines of the pipe name members of the family, which may be found by nothing else once the first process
+has gone; a last word says that kvbench has done all this itself. A process of its own in a session of its own, since
+the kernel's parent-death signal reaches the server's first process only, and a shell there passes nothing on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import contextlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
 
 _RELEASED = b"released"
 
@@ -30,6 +34,14 @@ class Watchdog:
             start_new_session=True,
         )
 
+    def watch(self, members: Iterable[psutil.Process]) -> None:
+        """These belong to the server too."""
+        assert self._process.stdin is not None
+        lines = "".join(f"{each.pid} {each.create_time()!r}\n" for each in members if each.is_running())
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(lines.encode())
+            self._process.stdin.flush()
+
     def release(self) -> None:
         """The server is stopped: nothing is left to do."""
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
@@ -38,13 +50,24 @@ class Watchdog:
 
 def main(pid: int, mark: str, folder: str | None = None) -> None:
     """Waits for the pipe's end."""
-    if sys.stdin.buffer.read() == _RELEASED:
+    told = sys.stdin.buffer.read()
+    if told.endswith(_RELEASED):
         return
     from kvbench.processes import kill_family
 
-    kill_family(pid, mark)
+    kill_family(pid, mark, filter(None, map(_member, told.decode().splitlines())))
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _member(line: str) -> psutil.Process | None:
+    """The process of a line of ``watch``; None when it has gone and its number may be somebody else's."""
+    pid, _, created = line.partition(" ")
+    try:
+        process = psutil.Process(int(pid))
+        return process if process.create_time() == float(created) else None
+    except (psutil.Error, ValueError):
+        return None
 
 
 if __name__ == "__main__":

@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvbench.contention import server_at
 from kvbench.errors import UsageError
 from kvbench.targets.base import Access, Target
-from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration, require_free_port
+from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.launched import LaunchedTarget, Launcher
 from kvbench.targets.model_folder import ModelFolders, text_tokenizer
 from kvbench.targets.openai import OpenAITarget
+from kvbench.targets.owned import require_free_port
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.template import CommandTemplate, is_template
 from kvbench.workload import Workload
 
-STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest")
+STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
 _OF_A_RUNNING_ONE = ("model", "vocab_size", "max_model_len", "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify")
 _START_S = 180.0
 _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
@@ -103,7 +105,7 @@ def _only_launched(asked: Mapping[str, Any]) -> None:
     for key, words in (
         ("target_args", "--target-args"),
         ("target_python", "--target-python"),
-        ("nearest", "--nearest"),
+        ("exact", "--exact"),
     ):
         if asked[key]:
             raise UsageError(f"{words} goes with a preset that is launched, e.g. --target vllm; leave it out")
@@ -130,7 +132,7 @@ def _running(workload: Workload, options: Mapping[str, Any], asked: Mapping[str,
     url = asked["target"]
     given = {key: options[key] for key in _OF_A_RUNNING_ONE if options.get(key)}
     kept = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    manifest = _manifest(asked, backend=kind.name, shared="127.0.0.1" in url or "localhost" in url)
+    manifest = _manifest(asked, backend=kind.name, shared=server_at(url).local)
     return Choice(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
         running_server("--target", url, options, kind),
@@ -164,6 +166,8 @@ def _launched(
         template.require(workload.sweep)
         if lost := template.not_passed_on(workload.engine):
             notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
+    elif workload.engine.get("kv_budget") is None:
+        notes.append(f"the workload has no kv_budget: how much KV there is, is left to {preset.title}")
     users = max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency
     launcher = Launcher(
         preset,
@@ -173,7 +177,7 @@ def _launched(
         template=template,
         max_in_flight=users,
     )
-    workload, changes = _baseline(workload, launcher, nearest=bool(asked["nearest"]))
+    workload, changes = _baseline(workload, launcher, exact=bool(asked["exact"]))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
 
     def make() -> Target:
@@ -192,20 +196,21 @@ def _launched(
     )
 
 
-def _baseline(workload: Workload, launcher: Launcher, *, nearest: bool) -> tuple[Workload, list[str]]:
-    """The workload with a baseline that the target can have. UsageError when it cannot and nobody asked for another."""
+def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[Workload, list[str]]:
+    """The workload with a baseline that the target can have, and a note of what was changed. UsageError when there is
+    none, or it would have to be another and ``exact`` forbids that."""
     reason = launcher.refusal(workload.engine)
     if reason is None:
         return workload, []
-    if not nearest:
+    way = "Change the workload with -o engine.NAME=VALUE (null takes a setting away)"
+    if exact:
         raise UsageError(
-            f"the baseline cannot be run: {reason}. Change the workload with -o engine.NAME=VALUE (null takes a "
-            f"setting away), or let --nearest take what comes closest"
+            f"the baseline cannot be run: {reason}. {way}, or leave --exact out to take what comes closest"
         )
-    settings, changes = launcher.preset.nearest(launcher.context(workload.engine))
+    settings, changes = launcher.nearest(workload.engine)
     if left := launcher.refusal(settings):
-        raise UsageError(f"the baseline cannot be run, nor anything near it: {left}. Change the workload with -o")
-    words = f"--nearest: the baseline is not the workload's: {', '.join(changes)}"
+        raise UsageError(f"the baseline cannot be run, nor anything near it: {left}. {way}")
+    words = f"THE BASELINE IS NOT THE WORKLOAD'S: {', '.join(changes)} ({reason}); --exact refuses instead"
     return dataclasses.replace(workload, engine=settings), [words]
 
 
@@ -244,7 +249,7 @@ _known: dict[str, Mapping[str, Any]] = {}
 
 def _arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the built-in engine would make of the settings; less, or nothing, where it would not take them."""
-    from engine.config import EngineConfig
+    from engine.config import EngineConfig, parse_bytes
     from engine.model_spec import find_model
 
     names = {f.name for f in dataclasses.fields(EngineConfig)}
@@ -254,11 +259,13 @@ def _arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             _known[key] = check_configuration(ours)
         except ValueError:
+            budget = {"kv_budget_bytes": parse_bytes(ours["kv_budget"])} if "kv_budget" in ours else {}
             try:
                 spec = find_model(str(ours.get("model")), str(ours.get("load_format", "auto")))
-                _known[key] = {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions}
+                known = {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions}
             except ValueError:
-                _known[key] = {}
+                known = {}
+            _known[key] = known | budget
     return _known[key]
 
 
@@ -274,8 +281,7 @@ def _plain_command(text: str) -> tuple[str, ...]:
 
 
 def _manifest(asked: Mapping[str, Any], *, backend: str, shared: bool) -> dict[str, Any]:
-    kept = {"target": asked["target"], "serve_cmd": asked["serve_cmd"]}
-    kept |= {key: asked[key] for key in STORED if key not in kept and asked[key]}
+    kept = {key: asked[key] or None for key in STORED}
     return {**kept, "backend": backend, "shared_machine": shared}
 
 

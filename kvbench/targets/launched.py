@@ -1,35 +1,29 @@
 """Servers that are launched by a command: of a preset, or a template of the user's.
 
-``Launcher`` knows the command for a configuration, ``LaunchedTarget`` is one server from launch to stop: in a session
-of its own, logged, waited for within a bound, and ended with its whole family, also when kvbench is killed.
+``Launcher`` knows the command for a configuration, ``LaunchedTarget`` is one server of it.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench import processes
-from kvbench.contention import Server
-from kvbench.errors import MeasurementError
+from kvbench.errors import MeasurementError, UsageError
 from kvbench.server_metrics import MetricsSample
-from kvbench.targets.base import HttpTarget, ModelFacts
-from kvbench.targets.builtin import require_free_port
+from kvbench.targets.base import ModelFacts
 from kvbench.targets.model_folder import ModelFolders, ServedModel
+from kvbench.targets.owned import OwnServer, require_free_port
 from kvbench.targets.preset import Context, Preset
 from kvbench.targets.template import CommandTemplate
 from kvbench.targets.texts import Texts, TokenizerTexts, WordTexts
 from kvbench.targets.versions import version_of
-from kvbench.watchdog import Watchdog
 
-_POLL_S = 0.2
-_NOT_OURS_ALONE = ("max_model_len", "vocab_size", "kv_budget_bytes", "bytes_per_token")  # of a capacity
+_OF_THE_MODEL = ("max_model_len", "vocab_size")  # of our arithmetic, what holds for any server
+_OF_THE_BUDGET = ("kv_budget_bytes", "bytes_per_token", "scale_bytes_per_token")  # for one that was given it
 
 
 @dataclass(frozen=True)
@@ -48,28 +42,68 @@ class Launcher:
     max_in_flight: int | None = None
 
     def context(self, settings: Mapping[str, Any]) -> Context:
-        """What the preset's words may depend on."""
-        return Context(settings, self.arithmetic(settings), self.max_in_flight, self.program)
+        """What the preset's words may depend on.
+
+        A dtype that is left open becomes the built-in engine's: another server would choose by other rules (vLLM runs
+        float32 weights in bfloat16), and so compute something else with the same budget.
+        """
+        known = self.arithmetic(settings)
+        if settings.get("dtype") in (None, "auto") and known.get("dtype"):
+            settings = {**settings, "dtype": known["dtype"]}
+        return Context(settings, known, self.max_in_flight, self.program)
+
+    def passed_on(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that the server is told, or is known to have."""
+        context = self.context(settings)
+        names = self.template.names if self.template else self.preset.told
+        return {k: v for k, v in context.settings.items() if k in names and v is not None}
 
     def refusal(self, settings: Mapping[str, Any]) -> str | None:
-        """Why this configuration cannot be launched; None when it can. A template takes what it is given."""
-        if self.template is not None:
-            return None
-        return "; ".join(self.preset.refusals(self.context(settings))) or None
+        """Why this configuration cannot be launched; None when it can."""
+        return "; ".join(self.preset.refusals(self._asked(settings))) or None
+
+    def nearest(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The settings that come closest to a refused configuration, and what was changed."""
+        asked = self._asked(settings)
+        found, changes = self.preset.nearest(asked)
+        if self.template and (left_out := [f"{{{name}}}" for name in asked.settings if name not in found]):
+            raise UsageError(
+                f"--serve-cmd has {', '.join(left_out)}, and: {'; '.join(self.preset.refusals(asked))}. Take it out"
+            )
+        kept = {name: value for name, value in settings.items() if name in found or name not in asked.settings}
+        return {name: found.get(name, value) for name, value in kept.items()}, changes
+
+    def _asked(self, settings: Mapping[str, Any]) -> Context:
+        """What the preset is asked about: of a template, what the command passes on and the preset knows."""
+        context = self.context(settings)
+        if self.template is None:
+            return context
+        names = self.template.names & self.preset.settings.keys()
+        return context.only(names)
 
     def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What is known of a configuration before its launch. Raises ValueError with the reasons against it."""
+        """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
+
+        A KV budget only where the server is given it: else its own default holds, whatever our arithmetic says.
+        """
         if reason := self.refusal(settings):
             raise ValueError(reason)
+        names = list(_OF_THE_MODEL)
+        if self.gives_budget(settings):
+            names += _OF_THE_BUDGET if self.template else (*_OF_THE_BUDGET, "capacity_tokens")
         known = self.arithmetic(settings)
-        return {key: known[key] for key in _NOT_OURS_ALONE if known.get(key)}
+        return {key: known[key] for key in names if known.get(key)}
+
+    def gives_budget(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the command says how much KV there may be."""
+        return "kv_budget" in self.template.names if self.template else settings.get("kv_budget") is not None
 
     def command(self, settings: Mapping[str, Any], *, model: str, port: int, scratch: str) -> tuple[str, ...]:
         """The launch command. Raises UsageError for a template's placeholder without a value."""
         context = self.context(settings)
         if self.template is not None:
             budget = context.capacity.get("kv_budget_bytes")
-            words = self.template.command(settings, model=model, port=port, kv_budget_bytes=budget)
+            words = self.template.command(context.settings, model=model, port=port, kv_budget_bytes=budget)
         else:
             words = self.preset.launch_command(context, model=model, port=port, scratch=scratch)
         return (*words, *self.extra)
@@ -84,56 +118,43 @@ class Launcher:
         return self.preset.reset is None and not self.cache_is_off(settings)
 
 
-class LaunchedTarget(HttpTarget):
+class LaunchedTarget(OwnServer):
     """One server of a ``Launcher``."""
 
-    starts_cold = True
+    poll_s = 0.2
 
     def __init__(
         self, launcher: Launcher, folders: ModelFolders, *, port: int = 0, start_timeout_s: float = 180.0
     ) -> None:
+        super().__init__(port=port, start_timeout_s=start_timeout_s)
         self.launcher, self.folders = launcher, folders
-        self.preset = launcher.preset
-        self.port, self.start_timeout_s = port, start_timeout_s
+        self.preset, self.grace_s = launcher.preset, launcher.preset.grace_s
         self.command: tuple[str, ...] = ()
-        self._process: processes.Child | None = None
-        self._watchdog: Watchdog | None = None
-        self._log: Path | None = None
         self._settings: Mapping[str, Any] = {}
         self._facts: Mapping[str, Any] = {}
         self._environment: Mapping[str, str | None] = {}
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Launch and wait until it serves. Raises UsageError or MeasurementError."""
-        preset = self.preset
         served = self._served(settings)
         self._facts = served.facts
         if self.port:
             require_free_port("127.0.0.1", self.port)
         port = self.port or _free_port()
-        self._settings, self._log = settings, log
+        self._settings = settings
         self.command = self.launcher.command(
             settings, model=str(served.path), port=port, scratch=str(self.folders.scratch)
         )
-        self._environment = preset.launch_environment(self.launcher.context(settings))
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as file:
-            self._process = processes.launch(
-                self.command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                background=True,
-                env={"PYTHONUNBUFFERED": "1", **self._environment},
-            )
-        self._watchdog = Watchdog(self._process.pid, self._process.mark, self.folders.scratch)
-        try:
-            super().__init__(f"http://127.0.0.1:{port}", preset=preset, texts=_texts(served))
-            self._wait_ready(log)
+        self._environment = self.preset.launch_environment(self.launcher.context(settings))
+        with self._launched(self.command, log, env=self._environment, scratch=self.folders.scratch):
+            self._connect(f"http://127.0.0.1:{port}", preset=self.preset, texts=_texts(served))
+            self._wait_ready(self._serves)
             self._learn_model(served, settings)
             self._check_device(settings)
-        except BaseException:
-            self.stop()
-            raise
+
+    def _serves(self) -> bool:
+        path = self.preset.models_path
+        return self.healthy() and (path is None or bool(self.json_at(path)))
 
     def _served(self, settings: Mapping[str, Any]) -> ServedModel:
         """The model's folder; for a command that does not ask for one, what is known of the workload's model."""
@@ -144,24 +165,6 @@ class LaunchedTarget(HttpTarget):
             return ServedModel(name, None, known.get("vocab_size"), known.get("max_model_len"))
         return self.folders.get(
             settings, drop_eos=not self.preset.dialect.ignore_eos, model_format=self.preset.model_format
-        )
-
-    def _wait_ready(self, log: Path) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + self.start_timeout_s
-        while time.monotonic() < deadline:
-            code = self._process.poll()
-            if code is not None:
-                raise MeasurementError(
-                    f"{self.preset.title} ended with exit code {code} before it was ready; its last lines:\n"
-                    f"{processes.last_lines(log) or '(no output)'}"
-                )
-            if self.healthy() and (self.preset.models_path is None or self.json_at(self.preset.models_path)):
-                return
-            time.sleep(_POLL_S)
-        raise MeasurementError(
-            f"{self.preset.title} was not ready after {self.start_timeout_s:g} s and was stopped; allow more with "
-            f"--start-timeout, or read its last lines:\n{processes.last_lines(log) or '(no output)'}"
         )
 
     def _learn_model(self, served: ServedModel, settings: Mapping[str, Any]) -> None:
@@ -194,18 +197,17 @@ class LaunchedTarget(HttpTarget):
 
     def server_info(self) -> dict[str, Any]:
         """What kvbench told the server and what the server says of itself, in the shape of our own /server_info."""
-        passed_on = self.launcher.template.names if self.launcher.template else self.preset.settings
-        settings = {k: v for k, v in self._settings.items() if k in passed_on and v is not None}
+        settings = self.launcher.passed_on(self._settings)
         sample = self._quiet_metrics()
         facts = dict(sample.facts) if sample else {}
         version = version_of(self, self.launcher.program)
-        device = self._settings.get("device")
+        device = settings.get("device")
         return {
             "engine": {**settings, **({"page_size": int(facts["page_size"])} if "page_size" in facts else {})},
             "model": {"name": self._model_name_shown(), "vocab_size": self.model.vocab_size, **self._facts},
             "resolved": {
                 "device": device if device != "auto" else None,
-                "dtype": self._settings.get("dtype"),
+                "dtype": settings.get("dtype"),
                 "num_threads": _number(self._environment.get("OMP_NUM_THREADS")),
             },
             "capacity": {k: int(v) for k, v in facts.items() if k in ("num_pages", "capacity_tokens", "page_size")},
@@ -238,30 +240,6 @@ class LaunchedTarget(HttpTarget):
     def reset_prefix_cache(self) -> bool | None:
         """As ``Target``; a cache that the server was told not to have is empty."""
         return True if self.launcher.cache_is_off(self._settings) else super().reset_prefix_cache()
-
-    def server(self) -> Server:
-        return Server(None if self._process is None else self._process.pid)
-
-    def check_alive(self) -> None:
-        if self._process is None:
-            raise MeasurementError("the server was not started")
-        code = self._process.poll()
-        if code is not None:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            assert self._log is not None
-            raise MeasurementError(
-                f"{self.preset.title} {how}; its last lines:\n{processes.last_lines(self._log) or '(no output)'}"
-            )
-
-    def stop(self) -> None:
-        if self._process is not None:
-            processes.stop(self._process, self.preset.grace_s)
-            self._process = None
-        if self._watchdog is not None:
-            self._watchdog.release()
-            self._watchdog = None
-        if hasattr(self, "_http"):
-            self.close()
 
 
 def _texts(served: ServedModel) -> Texts | None:

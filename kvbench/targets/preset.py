@@ -6,7 +6,8 @@ setting that a server does not have, or not with that value, has a reason; a con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,10 @@ class Context:
     capacity: Mapping[str, Any] = field(default_factory=dict)
     max_in_flight: int | None = None
     program: str = "python"
+
+    def only(self, names: Collection[str]) -> Context:
+        """The same with these settings only."""
+        return dataclasses.replace(self, settings={k: v for k, v in self.settings.items() if k in names})
 
     @property
     def on_cpu(self) -> bool:
@@ -56,6 +61,11 @@ class Setting:
     variable: str | None = None
     refuse: Refusal | None = None
     nearest: Nearest | None = None
+
+    @property
+    def told(self) -> bool:
+        """Whether the server has the value once it is launched; else it is kept to elsewhere."""
+        return bool(self.words or self.values or self.variable)
 
     def refusal(self, value: Any, context: Context) -> str | None:
         """Why the server cannot have ``value``; None when it can."""
@@ -102,6 +112,8 @@ def whatever() -> Setting:
     """A setting that is taken care of elsewhere: the model's folder has it, or the prompts keep to it."""
     return Setting()
 
+
+_COMPARED_UNDER = ("kv_budget", "dtype", "device")
 
 # What the exported model folder carries, for every launched server.
 OF_THE_MODEL: Mapping[str, Setting] = {name: whatever() for name in ("model", "load_format", "tokenizer")}
@@ -159,6 +171,11 @@ class Preset:
     quirks: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
 
+    @property
+    def told(self) -> frozenset[str]:
+        """The settings that a launched server has been told."""
+        return frozenset(name for name, setting in self.settings.items() if setting.told)
+
     def refusals(self, context: Context) -> list[str]:
         """Why this server cannot run a configuration: one clause for each setting that it cannot have."""
         found = []
@@ -172,11 +189,14 @@ class Preset:
         return found
 
     def nearest(self, context: Context) -> tuple[dict[str, Any], list[str]]:
-        """The settings that come closest to a configuration that is refused, and what was changed."""
+        """The settings that come closest to a configuration that is refused, and what was changed.
+
+        What servers are compared under stays, though it is refused: KV budget, dtype, device.
+        """
         settings, changes = dict(context.settings), []
         for name, value in context.settings.items():
             setting = self.settings.get(name) or OF_THE_MODEL.get(name)
-            if value is None or (setting and setting.refusal(value, context) is None):
+            if value is None or name in _COMPARED_UNDER or (setting and setting.refusal(value, context) is None):
                 continue
             other = setting.nearest_to(value, context) if setting else None
             if other is None:

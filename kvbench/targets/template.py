@@ -41,15 +41,22 @@ class CommandTemplate:
         """``known``: the settings that there are. UsageError for a command that cannot be meant."""
         try:
             words = tuple(shlex.split(text))
-            names = [name for word in words for _, name, _, _ in string.Formatter().parse(word) if name is not None]
+            fields = [field for word in words for field in string.Formatter().parse(word) if field[1] is not None]
         except ValueError as error:
             raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend quotes and braces") from None
         allowed = (*OF_THE_LAUNCH, *(each for each in known if each not in OF_THE_LAUNCH))
-        for name in names:
+        names = [name for _, name, _, _ in fields]
+        for _, name, spec, conversion in fields:
             if name not in allowed:
                 raise UsageError(
                     f"--serve-cmd has the placeholder {{{name}}}, which is no setting: the known ones are "
                     f"{', '.join(allowed)}; write {{{{ and }}}} for braces"
+                )
+            if conversion or (spec and ("|" not in spec or "{" in spec)):
+                asked = f"{{{name}{'!' + conversion if conversion else ''}{':' + spec if spec else ''}}}"
+                raise UsageError(
+                    f"--serve-cmd has {asked}: write {{{name}}} for the value, or {{{name}:ON|OFF}} for two texts, the "
+                    "first where it is true; values cannot be formatted"
                 )
         if "port" not in names:
             raise UsageError("--serve-cmd has no {port}: the server must listen where kvbench looks for it; add it")
@@ -73,9 +80,9 @@ class CommandTemplate:
 
     def not_passed_on(self, settings: Mapping[str, Any]) -> list[str]:
         """Settings of the workload that the command does not have: the server's own values hold there."""
-        own = ("model", "load_format", "seed", "dtype", "tokenizer", "device")
+        in_its_folder = ("load_format", "seed", "tokenizer")  # and in the name of any other model
         told = {name: value for name, value in settings.items() if (name, value) != ("layout", "paged")}
-        return [name for name in told if name not in self.names and name not in own]
+        return [name for name in told if name not in self.names and name not in in_its_folder]
 
     def command(
         self, settings: Mapping[str, Any], *, model: str, port: int, kv_budget_bytes: int | None

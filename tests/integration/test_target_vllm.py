@@ -32,7 +32,7 @@ def test_a_sweep_of_vllm(tmp_path):
             },
         },
     )  # fmt: skip
-    words = [str(path), "--target", "vllm", "--nearest", "--target-args", "--enforce-eager", "--no-report"]
+    words = [str(path), "--target", "vllm", "--target-args", "--enforce-eager", "--no-report"]
     done = bench.run(bench.command(*words, fake=False))
     assert done.returncode in (0, 4), done.stdout + done.stderr
     run = bench.only_run()

@@ -18,7 +18,10 @@ from kvbench.targets.preset import Context, Preset, Reset, Setting, Version, abs
 def _budget_refusal(value: Any, context: Context) -> str | None:
     if context.capacity.get("capacity_tokens"):
         return None
-    return "it takes tokens, and how many fit the budget cannot be worked out from a GGUF file: give ctx-size yourself"
+    return (
+        "it takes tokens, and how many fit the budget cannot be worked out from a GGUF file. Take the budget out with "
+        "-o engine.kv_budget=null and give the tokens of all slots with --target-args '--ctx-size N'"
+    )
 
 
 def _budget_words(value: Any, context: Context) -> tuple[str, ...]:
@@ -65,7 +68,7 @@ LLAMACPP = Preset(
         "max_num_batched_tokens": flag("--batch-size", "{}", "--ubatch-size", "{}"),
         "max_num_partial_prefills": absent("it has no such setting"),
         "scheduling_policy": always("fcfs", "it serves in order of arrival"),
-        "preemption_mode": absent("it never preempts: a request that outgrows the buffer fails"),
+        "preemption_mode": always("recompute", "it never preempts: a request that outgrows the buffer fails"),
         "swap_space": absent("it never preempts"),
         "device": Setting(values={"auto": (), "cpu": ("--device", "none"), "cuda": ()}, why="it is auto, cpu or cuda"),
         "dtype": whatever(),
@@ -81,7 +84,13 @@ LLAMACPP = Preset(
             "requests_deferred": "num_requests_waiting",
             "kv_cache_usage_ratio": "kv_cache_usage_perc",
             "tokens_predicted_total": "generation_tokens_total",
-            "prompt_tokens_cached_total": "prefix_cache_hits_total",
+            # Computed and cached tokens are counted apart: a prompt, and a query of the cache, has both.
+            "prompt_tokens_total": ("prompt_tokens_total", "prefix_cache_queries_total"),
+            "prompt_tokens_cached_total": (
+                "prefix_cache_hits_total",
+                "prompt_tokens_total",
+                "prefix_cache_queries_total",
+            ),
             "prompt_seconds_total": "request_prefill_time_seconds_sum",
             "tokens_predicted_seconds_total": "request_decode_time_seconds_sum",
         },
@@ -90,9 +99,6 @@ LLAMACPP = Preset(
     version=Version(path="/props", key="build_info"),
     dialect=Dialect(return_token_ids=False),
     model_format="gguf",
-    quirks=(
-        "prompt_tokens_total counts the tokens that were computed, without those of the prompt cache",
-        "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",
-    ),
+    quirks=("the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",),
     sources=("https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md",),
 )

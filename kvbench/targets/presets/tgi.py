@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.load.dialect import Dialect
 from kvbench.server_metrics import MetricNames
-from kvbench.targets.preset import Context, Preset, Setting, Version, absent, always, flag
+from kvbench.targets.preset import Context, Preset, Setting, Version, absent, always, flag, whatever
 
 
 def _budget_refusal(value: Any, context: Context) -> str | None:
@@ -59,7 +59,7 @@ TGI = Preset(
         "max_num_batched_tokens": flag("--max-batch-prefill-tokens", "{}"),
         "max_num_partial_prefills": absent("it has no such setting"),
         "scheduling_policy": always("fcfs", "it serves in order of arrival"),
-        "preemption_mode": absent("it admits a request only when its whole length fits, so it never preempts"),
+        "preemption_mode": always("recompute", "it admits what fits to its end, so it never preempts"),
         "swap_space": absent("it never preempts"),
         "cuda_graphs": Setting(values={True: (), False: ("--cuda-graphs", "0")}, why="it is true or false"),
         "device": Setting(values={"auto": (), "cuda": ()}, why="its launcher needs an accelerator"),
@@ -67,6 +67,7 @@ TGI = Preset(
             values={"auto": (), **{each: ("--dtype", each) for each in ("float16", "bfloat16")}},
             why="it serves float16 and bfloat16",
         ),
+        "seed": whatever(),  # of the weights, which are in the folder; greedy requests need none
         "kernel_backend": always("auto", "its kernels are its own"),
     },
     environment=_environment,

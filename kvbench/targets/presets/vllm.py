@@ -43,7 +43,10 @@ def _chunk_refusal(value: Any, context: Context) -> str | None:
 
 
 def _budget_words(value: Any, context: Context) -> tuple[str, ...]:
-    return ("--kv-cache-memory-bytes", str(context.capacity.get("kv_budget_bytes") or value))
+    """The bytes of as many tokens as every other server gets, without the page table's; unknown: the whole budget."""
+    known = context.capacity
+    tokens, each = known.get("capacity_tokens"), known.get("bytes_per_token")
+    return ("--kv-cache-memory-bytes", str(tokens * each if tokens and each else known.get("kv_budget_bytes") or value))
 
 
 def _async_refusal(value: Any, context: Context) -> str | None:

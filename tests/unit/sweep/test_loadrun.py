@@ -139,6 +139,9 @@ def test_a_process_that_outlives_kill_is_given_up(monkeypatch):
         pid = 2**22 + 5  # no such process
         mark = "none"
 
+        def remember(self):
+            return frozenset()
+
         def wait(self, timeout):
             raise subprocess.TimeoutExpired("x", timeout)
 

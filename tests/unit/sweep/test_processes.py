@@ -86,6 +86,59 @@ def test_grandchildren_of_a_leader_that_has_ended_by_itself_are_stopped_too():
     assert not [pid for pid in pids if not wait_gone(pid, 2)]
 
 
+# A daemon that sheds parent, session and environment, as container runtimes and `env -i` wrappers do.
+DAEMON = """
+import os, sys, time
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if (pid := os.fork()) == 0:
+        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"], {})
+    os.write(writing, str(pid).encode())
+    os._exit(0)
+os.wait()
+print(os.read(reading, 20).decode(), flush=True)
+time.sleep(60)
+"""
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="adopting orphans is Linux's PR_SET_CHILD_SUBREAPER")
+
+
+def launched_daemon():
+    process = processes.launch([sys.executable, "-c", DAEMON], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return process, int(process.stdout.readline())
+
+
+@linux_only
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_a_daemon_that_has_shed_all_it_could_is_stopped_too(dies_first):
+    process, daemon = launched_daemon()
+    if dies_first:
+        assert daemon in {each.pid for each in process.remember()}
+        process.kill()
+        process.wait()
+    assert alive(daemon)
+    processes.stop(process, grace_s=1.0)
+    process.stdout.close()
+    assert wait_gone(daemon, 2)
+
+
+@linux_only
+def test_the_watchdog_ends_daemons_that_it_was_told_of():
+    code = (
+        "import subprocess, sys, time\nfrom kvbench import processes\nfrom kvbench.watchdog import Watchdog\n"
+        f"p = processes.launch([sys.executable, '-c', {DAEMON!r}], stdout=subprocess.PIPE, stderr=None)\n"
+        "w = Watchdog(p.pid, p.mark)\nline = p.stdout.readline().decode()\nw.watch(p.remember())\n"
+        "print(line, flush=True)\ntime.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    daemon = int(parent.stdout.readline())
+    assert alive(daemon)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_gone(daemon)
+
+
 def test_nobody_elses_processes_are_touched():
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     process, _ = launched_family()

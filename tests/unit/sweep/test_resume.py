@@ -137,6 +137,25 @@ def test_another_server_to_measure_is_another_condition(begun):
         reopen(run, workload, SERVED | {"target": "http://127.0.0.1:8000"}, force=False, something_left=True)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("target_args", "--enforce-eager", "target_args (none then, --enforce-eager now)"),
+        ("target_python", "/other/python", "target_python (none then, /other/python now)"),
+        ("preset", "vllm", "preset (none then, vllm now)"),
+        ("exact", True, "exact (none then, True now)"),
+        ("target_options", {"model": "other"}, "model (none then, other now)"),
+    ],
+)
+def test_an_option_that_was_not_given_at_the_start_is_another_condition(begun, key, value, words):
+    workload, run = begun
+    with pytest.raises(UsageError) as error:
+        reopen(run, workload, SERVED | {key: value}, force=False, something_left=True)
+    assert words in str(error.value)
+    manifest, (remark,) = reopen(run, workload, SERVED | {key: value}, force=True, something_left=True)
+    assert words in remark and manifest["resumed"][0]["differences"] == [words]
+
+
 def test_a_finished_run_is_opened_under_any_conditions(begun, monkeypatch):
     workload, run = begun
     monkeypatch.setattr(resume, "environment", lambda: changed("versions", "torch", "2.14.0"))

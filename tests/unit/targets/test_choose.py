@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ import yaml
 
 import engine.tokenizer
 from kvbench.errors import UsageError
+from kvbench.manifest import environment
 from kvbench.planning import SweepOptions
+from kvbench.resume import reopen
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import choose, require_url
 from kvbench.targets.launched import LaunchedTarget
@@ -23,7 +26,7 @@ from kvbench.workload import load_workload
 from tests.support.sweep_parts import TINY
 
 NOTHING = dict.fromkeys(
-    ("target", "serve_cmd", "preset", "target_args", "target_python", "nearest", "model", "vocab_size", "max_model_len",
+    ("target", "serve_cmd", "preset", "target_args", "target_python", "exact", "model", "vocab_size", "max_model_len",
      "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify")
 ) | {"port": 0, "start_timeout": None}  # fmt: skip
 ENGINE = {"device": "cpu", "page_size": 32, "kv_budget": "65MiB", "max_model_len": 256, "max_num_seqs": 8}
@@ -51,7 +54,7 @@ def chosen(workload, stored=None, **options):
         ({"serve_cmd": f"{sys.executable} {{prt}}"}, r"the placeholder {prt}, which is no setting"),
         ({"serve_cmd": "/no/such -m server"}, r"there is no program '/no/such'"),
         ({"target": "vllm", "target_python": "/no/python"}, r"no Python with vLLM was found at '/no/python'"),
-        ({"target": "http://127.0.0.1:9", "nearest": True}, r"--nearest goes with a preset that is launched"),
+        ({"target": "http://127.0.0.1:9", "exact": True}, r"--exact goes with a preset that is launched"),
         ({"target": "http://127.0.0.1:9", "target_args": "-x"}, r"--target-args goes with a preset that is launched"),
         ({"target": "http://127.0.0.1:9", "preset": "vlm"}, r"--preset 'vlm' is not known: choose one of vllm, sgl"),
         ({"target": "http://127.0.0.1:9", "api_key_env": "NO_SUCH_KEY"}, r"NO_SUCH_KEY: this variable holds no key"),
@@ -97,9 +100,11 @@ def test_each_kind_of_target(workload):
 
 
 def test_a_run_that_goes_on_has_the_target_it_was_started_with(workload):
-    stored = {"target": "vllm", "target_python": sys.executable, "nearest": True, "target_args": "-q"}
-    choice = chosen(workload(engine=ENGINE | {"page_size": 16}), stored=stored)
-    assert choice.workload.engine["page_size"] == 32  # --nearest again
+    stored = {"target": "vllm", "target_python": sys.executable, "exact": True, "target_args": "-q"}
+    with pytest.raises(UsageError, match="the baseline cannot be run"):  # --exact again
+        chosen(workload(engine=ENGINE | {"page_size": 16}), stored=stored)
+    choice = chosen(workload(), stored=stored)
+    assert choice.manifest["exact"] and choice.manifest["preset"] is None  # what was not given is put down too
     assert choice.new_target().launcher.extra == ("-q",)
 
 
@@ -114,19 +119,19 @@ def test_a_run_on_a_running_server_goes_on_with_what_was_told_of_it(workload, tm
     again = chosen(workload(), stored=stored).new_target()
     assert again._asked == ("m", 512, 256) and again.access.api_key_env == "A_KEY"
     assert again.preset.name == "transformers" and again._texts.text([5, 6])
-    assert chosen(workload(), stored=stored, model="other").new_target()._asked == ("other", 512, 256)
 
 
 def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
     base = workload()
     vllm = chosen(base, target="vllm", target_python=sys.executable).new_target().launcher
     line = vllm.command(base.engine, model="/m", port=1, scratch="/s")
-    assert line[line.index("--kv-cache-memory-bytes") + 1] == str(65 << 20)
+    bytes_given = int(line[line.index("--kv-cache-memory-bytes") + 1])
     sglang = chosen(base, target="sglang", target_python=sys.executable).new_target().launcher
     line = sglang.command(base.engine, model="/m", port=1, scratch="/s")
     tokens = int(line[line.index("--max-total-tokens") + 1])
     # llama-32m: 8 layers x 4 KV heads x (64 + 64) x 4 bytes = 16,384 bytes a token, and a page table
     assert 0.98 * (65 << 20) / 16384 <= tokens <= (65 << 20) / 16384
+    assert bytes_given == tokens * 16384
 
 
 def plan(choice):
@@ -140,8 +145,92 @@ def test_what_the_target_cannot_do_is_skipped_and_the_rest_runs(workload):
     assert {c.config_id for c in design.configurations} == {"paged-p32", "paged-p64", "paged-p32-prefix"}
     assert len(design.notes) == 2 and all("skipped" in note and "vLLM cannot have" in note for note in design.notes)
     assert {b.configuration.config_id for b in blocks} == {c.config_id for c in design.configurations}
-    with pytest.raises(UsageError, match=r"the baseline cannot be run: vLLM cannot have page_size 16.*--nearest"):
-        chosen(workload(engine=ENGINE | {"page_size": 16}), target="vllm", target_python=sys.executable)
+
+
+VLLM_HERE = {"target": "vllm", "target_python": sys.executable}
+
+
+def test_a_baseline_that_the_target_cannot_have_is_the_nearest_one_said_aloud_or_refused(workload):
+    base = workload(engine=ENGINE | {"page_size": 16})
+    near = chosen(base, **VLLM_HERE)
+    assert near.workload.engine == base.engine | {"page_size": 32}
+    (note,) = near.notes
+    assert "THE BASELINE IS NOT THE WORKLOAD'S: page_size is 32 instead of 16 (vLLM cannot have page_size 16" in note
+    with pytest.raises(
+        UsageError, match=r"the baseline cannot be run: vLLM cannot have page_size 16.*leave --exact out"
+    ):
+        chosen(base, **VLLM_HERE, exact=True)
+    for never, why in (({"kv_cache_dtype": "auto", "device": "cpu"}, "TGI cannot have device cpu"),):
+        with pytest.raises(UsageError, match=f"nor anything near it: .*{why}"):
+            choose(workload(engine=ENGINE | never), NOTHING | {"target": "tgi", "target_python": sys.executable}, {})
+
+
+def test_a_command_of_a_known_kind_is_asked_what_it_cannot_do(workload):
+    command = f"{sys.executable} {{port}} --block-size {{page_size}} --kv {{kv_budget}} --dtype {{dtype}} {{device}} {{model}}"
+    asked = {"serve_cmd": command, "preset": "vllm"}
+    near = chosen(workload(engine=ENGINE | {"page_size": 16}, sweep={"page_size": [8, 64]}), **asked)
+    assert near.workload.engine["page_size"] == 32
+    design, _ = plan(near)
+    assert {c.config_id for c in design.configurations} == {"paged-p32", "paged-p64"}
+    assert any("skipped paged-p8: vLLM cannot have page_size 8" in note for note in design.notes)
+    with pytest.raises(UsageError, match="takes multiples of 32"):
+        chosen(workload(engine=ENGINE | {"page_size": 16}), **asked, exact=True)
+    with pytest.raises(
+        UsageError, match=r"--serve-cmd has {page_size}, and: TGI cannot have page_size 32.* Take it out"
+    ):
+        chosen(workload(), serve_cmd=f"{sys.executable} {{port}} {{page_size}}", preset="tgi")
+    unnamed = chosen(workload(engine=ENGINE | {"page_size": 16}), serve_cmd=command)  # nobody knows what it can
+    assert unnamed.workload.engine["page_size"] == 16
+
+
+def test_what_the_server_was_not_told_is_not_put_down(workload):
+    """A budget, dtype or device that no word of the command gives is the server's own."""
+    given = chosen(workload(), **VLLM_HERE)
+    known = given.check(given.workload.engine)
+    assert known["kv_budget_bytes"] == 65 << 20 and known["bytes_per_token"] == 16384
+    left = chosen(workload(engine={k: v for k, v in ENGINE.items() if k != "kv_budget"}), **VLLM_HERE)
+    assert set(left.check(left.workload.engine)) == {"max_model_len", "vocab_size"}
+    assert "no kv_budget: how much KV there is, is left to vLLM" in left.notes[0]
+    silent = chosen(workload(), serve_cmd=f"{sys.executable} {{port}} {{page_size}} {{model}}")
+    assert set(silent.check(silent.workload.engine)) == {"max_model_len", "vocab_size"}
+    assert "does not pass on device, kv_budget, max_model_len, max_num_seqs" in silent.notes[0]
+    launcher = silent.new_target().launcher
+    assert launcher.passed_on(silent.workload.engine) == {"page_size": 32, "model": silent.workload.engine["model"]}
+    told = chosen(workload(), serve_cmd=f"{sys.executable} {{port}} {{kv_budget}} {{dtype}}").new_target().launcher
+    assert told.check(silent.workload.engine)["kv_budget_bytes"] == 65 << 20
+    assert told.passed_on({**silent.workload.engine, "dtype": "auto"})["dtype"] == "float32"  # as the built-in engine's
+    assert told.command({**ENGINE, "model": "llama-32m", "load_format": "dummy"}, model="", port=1, scratch="")[-1] == (
+        "float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "shared"),
+    [("http://[::1]:8000", True), ("http://localhost:8000", True), ("http://10.255.255.1:80", False)],
+)
+def test_whether_the_server_shares_this_machine(workload, url, shared):
+    assert chosen(workload(), target=url).manifest["shared_machine"] is shared
+
+
+def test_other_facts_about_a_running_server_are_another_server(workload, tmp_path):
+    """As ``sweep --resume RUN --model OTHER`` would mix two models under one name."""
+    told = {"target": "http://127.0.0.1:9", "model": "m", "vocab_size": 512, "max_model_len": 256}
+    first = chosen(workload(), **told).manifest
+    begun = SimpleNamespace(path=tmp_path, manifest=lambda: {"workload": {}, **environment(), **first})
+    same = SimpleNamespace(resolved={})
+
+    def go_on(**options):
+        served = chosen(workload(), stored=json.loads(json.dumps(first)), **options).manifest
+        return reopen(begun, same, served, force=False, something_left=True)
+
+    go_on()
+    go_on(no_tls_verify=True)  # how it is reached may change
+    for other, words in (
+        ({"model": "n"}, "model (m then, n now)"),
+        ({"vocab_size": 9}, "vocab_size (512 then, 9 now)"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(words)):
+            go_on(**other)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,10 @@ def test_braces_can_be_meant():
         ("/no/such/program {port}", r"there is no program '/no/such/program'"),
         (f"{ME} {{port", r"is not a command line"),
         (f"{ME} '{{port}}", r"is not a command line"),
+        (f"{ME} {{port}} {{page_size:{{max_num_seqs}}}}", r"values cannot be formatted"),
+        (f"{ME} {{port}} {{page_size:{{max_num_seqs}}|}}", r"values cannot be formatted"),
+        (f"{ME} {{port}} {{page_size:04d}}", r"has {page_size:04d}: write {page_size} for the value, or {page_size:ON"),
+        (f"{ME} {{port}} {{page_size!r}}", r"has {page_size!r}: write {page_size} for the value"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_way_out(text, sentence):
@@ -68,7 +72,12 @@ def test_what_is_swept_must_be_in_the_command():
     template.require(["page_size"])
     with pytest.raises(UsageError, match=r"varies kv_cache_dtype, layout, and .* no {kv_cache_dtype} and no {layout}"):
         template.require(["page_size", "kv_cache_dtype", "layout"])
-    assert template.not_passed_on({"page_size": 16, "max_num_seqs": 4, "model": "m"}) == ["max_num_seqs"]
+
+
+def test_what_the_command_does_not_say_is_the_servers_own():
+    settings = {"page_size": 16, "layout": "paged", "seed": 1, "device": "cpu", "dtype": "float32", "model": "m"}
+    assert parse(f"{ME} {{port}} {{page_size}}").not_passed_on(settings) == ["device", "dtype", "model"]
+    assert parse(f"{ME} {{port}} {{page_size}} {{model}} {{dtype}} {{device}}").not_passed_on(settings) == []
 
 
 def test_a_placeholder_that_nobody_sets_is_refused():

@@ -1,0 +1,100 @@
+"""Texts for servers that take no token ids: what was drawn must be what the server reads."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+import engine.tokenizer
+from kvbench.errors import UsageError
+from kvbench.load.prompts import build_requests
+from kvbench.load.requests import RequestSpec
+from kvbench.targets.texts import TokenizerTexts, with_texts
+from kvbench.workload import load_workload
+
+BPE = Path(engine.tokenizer.__file__).parent / "bpe8k"
+WORDS = ["".join(chr(97 + i // 26**k % 26) for k in range(3)) for i in range(1000)]
+
+
+def reader(folder):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def in_common(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def saved(folder, tokenizer):
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def metaspace(folder):
+    """Llama 2's way: a space becomes part of the word after it, and one is put before the first."""
+    made = Tokenizer(models.WordLevel({f"▁{word}": i for i, word in enumerate(WORDS)} | {"<unk>": 1000}, "<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return saved(folder, made)
+
+
+def word_piece(folder):
+    """BERT's: spaces are gone."""
+    made = Tokenizer(models.WordPiece({w: i for i, w in enumerate(WORDS)} | {"[UNK]": 1000, "##ing": 1001}))
+    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    return saved(folder, made)
+
+
+@pytest.mark.parametrize("make", [lambda folder: BPE, metaspace, word_piece], ids=["bpe8k", "metaspace", "wordpiece"])
+def test_prompts_differ_as_texts_as_they_differ_as_ids(tmp_path, make):
+    """96 shared and 16 own ids: as many tokens, exactly 96 of them in common, and no two prompts alike."""
+    folder = make(tmp_path / "t")
+    texts, read, draw = TokenizerTexts(folder), reader(folder), random.Random(1)
+    shared = [draw.randrange(8192) for _ in range(96)]
+    prompts = [[*shared, *(draw.randrange(8192) for _ in range(16))] for _ in range(40)]
+    sent = [read(texts.text(ids)) for ids in prompts]
+    assert [len(ids) for ids in sent] == [112] * 40
+    beginning = read(texts.text(shared))
+    assert len(beginning) == 96 and all(ids[:96] == beginning for ids in sent)
+    pairs = [(i, j) for i in range(40) for j in range(i)]
+    # Two ids fall on one word once in some hundreds or thousands of positions.
+    assert sum(in_common(sent[i], sent[j]) != in_common(prompts[i], prompts[j]) for i, j in pairs) <= 8
+    assert all(sum(a != b for a, b in zip(sent[i][96:], sent[j][96:], strict=True)) >= 12 for i, j in pairs)
+
+
+def test_any_length_has_its_tokens():
+    texts, read, draw = TokenizerTexts(BPE), reader(BPE), random.Random(2)
+    for length in (0, 1, 2, 3, 17, 512, 4000):
+        assert len(read(texts.text([draw.randrange(8192) for _ in range(length)]))) == length
+
+
+def test_a_workload_shares_as_much_as_text_as_it_does_as_ids():
+    load = load_workload("workloads/mixed.yaml", profile="cpu").load
+    drawn = build_requests(load, vocab_size=8192, max_model_len=2048, seed=0, repeat=1, concurrency=32)
+    sent, read = with_texts(drawn, TokenizerTexts(BPE)), reader(BPE)
+    assert sent.notes["sent_as"] == "text"
+    ids = [list(each.prompt_token_ids) for each in drawn]
+    as_read = [read(each.prompt) for each in sent]
+    assert [len(each) for each in as_read] == [len(each) for each in ids]
+
+    def shared(prompts):
+        return sum(max(in_common(prompts[i], prompts[j]) for j in range(i)) for i in range(1, len(prompts)))
+
+    assert shared(ids) <= shared(as_read) <= 1.002 * shared(ids)
+
+
+def test_texts_stay_as_they_are_and_ids_are_kept():
+    requests = [RequestSpec(0, "a", (17, 4), None, 5), RequestSpec(1, "a", (1,), "as it is", 5)]
+    texts = TokenizerTexts(BPE)
+    first, second = with_texts(requests, texts)
+    assert (first.prompt, first.prompt_token_ids) == (texts.text([17, 4]), (17, 4)) and second.prompt == "as it is"
+
+
+def test_a_tokenizer_with_too_few_words_is_refused_with_the_way_out(tmp_path):
+    made = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<unk>": 2}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(UsageError, match=r"has 2 words of one token.*need 256: give prompts of kind text"):
+        TokenizerTexts(saved(tmp_path / "t", made))
