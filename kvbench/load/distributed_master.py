@@ -242,6 +242,10 @@ class Crew:
         clock = self.clocks[self.links.index(link)]
         try:
             told = link.call("finish")
+            while left := told.get("left"):  # answers that it has not parsed yet
+                told = link.call("finish")
+                if told.get("left", 0) >= left:
+                    raise WorkerLost(f"{link.name} left {left} answers unread")
             data = {name: link.pull(name, size) for name, size in told["sizes"].items()}
             samples = samples_from_bytes(data["samples"], told["zero"], clock, by_index, shard.first_user)
         except (WorkerLost, ValueError, KeyError) as error:

@@ -51,6 +51,7 @@ MASTER_LIMIT_S = 10.0  # Locust's master answers a heartbeat every second
 CONNECT_LIMIT_S = 300.0
 _OPEN_LEAD_S = 0.05
 _ROWS_BETWEEN_PAUSES = 200
+_PARSE_TURN_S = 5.0
 
 
 def run_worker(host: str, port: int) -> int:
@@ -82,6 +83,7 @@ class Worker:
         self._rows: list[bytes] = []
         self._results: dict[str, bytes] = {}
         self._spec: LoadSpec | None = None
+        self._measuring: Measuring | None = None
         self._measured: gevent.Greenlet | None = None
 
     def run(self) -> int:
@@ -203,8 +205,8 @@ class Worker:
             measuring.clocked.priority = priority
             measuring.begin(zero)
             gone = watch(self.session, lambda: self.stopped, lambda: self._tell("progress"))
-            clocked = measuring.end()
-        self._results["clocked"] = json.dumps(vars(clocked)).encode()
+            measuring.end()
+            self._measuring = measuring
         self._tell("ended", gone=gone, signal=self._signal)
 
     def _do_stop(self) -> None:
@@ -213,13 +215,22 @@ class Worker:
             self.session.stopping = True
 
     def _do_finish(self) -> dict[str, Any]:
-        """Ends the users and makes the results ready; sizes in bytes of what can be fetched."""
+        """Ends the users and makes the results ready; sizes in bytes of what can be fetched.
+
+        ``left``: how many answers are not yet parsed; the master asks again while there are any.
+        """
         self.probe.stop()
         if self._measured is not None:
             self._measured.join(timeout=STOP_LIMIT_S)
         end_users(self.runner)
-        with gevent.Timeout(STOP_LIMIT_S, False):
-            self.session.drain()
+        if self._measuring is not None:
+            with gevent.Timeout(_PARSE_TURN_S, False):
+                self._measuring.parse_rest(lambda: self.stopped, lambda: self._tell("progress"))
+            if self.session.unparsed and not self.stopped:
+                return {"left": self.session.unparsed}
+            self._results["clocked"] = json.dumps(vars(self._measuring.clocked)).encode()
+        self.session.close()
+        self._tell("progress")
         send_statistics(self.runner)  # before the answer, so that the master has them when it has that
         self._results["samples"] = samples_to_bytes(self.session.samples, self.session.zero)
         self._results["lags"] = np.asarray(self.probe.lags, dtype=np.float64).tobytes()

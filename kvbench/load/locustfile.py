@@ -26,12 +26,13 @@ from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from kvbench.errors import MeasurementError
+from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_wire import send_statistics
 from kvbench.load.lag import LagProbe
 from kvbench.load.locust_job import Job, add_arguments, fire_rows, job_of, session_for
 from kvbench.load.locust_shares import fixed_shares
 from kvbench.load.outcome import outcome_of, write_outcome
-from kvbench.load.process import Measuring
+from kvbench.load.process import EXIT_NOT_DRIVEN, START_LIMIT_S, Measuring, wait_ready, watch
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 
@@ -95,7 +96,7 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
         return  # the master says which users, and how many
     environment.user_classes = [ClosedLoop if job.mode == "closed" else OpenLoop]
     if isinstance(runner, MasterRunner):
-        runner.register_message(_ENDED, lambda msg, **_: NODE.ended.add(msg.node_id))
+        runner.register_message(_ENDED, lambda msg, **_: _on_ended(environment, msg))
         if job.mode == "open":
             environment.dispatcher_class = one_each
     options.num_users = options.num_users or job.users
@@ -109,6 +110,17 @@ def one_each(worker_nodes: Any, user_classes: Any) -> UsersDispatcher:
 
 def _on_shard(msg: Message, **_: Any) -> None:
     NODE.shard, NODE.test = (msg.data["number"], msg.data["of"]), msg.data["test"]
+
+
+def _on_ended(environment: Environment, msg: Message) -> None:
+    NODE.ended.add(msg.node_id)
+    if msg.data:
+        _not_driven(environment, str(msg.data))
+
+
+def _not_driven(environment: Environment, why: str) -> None:
+    print(f"kvbench: {why}", file=sys.stderr)
+    environment.process_exit_code = EXIT_NOT_DRIVEN
 
 
 @events.test_start.add_listener
@@ -131,7 +143,8 @@ def _on_start(environment: Environment, **_: Any) -> None:
     NODE.session, NODE.measuring = session, Measuring(session, LagProbe())
     fire = environment.events.request.fire
     session.fire = lambda **event: (fire(**event), fire_rows(fire, event["context"]["sample"]))
-    NODE.driver = gevent.spawn(_drive, environment, users if NODE.job.out_dir and NODE.job.mode == "closed" else 1)
+    measures = NODE.job.out_dir is not None and NODE.job.mode == "closed" and NODE.shard[1] == 1
+    NODE.driver = gevent.spawn(_drive, environment, users if measures else 1)
 
 
 def _deal_out(environment: Environment, master: MasterRunner) -> None:
@@ -161,23 +174,28 @@ def _drive(environment: Environment, line_up: int) -> None:
     if not session.total:  # more workers than conversations
         _leave(environment)
         return
-    while session.ready < line_up and session.start_failure is None:
-        gevent.sleep(0.01)
-    if session.start_failure is not None:
-        print(f"kvbench: {session.start_failure}", file=sys.stderr)
-        environment.process_exit_code = 2
-    else:
+    problem = None
+    try:
+        # Who stops the test ends this greenlet.
+        spawning_s = line_up / (environment.parsed_options.spawn_rate or 1.0)
+        wait_ready(session, line_up, lambda: False, START_LIMIT_S + spawning_s)
         measuring.begin()
-        session.ended.wait()
+        gone = watch(session, lambda: False, lambda: None)
         measuring.end()
-    _leave(environment)
+        measuring.parse_rest(lambda: False, lambda: None)
+        problem = None if gone is None else f"the server stopped answering: {gone}"
+    except StreamFailure as failure:
+        problem = str(failure)
+    _leave(environment, problem)
 
 
-def _leave(environment: Environment) -> None:
-    """This node has nothing more to do."""
+def _leave(environment: Environment, problem: str | None = None) -> None:
+    """This node has nothing more to do; ``problem``: because it cannot."""
+    if problem is not None:
+        _not_driven(environment, problem)
     if isinstance(environment.runner, WorkerRunner):
         send_statistics(environment.runner)
-        environment.runner.send_message(_ENDED)
+        environment.runner.send_message(_ENDED, problem)
     else:
         _end(environment)
 
@@ -195,18 +213,18 @@ def _end(environment: Environment) -> None:
 @events.test_stop.add_listener
 def _on_stop(environment: Environment, **_: Any) -> None:
     session, measuring = NODE.session, NODE.measuring
-    if session is None or not session.go.is_set():
+    if session is None:
         return
-    session.stopping = True
-    if NODE.driver is not gevent.getcurrent():
-        NODE.driver.kill(block=False)  # stopped from outside: it must not end the next test
-    measuring.probe.stop()
-    with gevent.Timeout(5, False):
-        session.drain()
-    if measuring.clocked.wall_s == 0.0:  # stopped before its end
-        measuring.end()
-    NODE.session = None
-    if NODE.job.out_dir is None or isinstance(environment.runner, WorkerRunner):
+    NODE.session, session.stopping = None, True
+    from_outside = NODE.driver is not gevent.getcurrent()
+    if from_outside:
+        NODE.driver.kill(block=False)  # it must not end the next test
+    if session.go.is_set():
+        if measuring.clocked.wall_s == 0.0:  # stopped before its end
+            measuring.end()
+        measuring.parse_rest(lambda: from_outside, lambda: None)
+    session.close()
+    if not session.go.is_set() or NODE.job.out_dir is None or isinstance(environment.runner, WorkerRunner):
         return
     NODE.job.out_dir.mkdir(parents=True, exist_ok=True)
     posts = [entry for (_, kind), entry in environment.stats.entries.items() if kind == "POST"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvbench.load.completion import Completion
 from kvbench.load.distributed_clock import ClockMap, clock_reasons
-from kvbench.load.outcome import Clocked
+from kvbench.load.outcome import Clocked, own_costs
 from kvbench.load.probe import client_report, invalid_reasons
 from kvbench.load.requests import RequestSpec
 from kvbench.load.samples import SCHEMA, Sample
@@ -100,18 +100,23 @@ def merged_client(results: Sequence[WorkerResult], mode: str, wall_s: float) -> 
     the same limits: one slow worker of many may not hide among the others.
     """
     lags = np.concatenate([r.lags for r in results]) if results else np.empty(0)
-    cpu_s = sum(r.clocked.cpu_s for r in results)
+    cpu_s, clocked = sum(r.clocked.cpu_s for r in results), [r.clocked for r in results]
     stamped = all(r.clocked.kernel_stamps for r in results)
     client = client_report([s for r in results for s in r.samples], lags, cpu_s, wall_s, mode, stamped)
     own = [
         client_report(r.samples, r.lags, r.clocked.cpu_s, r.clocked.wall_s, mode, r.clocked.kernel_stamps)
         for r in results
     ]
+    for result, figures in zip(results, own, strict=True):
+        figures |= own_costs(result.samples, figures["chunks"], [result.clocked])
     fractions = [c["cpu_fraction"] for c in own if c["cpu_fraction"] is not None]
     client["cpu_fraction_total"] = client["cpu_fraction"]
     client["cpu_fraction"] = max(fractions, default=None)
-    client["reopened_connections"] = sum(r.clocked.reopened for r in results)
-    client["priority"] = ", ".join(sorted({r.clocked.priority for r in results}))
+    client |= own_costs([s for r in results for s in r.samples], client["chunks"], clocked)
+    client["reopened_connections"] = sum(c.reopened for c in clocked)
+    reads = sum(r.clocked.reads for r in results)
+    client["unstamped_share"] = sum(r.clocked.unstamped_reads for r in results) / reads if reads else None
+    client["priority"] = ", ".join(sorted({c.priority for c in clocked}))
     client["prompt_token_mismatches"] = sum(r.mismatches for r in results)
     client["processes"] = [_process(r, c) for r, c in zip(results, own, strict=True)]
     reasons: list[str] = []

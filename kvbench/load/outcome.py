@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.load.probe import client_report, invalid_reasons, short_outputs
+from kvbench.load.probe import client_report, invalid_reasons, percentile_ms, short_outputs
 from kvbench.load.requests import RequestList
 from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.session import LoadSession
@@ -24,6 +24,7 @@ _MAX_UNSTAMPED_SHARE = 0.01
 class Clocked:
     """What a process measured of itself. ``cpu_s`` over ``wall_s``; ``wall_step_s``: how far the wall clock jumped.
 
+    Both are over the streaming; ``parse_cpu_s`` is what it took to parse what was left when the last stream returned.
     ``reads``: from streams, of which the kernel did not stamp ``unstamped_reads`` as the bytes arrived; ``reopened``:
     kept connections that turned out to be closed and were opened anew.
     """
@@ -36,6 +37,7 @@ class Clocked:
     reads: int = 0
     unstamped_reads: int = 0
     reopened: int = 0
+    parse_cpu_s: float = 0.0
 
     @property
     def kernel_stamps(self) -> bool:
@@ -67,7 +69,33 @@ def outcome_of(
     samples = session.samples
     client = client_report(samples, lags, clocked.cpu_s, clocked.wall_s, session.spec.mode, clocked.kernel_stamps)
     client |= {"priority": clocked.priority, "reopened_connections": clocked.reopened}
-    return Outcome(samples, session.zero, session.max_in_flight, clocked, client, [], locust_totals)
+    client |= {"unstamped_share": clocked.unstamped_reads / clocked.reads if clocked.reads else None}
+    client |= own_costs(samples, client["chunks"], [clocked])
+    return Outcome(samples, session.zero, session.presence.most_open, clocked, client, [], locust_totals)
+
+
+def own_costs(samples: Sequence[Sample], chunks: int, clocked: Sequence[Clocked]) -> dict[str, Any]:
+    """What the client's own work took, of all its processes (``clocked``).
+
+    ``cpu_s``: CPU seconds during the streaming, ``parse_cpu_s``: of the parsing that was left after it;
+    ``cpu_us_per_chunk`` is of both. ``read_delay_p99_ms``: by how much later turns were due than their users had
+    thought, because the answer before had first to be parsed (``converse``); None without such turns.
+    """
+    cpu_s, parse_cpu_s = sum(c.cpu_s for c in clocked), sum(c.parse_cpu_s for c in clocked)
+    return {
+        "cpu_s": cpu_s,
+        "parse_cpu_s": parse_cpu_s,
+        "cpu_us_per_chunk": (cpu_s + parse_cpu_s) / chunks * 1e6 if chunks else None,
+        "read_delay_p99_ms": percentile_ms(read_delays(samples), 99),
+    }
+
+
+def read_delays(samples: Sequence[Sample]) -> list[float]:
+    """Seconds from the end of each later turn's thinking to its intended start; 0 where thinking took longer."""
+    ends = {(s.request.session, s.request.turn): s.end for s in samples if s.request.session is not None}
+    later = [s for s in samples if s.request.session is not None and s.request.turn and s.sent]
+    due = [ends.get((s.request.session, s.request.turn - 1), s.t0) + s.request.think_s for s in later]
+    return [max(0.0, s.t0 - when) for s, when in zip(later, due, strict=True)]
 
 
 def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended_well: bool = True) -> dict[str, Any]:

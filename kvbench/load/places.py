@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from gevent.event import Event
+from gevent.event import AsyncResult
 
 
 class Places:
@@ -13,26 +13,26 @@ class Places:
 
     def __init__(self, limit: int | None) -> None:
         self._free = limit
-        self._waiting: deque[Event] = deque()
+        self._waiting: deque[AsyncResult] = deque()
 
-    def take(self, due: float) -> float:
-        """Takes a place, waiting for one if need be. Returns the seconds from ``due`` [s, perf_counter] until then.
+    def take(self) -> float:
+        """Takes a place, waiting for one if need be. Returns the seconds that there was none, counted from the call.
 
-        Exactly 0 where one was free: what made the request late then was not the cap.
+        Exactly 0 where one was free. Neither how late the caller came nor how late it goes on when it has its place
+        is in it: that is the client's own doing, not the cap's.
         """
         if self._free is None:
             return 0.0
         if self._free > 0:
             self._free -= 1
             return 0.0
-        turn = Event()
+        asked, turn = time.perf_counter(), AsyncResult()
         self._waiting.append(turn)
-        turn.wait()
-        return time.perf_counter() - due
+        return turn.get() - asked
 
     def give(self) -> None:
         """Gives a place back, at once to whoever has waited longest."""
         if self._waiting:
-            self._waiting.popleft().set()
+            self._waiting.popleft().set(time.perf_counter())
         elif self._free is not None:
             self._free += 1

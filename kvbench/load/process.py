@@ -30,6 +30,7 @@ START_LIMIT_S = 30.0
 STOP_LIMIT_S = 1.2
 _STALL_MARGIN_S = 30.0
 _SWITCH_S = 0.0002
+_LOOK_S = 0.005
 
 
 def requests_of(spec: LoadSpec) -> RequestList:
@@ -72,10 +73,10 @@ def check_server(session: LoadSession) -> None:
     client.close()
 
 
-def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) -> None:
+def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool], limit_s: float = START_LIMIT_S) -> None:
     """Until every user stands at the line with an open connection, or the load is stopped. StreamFailure."""
-    late = StreamFailure("connect_timeout", f"the users were not ready in {START_LIMIT_S:g} s")
-    with gevent.Timeout(START_LIMIT_S, late):
+    late = StreamFailure("connect_timeout", f"the users were not ready in {limit_s:g} s")
+    with gevent.Timeout(limit_s, late):
         while session.ready < users:
             if session.start_failure is not None:
                 raise session.start_failure
@@ -106,7 +107,11 @@ def undisturbed(spec: LoadSpec) -> Iterator[str]:
 
 
 class Measuring:
-    """From ``begin`` to ``end``: the session runs, the probe ticks, CPU and clocks are read."""
+    """From ``begin`` to ``end``: the session runs, the probe ticks, CPU and clocks are read.
+
+    All of it is over the streaming: what is left to parse after the last stream disturbs no stamp, and would water
+    down every average.
+    """
 
     def __init__(self, session: LoadSession, probe: LagProbe) -> None:
         self.session, self.probe = session, probe
@@ -121,14 +126,38 @@ class Measuring:
         self.session.begin(zero)
 
     def end(self) -> Clocked:
-        """After the last request, before anything is written."""
+        """When the last stream has returned."""
         clocked = self.clocked
+        self.probe.stop()
         clocked.cpu_s = time.process_time() - self._cpu
         clocked.wall_s = self.session.elapsed()
         clocked.reopened = self.session.reopened
         clocked.reads, clocked.unstamped_reads = self.session.reads, self.session.unstamped_reads
         clocked.wall_step_s = time.time() - clocked.started_unix - clocked.wall_s
         return clocked
+
+    def parse_rest(self, stopped: Callable[[], bool], tick: Callable[[], None]) -> None:
+        """After the streams: until all that came back is judged. ``tick``: 4 times a second.
+
+        Once the load is ``stopped`` it may take ``STOP_LIMIT_S`` more; otherwise its bound is the number of answers.
+        """
+        session, began = self.session, time.process_time()
+        asked: float | None = None
+        moved, told, done = time.monotonic(), time.monotonic(), session.done
+        try:
+            while session.unparsed:
+                gevent.sleep(_LOOK_S)
+                now = time.monotonic()
+                if session.done != done:
+                    moved, done = now, session.done
+                asked = now if asked is None and stopped() else asked
+                if now - moved > _STALL_MARGIN_S or (asked is not None and now - asked > STOP_LIMIT_S):
+                    return
+                if now - told >= PROGRESS_S:
+                    tick()
+                    told = now
+        finally:
+            self.clocked.parse_cpu_s += time.process_time() - began
 
 
 class Voice:
@@ -169,18 +198,23 @@ class Voice:
 
 
 def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], None]) -> str | None:
-    """Until the load has ended (None), was stopped (None), or the server is gone (why). ``tick``: 4 times a second."""
+    """Until the last stream has returned (None), the load was stopped (None), or the server is gone (why).
+
+    In the last case nothing more is sent. ``tick``: 4 times a second.
+    """
     spec = session.spec
-    moved, done = time.monotonic(), 0
+    moved, returned = time.monotonic(), 0
     limit = spec.timeout_s + spec.connect_timeout_s + _STALL_MARGIN_S
     while not session.ended.wait(PROGRESS_S):
         if stopped():
             return None
-        if session.server_gone:
-            return session.last_error
-        if session.done != done or session.waits:
-            moved, done = time.monotonic(), session.done
+        if session.presence.gone is not None:
+            session.stopping = True
+            return session.presence.gone
+        if session.returned != returned or session.waits:
+            moved, returned = time.monotonic(), session.returned
         if time.monotonic() - moved > limit:  # cannot happen while the time-outs work
+            session.stopping = True
             return f"no request ended for {limit:g} s"
         tick()
     return None

@@ -123,12 +123,11 @@ class Load:
             self._say("end", exit_code=EXIT_NOT_DRIVEN, error=str(failure))
             return EXIT_NOT_DRIVEN
         finally:
-            probe.stop()
             end_users(runner)
             with gevent.Timeout(STOP_LIMIT_S, False):
                 runner.quit()
-        with gevent.Timeout(STOP_LIMIT_S, False):
-            session.drain()
+        measuring.parse_rest(lambda: self.voice.stopped, lambda: self._say("progress"))
+        session.close()
         if gone is not None:
             print(f"kvbench load: the server stopped answering: {gone}", file=sys.stderr)
         code = self.voice.exit_code(gone)

@@ -16,6 +16,7 @@ from kvbench.load.alarms import Alarms
 from kvbench.load.body import http_request
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts, tls_context
 from kvbench.load.completion import Completion, judge
+from kvbench.load.presence import Presence
 from kvbench.load.requests import RequestSpec, conversations
 from kvbench.load.samples import SESSION_BROKEN, Sample, knows_answer
 from kvbench.load.spec import LoadSpec
@@ -24,7 +25,6 @@ from kvbench.load.spec import LoadSpec
 # before that stream is parsed. Bursts of 64 chunks take under 2 ms.
 _PARSE_DELAY_S = 0.004
 _MOST_BYTES, _MOST_BYTES_PER_TOKEN = 1 << 20, 4096  # of an answer; an event of one token has 200 to 400
-_GONE_KINDS = ("refused", "connect_timeout", "connection", "timeout")
 _LOOK_S = 0.5  # how often a long wait looks whether the load is over
 
 Turn = tuple[RequestSpec, bytes | None]
@@ -32,12 +32,27 @@ Turn = tuple[RequestSpec, bytes | None]
 
 
 @dataclass(frozen=True)
-class _Returned:
+class Returned:
+    """A stream that has ended. ``at``: when its user had it [s, perf_counter]."""
+
     request: RequestSpec
     user: int
     t0: float
     raw: RawStream
     queued_s: float
+    at: float
+
+
+class _Pauses:
+    """Between two slices of parsing other streams' bytes are read; ``seconds``: for how long in all."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> None:
+        before = time.perf_counter()
+        gevent.sleep(0)
+        self.seconds += time.perf_counter() - before
 
 
 class LoadSession:
@@ -45,7 +60,8 @@ class LoadSession:
 
     A user that has its stream's end goes on at once: what it costs to parse does not delay its next request. Only
     within a conversation the answer is judged first, as the next turn depends on it. ``pending``: conversations, a
-    request by itself being one of a single turn.
+    request by itself being one of a single turn. ``ended``: no stream will come any more; what came is not necessarily
+    parsed. ``done``: requests whose outcome is known.
     """
 
     def __init__(self, spec: LoadSpec, address: Address, timeouts: Timeouts, requests: list[RequestSpec]) -> None:
@@ -65,16 +81,14 @@ class LoadSession:
         self.ready = 0
         self.stopping = False
         self.start_failure: StreamFailure | None = None
-        self.in_flight = 0
-        self.max_in_flight = 0
         self.thinking = 0
+        self.returned = 0
         self.done = 0
         self.failed = 0
         self.reopened = 0
         self.reads = 0
         self.unstamped_reads = 0
-        self.last_error = ""
-        self._dead_in_a_row = 0
+        self.presence = Presence(spec, self.new_client)
         self._users = 0
         self._tls = tls_context(spec.tls_verify, spec.tls_ca_file) if address.tls else None
         self._alarms = Alarms()
@@ -100,19 +114,19 @@ class LoadSession:
         return time.perf_counter() - self.zero if self.go.is_set() else 0.0
 
     @property
-    def server_gone(self) -> bool:
-        """True when so many requests in a row found no server that going on is pointless."""
-        return self._dead_in_a_row >= max(8, 2 * int(self.spec.concurrency or 1))
-
-    @property
     def over(self) -> bool:
         """True when nothing more is to be sent: the load was stopped, or the server is gone."""
-        return self.stopping or self.server_gone
+        return self.stopping or self.presence.gone is not None
 
     @property
     def waits(self) -> bool:
         """True when nothing is in flight because nothing is due, now but later."""
-        return not self.in_flight and bool(self.pending or self.thinking)
+        return not self.presence.open and bool(self.pending or self.thinking)
+
+    @property
+    def unparsed(self) -> int:
+        """How many requests have come back and are not judged yet."""
+        return self.returned - self.done
 
     def wait_until(self, when: float) -> bool:
         """Waits for a moment [s, perf_counter]; False as soon as the load is over."""
@@ -127,33 +141,49 @@ class LoadSession:
         self,
         user: int,
         turns: Sequence[Turn],
-        send: Callable[[RequestSpec, bytes, float | None, RequestSpec | None], Sample | None],
+        send: Callable[[RequestSpec, bytes, float | None], Returned | None],
         start: float | None = None,
     ) -> None:
         """The turns of one conversation, one after the other. ``start``: intended start of the first (open loop).
 
-        ``send`` gets a request, its bytes, its intended start (None in closed loop) and the turn that waits for its
-        outcome, if one does, and then returns that outcome, or None when the load was over. A turn that failed ends the
-        conversation: the later ones are never sent, and count as failed (``session_broken``).
+        ``send`` gets a request, its bytes and its intended start (None in closed loop); it returns what came back, or
+        None when the load was over. A later turn is due when its user has thought, and not before what the answer
+        itself takes to parse: nobody answers what he has not read. However late this process is to do so is slip. A
+        turn that failed ends the conversation: the later ones are never sent, and count as failed
+        (``session_broken``).
         """
         before: Sample | None = None
-        due, read = start, 0.0
+        due, reading_s = start, 0.0
         for number, (request, body) in enumerate(turns):
             if before is not None:
-                due = max(before.end + request.think_s, read)  # nobody answers what he has not read
-                if not self._think_until(due):
-                    return
+                due = before.end + max(request.think_s, reading_s)
                 if body is None:
                     request = with_history(request, turns[number - 1][0], before)
                     body = http_request(self.spec, self.address, request)
-            following = turns[number + 1][0] if number + 1 < len(turns) else None
-            sample = send(request, body, None if start is None else due, following)
-            if following is None or sample is None:
+                if not self._think_until(due):
+                    return
+            returned = send(request, body, None if start is None else due)
+            if returned is None:
                 return
-            if not sample.completion.ok:
-                self._break(user, [turn for turn, _ in turns[number + 1 :]], sample)
+            if number + 1 == len(turns):
+                self._queue.put(returned)
                 return
-            before, read = sample, time.perf_counter()
+            before, reading_s = self._read(returned, turns[number + 1][0].think_s)
+            if not before.completion.ok:
+                self._break(user, [turn for turn, _ in turns[number + 1 :]], before)
+                return
+
+    def _read(self, returned: Returned, think_s: float) -> tuple[Sample, float]:
+        """Judges an answer whose next turn waits for it. The outcome, and the seconds that parsing alone took."""
+        try:
+            gevent.sleep(min(_PARSE_DELAY_S, think_s / 2))
+            begun, pauses = time.perf_counter(), _Pauses()
+            sample = self._parse(returned, pauses)
+        except gevent.GreenletExit:
+            self._queue.put(returned)
+            raise
+        self._keep(sample)
+        return sample, time.perf_counter() - begun - pauses.seconds
 
     def _think_until(self, when: float) -> bool:
         self.thinking += 1
@@ -163,6 +193,7 @@ class LoadSession:
             self.thinking -= 1
 
     def _break(self, user: int, turns: Sequence[RequestSpec], failed: Sample) -> None:
+        self._count(len(turns))
         now, request = time.perf_counter(), failed.request
         why = (
             f"turn {request.turn + 1} of session {request.session} failed ({failed.completion.error_kind}), so this "
@@ -171,6 +202,11 @@ class LoadSession:
         for turn in turns:
             self._keep(Sample(turn, user, now, now, now, Completion(error_kind=SESSION_BROKEN, error=why)))
 
+    def _count(self, requests: int) -> None:
+        self.returned += requests
+        if self.returned == self.total:
+            self.ended.set()
+
     def perform(
         self,
         client: StreamingClient,
@@ -178,66 +214,49 @@ class LoadSession:
         request: RequestSpec,
         body: bytes,
         t0: float | None = None,
-        following: RequestSpec | None = None,
         queued_s: float = 0.0,
-    ) -> Sample | None:
-        """Sends one request, waits for its stream and has it judged. ``t0``: intended start.
-
-        The outcome, where a ``following`` turn waits for it; else None, and it is judged later.
-        """
-        self.in_flight += 1
-        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+    ) -> Returned:
+        """Sends one request and waits for its stream. ``t0``: intended start."""
+        self.presence.begin(client)
+        interrupted: gevent.GreenletExit | None = None
         try:
             raw = client.exchange(body, _MOST_BYTES + _MOST_BYTES_PER_TOKEN * request.max_tokens)
-        except gevent.GreenletExit:
-            raw = client.last_raw
-            self._queue.put(_Returned(request, user, raw.ts if t0 is None else t0, raw, queued_s))
-            raise
+        except gevent.GreenletExit as stop:
+            raw, interrupted = client.last_raw, stop
         except Exception as error:  # a bug here must end this request, not the load: Locust would go on for ever
             raw = client.last_raw
             raw.error_kind, raw.error, raw.end = "client_error", repr(error), time.perf_counter()
             client.close()
-        finally:
-            self.in_flight -= 1
+        self.presence.end(client, raw)
         self.reopened += raw.reopened
         self.reads += len(raw.times)
         self.unstamped_reads += raw.unstamped
-        self._dead_in_a_row = self._dead_in_a_row + 1 if raw.error_kind in _GONE_KINDS else 0
-        if raw.error_kind is not None:
-            self.last_error = raw.error or raw.error_kind
-        returned = _Returned(request, user, raw.ts if t0 is None else t0, raw, queued_s)
-        if following is None:
+        returned = Returned(request, user, raw.ts if t0 is None else t0, raw, queued_s, time.perf_counter())
+        self._count(1)
+        if interrupted is not None:
             self._queue.put(returned)
-            return None
-        gevent.sleep(min(_PARSE_DELAY_S, following.think_s / 2))
-        sample = self._parse(returned)
-        self._keep(sample)
-        return sample
+            raise interrupted
+        return returned
 
-    def drain(self) -> None:
-        """Waits until everything that came back is parsed; the load is over."""
-        self._queue.put(None)
-        self._parser.join()
+    def close(self) -> None:
+        """Ends the parser and gives the alarms back; what is not parsed by now never is."""
+        self._parser.kill()
         self._alarms.close()
 
     def _parse_all(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if not self.stopping:
-                gevent.sleep(_PARSE_DELAY_S)
-            self._keep(self._parse(item))
+        while True:
+            item: Returned = self._queue.get()
+            gevent.sleep(max(0.0, item.at + _PARSE_DELAY_S - time.perf_counter()))
+            self._keep(self._parse(item, lambda: gevent.sleep(0)))
 
     def _keep(self, sample: Sample) -> None:
         self.samples.append(sample)
         self.done += 1
         self.failed += not sample.completion.ok
         self._tell_locust(sample)
-        if self.done == self.total:
-            self.ended.set()
 
-    def _parse(self, item: _Returned) -> Sample:
+    def _parse(self, item: Returned, pause: Callable[[], None]) -> Sample:
         raw = item.raw
-        # Pausing lets other streams' bytes be stamped; after a stop there is nothing left to stamp.
-        pause = (lambda: None) if self.stopping else (lambda: gevent.sleep(0))
         try:
             outcome = judge(
                 raw.times, raw.chunks, item.request.max_tokens, raw.error_kind, raw.error, pause, self.spec.dialect

@@ -11,8 +11,7 @@ from locust.exception import StopUser
 from kvbench.load.client import StreamFailure
 from kvbench.load.places import Places
 from kvbench.load.requests import RequestSpec
-from kvbench.load.samples import Sample
-from kvbench.load.session import LoadSession, Turn
+from kvbench.load.session import LoadSession, Returned, Turn
 
 # A server may have a thread for each connection and few of them: one that waits on a connection held in reserve serves
 # nobody else. Connections opened as they are needed, even 200 at once, made no request later than reserves did.
@@ -46,10 +45,8 @@ class ClosedLoopUser(User):
             raise StopUser
         session.converse(self.number, session.pending.popleft(), self._send)
 
-    def _send(
-        self, request: RequestSpec, body: bytes, due: float | None, following: RequestSpec | None
-    ) -> Sample | None:
-        return self.session.perform(self.client, self.number, request, body, due, following)
+    def _send(self, request: RequestSpec, body: bytes, due: float | None) -> Returned:
+        return self.session.perform(self.client, self.number, request, body, due)
 
     def on_stop(self) -> None:
         """Closes the connection."""
@@ -98,17 +95,14 @@ class OpenLoopUser(User):
     def _converse(self, turns: Sequence[Turn], due: float) -> None:
         self.session.converse(0, turns, self._send, due)
 
-    def _send(
-        self, request: RequestSpec, body: bytes, due: float | None, following: RequestSpec | None
-    ) -> Sample | None:
-        assert due is not None
-        queued_s = self.places.take(due)
+    def _send(self, request: RequestSpec, body: bytes, due: float | None) -> Returned | None:
+        queued_s = self.places.take()
         try:
             if self.session.over:
                 return None
             client = self.idle.pop() if self.idle else self.session.new_client()
             try:
-                return self.session.perform(client, 0, request, body, due, following, queued_s)
+                return self.session.perform(client, 0, request, body, due, queued_s)
             finally:
                 self.idle.append(client)
         finally:

@@ -1,0 +1,86 @@
+"""Whether the server is still there: a request that found none says little, many in a row say it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import gevent
+
+from kvbench.load.client import RawStream, StreamingClient
+from kvbench.load.spec import LoadSpec
+
+_ABSENT = ("refused", "connect_timeout", "connection", "timeout")
+_MIN_IN_A_ROW = 8
+_ANSWER_LIMIT_S = 5.0
+
+
+class Presence:
+    """Follows how requests end. ``gone``: why going on is pointless, None while it is not.
+
+    Suspicion falls on a server when max(8, twice the requests in flight) requests in a row found none or were timed
+    out, and since the first of them no stream has brought a byte. Then, where a number of users or places limits the
+    load, it is over: nobody is served, and it would last as many time-outs as there are requests left. Arrivals that
+    nothing limits go on whatever the server does, one too slow for its time-outs being a result, as long as a new
+    connection gets an answer to GET /health (any status) within 5 s.
+    """
+
+    def __init__(self, spec: LoadSpec, new_client: Callable[[], StreamingClient]) -> None:
+        self.gone: str | None = None
+        self.open: set[StreamingClient] = set()  # those with a request under way
+        self.most_open = 0
+        self._limit = spec.concurrency if spec.mode == "closed" else spec.max_concurrency
+        self._new_client = new_client
+        self._in_a_row = 0
+        self._since = 0.0
+        self._last_error = ""
+        self._asking: gevent.Greenlet | None = None
+
+    def begin(self, client: StreamingClient) -> None:
+        """A request sets out."""
+        self.open.add(client)
+        self.most_open = max(self.most_open, len(self.open))
+
+    def end(self, client: StreamingClient, raw: RawStream) -> None:
+        """It has ended so."""
+        self.open.discard(client)
+        if raw.error_kind is not None:
+            self._last_error = raw.error or raw.error_kind
+        if raw.error_kind not in _ABSENT:
+            self._in_a_row = 0
+            return
+        if self._in_a_row == 0 or self._heard(raw):
+            self._in_a_row, self._since = 0, raw.end
+        self._in_a_row += 1
+        if self._in_a_row >= max(_MIN_IN_A_ROW, 2 * (self._limit or len(self.open))) and self._asking is None:
+            self._suspect()
+
+    def _suspect(self) -> None:
+        if any(self._heard(client.last_raw) for client in self.open):
+            self._in_a_row = 0
+        elif self._limit:
+            self.gone = self._last_error
+        else:
+            self._asking = gevent.spawn(self._ask)
+
+    def _ask(self) -> None:
+        client = self._new_client()
+        limits = dataclasses.asdict(client.timeouts)
+        client.timeouts = dataclasses.replace(
+            client.timeouts, **{name: min(limit, _ANSWER_LIMIT_S) for name, limit in limits.items()}
+        )
+        place = client.address
+        answer = client.exchange(
+            f"GET {place.prefix}/health HTTP/1.1\r\nHost: {place.authority}\r\nConnection: close\r\n\r\n".encode()
+        )
+        client.close()
+        answered = answer.error_kind is None or not self._in_a_row
+        if answered or any(self._heard(c.last_raw) for c in self.open):
+            self._in_a_row = 0
+        else:
+            self.gone = self._last_error
+        self._asking = None
+
+    def _heard(self, raw: RawStream) -> bool:
+        """Whether it brought a byte after the first of the row had ended."""
+        return bool(raw.times) and raw.times[-1] > self._since
