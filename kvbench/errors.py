@@ -1,10 +1,12 @@
-"""The three ways a command can end early, each with its exit code; and what a full or lost disk says."""
+"""Exit codes, the three ways a command can end early with theirs, and what a full or lost disk says."""
 
 from __future__ import annotations
 
 import errno
 import os
 from pathlib import Path
+
+EXIT_OK, EXIT_USAGE, EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_INTERRUPTED = 0, 2, 3, 4, 130
 
 _STORAGE = {
     errno.ENOSPC: "free some space",
@@ -31,19 +33,19 @@ def storage_sentence(error: OSError, where: Path | str | None = None) -> str | N
 class UsageError(ValueError):
     """Bad input: the message is one sentence for the user with the value, the limit and the way out."""
 
-    exit_code = 2
+    exit_code = EXIT_USAGE
 
 
 class MeasurementError(RuntimeError):
     """The measurement could not be taken (server died, load not driven, pages leaked)."""
 
-    exit_code = 4
+    exit_code = EXIT_INVALID
 
 
 class Interrupted(KeyboardInterrupt):
     """SIGINT or SIGTERM arrived; a KeyboardInterrupt so that no ``except Exception`` swallows it."""
 
-    exit_code = 130
+    exit_code = EXIT_INTERRUPTED
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)

@@ -36,7 +36,8 @@ _HELP = """Send one load of WORKLOAD to a server that runs already, and print wh
     Exit codes:
       0    measured
       2    usage or bad input; nothing was sent
-      3    --find-max-rate ended before the tolerance was reached (--max-runs, --max-minutes)
+      3    --find-max-rate ended before the tolerance was reached (--max-runs, --max-minutes), its runs were too short
+           to tell, or the client was the limit before the server
       4    the load is invalid, or could not be driven to its end
       130  interrupted; with --output-dir go on with --resume
     """
@@ -111,9 +112,11 @@ _ALL = (
     click.option("--max-runs", type=click.IntRange(1, 1000), default=24, show_default=True,
                  help="--find-max-rate: most runs."),
     click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True,
-                 help="--find-max-rate: no run is begun after so many minutes."),
+                 help="--find-max-rate: its end: a run that cannot end by then is not begun, or is cut."),
     click.option("--run-seconds", type=click.FloatRange(min=0), default=20.0, show_default=True,
-                 help="--find-max-rate: least seconds of arrivals of a run."),
+                 help="--find-max-rate: least seconds of arrivals of a run. Without --num-prompts a run also "
+                 "lasts until an overload of --tolerance would show: for the limit on TTFT or E2EL over the tolerance, "
+                 "or for 3 / tolerance^2 arrivals."),
     *SHARING_OPTIONS,
 )  # fmt: skip
 

@@ -13,9 +13,18 @@ from typing import Any
 from rich.console import Console
 
 from kvbench import loadrun
-from kvbench.calibration import Calibrator
+from kvbench.calibrator import Calibrator
 from kvbench.design import LoadPoint, load_point
-from kvbench.errors import Interrupted, MeasurementError, UsageError, storage_sentence
+from kvbench.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    EXIT_OK,
+    Interrupted,
+    MeasurementError,
+    UsageError,
+    storage_sentence,
+)
+from kvbench.interruption import Interruption
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped
 from kvbench.load_result import show, stored
@@ -23,12 +32,10 @@ from kvbench.load_shared import Sharing, be_worker, sharing
 from kvbench.measure import Subject, measure_load, warm_up
 from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.results import read_json, write_json
-from kvbench.sweep import EXIT_INTERRUPTED, Interruption
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.versions import version_of
 from kvbench.workload import Workload
 
-EXIT_OK, EXIT_INVALID = 0, 4
 _RUN = 1  # of a single load; 0 is the warm-up's
 
 
@@ -135,7 +142,7 @@ def _subject(
     return Subject(
         workload.load, workload.seed, target, settings, target.server_info(), None, check,
         client=shared.client, arguments=shared.arguments,
-        calibrate=lambda streams, processes: shared.calibrate(streams, processes, calibrator),
+        calibrate=lambda demand, before: shared.calibrate(demand, before, calibrator),
     )  # fmt: skip
 
 
@@ -169,16 +176,23 @@ class Session:
         from kvbench.rate_run import RateSearch
 
         load = self.subject.load
-        native = mean_rate(self.subject.requests(self.point, _RUN)) if load.arrivals == "trace" else None
+        native, least = None, self.point.num_requests
+        if load.arrivals == "trace":
+            requests = self.subject.requests(self.point, _RUN)
+            native, least = mean_rate(requests), len(requests)
+
+        def check() -> None:
+            self.subject.check()
+            search.check_time()
 
         def measure(rate: float, count: int, number: int, out: Path) -> dict[str, Any]:
             point = self.point
             if native is None:
                 point = load_point("open", concurrency=None, rate=rate, num_requests=count, arrivals=load.arrivals)
-            subject = dataclasses.replace(self.subject, load=at_rate(load, rate, count, native))
+            subject = dataclasses.replace(self.subject, load=at_rate(load, rate, count, native), check=check)
             return self.measure(subject, point, number, out, failures_invalidate=False)
 
-        bounds, sizes = plan.bounds(native or self.point.request_rate), plan.sizes(self.point.num_requests)
+        bounds, sizes = plan.bounds(native or self.point.request_rate), plan.sizes(load, least)
         search = RateSearch(plan.parsed, bounds, sizes, self.folder, measure, self.console, plan.limit_s)
         code = search.run()
         facts = {"valid": code != EXIT_INVALID, "calibration": self.calibrator.facts()}

@@ -7,32 +7,70 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvbench.backlog import arrivals_to_tell, share_told
 from kvbench.design import LoadPoint
 from kvbench.errors import UsageError
-from kvbench.load.schema import LoadConfig
+from kvbench.load.schema import LoadConfig, Slo
 from kvbench.load_options import Asked, shaped
+from kvbench.metrics import QUANTILES
 from kvbench.rate_search import Bounds, Condition, parse_conditions
 from kvbench.workload import Workload
 
 _FIRST_RATE = 1.0  # of a closed-loop workload, which has none
 _BELOW, _ABOVE = 64.0, 1024.0  # how far from the first rate the search goes by itself
+_HOLD_THE_WAIT = ("ttft_ms", "e2el_ms")
+_REACHED = {**QUANTILES, "max": 1.0}  # share of the longest wait, which grows evenly; the mean reaches half of it
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long a run is: at least ``least`` requests and ``seconds`` of arrivals.
+    """How long a run is: at least ``least`` requests and ``seconds`` of arrivals, and whatever the answer needs.
 
-    ``enough``: and as many as the percentiles asked for need (not where --num-prompts says how many).
+    That is as many requests as the percentiles asked for need, and a run that shows a rate of more than ``tolerance``
+    above what the server serves: by ``patience_s`` (see there), or by the number of arrivals alone. ``enough`` False:
+    not these, --num-prompts says how many. ``fixed``: exactly ``least``, as a trace has its own.
     """
 
     least: int
     seconds: float
     enough: bool = True
+    tolerance: float = 1.0
+    patience_s: float = math.inf
+    fixed: bool = False
 
     def requests(self, rate: float, conditions: Sequence[Condition]) -> int:
         """Requests of a run at ``rate`` [1/s]."""
-        needed = [c.samples_needed for c in conditions] if self.enough else []
-        return max(self.least, math.ceil(rate * self.seconds), *needed)
+        if self.fixed:
+            return self.least
+        needed = [self.least, math.ceil(rate * self.seconds)]
+        if self.enough:
+            told = min(rate * self.patience_s / self.tolerance, arrivals_to_tell(self.tolerance))
+            needed += [math.ceil(told), *(c.samples_needed for c in conditions)]
+        return max(needed)
+
+    def seconds_of(self, rate: float, conditions: Sequence[Condition]) -> float:
+        """Seconds for which a run at ``rate`` [1/s] sends."""
+        return self.requests(rate, conditions) / rate
+
+    def overload_told(self, rate: float, requests: int) -> float:
+        """The least overload, as a share of the capacity, that a run of so many requests at ``rate`` [1/s] shows."""
+        return min(rate * self.patience_s / max(requests, 1), share_told(requests))
+
+
+def patience_s(conditions: Sequence[Condition], slo: Slo | None) -> float:
+    """Seconds T after which an overload of 100 % breaks the SLO; one of a share x of the capacity needs T / x.
+
+    By then the last requests wait T: a percentile q of a latency that holds the wait reaches its limit at limit / q.
+    Infinite where no latency holds it (tokens do not come later because others queue).
+    """
+    found = [math.inf]
+    for condition in conditions:
+        if condition.metric in _HOLD_THE_WAIT:
+            found.append(condition.limit / 1000.0 / _REACHED.get(condition.stat, 0.5))
+        elif condition.metric == "goodput" and slo is not None:
+            limits = [limit for name in _HOLD_THE_WAIT if (limit := getattr(slo, name)) is not None]
+            found += [limit / 1000.0 / condition.limit for limit in limits]
+    return min(found)
 
 
 @dataclass(frozen=True)
@@ -73,9 +111,16 @@ class SearchPlan:
         except ValueError as error:
             raise UsageError(str(error)) from None
 
-    def sizes(self, least: int | None) -> Sizes:
-        """``least``: requests of the workload's load."""
-        return Sizes(self.num_prompts or least or 1, self.run_seconds, enough=self.num_prompts is None)
+    def sizes(self, load: LoadConfig, least: int | None) -> Sizes:
+        """``least``: requests of ``load``, or of a trace."""
+        return Sizes(
+            self.num_prompts or least or 1,
+            self.run_seconds,
+            enough=self.num_prompts is None,
+            tolerance=self.tolerance,
+            patience_s=patience_s(self.parsed, load.slo),
+            fixed=load.arrivals == "trace",
+        )
 
 
 def plan_search(

@@ -16,15 +16,18 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.backlog import backlog_of, filling_s
-from kvbench.errors import MeasurementError
+from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
+from kvbench.load.probe import invalid_reasons
 from kvbench.load_folder import METRICS, LoadFolder
 from kvbench.load_result import goodput_share
 from kvbench.rate_plan import Sizes
 from kvbench.rate_search import (
     ALWAYS,
+    CLIENT_LIMIT,
     FOUND,
     INVALID,
     NEVER,
+    TOO_SHORT,
     Answer,
     Ask,
     Bounds,
@@ -34,9 +37,8 @@ from kvbench.rate_search import (
     bracket,
     unmet,
 )
-from kvbench.results import write_json
+from kvbench.results import read_json, write_json
 
-EXIT_OK, EXIT_INCONCLUSIVE, EXIT_INVALID = 0, 3, 4
 OUT_OF_TIME = "out of time"
 _RUN_OVER_FILLING = 4.0
 
@@ -44,9 +46,13 @@ Measure = Callable[[float, int, int, Path], Mapping[str, Any]]
 """rate [1/s], number of requests, number of the run (its seed), folder -> what metrics.json holds, of one run."""
 
 
+class OutOfTimeError(Exception):
+    """The search has had its time while a run was going on."""
+
+
 @dataclass
 class RateSearch:
-    """``measure`` runs one load; ``limit_s``: no run is begun after so many seconds."""
+    """``measure`` runs one load, and calls ``check_time`` meanwhile; ``limit_s``: seconds that all runs may take."""
 
     conditions: tuple[Condition, ...]
     bounds: Bounds
@@ -57,23 +63,42 @@ class RateSearch:
     limit_s: float = math.inf
     trials: list[Trial] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    _ends_at: float = field(default=math.inf, init=False)
 
     def run(self) -> int:
         """To the answer, which is printed and stored; the exit code."""
         self._take_finished()
-        began = time.monotonic()
+        self._ends_at = time.monotonic() + self.limit_s
         while isinstance(step := advance(self.trials, self.bounds), Ask):
-            if time.monotonic() - began > self.limit_s:
-                minutes = f"{self.limit_s / 60:g} minutes"
-                step = Answer(OUT_OF_TIME, *bracket(self.trials), False, f"{minutes} were allowed (--max-minutes)")
-                break
-            self._one(step)
+            if (reason := self._no_time_for(step.rate)) is None:
+                try:
+                    self._one(step)
+                except OutOfTimeError:
+                    reason = f"{self._allowed}, and the run at {step.rate:g} requests/s was cut"
+            if reason is not None:
+                return self._conclude(Answer(OUT_OF_TIME, *bracket(self.trials), False, reason))
         return self._conclude(step)
+
+    def check_time(self) -> None:
+        """Raises OutOfTimeError when the search must end within its run."""
+        if time.monotonic() > self._ends_at:
+            raise OutOfTimeError
+
+    @property
+    def _allowed(self) -> str:
+        return f"{self.limit_s / 60:g} minutes were allowed (--max-minutes)"
+
+    def _no_time_for(self, rate: float) -> str | None:
+        """Why a run at ``rate`` cannot end in time; None when it can."""
+        left, needed = self._ends_at - time.monotonic(), self.sizes.seconds_of(rate, self.conditions)
+        if needed <= left:
+            return None
+        return f"{self._allowed}; the next run, at {rate:g} requests/s, sends for {needed / 60:.3g} minutes"
 
     def _take_finished(self) -> None:
         """What a stopped search has measured. Invalid runs at its end are run again: they may be what ended it."""
         finished = list(self.folder.finished_runs())
-        while finished and not finished[-1][1]["valid"]:
+        while finished and finished[-1][1]["trial"]["cause"] == INVALID:
             finished.pop()
         for path, kept in finished:
             self._note(path, kept)
@@ -88,25 +113,31 @@ class RateSearch:
             kept = dict(self.measure(ask.rate, count, number, path))
         except MeasurementError as error:  # as an invalid run: once more, then the search ends with the reason
             kept = {"valid": False, "invalid_reasons": [str(error)], "metrics": {}}
-        kept["trial"] = {"rate": ask.rate, "confirms": ask.confirms} | self._judged(kept, path / "requests.parquet")
+        kept["trial"] = {"rate": ask.rate, "confirms": ask.confirms} | self._judged(kept, path)
         write_json(path / METRICS, kept)
         self._note(path, kept)
         self.console.print(_told(number, ask, self.trials[-1]), highlight=False, markup=False, soft_wrap=True)
 
-    def _judged(self, kept: Mapping[str, Any], samples: Path) -> dict[str, Any]:
-        """met (None: not told), why not, the values, the backlog; ``seconds``: how long a run must be to tell."""
+    def _judged(self, kept: Mapping[str, Any], run: Path) -> dict[str, Any]:
+        """met (None: not told, with the cause), why not, the values, the backlog.
+
+        ``seconds``: how long a run must be to tell. ``overload_told``: the least overload that this one shows.
+        """
         metrics = kept["metrics"] | {"goodput_share": goodput_share(kept["metrics"])}
-        starts, ends = _visits(samples)
+        starts, ends = _visits(run / "requests.parquet")
         backlog, seconds = backlog_of(starts, ends), None
-        met, reasons = None, list(kept["invalid_reasons"])
+        met, cause, reasons = None, None, list(kept["invalid_reasons"])
         if kept["valid"]:
-            reasons = unmet(self.conditions, metrics, backlog)
+            reasons = unmet(self.conditions, metrics, backlog, self.bounds.tolerance)
             met = not reasons
             if met and backlog is None:  # all was over before a backlog could have shown
-                met, seconds = None, _RUN_OVER_FILLING * filling_s(starts, ends)
+                met, cause, seconds = None, TOO_SHORT, _RUN_OVER_FILLING * filling_s(starts, ends)
                 reasons = [f"too short to tell whether the server keeps up: {seconds:.0f} s of arrivals are needed"]
+        else:
+            cause = CLIENT_LIMIT if client_alone(kept, run) else INVALID
         return {
             "met": met,
+            "cause": cause,
             "reasons": reasons,
             "values": {c.text: c.value(metrics) for c in self.conditions},
             "backlog": None if backlog is None else {"early": backlog.early, "late": backlog.late},
@@ -115,14 +146,14 @@ class RateSearch:
 
     def _note(self, path: Path, kept: Mapping[str, Any]) -> None:
         trial, metrics = kept["trial"], kept["metrics"]
-        self.trials.append(Trial(trial["rate"], trial["met"], tuple(trial["reasons"])))
+        self.trials.append(Trial(trial["rate"], trial["met"], tuple(trial["reasons"]), trial["cause"]))
         if trial["seconds"] is not None:  # from here on
             self.sizes = replace(self.sizes, seconds=max(self.sizes.seconds, trial["seconds"]))
         sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
         self.rows.append({"run": path.name, "requests": sent, "failed": metrics.get("failed"), **trial})
 
     def _conclude(self, answer: Answer) -> int:
-        sentence = say(answer, self.conditions, self.rows, self.bounds)
+        sentence = say(answer, self.conditions, self.rows, self.bounds, self.sizes)
         write_json(
             self.folder.path / "search.json",
             {
@@ -146,6 +177,17 @@ class RateSearch:
         return EXIT_OK if answer.outcome in (FOUND, ALWAYS, NEVER) else EXIT_INCONCLUSIVE
 
 
+def client_alone(kept: Mapping[str, Any], run: Path) -> bool:
+    """Whether nothing but the load client's own figures made a run invalid: what it could not bear, not the server."""
+    told = read_json(run / "load.json") if (run / "load.json").is_file() else {}
+    client = told.get("client")
+    if not client:
+        return False
+    own = {*invalid_reasons(client, 0), *((kept.get("calibration") or {}).get("reasons") or ())}
+    names = tuple(f"{process['name']}: " for process in client.get("processes") or ())
+    return all(reason in own or reason.startswith(names) for reason in kept["invalid_reasons"])
+
+
 def _visits(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends [s] of the requests, a conversation as one: from its first turn to the end of its last."""
     if not path.is_file():
@@ -156,16 +198,21 @@ def _visits(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return visits["t0"].to_numpy(), visits["end"].to_numpy()
 
 
+_UNTOLD = {INVALID: "INVALID", TOO_SHORT: "TOO SHORT TO TELL", CLIENT_LIMIT: "NOT MEASURED, the client was the limit"}
+
+
 def _told(number: int, ask: Ask, trial: Trial) -> str:
-    what = {True: "met", False: "not met", None: "INVALID"}[trial.met]
+    what = _UNTOLD[trial.cause or INVALID] if trial.met is None else "met" if trial.met else "not met"
     again = " (again, to confirm)" if ask.confirms else ""
     return f"run {number}: {ask.rate:g} requests/s{again}: {what}" + (
         f": {'; '.join(trial.reasons)}" if trial.reasons else ""
     )
 
 
-def say(answer: Answer, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]], bounds: Bounds) -> str:
-    """The answer in words, with the number of requests behind it."""
+def say(
+    answer: Answer, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]], bounds: Bounds, sizes: Sizes
+) -> str:
+    """The answer in words, with the number of requests behind it and what its runs could not show."""
     slo = " and ".join(c.text for c in conditions)
     if answer.met is None:
         text = f"No rate met {slo}"
@@ -173,21 +220,37 @@ def say(answer: Answer, conditions: Sequence[Condition], rows: Sequence[Mapping[
         if answer.outcome == NEVER:
             text += " Lower --min-rate to look further down."
     else:
-        behind = [r for r in rows if r["rate"] == answer.met and r["met"]]
-        requests = sum(r["requests"] for r in behind)
-        runs = "1 run" if len(behind) == 1 else f"{len(behind)} runs"
-        text = f"Highest rate that met {slo}: {answer.met:g} requests/s ({requests} requests in {runs}"
-        needed = max((c.samples_needed for c in conditions), default=1)
-        text += f", fewer than the {needed} that a percentile needs)" if requests < needed else ")"
-        if answer.unmet is None:
-            text += "; every rate that was tried met it" + (
-                f", up to --max-rate {bounds.high:g}." if answer.outcome == ALWAYS else "."
-            )
-        else:
+        text = f"Highest rate that met {slo}: {answer.met:g} requests/s ({_behind(answer.met, conditions, rows)})"
+        if answer.unmet is not None:
             text += f"; the lowest that did not: {answer.unmet:g} requests/s."
-        if not answer.confirmed:
-            text += " It was not confirmed by a second run."
+        elif answer.outcome == ALWAYS:
+            text += f"; every rate that was tried met it, up to --max-rate {bounds.high:g}."
+        else:
+            text += "; every rate that was judged met it."
+        text += _unseen(answer.met, rows, bounds, sizes)
+    if not answer.confirmed and (answer.met, answer.unmet) != (None, None):
+        text += " It was not confirmed by further runs."
     return text + (f" The search ended early: {answer.reason}." if answer.reason else "")
+
+
+def _behind(rate: float, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
+    met = [r for r in rows if r["rate"] == rate and r["met"]]
+    requests = sum(r["requests"] for r in met)
+    runs = "1 run" if len(met) == 1 else f"{len(met)} runs"
+    text = f"{requests} requests in {runs} that sent for {min(r['requests'] for r in met) / rate:.0f} s"
+    needed = max((c.samples_needed for c in conditions), default=1)
+    return text + (f", fewer than the {needed} that a percentile needs" if requests < needed else "")
+
+
+def _unseen(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, sizes: Sizes) -> str:
+    """That the runs were too short to show a small overload, where they were."""
+    share = max(sizes.overload_told(rate, r["requests"]) for r in rows if r["rate"] == rate and r["met"])
+    if share <= bounds.tolerance * 1.01:
+        return ""
+    return (
+        f" Runs this short show an overload only from {share:.0%} on: what the server can serve may be that much less. "
+        "Give more --run-seconds, or a longer trace."
+    )
 
 
 def table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -206,7 +269,7 @@ def table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) ->
             *values,
             "-" if row["failed"] is None else str(row["failed"]),
             f"{backlog['early']:.1f} to {backlog['late']:.1f}" if backlog else "-",
-            {True: "met", False: "not met", None: "invalid"}[row["met"]],
+            {True: "met", False: "not met", None: row["cause"]}[row["met"]],
         )
     return made
 

@@ -2,8 +2,8 @@
 
 ``advance(trials, bounds)`` says what to run next or what the answer is, from nothing but the runs so far: a search
 that was interrupted goes on from its stored runs. It doubles (or halves) from the first rate until one rate meets the
-SLO and a higher one does not, and then bisects the ratio of the two down to the tolerance. A rate meets the SLO when
-every valid run of it does; the answer is run again with other requests, and a rate that fails then is no answer.
+SLO and a higher one does not, and then bisects the ratio of the two down to the tolerance. Then both rates are run
+again with other requests: one run may miss, or meet, by chance. Where two runs of a rate disagree a third decides.
 """
 
 from __future__ import annotations
@@ -97,8 +97,13 @@ def _positive(text: str, part: str) -> float:
     return value
 
 
-def unmet(conditions: Sequence[Condition], metrics: Mapping[str, Any], backlog: Backlog | None) -> list[str]:
-    """Why a valid run does not meet the SLO, one phrase each; empty when it does."""
+def unmet(
+    conditions: Sequence[Condition], metrics: Mapping[str, Any], backlog: Backlog | None, tolerance: float
+) -> list[str]:
+    """Why a valid run does not meet the SLO, one phrase each; empty when it does.
+
+    A rate that is more than ``tolerance`` above what the server serves is not met, whatever the conditions.
+    """
     reasons = []
     for condition in conditions:
         if not condition.met(metrics):
@@ -111,6 +116,8 @@ def unmet(conditions: Sequence[Condition], metrics: Mapping[str, Any], backlog: 
         reasons.append(
             f"the backlog grew: {backlog.early:.1f} in flight early in the run, {backlog.late:.1f} when the last came"
         )
+    elif backlog is not None and backlog.falls_behind(tolerance):
+        reasons.append(f"the server fell behind: {backlog.ended} requests ended while {backlog.came} came")
     return reasons
 
 
@@ -122,16 +129,20 @@ def _shown(condition: Condition, value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run at ``rate`` [requests/s]. ``met``: None for an invalid run; ``reasons``: why not met, or invalid."""
+    """One run at ``rate`` [requests/s]. ``met``: None for a run that tells nothing; ``reasons``: of None and False.
+
+    ``cause`` of one that tells nothing: INVALID, TOO_SHORT or CLIENT_LIMIT.
+    """
 
     rate: float
     met: bool | None
     reasons: tuple[str, ...] = ()
+    cause: str | None = None
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Rates in requests/s. ``tolerance``: of the answer, relative; ``confirmations``: further runs of it."""
+    """Rates in requests/s. ``tolerance``: of the answer, relative; ``confirmations``: further runs of both its ends."""
 
     start: float
     low: float
@@ -154,20 +165,22 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Ask:
-    """Run this rate next; ``confirms``: it has met the SLO before and is run again with other requests."""
+    """Run this rate next; ``confirms``: it has been run before and is run again with other requests."""
 
     rate: float
     confirms: bool = False
 
 
-FOUND, ALWAYS, NEVER, INVALID, OUT_OF_RUNS = "found", "always met", "never met", "invalid", "out of runs"
+FOUND, ALWAYS, NEVER = "found", "always met", "never met"
+INVALID, OUT_OF_RUNS, TOO_SHORT = "invalid", "out of runs", "too short to tell"
+CLIENT_LIMIT = "the client was the limit"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The end. ``met``: the highest rate all of whose runs met the SLO (None: none did), below ``unmet``: the lowest
-    that did not (None: all did). ``confirmed``: whether ``met`` has had its further runs. ``reason``: why a search
-    ended without a result, else empty.
+    """The end. ``met``: the highest rate that met the SLO (None: none did), below ``unmet``: the lowest that did not
+    (None: all did). ``confirmed``: whether those two have had their further runs. ``reason``: why a search ended
+    without a result, else empty.
     """
 
     outcome: str
@@ -179,31 +192,73 @@ class Answer:
 
 def advance(trials: Sequence[Trial], bounds: Bounds) -> Ask | Answer:
     """What to run next, or the answer."""
-    met, unmet_rate = bracket(trials)
-    runs_of_met = sum(t.rate == met and t.met is True for t in trials)
-    confirmed = met is not None and runs_of_met > bounds.confirmations
-    if (reason := _given_up(trials)) is not None:
-        return Answer(INVALID, met, unmet_rate, confirmed, reason)
-    ask = _next(met, unmet_rate, bounds)
-    if ask is None and met is not None and not confirmed:
-        ask = Ask(met, confirms=True)
+    met, missed = bracket(trials)
+    ceiling = _client_limit(trials)
+    limited = ceiling is not None and (missed is None or ceiling.rate <= missed)
+    unconfirmed = [rate for rate in (met, None if limited else missed) if not _confirmed(trials, rate, bounds)]
+
+    def answer(outcome: str, reason: str = "") -> Answer:
+        return Answer(outcome, met, missed, not unconfirmed, reason)
+
+    if (why := _given_up(trials)) is not None:
+        return answer(*why)
+    ask = _undecided(trials, ceiling) or _next(met, ceiling.rate if limited and ceiling else missed, bounds)
+    if ask is None and unconfirmed:
+        ask = Ask(unconfirmed[0], confirms=True)
+    if ask is None and limited and ceiling:
+        return answer(
+            CLIENT_LIMIT,
+            f"at {ceiling.rate:g} requests/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})",
+        )
     if ask is None:
-        outcome = NEVER if met is None else ALWAYS if unmet_rate is None else FOUND
-        return Answer(outcome, met, unmet_rate, confirmed)
+        return answer(NEVER if met is None else ALWAYS if missed is None else FOUND)
     if len(trials) >= bounds.max_runs:
-        return Answer(OUT_OF_RUNS, met, unmet_rate, confirmed, f"{bounds.max_runs} runs were allowed (--max-runs)")
-    return ask  # after an invalid run, which tells nothing, the same rate again
+        return answer(OUT_OF_RUNS, f"{bounds.max_runs} runs were allowed (--max-runs)")
+    return ask  # after a run that tells nothing, the same rate again
 
 
 def bracket(trials: Sequence[Trial]) -> tuple[float | None, float | None]:
-    """(highest met rate below every unmet one, lowest unmet rate); a rate is met when all its valid runs are.
+    """(highest met rate below every unmet one, lowest unmet rate); a rate's runs decide by their majority.
 
-    A rate that was met above one that was not is luck, and no answer.
+    A rate that was met above one that was not is luck, and no answer; nor is one that the client could not bear twice.
     """
-    unmet_rates = [t.rate for t in trials if t.met is False]
-    lowest = min(unmet_rates, default=None)
-    below = [t.rate for t in trials if t.met is True and (lowest is None or t.rate < lowest)]
-    return max(below, default=None), lowest
+    margins = _margins(trials)
+    lowest = min((rate for rate, margin in margins.items() if margin < 0), default=None)
+    ceiling = _client_limit(trials)
+    below = min((rate for rate in (lowest, ceiling.rate if ceiling else None) if rate is not None), default=math.inf)
+    return max((rate for rate, margin in margins.items() if margin > 0 and rate < below), default=None), lowest
+
+
+def _margins(trials: Sequence[Trial]) -> dict[float, int]:
+    """Runs that met the SLO less those that did not, by rate, of those that tell."""
+    margins: dict[float, int] = {}
+    for trial in trials:
+        if trial.met is not None:
+            margins[trial.rate] = margins.get(trial.rate, 0) + (1 if trial.met else -1)
+    return margins
+
+
+def _undecided(trials: Sequence[Trial], ceiling: Trial | None) -> Ask | None:
+    """Another run of the rate whose runs disagree."""
+    ties = [rate for rate, margin in _margins(trials).items() if margin == 0]
+    return next((Ask(rate, confirms=True) for rate in ties if ceiling is None or rate < ceiling.rate), None)
+
+
+def _confirmed(trials: Sequence[Trial], rate: float | None, bounds: Bounds) -> bool:
+    """Whether a rate has had its further runs; there is nothing to confirm where there is no rate."""
+    told = [t.met for t in trials if t.rate == rate and t.met is not None]
+    return rate is None or max(told.count(True), told.count(False)) > bounds.confirmations
+
+
+def _client_limit(trials: Sequence[Trial]) -> Trial | None:
+    """A run at the lowest rate that the client did not bear as often as a rate is tried."""
+    groups = [trials[i - INVALID_ATTEMPTS : i] for i in range(INVALID_ATTEMPTS, len(trials) + 1)]
+    borne = [group[-1] for group in groups if _tells_nothing(group) and all(t.cause == CLIENT_LIMIT for t in group)]
+    return min(borne, key=lambda t: t.rate, default=None)
+
+
+def _tells_nothing(group: Sequence[Trial]) -> bool:
+    return all(t.met is None and t.rate == group[-1].rate for t in group)
 
 
 def _next(met: float | None, unmet_rate: float | None, bounds: Bounds) -> Ask | None:
@@ -218,9 +273,15 @@ def _next(met: float | None, unmet_rate: float | None, bounds: Bounds) -> Ask | 
     return Ask(middle) if unmet_rate / met > 1 + bounds.tolerance and met < middle < unmet_rate else None
 
 
-def _given_up(trials: Sequence[Trial]) -> str | None:
-    """Why the last run ends the search: it was invalid, and so was the one before at the same rate."""
+def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
+    """Outcome and reason, when the last run ends the search: it told nothing, nor did the one before at its rate.
+
+    Where that was the client's fault lower rates are tried.
+    """
     last = trials[-INVALID_ATTEMPTS:]
-    if len(last) == INVALID_ATTEMPTS and all(t.met is None and t.rate == last[-1].rate for t in last):
-        return f"{INVALID_ATTEMPTS} runs at {last[-1].rate:g} requests/s were invalid: {'; '.join(last[-1].reasons)}"
-    return None
+    if len(last) < INVALID_ATTEMPTS or not _tells_nothing(last) or all(t.cause == CLIENT_LIMIT for t in last):
+        return None
+    at, reasons = f"{INVALID_ATTEMPTS} runs at {last[-1].rate:g} requests/s", "; ".join(last[-1].reasons)
+    if all(t.cause == TOO_SHORT for t in last):
+        return TOO_SHORT, f"{at} were too short to tell: {reasons}"
+    return INVALID, f"{at} were invalid: {reasons}"
