@@ -57,7 +57,7 @@ class BlockRunner:
     check_interrupt: Callable[[], None]
     failures: list[Failure] = field(default_factory=list)
     served: list[str] = field(default_factory=list)  # blocks whose server was up
-    calibrate: Callable[[Demand], Calibration | None] | None = None
+    calibrate: Callable[[Demand, Calibration | None], Calibration | None] | None = None
     capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # known before a launch, by configuration
     keeps_cache: list[str] = field(default_factory=list)  # configurations whose prefix cache only a new server empties
 

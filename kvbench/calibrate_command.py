@@ -19,6 +19,7 @@ NO_CALIBRATION = click.option(
 @click.option("--itl-ms", type=click.FloatRange(0.5, 10_000), default=20.0, show_default=True, help="Between chunks.")
 @click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="Load processes.")
 @click.option("--seconds", type=click.FloatRange(1, 600), default=10.0, show_default=True, help="Of streaming.")
+@click.option("--tls", is_flag=True, help="Through TLS, as a load on an https:// server (needs the openssl program).")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="PATH", help="Write the figures, too.")
 def calibrate_client(json_path: Path | None, **options: Any) -> int:
     """Measure how well the load client measures on this machine.
@@ -61,15 +62,16 @@ def calibrate_client(json_path: Path | None, **options: Any) -> int:
 
 _ROWS = (  # figure, words, format
     ("lag_p50_ms", "timestamp lag p50: receipt - send (ms)", "{:.3f}"),
-    ("lag_p99_ms", "timestamp lag p99 (ms)", "{:.3f}"),
+    ("lag_p99_ms", "timestamp lag p99, early or late (ms)", "{:.3f}"),
     ("itl_error_p99_ms", "ITL error p99: |gap seen - gap sent| (ms)", "{:.3f}"),
     ("cpu_us_per_event", "CPU of the client an event (us)", "{:.1f}"),
+    ("unstamped_share", "reads without the kernel's stamp of their arrival", "{:.3%}"),
     ("coalesced_share", "chunks read with the one before, though sent apart", "{:.3%}"),
     ("turnaround_p50_ms", "a stream's end to the user's next send, median (ms)", "{:.2f}"),
     ("events_lost", "chunks lost", "{}"),
     ("requests_lost", "requests lost", "{}"),
     ("requests_repeated", "requests sent again", "{}"),
-    ("faults_counted", "cut-off or refused streams counted as successes", "{}"),
+    ("faults_counted", "cut-off, refused or dropped streams counted as successes", "{}"),
     ("whole_failed", "whole streams counted as failures", "{}"),
     ("loop_lag_p99_ms", "client's event loop late, p99 (ms)", "{:.3f}"),
     ("server_late_p99_ms", "mock server's own lateness, p99 (ms)", "{:.3f}"),

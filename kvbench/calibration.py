@@ -1,8 +1,8 @@
 """The load client measured against the mock server: can it be believed on this machine, at this many streams?
 
 The mock server notes when it sent each chunk, and the very load process that measures engines streams from it for a few
-seconds; what the client saw is compared with what was sent. Some streams are cut off or refused on purpose, and must
-be counted as failures. A load whose calibration is over the limits is invalid.
+seconds; what the client saw is compared with what was sent. Some streams are cut off, refused or dropped on purpose,
+and must be counted as failures. A load whose calibration is over the limits is invalid.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import ssl
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,27 +27,34 @@ from kvbench.calibration_figures import Figures, figures_of
 from kvbench.load.probe import LAG_SHARE_OF_ITL, MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, MIN_LAG_LIMIT_MS
 from kvbench.load.requests import RequestSpec, write_requests
 from kvbench.manifest import machine, versions
+from kvbench.mock.certificate import self_signed
 from kvbench.mock.process import MockProcess
-from kvbench.results import read_json, write_json
+from kvbench.results import read_json
 
-FILE = "calibration.json"
 DEFAULT_SECONDS, DEFAULT_ITL_MS = 3.0, 20.0
-MAX_STREAMS = 256  # of one process: beyond, a load needs more of them
 _LEAST_ROUNDS, _LEAST_REQUESTS = 2, 8
-_FAULT_SHARE = 0.05
+_FAULT_SHARE = 0.02  # of each of three kinds
 _BUSY_EVENTS_PER_S = 1000  # of one process
-_TIMEOUT_S, _MARGIN_S, _ATTEMPTS = 10.0, 60.0, 3
-_UNKNOWN_STREAMS = 64  # in open loop without a cap
+_TIMEOUT_S, _MARGIN_S = 10.0, 60.0
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """``streams`` at once, over ``processes`` load processes; a chunk every ``itl_ms`` on each, for ``seconds``."""
+    """``streams`` at once, over ``processes`` load processes; a chunk every ``itl_ms`` on each, for ``seconds``.
+
+    ``tls``: they are encrypted.
+    """
 
     streams: int = 64
     itl_ms: float = DEFAULT_ITL_MS
     processes: int = 1
     seconds: float = DEFAULT_SECONDS
+    tls: bool = False
+
+    @property
+    def events_per_s(self) -> float:
+        """Chunks a second of all streams together."""
+        return self.streams * 1000 / self.itl_ms
 
     @property
     def requests(self) -> int:
@@ -73,7 +81,7 @@ class Limits:
 
 def aims(settings: CalibrationSettings) -> Limits:
     """What the client is built to reach. CPU an event is judged where events outweigh what the process does anyway."""
-    rate = settings.streams * 1000 / settings.itl_ms / settings.processes
+    rate = settings.events_per_s / settings.processes
     return Limits(
         lag_p99_ms=0.7,
         itl_error_p99_ms=0.5,
@@ -83,9 +91,9 @@ def aims(settings: CalibrationSettings) -> Limits:
 
 
 def validity_limits(itl_ms: float) -> Limits:
-    """What a load is held to, too."""
+    """What a load is held to, too; gaps are held to what timestamps are."""
     lag = max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * itl_ms)
-    return Limits(lag_p99_ms=lag, coalesced_share=MAX_COALESCED_SHARE, cpu_fraction=MAX_CPU_FRACTION)
+    return Limits(lag, itl_error_p99_ms=lag, coalesced_share=MAX_COALESCED_SHARE, cpu_fraction=MAX_CPU_FRACTION)
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class Calibration:
 
 
 _WORDS = {  # of a limit that is exceeded: what happened, with the value and the limit, and what to do
-    "lag_p99_ms": ("its timestamps lag: p99 {:.2f} ms, the limit is {:g} ms", "give it a core of its own"),
+    "lag_p99_ms": ("its timestamps are wrong: p99 {:.2f} ms, the limit is {:g} ms", "give it a core of its own"),
     "itl_error_p99_ms": ("it sees wrong gaps: p99 error {:.2f} ms, the limit is {:g} ms", "give it a core of its own"),
     "cpu_us_per_event": ("it takes {:.1f} us of CPU an event, the limit is {:g} us", "use a faster or an idle core"),
     "coalesced_share": ("{:.2%} of the chunks were read together with the one before, the limit is {:.1%}",
@@ -141,7 +149,7 @@ def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSetting
         (figures.requests_lost, "requests were lost"),
         (figures.requests_repeated, "requests were sent again"),
         (figures.events_lost, "chunks that the server sent were lost or made up"),
-        (figures.faults_counted, "streams that the server cut off or refused were counted as successes"),
+        (figures.faults_counted, "streams that the server cut off, refused or dropped were counted as successes"),
         (figures.whole_failed, "streams that the server sent whole were counted as failures"),
     ):
         if count:
@@ -150,7 +158,7 @@ def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSetting
         found.append("no stream was cut off, so it is not known whether cut streams are told from whole ones")
     if figures.lag_p99_ms is None:
         found.append("no stream came back whole, so nothing is known of its timestamps")
-    at = f"{settings.streams} streams of {settings.itl_ms:g} ms ITL"
+    at = f"{settings.streams} streams of {settings.itl_ms:g} ms ITL{' through TLS' if settings.tls else ''}"
     return tuple(f"the load client does not keep up with the mock server at {at}: {reason}." for reason in found)
 
 
@@ -173,12 +181,18 @@ def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attem
 
 def _measure(settings: CalibrationSettings) -> Figures:
     count = settings.requests
-    rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each
+    rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each kind
     with tempfile.TemporaryDirectory(prefix="kvbench-calibration-") as scratch:
         folder = Path(scratch)
         requests = [RequestSpec(i, "calibration", (1, 2, i), None, settings.tokens) for i in range(count)]
         write_requests(folder / "requests.jsonl", requests)
-        flags = {"ttft-ms": settings.itl_ms, "itl-ms": settings.itl_ms, "truncate-rate": rate, "fail-rate": rate / 2}
+        flags: dict[str, Any] = {"ttft-ms": settings.itl_ms, "itl-ms": settings.itl_ms}
+        flags |= dict.fromkeys(("truncate-rate", "fail-rate", "drop-rate"), rate)
+        trust, context = {}, None
+        if settings.tls:
+            cert, key = self_signed(folder)
+            flags |= {"tls-cert": cert, "tls-key": key}
+            trust, context = {"tls_ca_file": str(cert)}, ssl.create_default_context(cafile=cert)
         with MockProcess(folder, flags) as url:
             spec = {
                 "base_url": url,
@@ -189,11 +203,12 @@ def _measure(settings: CalibrationSettings) -> Figures:
                 "out_dir": str(folder / "out"),
                 "timeout_s": settings.seconds + _TIMEOUT_S,
                 "processes": settings.processes,
+                **trust,
             }
             loadrun.drive(
                 spec, total=count, limit_s=settings.seconds + _MARGIN_S, on_progress=lambda done, total, failed, s: None
             )
-            with urllib.request.urlopen(url + "/stamps", timeout=10) as answer:
+            with urllib.request.urlopen(url + "/stamps", timeout=10, context=context) as answer:
                 stamps = json.load(answer)
         told = read_json(folder / "out" / "load.json")
         samples = pd.read_parquet(folder / "out" / "requests.parquet")
@@ -206,67 +221,3 @@ def machine_key() -> str:
     here, installed = machine(), versions()
     parts = (here["cpu"]["model"], f"{here['cpu']['cores']} cores", here["os"], f"python {platform.python_version()}")
     return ", ".join((*parts, *(f"{name} {installed[name]}" for name in ("kvbench", "gevent", "locust"))))
-
-
-def settings_for(streams: int, itl_ms: float = DEFAULT_ITL_MS, load_processes: int = 1) -> CalibrationSettings:
-    """Few different settings for a sweep's many loads: streams a process are rounded up to 4, 16, 64 or 256."""
-    each = -(-streams // load_processes)
-    rounded = next((size for size in (4, 16, 64) if each <= size), MAX_STREAMS)
-    return CalibrationSettings(rounded * load_processes, itl_ms, load_processes)
-
-
-_KNOWN: dict[tuple[str, CalibrationSettings], Calibration] = {}
-
-
-def calibration_for(
-    settings: CalibrationSettings,
-    folder: Path | None = None,
-    on_begin: Callable[[], None] = lambda: None,
-) -> Calibration:
-    """The calibration of this machine at ``settings``: of this process, else of ``folder``, else measured now.
-
-    ``folder``: of a sweep or a load; its calibration.json keeps what was measured. ``on_begin`` is called before
-    anything is measured. Raises MeasurementError.
-    """
-    key = (machine_key(), settings)
-    stored = {(c.machine, c.settings): c for c in _stored(folder)}
-    if key not in _KNOWN:
-        if key not in stored:
-            on_begin()
-        _KNOWN[key] = stored.get(key) or calibrate(settings, attempts=_ATTEMPTS)
-    if folder is not None and key not in stored:
-        write_json(folder / FILE, [c.to_json() for c in (*stored.values(), _KNOWN[key])])
-    return _KNOWN[key]
-
-
-def _stored(folder: Path | None) -> list[Calibration]:
-    if folder is None or not (folder / FILE).is_file():
-        return []
-    try:
-        return [Calibration.from_json(row) for row in read_json(folder / FILE)]
-    except (KeyError, TypeError, ValueError):  # of another version: measured anew
-        return []
-
-
-@dataclass(frozen=True)
-class Calibrator:
-    """Calibrates the client before a load, once per machine and settings. ``say``: what a user is told meanwhile.
-
-    ``wanted`` False: nothing is measured, and the loads say so.
-    """
-
-    folder: Path
-    wanted: bool = True
-    say: Callable[[str], None] = lambda text: None
-
-    def __call__(self, streams: int | None, load_processes: int = 1) -> Calibration | None:
-        """``streams``: most at once, None where nothing limits them. Raises MeasurementError."""
-        if not self.wanted:
-            return None
-        settings = settings_for(streams or _UNKNOWN_STREAMS, load_processes=load_processes)
-        text = f"calibrating the load client at {settings.streams} streams (about {settings.seconds + 2:.0f} s, once)"
-        return calibration_for(settings, self.folder, on_begin=lambda: self.say(text))
-
-    def facts(self) -> dict[str, Any]:
-        """For a manifest: what was measured so far, or that it was left out."""
-        return {"left_out": not self.wanted, "measured": [c.to_json() for c in _stored(self.folder)]}

@@ -16,11 +16,13 @@ from kvbench.load.completion import SENT_TOGETHER_S
 class Figures:
     """Times in ms. None: too little came back to tell.
 
-    ``lag``: receipt minus the server's send; ``itl_error``: |gap seen - gap sent|; ``turnaround``: from a stream's end
-    to the same user's next send. ``coalesced_share``: chunks that share their receipt with the one before, though
-    they were sent more than 0.5 ms apart. ``faults``: streams that the server cut off or refused on purpose, and
+    ``lag``: receipt minus the server's send, its p99 that of its size, since a stamp that is too early is as wrong;
+    ``itl_error``: |gap seen - gap sent|; ``turnaround``: from a stream's end to the same user's next send.
+    ``coalesced_share``: chunks that share their receipt with the one before, though they were sent more than 0.5 ms
+    apart. ``faults``: streams that the server cut off, refused or dropped on purpose, and
     ``faults_counted``: those of them that the client counts as successes; ``whole_failed``: the reverse.
-    ``requests_repeated``: sent again by the client, which must leave a failed request alone.
+    ``requests_repeated``: sent again by the client, which must leave a failed request alone. ``unstamped_share``: of
+    the reads, those whose moment is not the kernel's stamp of the arrival.
     """
 
     events: int
@@ -41,6 +43,7 @@ class Figures:
     loop_lag_p99_ms: float | None
     server_late_p99_ms: float | None
     priority: str
+    unstamped_share: float | None = None
 
 
 def figures_of(
@@ -74,7 +77,7 @@ def figures_of(
         faults_counted=len(faulty & ok),
         whole_failed=len((sent.keys() & rows.keys()) - faulty - ok),
         lag_p50_ms=_ms(lag, 50),
-        lag_p99_ms=_ms(lag, 99),
+        lag_p99_ms=_ms(np.abs(lag), 99),
         itl_error_p99_ms=_ms(error, 99),
         coalesced_share=shared / len(lag) if len(lag) else None,
         turnaround_p50_ms=_ms(turnarounds(samples), 50),
@@ -83,6 +86,7 @@ def figures_of(
         loop_lag_p99_ms=client.get("loop_lag_p99_ms"),
         server_late_p99_ms=_ms(late, 99),
         priority=str(client.get("priority")),
+        unstamped_share=client.get("unstamped_share"),
     )
 
 

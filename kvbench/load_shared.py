@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from kvbench.errors import UsageError
 from kvbench.load.distributed import ARRIVE_S, DEFAULT_PORT
 
-Calibrate = Callable[[int | None, int], Any]
+if TYPE_CHECKING:
+    from kvbench.calibration import Calibration
+    from kvbench.calibrator import Demand
+
+Calibrate = Callable[["Demand", "Calibration | None"], "Calibration | None"]
 
 SHARING_OPTIONS = (
     click.option("--processes", type=click.IntRange(1, 1000), metavar="N",
@@ -44,11 +48,12 @@ class Sharing:
     notice: str | None = None
     machines: int = 1
 
-    def calibrate(self, streams: int | None, processes: int, calibrator: Calibrate) -> Any:
+    def calibrate(self, demand: Demand, before: Calibration | None, calibrator: Calibrate) -> Calibration | None:
         """Calibrates this machine for what one has to bear: the others are taken to be no slower."""
-        if self.machines == 1:
-            return calibrator(streams, processes)
-        return calibrator(-(-streams // self.machines) if streams else None, 1)
+        if self.machines > 1:
+            rate = demand.events_per_s and demand.events_per_s / self.machines
+            demand = replace(demand, streams=-(-demand.streams // self.machines), processes=1, events_per_s=rate)
+        return calibrator(demand, before)
 
 
 def sharing(options: Mapping[str, Any], several: bool = False) -> Sharing:

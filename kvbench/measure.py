@@ -19,6 +19,7 @@ import pandas as pd
 
 from kvbench import loadrun, server_state
 from kvbench.calibration import Calibration
+from kvbench.calibrator import UNKNOWN_STREAMS, Demand
 from kvbench.contention import MachineWatch, contention_reasons
 from kvbench.design import LoadPoint
 from kvbench.errors import MeasurementError
@@ -42,7 +43,8 @@ class Subject:
     ``settings``: the configuration under test (``{"target": url}`` for a server that ran before); ``info``: its
     /server_info; ``server_log``: where its output goes, None when that is not ours; ``check``: called twice a second,
     raises when the measurement must end; ``client``: further fields of LoadSpec; ``calibrate``: gives the load client's
-    calibration for so many streams and processes (None: nobody calibrates); ``arguments``: of the load process.
+    calibration for what a load asks of it, given the one from before the load (None: nobody calibrates);
+    ``arguments``: of the load process.
     """
 
     load: LoadConfig
@@ -54,7 +56,7 @@ class Subject:
     check: Callable[[], None]
     client: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    calibrate: Callable[[int | None, int], Calibration | None] | None = None
+    calibrate: Callable[[Demand, Calibration | None], Calibration | None] | None = None
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
         """The requests of one load. Raises MeasurementError when none can be made for this server."""
@@ -124,57 +126,86 @@ def measure_load(
     target, load = subject.target, subject.load
     subject.check()
     calibration = _calibration(subject, point)
-    reasons = list(calibration.reasons) if calibration else []
-    reasons += server_state.prepare_cache(target, load, requests, first=first)
+    reasons = server_state.prepare_cache(target, load, requests, first=first)
     log_from = _size(subject.server_log)
-    spec = loadrun.load_spec(
-        load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
-        send_priority=loadrun.takes_priority(subject.settings, subject.info),
-    ) | target.client_fields() | dict(subject.client)  # fmt: skip
     started_at, began = utc_now(), time.monotonic()
     machine = MachineWatch(target.server())
     before = server_state.read_metrics(target)
-    with MetricsPoller(lambda: target.metrics()) as poller:
-        loadrun.drive(
-            spec,
-            total=len(requests),
-            limit_s=loadrun.bound_s(load, point, requests),
-            on_progress=on_progress,
-            check=subject.check,
-            on_phase=machine.on_phase,
-            arguments=subject.arguments,
-        )
+    poller = _drive(subject, point, requests, requests_file, out, on_progress, machine.on_phase)
     after = server_state.wait_release(target)
     _copy_tail(subject.server_log, log_from, out / "server.log")
     told = read_json(out / "load.json")
     metrics = _metrics(out, load, told, poller, before, after)
     report = machine.report()
-    reasons += list(told.get("invalid_reasons") or [])
+    calibration = _calibrated_as_it_was(subject, calibration, told, metrics)
     metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
-    reasons += server_state.leak_reasons(after) + _validity(metrics, told, failures_invalidate)
-    reasons += contention_reasons(report)
-    bounds = server_state.hit_bounds(load, requests, subject.info, before, after)
     complete = int(metrics.get("completed") or 0) == len(requests)
-    reasons += server_state.cache_reasons(load, bounds, before, after, complete=complete)
+    cache = server_state.cache_use(load, requests, subject.info, before, after, complete=complete)
+    reasons = [*(calibration.reasons if calibration else ()), *reasons]
+    reasons += list(told.get("invalid_reasons") or []) + server_state.leak_reasons(after)
+    reasons += _validity(metrics, told, failures_invalidate) + contention_reasons(report) + cache.reasons
     return {
         "valid": not reasons,
         "invalid_reasons": reasons,
         "calibration": calibration.to_json() if calibration else None,
         "metrics": metrics,
         "machine": report,
-        "prefix_cache": server_state.hits_and_queries(before, after),
-        "prefix_cache_bounds": dataclasses.asdict(bounds) if bounds else None,
+        "prefix_cache": cache.told,
+        "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
         "started_at": started_at,
         "ended_at": utc_now(),
         "wall_s": time.monotonic() - began,
     }
 
 
+def _drive(
+    subject: Subject,
+    point: LoadPoint,
+    requests: list[Any],
+    requests_file: Path,
+    out: Path,
+    on_progress: loadrun.Progress,
+    on_phase: loadrun.Phase,
+) -> MetricsPoller:
+    """Runs the load process; what the server's /metrics said meanwhile."""
+    target = subject.target
+    spec = loadrun.load_spec(
+        subject.load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file,
+        out_dir=out, send_priority=loadrun.takes_priority(subject.settings, subject.info),
+    ) | target.client_fields() | dict(subject.client)  # fmt: skip
+    with MetricsPoller(lambda: target.metrics()) as poller:
+        loadrun.drive(
+            spec,
+            total=len(requests),
+            limit_s=loadrun.bound_s(subject.load, point, requests),
+            on_progress=on_progress,
+            check=subject.check,
+            on_phase=on_phase,
+            arguments=subject.arguments,
+        )
+    return poller
+
+
 def _calibration(subject: Subject, point: LoadPoint) -> Calibration | None:
-    if subject.calibrate is None:
-        return None
+    """Before the load, for as many streams as it may have."""
     most = point.concurrency if point.mode == "closed" else subject.load.max_concurrency
-    return subject.calibrate(most, int(subject.client.get("processes") or subject.load.processes))
+    return subject.calibrate(_demand(subject, most or UNKNOWN_STREAMS), None) if subject.calibrate else None
+
+
+def _demand(subject: Subject, streams: int, events_per_s: float | None = None) -> Demand:
+    processes = int(subject.client.get("processes") or subject.load.processes)
+    return Demand(streams, processes, events_per_s, tls=subject.target.base_url.startswith("https:"))
+
+
+def _calibrated_as_it_was(
+    subject: Subject, before: Calibration | None, told: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> Calibration | None:
+    """The calibration for the load as it came to be: measured now if that asked for more than was thought."""
+    if before is None or subject.calibrate is None:
+        return None
+    chunks, seconds = (told.get("client") or {}).get("chunks"), metrics.get("duration_s")
+    rate = chunks / seconds if chunks and seconds else None
+    return subject.calibrate(_demand(subject, int(told.get("max_in_flight") or 1), rate), before)
 
 
 def _metrics(
@@ -211,13 +242,14 @@ def _metrics(
 def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
     """CPU seconds of the client's processes per 1,000 output tokens of successful requests.
 
-    As the kernel counts them on this machine, or as the processes say of themselves where some run on others.
+    Of the streaming what the kernel counts on this machine, or what the processes say of themselves where some run on
+    others; and of the parsing that was left after it.
     """
     tokens, client = metrics.get("total_output_tokens"), metrics.get("client") or {}
-    told = client.get("cpu_fraction_total", client.get("cpu_fraction"))
-    counted = (machine.get("client_cpu_cores"), machine.get("seconds")), (told, metrics.get("duration_s"))
-    known = [cores * seconds for cores, seconds in counted if cores is not None and seconds]
-    return max(known) / tokens * 1000.0 if tokens and known else None
+    cores, seconds = machine.get("client_cpu_cores"), machine.get("seconds")
+    counted = cores * seconds if cores is not None and seconds else None
+    known = [cpu_s for cpu_s in (counted, client.get("cpu_s")) if cpu_s is not None]
+    return (max(known) + (client.get("parse_cpu_s") or 0.0)) / tokens * 1000.0 if tokens and known else None
 
 
 def _validity(metrics: Mapping[str, Any], told: Mapping[str, Any], failures_invalidate: bool) -> list[str]:

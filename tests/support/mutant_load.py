@@ -15,7 +15,9 @@ from pathlib import Path  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvbench.load import outcome, session  # noqa: E402
+import gevent  # noqa: E402
+
+from kvbench.load import client, outcome, session  # noqa: E402
 from kvbench.load.client import StreamingClient  # noqa: E402
 from kvbench.load.run import main  # noqa: E402
 
@@ -23,7 +25,7 @@ really_sleep = monkey.get_original("time", "sleep")
 
 
 class Slow(StreamingClient):
-    """Takes 3 ms for every read: bytes pile up."""
+    """Takes 3 ms for every read, more than its streams' chunks leave it: bytes pile up."""
 
     def _on_readable(self):
         really_sleep(0.003)
@@ -38,6 +40,48 @@ class Late(StreamingClient):
         super()._on_readable()
         for i in range(before, len(self._raw.times)):
             self._raw.times[i] += 0.002
+
+
+class Early(StreamingClient):
+    """Stamps 2 ms before the bytes' arrival, as a wrong conversion between two clocks does."""
+
+    def _on_readable(self):
+        before = len(self._raw.times)
+        super()._on_readable()
+        for i in range(before, len(self._raw.times)):
+            self._raw.times[i] -= 0.002
+
+
+class Stampless(StreamingClient):
+    """Loses the kernel's stamps, while its loop is blocked for 10 ms in every 20."""
+
+    blocker = None
+
+    def connect(self):
+        super().connect()
+        receive = self._connection._recvmsg
+
+        def without_stamps(*sizes):
+            data, _, flags, sender = receive(*sizes)
+            return data, [], flags, sender
+
+        self._connection._recvmsg = without_stamps
+        if Stampless.blocker is None:
+            Stampless.blocker = gevent.spawn(self._block)
+
+    @staticmethod
+    def _block():
+        while True:
+            really_sleep(0.010)
+            gevent.sleep(0.010)
+
+
+class Tardy(StreamingClient):
+    """Sends 10 ms after it should."""
+
+    def exchange(self, *arguments):
+        gevent.sleep(0.010)
+        return super().exchange(*arguments)
 
 
 class Jittery(StreamingClient):
@@ -90,6 +134,11 @@ class Retrying(StreamingClient):
         return super().exchange(*arguments) if b" 500 " in b"".join(raw.chunks[:1]) else raw
 
 
+def retry_what_was_dropped():
+    """Sends again whatever came to nothing on a kept connection, as if the server had never had it."""
+    client._CROSSED_S = float("inf")
+
+
 def swallow_cut_streams():
     """What was cut off passes for a success."""
     judge = session.judge
@@ -111,9 +160,12 @@ def lose_requests():
 
 CLIENTS = {
     "slow": Slow, "late": Late, "jittery": Jittery, "buffering": Buffering, "truncating": Truncating,
-    "retrying": Retrying,
+    "retrying": Retrying, "early": Early, "stampless": Stampless, "tardy": Tardy,
 }  # fmt: skip
-PATCHES = {"swallowing": swallow_cut_streams, "losing": lose_requests, "none": lambda: None}
+PATCHES = {
+    "swallowing": swallow_cut_streams, "losing": lose_requests, "secretly retrying": retry_what_was_dropped,
+    "none": lambda: None,
+}  # fmt: skip
 
 if __name__ == "__main__":
     name = sys.argv[1]

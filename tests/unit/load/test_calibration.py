@@ -10,18 +10,17 @@ import pandas as pd
 import pytest
 
 from kvbench import calibration as module
+from kvbench import calibrator as chooser
 from kvbench.calibration import (
     Calibration,
     CalibrationSettings,
-    Calibrator,
     Limits,
     aims,
-    calibration_for,
     judge_figures,
-    settings_for,
     validity_limits,
 )
 from kvbench.calibration_figures import Figures, figures_of
+from kvbench.calibrator import Calibrator, Demand, settings_for
 from kvbench.cli import main
 from kvbench.errors import MeasurementError
 from kvbench.mock.process import MockProcess
@@ -60,6 +59,15 @@ def test_lag_and_gaps_against_numpy() -> None:
     assert (got.events, got.events_lost, got.coalesced_share) == (120, 0, 0.0)
     assert got.server_late_p99_ms == pytest.approx(0.5)
     assert (got.cpu_us_per_event, got.priority) == (20.0, "nice -10")
+
+
+def test_stamps_that_are_too_early_are_errors() -> None:
+    """10 ms early: the smallest errors of all, were they not taken by their size."""
+    sends = [0.02 * i for i in range(200)]
+    got = figures([row(0, [s - 0.010 for s in sends])], [stamp(0, sends)])
+    assert (got.lag_p50_ms, got.lag_p99_ms) == (pytest.approx(-10.0), pytest.approx(10.0))
+    said = judge_figures(got, validity_limits(20.0), SETTINGS)
+    assert "its timestamps are wrong: p99 10.00 ms, the limit is 1 ms" in said[0]
 
 
 def test_chunks_with_one_receipt_count_only_if_they_were_sent_apart() -> None:
@@ -109,9 +117,10 @@ GOOD = Figures(
     ("change", "valid", "aimed"),
     [
         ({}, "", ""),
-        ({"lag_p99_ms": 0.8}, "", "timestamps lag: p99 0.80 ms, the limit is 0.7 ms"),
-        ({"lag_p99_ms": 1.2}, "timestamps lag: p99 1.20 ms, the limit is 1 ms", "timestamps lag"),
+        ({"lag_p99_ms": 0.8}, "", "timestamps are wrong: p99 0.80 ms, the limit is 0.7 ms"),
+        ({"lag_p99_ms": 1.2}, "timestamps are wrong: p99 1.20 ms, the limit is 1 ms", "timestamps are wrong"),
         ({"itl_error_p99_ms": 0.6}, "", "wrong gaps: p99 error 0.60 ms, the limit is 0.5 ms"),
+        ({"itl_error_p99_ms": 1.1}, "wrong gaps: p99 error 1.10 ms, the limit is 1 ms", "wrong gaps"),
         ({"cpu_us_per_event": 31.0}, "", "takes 31.0 us of CPU an event, the limit is 30 us"),
         ({"coalesced_share": 0.002}, "", "0.20% of the chunks were read together"),
         (
@@ -138,7 +147,7 @@ def test_limits(change: dict, valid: str, aimed: str) -> None:
 
 def test_the_lag_that_is_valid_grows_with_the_itl() -> None:
     assert validity_limits(20.0).lag_p99_ms == 1.0
-    assert validity_limits(200.0).lag_p99_ms == pytest.approx(4.0)
+    assert validity_limits(200.0).lag_p99_ms == validity_limits(200.0).itl_error_p99_ms == pytest.approx(4.0)
     assert aims(CalibrationSettings(4, 20.0)).cpu_us_per_event is None  # too few events to outweigh the rest
 
 
@@ -158,55 +167,106 @@ def test_a_calibration_lasts_as_long_as_was_asked_for_and_has_more_whole_streams
     assert settings.requests / streams * settings.tokens * 0.020 == pytest.approx(4.0, rel=0.1)
 
 
+@pytest.mark.parametrize("each", [1, 4, 5, 64, 65, 256, 257, 1000, 1500, 8192])
+@pytest.mark.parametrize("processes", [1, 2, 7])
+@pytest.mark.parametrize("rate", [None, 10.0, 9_000.0, 32_000.0])
+def test_settings_ask_for_no_less_than_the_load_did(each: int, processes: int, rate: float | None) -> None:
+    demand = Demand(each * processes, processes, rate)
+    settings = settings_for(demand)
+    if demand.streams <= 8192:
+        assert settings.streams >= demand.streams
+        assert demand.covered_by(settings)
+    assert settings.processes == processes
+    least = min(settings.streams, 256 * processes) * 50
+    assert settings.events_per_s <= max(least * 1.0001, 1.42 * (rate or 0.0) / 1.25)
+
+
 def test_settings_are_few() -> None:
-    assert {settings_for(n).streams for n in range(1, 1001)} == {4, 16, 64, 256}
-    assert settings_for(100, load_processes=2) == CalibrationSettings(128, module.DEFAULT_ITL_MS, 2)
+    assert {settings_for(Demand(n)).streams for n in range(1, 1001)} == {4, 16, 64, 256, 512, 1024}
+    assert {settings_for(Demand(n)).itl_ms for n in range(1, 257)} == {module.DEFAULT_ITL_MS}
+    assert settings_for(Demand(100, 2)) == CalibrationSettings(128, module.DEFAULT_ITL_MS, 2)
+    rates = {settings_for(Demand(64, 1, rate)).itl_ms for rate in np.geomspace(3_200, 32_000, 500)}
+    assert len(rates) <= 9
+
+
+Asked = tuple[CalibrationSettings, int]
+
+
+class Machine:
+    """In place of measuring: what was asked for, and what comes out, which a test sets."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.reasons: tuple[str, ...] = ()
+
+    def __call__(self, settings: CalibrationSettings, limits: object = None, attempts: int = 1) -> Calibration:
+        self.asked.append((settings, attempts))
+        return taken(settings, self.reasons)
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
-    """What was measured, in place of measuring; nothing is known beforehand."""
-    done: list[CalibrationSettings] = []
-    monkeypatch.setattr(module, "_KNOWN", {})
-
-    def measure(settings: CalibrationSettings, limits: object = None, attempts: int = 1) -> Calibration:
-        done.append(settings)
-        return taken(settings)
-
-    monkeypatch.setattr(module, "calibrate", measure)
-    return done
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    there = Machine()
+    monkeypatch.setattr(chooser, "calibrate", there)
+    return there
 
 
-def test_measured_once_per_settings_and_kept_in_the_folder(tmp_path, measured, monkeypatch) -> None:
+def test_measured_once_per_settings_and_kept_in_the_folder(tmp_path, machine, monkeypatch) -> None:
     said: list[str] = []
     calibrator = Calibrator(tmp_path, say=said.append)
-    for streams in (3, 4, 1, 60, None):
-        assert calibrator(streams).reasons == ()
-    assert [s.streams for s in measured] == [4, 64] and len(said) == 2
+    for streams in (3, 4, 1, 60):
+        assert calibrator(Demand(streams)).reasons == ()
+    assert [(s.streams, n) for s, n in machine.asked] == [(4, 3), (64, 3)] and len(said) == 2
     assert [c["settings"]["streams"] for c in calibrator.facts()["measured"]] == [4, 64]
-    monkeypatch.setattr(module, "_KNOWN", {})  # another process, on the same machine: --resume
-    assert Calibrator(tmp_path)(4) == taken(settings_for(4))
-    assert len(measured) == 2
-    monkeypatch.setattr(module, "_KNOWN", {})
-    monkeypatch.setattr(module, "machine_key", lambda: "another machine")
-    Calibrator(tmp_path)(4)
-    assert len(measured) == 3
-    other = tmp_path / "other"  # a second folder of the same process gets its copy without measuring
-    other.mkdir()
-    Calibrator(other)(4)
-    assert len(measured) == 3 and Calibrator(other).facts()["measured"]
+    assert Calibrator(tmp_path)(Demand(4)) == taken(settings_for(Demand(4)))  # another process: --resume
+    assert len(machine.asked) == 2
+    Calibrator(tmp_path)(Demand(4, tls=True))
+    assert len(machine.asked) == 3
+    monkeypatch.setattr(chooser, "machine_key", lambda: "another machine")
+    Calibrator(tmp_path)(Demand(4))
+    assert len(machine.asked) == 4
 
 
-def test_a_folder_of_another_version_is_measured_anew(tmp_path, measured) -> None:
-    (tmp_path / module.FILE).write_text('[{"settings": {"colour": "blue"}}]')
-    assert calibration_for(settings_for(4), tmp_path).figures == GOOD
-    assert len(measured) == 1
+def test_one_that_failed_is_told_at_once_and_tried_again(tmp_path, machine) -> None:
+    """Else whoever follows its advice, a free core, would find all further loads invalid all the same."""
+    said: list[str] = []
+    calibrator = Calibrator(tmp_path, say=said.append)
+    machine.reasons = ("too busy.",)
+    assert calibrator(Demand(4)).reasons == ("too busy.",)
+    assert said[-1] == "loads of 4 streams will be invalid: too busy."
+    assert calibrator(Demand(4)).reasons == ("too busy.",)
+    assert [n for _, n in machine.asked] == [3, 1]  # three attempts at first, then one before each load
+    assert [c["reasons"] for c in calibrator.facts()["measured"]] == [["too busy."]]
+    machine.reasons = ()
+    resumed = Calibrator(tmp_path)
+    assert resumed(Demand(4)).reasons == () == resumed(Demand(4)).reasons
+    assert len(machine.asked) == 3
+    assert [c["reasons"] for c in resumed.facts()["measured"]] == [["too busy."], []]
 
 
-def test_what_is_not_wanted_is_not_measured_and_said(tmp_path, measured) -> None:
+def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(tmp_path, machine) -> None:
+    calibrator = Calibrator(tmp_path)
+    before = calibrator(Demand(64))
+    for enough in (Demand(3, 1, 10.0), Demand(64, 1, 3_900.0)):
+        assert calibrator(enough, before) is before
+    assert len(machine.asked) == 1
+    faster, more = calibrator(Demand(64, 1, 32_000.0), before), calibrator(Demand(1500, 1, 1000.0), before)
+    assert faster.settings.streams == 64 and faster.settings.itl_ms <= 2.5
+    assert more.settings.streams == 2048 and more.reasons == ()
+    too_many = calibrator(Demand(9000), before)
+    assert "up to 9000 streams at once, and the client can be calibrated at 8192 at most" in too_many.reasons[0]
+
+
+def test_a_folder_of_another_version_is_measured_anew(tmp_path, machine) -> None:
+    (tmp_path / chooser.FILE).write_text('[{"settings": {"colour": "blue"}}]')
+    assert Calibrator(tmp_path)(Demand(4)).figures == GOOD
+    assert len(machine.asked) == 1
+
+
+def test_what_is_not_wanted_is_not_measured_and_said(tmp_path, machine) -> None:
     calibrator = Calibrator(tmp_path, wanted=False)
-    assert calibrator(64) is None
-    assert measured == [] and calibrator.facts() == {"left_out": True, "measured": []}
+    assert calibrator(Demand(64)) is None
+    assert machine.asked == [] and calibrator.facts() == {"left_out": True, "measured": []}
 
 
 @pytest.mark.parametrize(("good_from", "attempts", "tried"), [(1, 3, 1), (2, 3, 2), (9, 3, 3), (9, 1, 1)])
@@ -224,7 +284,7 @@ def test_the_commands_exit_code_and_file(tmp_path, monkeypatch, capsys, change: 
         main(["calibrate-client", "--streams", "64", "--itl-ms", "20", "--json", str(tmp_path / "c.json")])
     assert ended.value.code == code
     said = capsys.readouterr().out
-    assert "timestamp lag p99 (ms)" in said and "25.0" in said and "30.0" in said
+    assert "timestamp lag p99, early or late (ms)" in said and "25.0" in said and "30.0" in said
     assert ("OVER THE LIMIT: the load client does not keep up" in said) == (code == 1)
     stored = Calibration.from_json(json.loads((tmp_path / "c.json").read_text()))
     assert stored.settings.streams == 64 and bool(stored.reasons) == (code == 1)

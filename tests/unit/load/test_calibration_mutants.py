@@ -15,12 +15,16 @@ from tests.support.loads import SUPPORT
 SETTINGS = CalibrationSettings(streams=16, itl_ms=20.0, seconds=0.8)
 CAUGHT = {  # by validity's limits, which make loads invalid
     "slow": "were read together with the one before",
-    "late": "its timestamps lag: p99 2.",
+    "late": "its timestamps are wrong: p99 2.",
+    "early": "its timestamps are wrong: p99 ",
+    "stampless": "its timestamps are wrong: p99 ",
+    "tardy": "its users wait 10.",
     "buffering": "were read together with the one before",
     "truncating": "chunks that the server sent were lost",
-    "swallowing": "streams that the server cut off or refused were counted as successes",
+    "swallowing": "streams that the server cut off, refused or dropped were counted as successes",
     "losing": "requests were lost",
     "retrying": "requests were sent again",
+    "secretly retrying": "1 requests were sent again",
 }
 
 
@@ -50,9 +54,17 @@ def test_the_sound_client_is_within_the_limits(mutants: dict[str, Calibration]) 
     sound = mutants["none"]
     assert sound.reasons == ()
     figures = sound.figures
-    assert figures.requests == 32 and figures.faults >= 2 and figures.events > 400
+    assert figures.requests == 32 and figures.faults == 3 and figures.events > 400
     assert 0 < figures.lag_p50_ms < figures.lag_p99_ms
     assert figures.cpu_us_per_event > 1
+    assert figures.unstamped_share < 0.01
+
+
+def test_figures_tell_what_was_broken(mutants: dict[str, Calibration]) -> None:
+    """The same reason has several causes: the figures tell them apart."""
+    assert mutants["early"].figures.lag_p50_ms < -1 < 1 < mutants["late"].figures.lag_p50_ms
+    assert mutants["stampless"].figures.unstamped_share == 1.0
+    assert mutants["secretly retrying"].figures.faults_counted == 0  # the second try was served whole
 
 
 @pytest.mark.parametrize("name", CAUGHT)
@@ -67,5 +79,5 @@ def test_wrong_gaps_are_caught_by_the_commands_limits(mutants: dict[str, Calibra
     from kvbench.calibration import judge_figures
 
     figures = mutants["jittery"].figures
-    assert validity_limits(20.0).itl_error_p99_ms is None
+    assert validity_limits(20.0).itl_error_p99_ms == 1.0
     assert "it sees wrong gaps: p99 error 0.9" in " ".join(judge_figures(figures, aims(SETTINGS), SETTINGS))

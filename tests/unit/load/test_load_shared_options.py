@@ -8,6 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from kvbench.calibrator import Demand
 from kvbench.errors import UsageError
 from kvbench.load.run_arguments import parse
 from kvbench.load_command import load
@@ -22,7 +23,7 @@ def options(*words: str) -> dict:
 def test_alone_nothing_is_said() -> None:
     shared = sharing(options("w.yaml"))
     assert (shared.client, shared.arguments, shared.notice, shared.machines) == ({}, (), None, 1)
-    assert shared.calibrate(64, 3, lambda *given: given) == (64, 3)
+    assert shared.calibrate(Demand(64, 3), None, lambda *given: given) == (Demand(64, 3), None)
 
 
 def test_processes_are_the_specs() -> None:
@@ -36,8 +37,8 @@ def test_a_masters_arguments_are_those_that_the_load_process_reads() -> None:
     assert (read.spec, read.master, read.expect_workers) == ("spec.json", True, 3)
     assert (read.bind_host, read.bind_port) == ("10.0.0.2", 6000)
     assert "kvbench load --worker --master-host 10.0.0.2 --master-port 6000" in shared.notice
-    assert shared.calibrate(64, 1, lambda *given: given) == (22, 1)  # what one of three machines has to bear
-    assert shared.calibrate(None, 1, lambda *given: given) == (None, 1)
+    asked = shared.calibrate(Demand(64, 1, 300.0, tls=True), None, lambda demand, before: demand)
+    assert asked == Demand(22, 1, 100.0, tls=True)  # what one of three machines has to bear
 
 
 def test_a_worker_becomes_the_load_process(monkeypatch: pytest.MonkeyPatch) -> None:

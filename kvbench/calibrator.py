@@ -1,0 +1,119 @@
+"""Which calibration a load needs, and those that a sweep or a load has: measured once, kept in its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvbench.calibration import DEFAULT_ITL_MS, Calibration, CalibrationSettings, calibrate, machine_key
+from kvbench.results import read_json, write_json
+
+FILE = "calibration.json"
+_SIZES = (4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)  # streams of one process, and at most so many in all
+_FULL_STREAMS = 256  # of one process with more, chunks are as many a second, until a load shows how many they are
+_RATE_MARGIN = 1.25  # so many times the calibrated chunks a second are still covered
+UNKNOWN_STREAMS = 64  # in open loop without a cap, before the load has shown how many they are
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a load asks of the client: ``streams`` at once and chunks a second (None: not known), over ``processes``."""
+
+    streams: int
+    processes: int = 1
+    events_per_s: float | None = None
+    tls: bool = False
+
+    def covered_by(self, settings: CalibrationSettings) -> bool:
+        """Whether a client that was calibrated so was asked for no less."""
+        return (
+            self.streams <= settings.streams
+            and (self.events_per_s or 0.0) <= _RATE_MARGIN * settings.events_per_s
+            and self.tls == settings.tls
+        )
+
+
+def settings_for(demand: Demand) -> CalibrationSettings:
+    """At least what is asked for, in steps, so that a sweep's many loads need few calibrations.
+
+    Streams a process are rounded up to 4, 16, 64, 256, 512 and so on, 8,192 in all; chunks a second, where they are
+    known to be more than 20 ms of ITL make, to half powers of 2.
+    """
+    each = -(-demand.streams // demand.processes)
+    streams = min(demand.processes * next((size for size in _SIZES if each <= size), _SIZES[-1]), _SIZES[-1])
+    rate = min(streams, demand.processes * _FULL_STREAMS) * 1000 / DEFAULT_ITL_MS
+    if demand.events_per_s is not None and demand.events_per_s > _RATE_MARGIN * rate:
+        rate = 2 ** (math.ceil(2 * math.log2(demand.events_per_s / _RATE_MARGIN)) / 2)
+    return CalibrationSettings(streams, streams * 1000 / rate, demand.processes, tls=demand.tls)
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """Calibrates the client before a load, once per machine and settings. ``say``: what a user is told meanwhile.
+
+    ``folder``: of a sweep or a load; its calibration.json keeps what was measured. Only a calibration that the client
+    passed is used again: one that failed is tried anew before the next load, and by --resume. ``wanted`` False: nothing
+    is measured, and the loads say so.
+    """
+
+    folder: Path
+    wanted: bool = True
+    say: Callable[[str], None] = lambda text: None
+    _good: dict[tuple[str, CalibrationSettings], Calibration] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, demand: Demand, before: Calibration | None = None) -> Calibration | None:
+        """The calibration for ``demand``: ``before``, if that is enough; None where none is wanted.
+
+        Raises MeasurementError.
+        """
+        if not self.wanted:
+            return None
+        if before is not None and demand.covered_by(before.settings):
+            return before
+        settings = settings_for(demand)
+        found = self._at(settings)
+        if demand.covered_by(settings):
+            return found
+        too_much = (
+            f"the load had up to {demand.streams} streams at once, and the client can be calibrated at "
+            f"{settings.streams} at most; use fewer."
+        )
+        return dataclasses.replace(found, reasons=(*found.reasons, too_much))
+
+    def _at(self, settings: CalibrationSettings) -> Calibration:
+        """Known to be good, else measured now."""
+        key = (machine_key(), settings)
+        stored = _stored(self.folder)
+        if key not in self._good:
+            self._good.update({(c.machine, c.settings): c for c in stored if not c.reasons})
+        if key in self._good:
+            return self._good[key]
+        failed = [c for c in stored if (c.machine, c.settings) == key]
+        where = f"{settings.streams} streams{' through TLS' if settings.tls else ''}"
+        self.say(f"calibrating the load client at {where} (about {settings.seconds + 2:.0f} s, once)")
+        new = calibrate(settings, attempts=1 if failed else _ATTEMPTS)
+        for reason in new.reasons:
+            self.say(f"loads of {where} will be invalid: {reason}")
+        if not new.reasons:
+            self._good[key] = new
+        kept = [c for c in stored if c not in failed] if new.reasons else stored
+        write_json(self.folder / FILE, [c.to_json() for c in (*kept, new)])
+        return new
+
+    def facts(self) -> dict[str, Any]:
+        """For a manifest: what was measured so far, or that it was left out."""
+        return {"left_out": not self.wanted, "measured": [c.to_json() for c in _stored(self.folder)]}
+
+
+def _stored(folder: Path) -> list[Calibration]:
+    if not (folder / FILE).is_file():
+        return []
+    try:
+        return [Calibration.from_json(row) for row in read_json(folder / FILE)]
+    except (KeyError, TypeError, ValueError):  # of another version: measured anew
+        return []
