@@ -67,7 +67,7 @@ class Sweep:
         write_json(run.manifest_path, manifest)
         estimator = Estimator(guesses)
         finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
-        self.console.print(f"results: {run.path}", highlight=False, markup=False, soft_wrap=True)
+        self._say(f"results: {run.path}")
         if self.resumed:
             self.console.print(f"{finished} loads are finished and are not run again", highlight=False)
             for path in run.damaged_loads():
@@ -105,7 +105,7 @@ class Sweep:
         except OSError as error:
             raise self._not_stored(run, error) from error
         if note := capacity_note(design.configurations, manifest["capacity"]):
-            self.console.print(note, highlight=False, markup=False, soft_wrap=True)
+            self._say(note)
         return self._conclude(run, design, failures, complete)
 
     def _calibrator(self, run: RunFolder, say: Callable[[str], None] = lambda text: None) -> Calibrator:
@@ -160,7 +160,11 @@ class Sweep:
             write_json(run.manifest_path, manifest)
 
     def _note(self, text: str) -> None:
-        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+        self._say(f"note: {text}")
+
+    def _say(self, text: str) -> None:
+        """As it is, unwrapped: commands are copied from it."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _say_stopped(self, run: RunFolder, interrupt: BaseException) -> None:
         """Where it can still be read: rich leaves with SystemExit when nobody reads stdout any more."""
@@ -171,7 +175,7 @@ class Sweep:
             if unread:
                 say(text)
             else:
-                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+                self._say(text)
 
     def _not_stored(self, run: RunFolder, error: OSError) -> Exception:
         """The sentence for a disk that is full or lost; ``error`` itself when it is about something else."""
@@ -192,15 +196,12 @@ class Sweep:
             f"{cell.cell_id} is invalid: {reason}" for cell in design.cells for reason in _invalid_reasons(run, cell)
         ]
         if not complete and not failures:
-            self.console.print(f"cells are left; go on with:\n  {self.resume_command(run)}", highlight=False)
+            self._say(f"cells are left; go on with:\n  {self.resume_command(run)}")
         if problems:
-            self.console.print(
-                "INVALID: not every load is a measurement (exit code 4); the results are kept:\n"
-                + "\n".join(f"  - {p}" for p in problems),
-                highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
+            head = "INVALID: not every load is a measurement (exit code 4); the results are kept:\n"
+            self._say(head + "\n".join(f"  - {p}" for p in problems))
         if failures:
-            self.console.print(f"run the failed loads again with:\n  {self.resume_command(run)}", highlight=False)
+            self._say(f"run the failed loads again with:\n  {self.resume_command(run)}")
         return EXIT_INVALID if problems else EXIT_OK
 
 

@@ -20,7 +20,7 @@ from kvbench.planning import plan_sweep
 from kvbench.results import create_run
 from kvbench.targets.openai import OpenAITarget
 from kvbench.workload import load_workload
-from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, Bench, complaints, finished, manifest
+from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, Bench, complaints, finished, manifest
 
 CACHING = ("--enable-prefix-caching", "--page-size", "4")
 
@@ -117,6 +117,22 @@ def test_a_server_that_cannot_empty_its_cache_is_measured_only_as_it_is(measure)
             reason = measure(url, cache_state=state)[0][0]
             assert "the state of the prefix cache is not known" in reason and "cache_state: steady" in reason
         assert measure(url, cache_state="steady")[0] == []
+
+
+def test_a_server_of_ours_that_cannot_empty_its_cache_is_launched_for_each_load(tmp_path):
+    """Nobody knew before: its first answer says so, and from then on a load that needs the cache cold has its own."""
+    bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1", "FAKE_FAULT": "no_reset"})
+    engine = TINY["engine"] | {"enable_prefix_caching": True}
+    path = bench.write(engine=engine, sweep={}, load={"concurrency": [1, 2, 3], "repeats": 2})
+    done = bench.sweep(str(path), "--no-report")
+    assert done.returncode in (0, 4), done.stdout + done.stderr
+    run = bench.only_run()
+    assert complaints(run) == [] and len(finished(run)) == 6
+    assert len(bench.launches) == 6
+    assert len(list((run / "logs").glob("*.log"))) == 6
+    bench.write(engine=engine, sweep={}, load={"concurrency": [1, 2], "repeats": 1, "cache_state": "steady"})
+    assert bench.sweep(str(path), "--no-report").returncode in (0, 4)
+    assert len(bench.launches) == 7  # as it is found: one server will do
 
 
 def test_the_machine_of_a_load_is_recorded(measure):

@@ -50,7 +50,7 @@ def test_each_value_of_a_sweep_is_a_launch_of_its_own_and_all_of_it_ends(bench):
     path = bench.write(engine=ENGINE, sweep={"page_size": [4, 24]}, load=LOAD)
     done = bench.run(command(bench, str(path), serve_cmd=line))
     assert done.returncode in (0, 4), done.stdout + done.stderr
-    assert "--serve-cmd does not pass on kv_budget, max_model_len, max_num_seqs" in done.stdout
+    assert "--serve-cmd does not pass on model, kv_budget, max_model_len, max_num_seqs" in done.stdout
     run = bench.only_run()
     assert complaints(run) == []
     tpot = {
@@ -64,6 +64,42 @@ def test_each_value_of_a_sweep_is_a_launch_of_its_own_and_all_of_it_ends(bench):
     assert "--itl-ms 24" in " ".join(facts["servers"]["paged-p24"]["server"]["command"])
     assert facts["servers"]["paged-p24"]["engine"] == {"page_size": 24}
     assert len(pids_of(pids)) == 4 and not any(map(alive, pids_of(pids)))
+
+
+# vLLM's cache_config_info says pages of 128, whatever it is told.
+OTHER_PAGES = r"""
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+TEXTS = {
+    "/metrics": '# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{block_size="128"} 1\n',
+    "/v1/models": '{"data": [{"id": "m"}]}',
+}
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = TEXTS.get(self.path, "").encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def test_a_server_with_other_pages_than_it_was_asked_for_is_not_measured(bench):
+    script = bench.folder / "pages.py"
+    script.write_text(OTHER_PAGES)
+    path = bench.write(engine=ENGINE | {"page_size": 32, "device": "cpu"}, sweep={}, load=LOAD)
+    line = f"{sys.executable} {script} {{port}} {{page_size}}"
+    done = bench.run(command(bench, str(path), "--preset", "vllm", serve_cmd=line))
+    assert done.returncode == 4
+    words = "is not what was asked for: its pages have 128 tokens, and the configuration is for pages of 32"
+    assert words in done.stdout, done.stdout
+    assert finished(bench.only_run()) == {}
 
 
 def test_a_killed_kvbench_leaves_no_server_behind(bench):

@@ -156,17 +156,14 @@ def test_a_baseline_that_the_target_cannot_have_is_the_nearest_one_said_aloud_or
     assert near.workload.engine == base.engine | {"page_size": 32}
     (note,) = near.notes
     assert "THE BASELINE IS NOT THE WORKLOAD'S: page_size is 32 instead of 16 (vLLM cannot have page_size 16" in note
-    with pytest.raises(
-        UsageError, match=r"the baseline cannot be run: vLLM cannot have page_size 16.*leave --exact out"
-    ):
+    with pytest.raises(UsageError, match=r"the baseline cannot be run: vLLM cannot have page_size 16.*--exact out"):
         chosen(base, **VLLM_HERE, exact=True)
-    for never, why in (({"kv_cache_dtype": "auto", "device": "cpu"}, "TGI cannot have device cpu"),):
-        with pytest.raises(UsageError, match=f"nor anything near it: .*{why}"):
-            choose(workload(engine=ENGINE | never), NOTHING | {"target": "tgi", "target_python": sys.executable}, {})
+    with pytest.raises(UsageError, match=r"nor anything near it: .*TGI cannot have device cpu"):
+        chosen(base, target="tgi", target_python=sys.executable)
 
 
 def test_a_command_of_a_known_kind_is_asked_what_it_cannot_do(workload):
-    command = f"{sys.executable} {{port}} --block-size {{page_size}} --kv {{kv_budget}} --dtype {{dtype}} {{device}} {{model}}"
+    command = f"{sys.executable} {{port}} {{page_size}} --kv {{kv_budget}} --dtype {{dtype}} {{device}} {{model}}"
     asked = {"serve_cmd": command, "preset": "vllm"}
     near = chosen(workload(engine=ENGINE | {"page_size": 16}, sweep={"page_size": [8, 64]}), **asked)
     assert near.workload.engine["page_size"] == 32
@@ -175,9 +172,7 @@ def test_a_command_of_a_known_kind_is_asked_what_it_cannot_do(workload):
     assert any("skipped paged-p8: vLLM cannot have page_size 8" in note for note in design.notes)
     with pytest.raises(UsageError, match="takes multiples of 32"):
         chosen(workload(engine=ENGINE | {"page_size": 16}), **asked, exact=True)
-    with pytest.raises(
-        UsageError, match=r"--serve-cmd has {page_size}, and: TGI cannot have page_size 32.* Take it out"
-    ):
+    with pytest.raises(UsageError, match=r"--serve-cmd has {page_size}, and: TGI cannot have page_size 32.*Take"):
         chosen(workload(), serve_cmd=f"{sys.executable} {{port}} {{page_size}}", preset="tgi")
     unnamed = chosen(workload(engine=ENGINE | {"page_size": 16}), serve_cmd=command)  # nobody knows what it can
     assert unnamed.workload.engine["page_size"] == 16

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer
 
-import engine.tokenizer
 from kvbench import server_state
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.load.requests import RequestSpec
@@ -17,7 +13,7 @@ from kvbench.load.spec import LoadSpec
 from kvbench.targets.base import Access
 from kvbench.targets.openai import OpenAITarget
 from kvbench.targets.presets import GENERIC, PRESETS
-from kvbench.targets.texts import TokenizerTexts, WordTexts, with_texts
+from kvbench.targets.texts import WordTexts
 from kvbench.targets.versions import version_of
 from tests.support.scripted_http import scripted_server
 
