@@ -134,18 +134,34 @@ def goodput_share(metrics: Mapping[str, Any]) -> float | None:
     return rate * duration / sent if rate is not None and duration and sent else None
 
 
+_COUNTS = {  # of the client's figures, shown where there are any
+    "short_outputs": "outputs ended before the length that ignore_eos asked for",
+    "reopened_connections": "kept connections had been closed by the server and were opened anew",
+    "prompt_token_mismatches": "prompts of which the server counted other tokens than were sent",
+}
+_LAG_NOT_JUDGED = {
+    True: "whose lag only the calibration tells",
+    False: "too few chunks to judge their lag",
+}
+
+
 def _requests(metrics: Mapping[str, Any]) -> str:
     text = f"requests: {metrics['completed']} completed, {metrics['failed']} failed"
     kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
-    return text + (f" ({kinds})" if kinds else "")
+    text += f" ({kinds})" if kinds else ""
+    client = metrics.get("client") or {}
+    for figure, words in _COUNTS.items():
+        text += f"; {client[figure]} {words}" if client.get(figure) else ""
+    return text
 
 
 def _cache(kept: Mapping[str, Any]) -> str:
     cache = kept.get("prefix_cache") or {}
     hits, asked, bounds = cache.get("hits"), cache.get("queries"), kept.get("prefix_cache_bounds")
-    text = f"prefix cache, declared {kept['cache_state']}: "
+    doubt = cache.get("unverified")
+    text = f"prefix cache, declared {kept['cache_state']}{f', not verified ({doubt})' if doubt else ''}: "
     if hits is None or not asked:
-        return text + "the server does not tell its hits"
+        return text + "hit rate not known"
     text += f"{hits / asked:.1%} of {asked:,.0f} prompt tokens hit"
     return text + (f", possible {bounds['low'] / asked:.1%} to {bounds['high'] / asked:.1%}" if bounds else "")
 
@@ -157,6 +173,8 @@ def _client(metrics: Mapping[str, Any]) -> str:
         parts.append(f"timestamp lag p99 {client['lag_p99_ms']:.2f} ms ({client.get('lag_source', 'loop probe')})")
     elif client.get("lag_source") == "kernel stamps":
         parts.append(f"timestamps are the kernel's (its own loop: lag p99 {client['loop_lag_p99_ms'] or 0:.2f} ms)")
+    if client.get("lag_judged") is False:
+        parts.append(_LAG_NOT_JUDGED[client.get("lag_source") == "kernel stamps"])
     if client.get("schedule_slip_p99_ms") is not None:
         parts.append(f"schedule slip p99 {client['schedule_slip_p99_ms']:.2f} ms")
     if client.get("cpu_s_per_1000_output_tokens") is not None:

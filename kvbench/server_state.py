@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvbench.errors import MeasurementError
-from kvbench.load.hits import HitBounds, outside, predict_hits
+from kvbench.load.hits import HitBounds, outside, predict_hits, unverified
 from kvbench.load.requests import RequestSpec, distinct_prefixes
 from kvbench.load.schema import LoadConfig
 from kvbench.server_metrics import MetricsSample
@@ -129,25 +130,37 @@ def hit_bounds(
     )
 
 
-def cache_reasons(
+@dataclass(frozen=True)
+class CacheUse:
+    """What the prefix cache did in a load.
+
+    ``told`` [tokens]: ``hits`` it served of ``queries`` it was asked for (None: not told), and ``unverified``, why its
+    declared state is not verified, where it is not. ``bounds``: of the hits. ``reasons``: why it cannot have been in
+    that state.
+    """
+
+    told: dict[str, Any]
+    bounds: HitBounds | None
+    reasons: list[str]
+
+
+def cache_use(
     load: LoadConfig,
-    bounds: HitBounds | None,
+    requests: Sequence[RequestSpec],
+    info: Mapping[str, Any] | None,
     before: MetricsSample | None,
     after: MetricsSample | None,
     *,
     complete: bool,
-) -> list[str]:
-    """Why the cache cannot have been in the declared state; ``complete``: every request succeeded."""
-    hits = _change(before, after, "prefix_cache_hits_total")
-    if bounds is None or hits is None:
-        return []
-    reason = outside(hits, bounds, load.cache_state, complete=complete)
-    return [reason] if reason else []
-
-
-def hits_and_queries(before: MetricsSample | None, after: MetricsSample | None) -> dict[str, float | None]:
-    """Prompt tokens that the prefix cache served (``hits``) of those it was asked for (``queries``); None: not told."""
-    return {what: _change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries")}
+) -> CacheUse:
+    """``info``: /server_info; ``before``, ``after``: around the load; ``complete``: every request succeeded."""
+    bounds = hit_bounds(load, requests, info, before, after)
+    told: dict[str, Any] = {w: _change(before, after, f"prefix_cache_{w}_total") for w in ("hits", "queries")}
+    hits = told["hits"]
+    if doubt := unverified(hits, bounds, load.cache_state):
+        told["unverified"] = doubt
+    reason = None if hits is None or bounds is None else outside(hits, bounds, load.cache_state, complete=complete)
+    return CacheUse(told, bounds, [reason] if reason else [])
 
 
 def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:

@@ -6,6 +6,7 @@ What a server counted outside this interval shows that its cache was not in the 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,40 @@ def outside(hits: float, bounds: HitBounds, cache_state: str, *, complete: bool)
             f"{cache_state!r}: the shared prefixes were not in it"
         )
     return None
+
+
+def unverified(hits: float | None, bounds: HitBounds | None, cache_state: str) -> str | None:
+    """Why nothing shows that the cache was in the declared state; None where its ``hits`` [tokens] do.
+
+    ``steady`` declares nothing: the cache is measured as it is found.
+    """
+    if cache_state == "steady":
+        return None
+    if hits is None:
+        return "the server does not tell its hits"
+    if bounds is None:
+        return "how many hits are possible is not known"
+    if cache_state == "primed" and bounds.high and not bounds.low:
+        return "how many hits are due is not known: the cache may not have room for all that the load writes"
+    return None
+
+
+def shared_beginnings(prompts: Sequence[Ids], owners: Sequence[int]) -> list[int]:
+    """How many leading tokens of each prompt another owner's prompt has, too. [prompts]
+
+    In order of their tokens, the prompts most alike are neighbours: of those of other owners the nearest on either
+    side, with which all in between have as much in common.
+    """
+    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    pairs = list(itertools.pairwise(order))
+    common = [_common(prompts[a], prompts[b], 0) for a, b in pairs]
+    shared = [0] * len(prompts)
+    for steps in (zip(pairs, common, strict=True), zip(reversed([p[::-1] for p in pairs]), common[::-1], strict=True)):
+        reach = 0
+        for (before, after), alike in steps:
+            reach = alike if owners[before] != owners[after] else min(reach, alike)
+            shared[after] = max(shared[after], reach)
+    return shared
 
 
 def _lookups(request: RequestSpec, page_size: int) -> int:

@@ -84,6 +84,7 @@ def build_requests(
         notes.pop("rate_scale", None)  # a speed that nothing was played at
     requests = with_times(requests, times)
     _check_fit(requests, max_model_len)
+    _check_primed(load, requests)
     return RequestList(requests, notes)
 
 
@@ -158,6 +159,16 @@ def _read_lines(file: str) -> list[str]:
     if not lines:
         raise ValueError(f"{file} holds no text; at least one line is needed.")
     return lines
+
+
+def _check_primed(load: LoadConfig, requests: list[RequestSpec]) -> None:
+    """A synthetic load that shares prefixes may by its shares have none in a few requests."""
+    may_share = isinstance(load.prompts, SyntheticPrompts) and load.prompts.shared_prefixes
+    if load.cache_state == "primed" and not may_share and not any(r.prefix_tokens for r in requests):
+        raise ValueError(
+            f"cache_state primed has nothing to prime: no two of the {len(requests)} prompts begin alike; write "
+            "cache_state: cold, or give the prompts something to share (load.prompts.shared_prefix)."
+        )
 
 
 def _check_fit(requests: list[RequestSpec], max_model_len: int) -> None:

@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import glob
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvbench.load.draws import draw_lengths, random_tokens
+from kvbench.load.hits import shared_beginnings
 from kvbench.load.length import fit_scale, scale_lengths
 from kvbench.load.page_prompts import page_prompts
 from kvbench.load.prompt_schema import TracePrompts
@@ -47,35 +49,12 @@ def draw_trace(
     in_sessions = _in_sessions(prompts, part)
     part = _first(part, count, by_session=count_sessions and in_sessions)
     part = _with_outputs(prompts, part, rng)
-    texts = part.prompts is not None
-    if prompts.send_text and not texts:
+    if prompts.send_text and part.prompts is None:
         raise ValueError(f"send_text has nothing to send: {paths[0]} (format {part.format}) has no texts; remove it.")
     if prompts.page_size is not None and part.page_ids is None:
         raise ValueError(f"page_size has no meaning: {paths[0]} (format {part.format}) has no page ids; remove it.")
-    if texts:
-        ids, shared, outputs, part, notes = _of_texts(prompts, part, vocab_size, max_model_len, rng)
-    elif part.page_ids is not None:
-        ids, shared, outputs, notes = page_prompts(
-            part, prompts.length_scale, vocab_size, max_model_len, rng, by_session=in_sessions
-        )
-    else:
-        ids, outputs, notes = _of_lengths(prompts, part, vocab_size, max_model_len, rng)
-        shared = [0] * len(ids)
-    times = None if part.arrival_s is None else known_times(part)
-    requests = []
-    for i in range(len(part)):
-        requests.append(
-            RequestSpec(
-                i,
-                "trace",
-                ids[i],
-                "".join(written(part, i)) if prompts.send_text and _is_text(part, i) else None,
-                int(outputs[i]),
-                arrival_s=None if times is None else float(times[i]),
-                prefix_tokens=shared[i],
-                **_turn(part, i) if in_sessions else {},
-            )
-        )
+    drawn = _drawn(prompts, part, vocab_size, max_model_len, rng, in_sessions)
+    part = drawn.part
     told = {
         "trace": paths[0].split("/")[-1] + (f" and {len(paths) - 1} more" if len(paths) > 1 else ""),
         "trace_format": part.format,
@@ -85,7 +64,58 @@ def draw_trace(
         **({"trace_sessions": len(np.unique(part.session))} if in_sessions else {}),
         **({"trace_left_out": part.left_out} if part.left_out else {}),
     }
-    return requests, told | notes
+    return _requests(prompts, drawn, in_sessions), told | drawn.notes
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Of each request of ``part``: its token ids, how many leading ones others have too, its output length."""
+
+    part: Trace
+    ids: list[Ids]
+    shared: list[int]
+    outputs: np.ndarray
+    notes: dict[str, Any]
+
+
+def _drawn(
+    prompts: TracePrompts,
+    part: Trace,
+    vocab_size: int,
+    max_model_len: int,
+    rng: np.random.Generator,
+    in_sessions: bool,
+) -> _Drawn:
+    """What is had of a session by itself is not shared."""
+    if part.prompts is not None:
+        ids, outputs, part, notes = _of_texts(prompts, part, vocab_size, max_model_len, rng)
+        owners = part.session.tolist() if in_sessions and part.session is not None else range(len(part))
+        return _Drawn(part, ids, shared_beginnings(ids, owners), outputs, notes)
+    if part.page_ids is not None:
+        ids, shared, outputs, notes = page_prompts(
+            part, prompts.length_scale, vocab_size, max_model_len, rng, by_session=in_sessions
+        )
+        return _Drawn(part, ids, shared, outputs, notes)
+    ids, outputs, notes = _of_lengths(prompts, part, vocab_size, max_model_len, rng)
+    return _Drawn(part, ids, [0] * len(ids), outputs, notes)
+
+
+def _requests(prompts: TracePrompts, drawn: _Drawn, in_sessions: bool) -> list[RequestSpec]:
+    part = drawn.part
+    times = None if part.arrival_s is None else known_times(part)
+    return [
+        RequestSpec(
+            i,
+            "trace",
+            drawn.ids[i],
+            "".join(written(part, i)) if prompts.send_text and _is_text(part, i) else None,
+            int(drawn.outputs[i]),
+            arrival_s=None if times is None else float(times[i]),
+            prefix_tokens=drawn.shared[i],
+            **_turn(part, i) if in_sessions else {},
+        )
+        for i in range(len(part))
+    ]
 
 
 @functools.lru_cache(maxsize=1)
@@ -174,7 +204,7 @@ def _of_lengths(
 
 def _of_texts(
     prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[list[Ids], list[int], np.ndarray, Trace, dict[str, Any]]:
+) -> tuple[list[Ids], np.ndarray, Trace, dict[str, Any]]:
     """The trace's own texts as token ids, those that do not fit left out with all later turns of their session.
 
     Requests of which a trace with texts tells the length only are random tokens.
@@ -209,7 +239,7 @@ def _of_texts(
         "trace_requests_too_long": len(trace) - len(keep),
         "longest_total_tokens_in_trace": int((lengths + outputs).max()),
     }
-    return ids, [0] * len(ids), outputs[keep], part, notes
+    return ids, outputs[keep], part, notes
 
 
 def _ids(prompt: Any, vocab_size: int) -> Ids:

@@ -177,6 +177,7 @@ def warnings(run: Run) -> list[str]:
     if isinstance(notes := run.manifest.get("notes"), (list, tuple)):
         found += [f"{str(note)[:1].upper()}{str(note)[1:]}." for note in notes]
     found += _resumed(run)
+    found += _unverified(run)
     git = run.manifest.get("git")
     if isinstance(git, Mapping) and git.get("dirty"):
         found.append("The working tree had uncommitted changes: the commit alone does not reproduce this run.")
@@ -189,6 +190,19 @@ def warnings(run: Run) -> list[str]:
     if (model.get("model") or {}).get("load_format") == "dummy":
         found.append("The model has random weights: speeds and memory are real, the text is not.")
     return found
+
+
+def _unverified(run: Run) -> list[str]:
+    """Loads whose hits do not show that the prefix cache was in the declared state."""
+    loads = [repeat for cell in run.cells for repeat in cell.repeats]
+    doubts = [str(load.cache["unverified"]) for load in loads if load.cache.get("unverified")]
+    if not doubts:
+        return []
+    state = (run.load_section or {}).get("cache_state", "cold")
+    return [
+        f"That the prefix cache was {state}, as declared, is not verified in {len(doubts)} of {len(loads)} loads: "
+        f"{'; '.join(dict.fromkeys(doubts))}."
+    ]
 
 
 def _resumed(run: Run) -> list[str]:

@@ -148,7 +148,8 @@ def _server_columns(run: Run) -> list[Column]:
         Column(
             "prefix_hit_rate",
             f"prefix hits{f' ({state})' if state else ''}",
-            "share of prompt tokens found in the prefix cache; small: what prompts and declared cache state allow",
+            "share of prompt tokens found in the prefix cache; small: what prompts and declared cache state allow, and "
+            "whether nothing shows that the cache was in that state (not verified)",
             lambda _, c: _hits(c),
         ),
     ]
@@ -246,9 +247,10 @@ def _goodput(cell: Cell) -> Value:
 
 
 def _hits(cell: Cell) -> Value:
-    possible = cell.possible_hits
-    note = "" if possible is None else f"of {words.percent(possible[0])[:-2]}–{words.percent(possible[1])}"
-    return Value(words.percent(cell.hit_rate), cell.hit_rate, note if cell.hit_rate is not None else "")
+    possible = cell.possible_hits if cell.hit_rate is not None else None
+    notes = [] if possible is None else [f"of {words.percent(possible[0])[:-2]}–{words.percent(possible[1])}"]
+    notes += ["not verified"] if any(r.cache.get("unverified") for r in cell.repeats) else []
+    return Value(words.percent(cell.hit_rate), cell.hit_rate, "\n".join(notes))
 
 
 def _ratio(run: Run, cell: Cell) -> Value:

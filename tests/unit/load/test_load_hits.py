@@ -10,13 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.load.hits import HitBounds, outside, predict_hits
+from kvbench.load.hits import HitBounds, outside, predict_hits, shared_beginnings, unverified
 from kvbench.load.requests import RequestSpec, distinct_prefixes
 from kvbench.load.schema import LoadConfig
 from kvbench.server_metrics import MetricsSample
-from kvbench.server_state import hit_bounds
+from kvbench.server_state import cache_use, hit_bounds
 
 COLD = {"cache_state": "cold", "page_size": 4}
+
+
+def config(**fields: object) -> LoadConfig:
+    prompts = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
+    return LoadConfig.model_validate({"concurrency": 1, "num_requests": 2, "prompts": prompts} | fields)
 
 
 def request(tokens: list[int], prefix: int = 0, max_tokens: int = 4) -> RequestSpec:
@@ -160,8 +165,7 @@ def test_the_sentences_carry_both_numbers() -> None:
 
 
 def test_an_engine_that_does_not_tell_its_page_size_is_bounded_by_tokens_unless_it_preempted() -> None:
-    prompts = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
-    load = LoadConfig.model_validate({"concurrency": 1, "num_requests": 2, "prompts": prompts})
+    load = config()
     requests = [request([*range(6), 100 + i, 200]) for i in range(2)]
 
     def sample(preemptions: float) -> MetricsSample:
@@ -187,3 +191,42 @@ def test_the_servers_own_answers_are_met_again_in_the_next_turn(page_size: int) 
     assert predict_hits(turns, cache_state="cold", page_size=page_size) == HitBounds(0, 12 + 20)
     recorded = [dataclasses.replace(r, new_tokens=0) for r in turns]
     assert predict_hits(recorded, cache_state="cold", page_size=page_size) == HitBounds(0, 8 + 16)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=8), st.integers(0, 3)), max_size=14))
+def test_shared_beginnings_against_every_pair(prompts):
+    def common(a: tuple, b: tuple) -> int:
+        return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+    ids, owners = [tuple(tokens) for tokens, _ in prompts], [owner for _, owner in prompts]
+    wanted = [
+        max((common(mine, other) for other, who in zip(ids, owners, strict=True) if who != owner), default=0)
+        for mine, owner in zip(ids, owners, strict=True)
+    ]
+    assert shared_beginnings(ids, owners) == wanted
+
+
+def test_a_state_that_nothing_shows_is_not_verified():
+    some = HitBounds(0, 20)
+    assert unverified(10.0, some, "cold") is None
+    assert unverified(10.0, HitBounds(8, 20), "primed") is None
+    assert "how many hits are due is not known" in unverified(10.0, some, "primed")
+    assert unverified(0.0, HitBounds(0, 0), "primed") is None  # no prefix cache: nothing may hit, and nothing did
+    assert "does not tell" in unverified(None, some, "cold")
+    assert "possible is not known" in unverified(10.0, None, "cold")
+    assert unverified(None, None, "steady") is None  # declares nothing
+
+
+def test_a_load_tells_its_hits_what_was_possible_and_what_is_not_verified():
+    def hits(count: float) -> MetricsSample:
+        return MetricsSample(0.0, {}, {"prefix_cache_hits_total": count})
+
+    around = {"before": hits(5), "after": hits(13), "complete": True}
+    primed = cache_use(config(cache_state="primed"), [request(list(range(9)), prefix=8)], None, **around)
+    assert primed.reasons == [] and primed.bounds == HitBounds(0, 8)
+    assert "due is not known" in primed.told["unverified"]
+    cold = cache_use(config(), [request([1, 2, 3])], {"engine": {"page_size": 1}}, **around)
+    assert cold.told == {"hits": 8.0, "queries": None} and cold.bounds == HitBounds(0, 0)
+    assert "at most 0 are possible" in cold.reasons[0]
+    silent = cache_use(config(), [request([1, 2, 3])], None, None, None, complete=True)
+    assert silent.told["unverified"] == "the server does not tell its hits" and silent.reasons == []

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvbench.load.hits import predict_hits
+from kvbench.load.prompts import distinct_prefixes
 from tests.support.trace_loads import CLOSED, build, jsonl, lengths, shared_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -175,3 +176,19 @@ def test_recorded_times_need_one_for_every_request(tmp_path):
     assert [(r.arrival_s, r.think_s) for r in requests] == [(0, 0), (None, 0.01)]
     with pytest.raises(ValueError, match="have no time of their own"):
         build(tmp_path / "t", sessions=False, output_tokens=2)
+
+
+def test_texts_that_begin_alike_are_primed_and_others_are_refused(tmp_path):
+    rows = [
+        {"prompt": "You are a poet who answers in verse. " * 5 + end, "output_tokens": 4} for end in ("Why?", "No!")
+    ]
+    primed = CLOSED | {"cache_state": "primed"}
+    requests = build(tmp_path / "t", jsonl(*rows, {"prompt": "Else", "output_tokens": 4}), load=primed)
+    shared = shared_tokens(*requests[:2])
+    assert [r.prefix_tokens for r in requests] == [shared, shared, 0] and shared > 30
+    assert distinct_prefixes(requests) == [requests[0].prompt_token_ids[:shared]]
+    # What only turns of one session have in common is nobody else's: nothing to prime.
+    with pytest.raises(ValueError, match="nothing to prime: no two of the 2 prompts begin alike"):
+        build(tmp_path / "s", json.dumps(TALKS[:1]), load=primed)
+    with pytest.raises(ValueError, match="nothing to prime"):
+        build(tmp_path / "a", AZURE, load=primed)

@@ -74,9 +74,10 @@ def test_hits_stand_beside_what_was_possible():
     point = LoadPoint("c2", "closed", 2, None, 4)
     text = "\n".join(lines(stored(config(concurrency=2), point, TARGET, result([0.1], **cache))))
     assert "prefix cache, declared cold: 12.5% of 80 prompt tokens hit, possible 0.0% to 25.0%" in text
-    untold = {"prefix_cache": {"hits": None, "queries": None}, "prefix_cache_bounds": None}
+    why = "the server does not tell its hits"
+    untold = {"prefix_cache": {"hits": None, "queries": None, "unverified": why}, "prefix_cache_bounds": None}
     text = "\n".join(lines(stored(config(concurrency=2), point, TARGET, result([0.1], **untold))))
-    assert "the server does not tell its hits" in text
+    assert f"declared cold, not verified ({why}): hit rate not known" in text
 
 
 def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last():
@@ -93,10 +94,12 @@ def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last()
 
 
 def test_the_clients_cost_counts_processes_on_other_machines():
-    metrics = {"total_output_tokens": 500, "duration_s": 10.0, "client": {"cpu_fraction": 0.1}}
+    """The processes say 1 s of the streaming and 0.5 s of parsing after it; the kernel counts 2 s on this machine."""
+    own = {"cpu_s": 1.0, "parse_cpu_s": 0.5, "cpu_fraction": 0.1}
+    metrics = {"total_output_tokens": 500, "duration_s": 4.0, "client": own}
     here = {"client_cpu_cores": 0.2, "seconds": 10.0}
-    assert client_cost(here, metrics) == pytest.approx(4.0)  # 2 s of 500 tokens
-    spread = metrics | {"client": {"cpu_fraction": 0.3, "cpu_fraction_total": 0.9}}
-    assert client_cost(here, spread) == pytest.approx(18.0)
-    assert client_cost({"client_cpu_cores": None, "seconds": None}, metrics) == pytest.approx(2.0)
+    assert client_cost(here, metrics) == pytest.approx(5.0)
+    spread = metrics | {"client": own | {"cpu_s": 9.0}}  # on other machines
+    assert client_cost(here, spread) == pytest.approx(19.0)
+    assert client_cost({"client_cpu_cores": None, "seconds": None}, metrics) == pytest.approx(3.0)
     assert client_cost(here, metrics | {"total_output_tokens": 0}) is None

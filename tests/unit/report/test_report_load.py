@@ -12,7 +12,7 @@ import pytest
 from kvbench.report import build_report
 from kvbench.report.breakdown import class_name, class_rows, turn_rows
 from kvbench.report.data import Cell, LoadPoint, Repeat, Run
-from kvbench.report.manifest import brief, environment, skipped_notes
+from kvbench.report.manifest import brief, environment, skipped_notes, warnings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.plateaus import plateau_rows
@@ -69,6 +69,12 @@ def test_hits_stand_beside_what_the_declared_state_allows() -> None:
     value = entries(shown)["prefix_hit_rate"]
     assert (value.text, value.note) == ("20 %", "of 0–25 %")
     assert "primed" in next(c.title for c in columns(shown) if c.key == "prefix_hit_rate")
+    doubted = run(changed(cell(server=server), cache=[*cache[:2], cache[0] | {"unverified": "too small"}]))
+    assert entries(doubted)["prefix_hit_rate"].note == "of 0–25 %\nnot verified"
+    (warning,) = [w for w in warnings(doubted) if "not verified" in w]
+    assert "was cold, as declared, is not verified in 1 of 3 loads: too small." in warning
+    assert warning in markdown(doubted) and warning in page(doubted)
+    assert not [w for w in warnings(shown) if "not verified" in w]
     unknown = run(changed(cell(server=server), cache=[*cache[:2], {}]))
     assert entries(unknown)["prefix_hit_rate"].note == ""  # of one repeat it is not known
 
