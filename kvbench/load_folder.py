@@ -5,7 +5,8 @@
     runs/<number>-r<rate>/...                                                     --find-max-rate: one folder a run
     search.json                                                                   --find-max-rate: runs and answer
 
-What a killed run leaves is resumable: a single load is sent again, a search goes on from its finished runs.
+What a killed run leaves is resumable: a single load is sent again, as is a search that has no finished run, and the
+manifest is then of this second time; a search goes on from its finished runs, under the conditions they were taken in.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvbench.workload import Workload, differing_keys
 METRICS = "metrics.json"
 RUNS = "runs"
 COMPLETE, INCOMPLETE = "complete", "incomplete"
+_OF_ONE_TIME = ("requests-*", "server.parquet")  # which sending again need not write anew
 _SAME = ("workload", "load", "target", "search")  # what a resumed folder must agree in
 
 
@@ -124,11 +126,16 @@ def _reopened(path: Path, manifest: dict[str, Any]) -> LoadFolder:
             f"{path} was begun with another load; it differs in {', '.join(keys)}: give the same command again, or a "
             "new --output-dir"
         )
-    if stored.get("status") != COMPLETE and any((path / RUNS).glob(f"*/{METRICS}")):
-        differences, _ = environment_differences(stored, manifest)
-        if differences:
-            raise UsageError(
-                f"{path} was begun under other conditions than now: {'; '.join(differences)}. Go back to those, or "
-                "give a new --output-dir"
-            )
+    if stored.get("status") == COMPLETE:
+        return LoadFolder(path, stored, resumed=True)
+    if not any((path / RUNS).glob(f"*/{METRICS}")):
+        for stale in [p for pattern in _OF_ONE_TIME for p in path.glob(pattern)]:
+            stale.unlink()
+        return LoadFolder(path, manifest, resumed=True)
+    differences, _ = environment_differences(stored, manifest)
+    if differences:
+        raise UsageError(
+            f"{path} was begun under other conditions than now: {'; '.join(differences)}. Go back to those, or "
+            "give a new --output-dir"
+        )
     return LoadFolder(path, stored, resumed=True)

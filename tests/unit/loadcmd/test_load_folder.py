@@ -18,7 +18,14 @@ def manifest(**more):
         "search": None,
     }
     return (
-        {"kind": "load", "status": "incomplete", "git": {"sha": "1"}, "versions": {}, "cpu": {}, "gpus": []}
+        {
+            "kind": "load",
+            "status": "incomplete",
+            "git": {"sha": "1", "dirty": False},
+            "versions": {},
+            "cpu": {},
+            "gpus": [],
+        }
         | same
         | more
     )
@@ -79,17 +86,28 @@ def test_another_load_is_not_resumed(tmp_path, key, value, named):
 
 
 def test_runs_of_other_conditions_are_not_mixed_but_a_load_that_left_nothing_is_begun_anew(tmp_path):
-    later = manifest(git={"sha": "2", "short_sha": "2"})
+    later = manifest(git={"sha": "2", "short_sha": "2", "dirty": False})
     with opened(tmp_path / "out", manifest(), resume=False) as folder:
         pass
-    with opened(tmp_path / "out", later, resume=True):
-        pass
+    (folder.path / "requests-0123abcd.jsonl").write_text("of the first time")
+    with opened(tmp_path / "out", later | {"command": ["again"], "started": "2026"}, resume=True):
+        told = stored(tmp_path / "out")  # nothing of the first time is left, so it is told of this one
+        assert told["git"]["sha"] == "2" and told["command"] == ["again"] and told["started"] == "2026"
+        assert told["status"] == "incomplete" and not list(folder.path.glob("requests-*"))
+    with opened(tmp_path / "out", manifest(), resume=True):
+        assert stored(tmp_path / "out")["git"]["sha"] == "1"
     (folder.run(1, "r4") / METRICS).write_text("{}")
     with (
         pytest.raises(UsageError, match="begun under other conditions than now: commit"),
         opened(tmp_path / "out", later, resume=True),
     ):
         pass
+    with opened(tmp_path / "out", manifest(command=["again"]), resume=True):
+        assert "command" not in stored(tmp_path / "out")  # its finished run is of the first time
+    with opened(tmp_path / "out", manifest(), resume=True) as folder:
+        folder.finish()
+    with opened(tmp_path / "out", later, resume=True) as folder:
+        assert folder.manifest["status"] == "complete" and stored(tmp_path / "out")["git"]["sha"] == "1"
 
 
 def test_two_commands_do_not_share_a_folder(tmp_path):
