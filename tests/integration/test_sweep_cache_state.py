@@ -51,7 +51,8 @@ def measure(tmp_path):
     """Runs the tiny workload once on a server that runs already; what is wrong, but for a busy machine."""
 
     def run(url, repeat=1, **load):
-        path = Bench(tmp_path).write(sweep={}, load={"repeats": 1, **load})
+        engine = {key: value for key, value in TINY["engine"].items() if key != "page_size"}  # the server has its own
+        path = Bench(tmp_path).write(engine=engine, sweep={}, load={"repeats": 1, **load})
         workload = load_workload(path, profile="cpu")
         folder = create_run(tmp_path / f"results{time.monotonic_ns()}", "tiny", "none")
         _, (planned,) = plan_sweep(workload, ())
