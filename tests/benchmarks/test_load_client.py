@@ -1,18 +1,24 @@
-"""How well the load client measures: against the mock server, which notes when it sent each chunk."""
+"""How well the load client measures: against the mock server, which notes when it sent each chunk.
+
+In full mode a figure over its bar (kvbench/bench_bars.py) fails, once another program cannot have been the reason for
+all of ``ATTEMPTS``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-from bench_mode import choose
+from bench_mode import MODE, choose
 from bench_timing import note
 
+from kvbench.bench_bars import Measured, missed
 from kvbench.calibration import CalibrationSettings, aims, calibrate
 from kvbench.manifest import usable_cores
 
 CASES = choose(full=[(64, 1), (256, 1), (256, 4)], quick=[(64, 1)], smoke=[(8, 1)])
 SECONDS = choose(full=10.0, quick=5.0, smoke=1.0)
+ATTEMPTS = choose(full=3, quick=1, smoke=1)
 CORES_A_PROCESS = 2  # the mock server and the machine's own work want some, too
 
 
@@ -23,12 +29,18 @@ def test_load_client(benchmark, streams: int, processes: int) -> None:
         pytest.skip(f"{processes} load processes need {processes * CORES_A_PROCESS} cores, here are {cores}")
     benchmark.group = "load client against the mock server, a chunk every 20 ms on each stream"
     settings = CalibrationSettings(streams, itl_ms=20.0, processes=processes, seconds=SECONDS)
-    calibration = benchmark.pedantic(calibrate, args=(settings, aims(settings)), rounds=1)
+    calibration = benchmark.pedantic(calibrate, args=(settings, aims(settings), ATTEMPTS), rounds=1)
     figures = dataclasses.asdict(calibration.figures)
-    assert not [name for name in ("events_lost", "requests_lost", "faults_counted", "whole_failed") if figures[name]]
-    note(
-        benchmark,
-        coalesced_pct=figures["coalesced_share"] * 100,
-        **{name: figures[name] for name in ("lag_p50_ms", "lag_p99_ms", "itl_error_p99_ms", "cpu_us_per_event")},
-        **{name: figures[name] for name in ("loop_lag_p99_ms", "server_late_p99_ms", "turnaround_p50_ms", "events")},
-    )
+    assert not [
+        name
+        for name in ("events_lost", "requests_lost", "requests_repeated", "faults_counted", "whole_failed")
+        if figures[name]
+    ]
+    shown = {"coalesced_pct": figures["coalesced_share"] * 100}
+    for name in ("lag_p50_ms", "lag_p99_ms", "itl_error_p99_ms", "cpu_us_per_event", "loop_lag_p99_ms",
+                 "server_late_p99_ms", "turnaround_p50_ms", "events"):  # fmt: skip
+        shown[name] = figures[name]
+    note(benchmark, **shown)
+    if MODE == "full":
+        params = {"streams": streams, "processes": processes}
+        assert missed(Measured("test_load_client", benchmark.group, params, shown, "cpu")) == []
