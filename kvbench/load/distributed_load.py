@@ -74,7 +74,7 @@ class SharedLoad:
         step_s = time.time() - started - wall_s
         self._say("measured")
         if problem is not None or voice.stopped:
-            crew.stop()
+            crew.stop(in_haste=voice.stopped)
         crew.look_at_clocks()
         results = crew.collect()
         problem = problem or crew.first_loss()

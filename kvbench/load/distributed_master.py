@@ -227,9 +227,9 @@ class Crew:
                 return f"{link.name} was stopped by {signal.Signals(link.signal).name}"
         return None
 
-    def stop(self) -> None:
-        """Every worker that still answers ends its users."""
-        self._with_each(lambda link, shard: _ignoring_loss(lambda: link.call("stop", _STOP_S)))
+    def stop(self, in_haste: bool) -> None:
+        """Every worker that still answers ends its users; ``in_haste``: and soon what it has to read."""
+        self._with_each(lambda link, shard: _ignoring_loss(lambda: link.call("stop", _STOP_S, in_haste=in_haste)))
 
     def collect(self) -> list[WorkerResult]:
         """What every worker that still answers has measured."""

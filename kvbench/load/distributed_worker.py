@@ -76,6 +76,7 @@ class Worker:
         self.probe = LagProbe()
         self.over = Event()
         self.stopped = False
+        self._in_haste = False  # whoever stopped the load does not wait for long
         self.code = EXIT_OK
         self._parent = os.getppid()
         self._signal = 0
@@ -123,7 +124,7 @@ class Worker:
 
     def _on_signal(self, number: int) -> None:
         """A stop of the whole group: the master still wants what was measured. Without a master this is the end."""
-        self.stopped, self._signal = True, number
+        self.stopped, self._in_haste, self._signal = True, True, number
         if self.session is not None:
             self.session.stopping = True
         if os.getppid() != self._parent or self.session is None:
@@ -131,7 +132,7 @@ class Worker:
 
     def _give_up(self, why: str, code: int = EXIT_NOT_DRIVEN) -> None:
         print(f"kvbench load: this worker ends: {why}", file=sys.stderr)
-        self.stopped, self.code = True, code
+        self.stopped, self._in_haste, self.code = True, True, code
         if self.session is not None:
             self.session.stopping = True
         self.over.set()
@@ -209,8 +210,8 @@ class Worker:
             self._measuring = measuring
         self._tell("ended", gone=gone, signal=self._signal)
 
-    def _do_stop(self) -> None:
-        self.stopped = True
+    def _do_stop(self, in_haste: bool) -> None:
+        self.stopped, self._in_haste = True, in_haste
         if self.session is not None:
             self.session.stopping = True
 
@@ -225,8 +226,8 @@ class Worker:
         end_users(self.runner)
         if self._measuring is not None:
             with gevent.Timeout(_PARSE_TURN_S, False):
-                self._measuring.parse_rest(lambda: self.stopped, lambda: self._tell("progress"))
-            if self.session.unparsed and not self.stopped:
+                self._measuring.parse_rest(lambda: self._in_haste, lambda: self._tell("progress"))
+            if self.session.unparsed and not self._in_haste:
                 return {"left": self.session.unparsed}
             self._results["clocked"] = json.dumps(vars(self._measuring.clocked)).encode()
         self.session.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,25 @@ def stamps_of(url: str) -> dict[tuple[int, ...], dict]:
     """What the mock server stamped, by prompt (the last one where a prompt was sent twice)."""
     with urllib.request.urlopen(url + "/stamps", timeout=10) as answer:
         return {tuple(s["prompt"]): s for s in json.load(answer)}
+
+
+def free_port() -> int:
+    """A port that nobody has; Locust's own workers must be told it beforehand."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@contextlib.contextmanager
+def own_mock(*flags: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A mock server that the test may kill, and its URL."""
+    command = [sys.executable, "-m", "kvbench.mock", "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        yield process, process.stdout.readline().split()[1]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class LoadRunner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.support.loads import ROOT, stamps_of
+from tests.support.loads import ROOT, free_port, stamps_of
 
 TTFT_MS, ITL_MS = 120, 15
 WORKLOAD = """
@@ -48,13 +47,6 @@ def steady_url() -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=10)
-
-
-def free_port() -> int:
-    """A port that nobody has; Locust's own workers must be told it beforehand."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def locust(folder: Path, *arguments: str) -> subprocess.CompletedProcess:

@@ -115,7 +115,7 @@ def test_unreachable_server_is_exit_4_with_a_sentence(loads: LoadRunner) -> None
 
 
 def test_server_that_never_answers_ends_the_load(loads: LoadRunner) -> None:
-    """40 requests at 0.3 s each over 2 users would take 6 s; after 8 in a row it is clear that nobody is there."""
+    """40 requests at 0.3 s each over 2 users would take 6 s; after 8 in a row it is clear that nobody is served."""
     result = loads.run(requests(40, tag=2), model="mock?fault=silent", concurrency=2, timeout_s=0.3)
     assert result.code == 4
     assert "stopped answering" in result.stderr
@@ -164,3 +164,18 @@ def test_the_same_load_under_locusts_own_command_line(loads: LoadRunner) -> None
     load = json.loads((spec.parent / "load.json").read_text())
     assert load["max_in_flight"] == 3
     assert load["locust"]["num_requests"] == 9
+
+
+def test_the_load_is_over_with_its_last_stream_not_with_its_last_parse(loads: LoadRunner) -> None:
+    """1,500 answers of two tokens come within a second; a parser that takes 4 ms for each would need six."""
+    result = loads.run(requests(1500, tag=1901, max_tokens=2), model="mock?ttft_ms=1&itl_ms=0", concurrency=32)
+    assert result.code == 0, result.stderr
+    load, last = result.load, result.samples["end"].max()
+    assert last <= load["duration_s"] < last + 1
+    (measured,) = [e for e in result.events if e["event"] == "measured"]
+    assert measured["elapsed_s"] < last + 1
+    assert result.events[-1]["elapsed_s"] < last + 4
+    client = load["client"]
+    assert client["cpu_fraction"] == pytest.approx(client["cpu_s"] / load["duration_s"])
+    assert client["cpu_us_per_chunk"] == pytest.approx((client["cpu_s"] + client["parse_cpu_s"]) / 3000 * 1e6)
+    assert client["cpu_s"] > 0.05  # 1,500 requests at 30 us at least

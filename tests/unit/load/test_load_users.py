@@ -44,7 +44,10 @@ def by_turn(samples: pd.DataFrame) -> dict[tuple[int, int], pd.Series]:
 
 
 def test_a_hung_server_does_not_hold_up_the_arrivals(loads: LoadRunner) -> None:
-    """It reads every request and answers none: all of them must have come before the first has timed out."""
+    """It reads every request and answers none: all of them must have come before the first has timed out.
+
+    As it still answers /health, it counts as too slow, not as gone: that is a result.
+    """
     arrivals = np.sort(np.random.default_rng(0).uniform(0, 0.3, 60)).tolist()
     sent = singles(701, arrivals)
     result = loads.run(sent, mode="open", concurrency=None, model="mock?fault=silent", timeout_s=2)
@@ -53,7 +56,8 @@ def test_a_hung_server_does_not_hold_up_the_arrivals(loads: LoadRunner) -> None:
     received = np.array([stamps[r.prompt_token_ids]["received"] for r in sent]) - zero
     assert (received >= arrivals).all()
     assert received.max() < 2.0
-    assert result.samples["error_kind"].isin(["timeout", "interrupted"]).all()  # it is given up after so many
+    assert result.code == 0 and not result.load["incomplete"]
+    assert result.samples["error_kind"].tolist() == ["timeout"] * 60
     assert result.samples["t0"].tolist() == pytest.approx(arrivals, abs=1e-6)
 
 
@@ -66,11 +70,13 @@ def test_cap_queues_in_the_client_and_tells_how_long(loads: LoadRunner) -> None:
     assert result.load["max_concurrency"] == 3
     assert samples["t0"].tolist() == pytest.approx([0.0] * 12, abs=1e-6)
     assert (samples["queued_s"][:3] == 0).all()
-    assert (samples["queued_s"][9:] > 3 * TAKES_S * 0.99).all()
+    waited = samples["ts"] - samples["t0"]
+    assert (waited[9:] > 3 * TAKES_S * 0.99).all()
+    assert (samples["queued_s"][9:] > waited[9:] - 0.05).all()
     assert (samples["queued_s"] <= samples["ts"] - samples["t0"] + 1e-9).all()
     assert samples["ts"].is_monotonic_increasing
     assert (samples["first"] - samples["t0"] > samples["queued_s"] + 0.029).all()
-    assert result.load["client"]["schedule_slip_p99_ms"] < 500 * samples["queued_s"].max()  # slip is not the queue
+    assert result.load["client"]["schedule_slip_p99_ms"] < 50  # a tenth of the queue; 0.2 on a machine of its own
     begin, end = result.load["target_start_s"], result.load["target_end_s"]
     assert end - begin > 3 * TAKES_S  # all at once under a cap: steady while all places were taken
     stamps = stamps_of(loads.url)

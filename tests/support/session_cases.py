@@ -1,0 +1,214 @@
+"""Cases of tests/unit/load/test_load_session.py, in a process of their own: importing Locust patches all of it.
+
+    python -m tests.support.session_cases
+
+Prints a JSON object: a traceback, or nothing, for each case.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import gevent
+import numpy as np
+import pytest
+from gevent import monkey
+
+from kvbench.load import process
+from kvbench.load.client import RawStream
+from kvbench.load.distributed_clock import ClockMap, Reading
+from kvbench.load.distributed_master import Crew
+from kvbench.load.lag import LagProbe
+from kvbench.load.merge import samples_to_bytes
+from kvbench.load.outcome import Clocked, read_delays
+from kvbench.load.places import Places
+from kvbench.load.process import Measuring, session_of
+from kvbench.load.requests import RequestList, RequestSpec
+from kvbench.load.session import LoadSession, Returned
+from kvbench.load.spec import LoadSpec
+
+STUCK_S = 0.1
+stand_still = monkey.get_original("time", "sleep")  # the whole loop with it
+
+
+def session_for(requests: list[RequestSpec], mode: str = "open") -> LoadSession:
+    fields = {"concurrency": 2} if mode == "closed" else {}
+    spec = LoadSpec(
+        base_url="http://127.0.0.1:9", model="m", mode=mode, requests_file="r", out_dir="o", timeout_s=9, **fields
+    )
+    return session_of(spec, RequestList(requests))
+
+
+def answer(tokens: int, at: float) -> RawStream:
+    """A whole answer of one read."""
+    raw = RawStream(at, at, at, [at])
+    events = [{"choices": [{"text": " x", "finish_reason": None, "token_ids": [k]}]} for k in range(tokens)]
+    events[-1]["choices"][0]["finish_reason"] = "length"
+    events.append({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": tokens}})
+    body = b"".join(b"data: %b\n\n" % json.dumps(e).encode() for e in events) + b"data: [DONE]\n\n"
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(body)
+    raw.chunks = [head + body]
+    return raw
+
+
+def case_only_the_wait_for_a_place_is_queue() -> None:
+    """The caller comes late, and the loop stands still when the place is there: both are the client's own slip."""
+    places = Places(1)
+    assert places.take() == 0.0
+    due = time.perf_counter()
+    stand_still(STUCK_S)  # the loop
+    waiting = gevent.spawn(lambda: (places.take(), time.perf_counter()))
+    gevent.sleep(0.02)
+    before = time.perf_counter()
+    places.give()
+    stand_still(STUCK_S)
+    queued_s, sent = waiting.get()
+    assert 0.02 <= queued_s <= before - due - STUCK_S + 0.005
+    assert sent - due - queued_s >= 2 * STUCK_S
+
+
+def two_turns(tokens: int, think_s: float) -> list[RequestSpec]:
+    first = RequestSpec(0, "a", (0,), None, tokens, 0.0, session=0)
+    return [first, RequestSpec(1, "a", (0, 1), None, tokens, None, session=0, turn=1, think_s=think_s)]
+
+
+def run_conversation(tokens: int, think_s: float, stuck_s: float) -> list[tuple[float, float, float]]:
+    """(due, moment of sending, end of the answer) of two turns; the loop stands still after the first one's end."""
+    requests = two_turns(tokens, think_s)
+    session, sent = session_for(requests), []
+
+    def send(request: RequestSpec, body: bytes, due: float | None) -> Returned:
+        now = time.perf_counter()
+        raw = answer(tokens, now)
+        sent.append((due, now, raw.end))
+        stand_still(stuck_s)
+        session.returned += 1
+        return Returned(request, 0, due, raw, 0.0, time.perf_counter())
+
+    session.begin()
+    talk = gevent.spawn(session.converse, 0, session.pending.popleft(), send, session.zero)
+    talk.join()
+    talk.get()
+    while session.unparsed:
+        gevent.sleep(0.005)
+    session.close()
+    assert all(s.completion.ok for s in session.samples), session.samples[0].completion.error
+    delays = read_delays(session.samples)
+    assert delays == pytest.approx([max(0.0, sent[1][0] - sent[0][2] - think_s)], abs=1e-9)
+    return sent
+
+
+def case_a_turn_is_due_when_its_answer_can_be_read_and_what_delays_that_is_slip() -> None:
+    first, second = run_conversation(tokens=3, think_s=0.0, stuck_s=STUCK_S)
+    assert first[2] < second[0] < first[2] + STUCK_S / 2  # three tokens are read in less than a millisecond
+    assert second[1] - second[0] > STUCK_S / 2
+    first, second = run_conversation(tokens=3000, think_s=0.0, stuck_s=0.0)
+    assert second[0] - first[2] > 0.003  # 3,000 take at least a microsecond each
+    first, second = run_conversation(tokens=3, think_s=0.3, stuck_s=STUCK_S)
+    assert second[0] == pytest.approx(first[2] + 0.3, abs=1e-9)
+
+
+def case_an_answer_whose_user_is_stopped_while_it_is_read_is_kept() -> None:
+    requests = two_turns(3, think_s=9.0)
+    session, turns = session_for(requests), [(request, b"") for request in requests]
+
+    def send(request: RequestSpec, body: bytes, due: float | None) -> Returned:
+        session.returned += 1
+        return Returned(request, 0, 0.0, answer(3, time.perf_counter()), 0.0, time.perf_counter())
+
+    talk = gevent.spawn(session.converse, 0, turns, send, 0.0)
+    gevent.sleep(0.001)
+    talk.kill()
+    assert session.unparsed == 1
+    gevent.sleep(0.05)
+    session.close()
+    assert [s.request.index for s in session.samples] == [0] and session.samples[0].completion.ok
+
+
+def returned_all(session: LoadSession, count: int) -> None:
+    now = time.perf_counter()
+    for k in range(count):
+        session.returned += 1
+        session._queue.put(Returned(RequestSpec(k, "a", (k,), None, 3), 0, now, answer(3, now), 0.0, now))
+
+
+def case_what_has_come_back_is_parsed_to_the_end_however_much_it_is() -> None:
+    """2,000 answers; at one every 4 ms this would take 8 s."""
+    session = session_for([RequestSpec(k, "a", (k,), None, 3, 0.0) for k in range(3000)])
+    measuring, ticks = Measuring(session, LagProbe()), []
+    measuring.begin()
+    returned_all(session, 2000)
+    measuring.end()
+    began = time.perf_counter()
+    measuring.parse_rest(lambda: False, lambda: ticks.append(session.done))
+    assert time.perf_counter() - began < 6
+    session.close()
+    assert session.done == 2000 and session.failed == 0
+    assert measuring.clocked.parse_cpu_s > 0.02  # 10 us each at least
+    assert measuring.clocked.wall_s < 1 and measuring.clocked.cpu_s < 1
+
+
+def case_after_a_stop_parsing_is_given_up_and_a_dead_parser_holds_nobody() -> None:
+    session = session_for([RequestSpec(0, "a", (0,), None, 3, 0.0)])
+    session._parser.kill()
+    returned_all(session, 1)
+    with gevent.Timeout(10):
+        Measuring(session, LagProbe()).parse_rest(lambda: True, lambda: None)
+        process._STALL_MARGIN_S = 0.05
+        Measuring(session, LagProbe()).parse_rest(lambda: False, lambda: None)
+    assert session.unparsed == 1
+
+
+class Worker:
+    """Answers ``finish`` with what is left, one after the other, then with no samples."""
+
+    def __init__(self, left: list[int]) -> None:
+        self.left, self.lost = iter(left), None
+        self.name, self.host, self.pid = "worker 1", "h", 1
+        self.data = {
+            "samples": samples_to_bytes([], 0.0),
+            "lags": np.zeros(1).tobytes(),
+            "clocked": json.dumps(vars(Clocked(cpu_s=2.0, parse_cpu_s=1.0))).encode(),
+        }
+
+    def call(self, op: str) -> dict:
+        left = next(self.left, 0)
+        sizes = {name: len(data) for name, data in self.data.items()}
+        return {"left": left} if left else {"sizes": sizes, "zero": 0.0, "mismatches": 0}
+
+    def pull(self, name: str, size: int) -> bytes:
+        return self.data[name]
+
+    def lose(self, why: str) -> None:
+        self.lost = why
+
+
+def case_the_master_waits_while_a_worker_parses_and_no_longer() -> None:
+    for left, lost in (([], False), ([9, 4, 1], False), ([9, 9], True)):
+        fetch(Worker(left), lost)
+
+
+def fetch(worker: Worker, lost: bool) -> None:
+    crew = SimpleNamespace(clocks=[ClockMap((Reading(0.0, 0.0, 1e-4),), True)], links=[worker])
+    found = Crew._fetch(crew, worker, SimpleNamespace(first_user=0, requests=[]), {})
+    assert (found is None) == lost == (worker.lost is not None)
+    if not lost:
+        assert found.clocked.parse_cpu_s == 1.0
+
+
+def outcome_of(case: Callable[[], None]) -> str:
+    """Nothing, or the traceback."""
+    try:
+        case()
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    cases = {name: value for name, value in list(globals().items()) if name.startswith("case_")}
+    print(json.dumps({name: outcome_of(case) for name, case in cases.items()}))

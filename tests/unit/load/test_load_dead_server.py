@@ -1,0 +1,105 @@
+"""Servers that die, hang or are too slow while a load runs: what is recorded, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pandas as pd
+import pytest
+
+from kvbench.load.requests import RequestSpec
+from tests.support.loads import ROOT, LoadRunner, Result, free_port, own_mock
+
+
+def requests(count: int, tag: int, max_tokens: int, rate: float | None = None) -> list[RequestSpec]:
+    return [RequestSpec(i, "a", (tag, i), None, max_tokens, i / rate if rate else None) for i in range(count)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_server_that_dies_takes_no_answer_and_no_failure_with_it(loads: LoadRunner, processes: int) -> None:
+    """Requests are handed out in order, so every one that was must have its row, without a gap."""
+    with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (server, loads.url):
+        sent = requests(20_000, 4000, max_tokens=4)
+        process = loads.start(loads.spec(sent, concurrency=64, processes=processes))
+        for line in process.stdout:
+            if json.loads(line)["done"] >= 1000:
+                break
+        server.kill()
+        out, err = process.communicate(timeout=60)
+    result = Result(process.returncode, out, err, loads.folder / "load")
+    assert result.code == 4 and "stopped answering" in result.stderr
+    samples = result.samples
+    if processes == 1:
+        assert samples["index"].tolist() == list(range(len(samples)))
+    kinds = samples["error_kind"].value_counts().to_dict()
+    assert samples["ok"].sum() >= 1000
+    assert 1 <= kinds["truncated"] <= 64 and kinds["refused"] >= 64
+    load = result.load
+    assert load["failed"] == sum(kinds.values()) == load["locust"]["num_failures"]
+    assert load["incomplete"] and result.events[-1]["done"] == len(samples)
+
+
+def test_a_hung_server_ends_arrivals_too(loads: LoadRunner) -> None:
+    """Stopped, it still has the kernel accept connections; nothing, not even /health, is ever answered."""
+    with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (server, loads.url):
+        sent = requests(4000, 4001, max_tokens=2, rate=100.0)
+        process = loads.start(loads.spec(sent, mode="open", concurrency=None, request_rate=100.0, timeout_s=0.3))
+        for line in process.stdout:
+            if json.loads(line)["done"] >= 20:
+                break
+        server.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        out, err = process.communicate(timeout=60)
+        assert time.monotonic() - stopped < 30  # the arrivals would go on for 40 s
+    result = Result(process.returncode, out, err, loads.folder / "load")
+    assert result.code == 4 and "stopped answering" in result.stderr
+    assert result.samples["error_kind"].value_counts()["timeout"] >= 8
+    assert result.load["incomplete"]
+
+
+def test_streams_that_are_too_slow_for_their_timeout_are_no_dead_server(loads: LoadRunner) -> None:
+    """Each is cut after 0.3 s, in the middle; eight and more in a row say nothing as long as bytes come."""
+    result = loads.run(requests(12, 4002, 40), model="mock?ttft_ms=20&itl_ms=20", concurrency=2, timeout_s=0.3)
+    assert result.code == 0, result.stderr
+    assert result.samples["error_kind"].tolist() == ["timeout"] * 12
+    assert (result.samples["chunk_times"].map(len) > 0).all()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_locusts_own_test_ends_with_the_server(loads: LoadRunner, processes: int) -> None:
+    with own_mock("--ttft-ms", "5", "--itl-ms", "5") as (server, url):
+        loads.url = url
+        spec = loads.spec(requests(5000, 4003, max_tokens=4), concurrency=8)
+        command = ["-f", "kvbench/load/locustfile.py", "--headless", "--only-summary", "--kvbench-spec", str(spec)]
+        if processes > 1:
+            port = str(free_port())
+            command += ["--processes", str(processes), "--master-bind-port", port, "--master-port", port]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "locust", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        while served(url) < 50:
+            assert process.poll() is None
+            time.sleep(0.05)
+        server.kill()
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 4, err
+    assert "kvbench: the server stopped answering: " in err and "Traceback" not in err
+    if processes == 1:
+        samples = pd.read_parquet(spec.parent / "requests.parquet")
+        assert samples["ok"].sum() >= 50 and (samples["error_kind"] == "refused").sum() >= 8
+        load = json.loads((spec.parent / "load.json").read_text())
+        assert load["incomplete"] and load["failed"] == load["locust"]["num_failures"]
+
+
+def served(url: str) -> int:
+    """Requests that the mock server has finished."""
+    with urllib.request.urlopen(url + "/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return int(float(next(x.split()[1] for x in lines if x.startswith("kvbench:request_success_total"))))
