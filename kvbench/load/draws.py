@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from kvbench.load.length import Length
+from kvbench.load.requests import compact
 
 LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
 _QUANTILE_OF = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -85,4 +86,4 @@ def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.nda
 def random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:
     """``count`` random token ids, none of the lowest ones. int [count]"""
     low = LOWEST_TOKEN if vocab_size > 2 * LOWEST_TOKEN else 0
-    return tuple(rng.integers(low, vocab_size, size=count).tolist())
+    return compact(rng.integers(low, vocab_size, size=count).tolist())

@@ -17,7 +17,7 @@ from kvbench.load.hits import shared_beginnings
 from kvbench.load.length import fit_scale, scale_lengths
 from kvbench.load.page_prompts import page_prompts
 from kvbench.load.prompt_schema import TracePrompts
-from kvbench.load.requests import RequestSpec
+from kvbench.load.requests import RequestSpec, compact
 from kvbench.traces.model import UNKNOWN, Trace, known_times, select
 from kvbench.traces.read import read_trace
 from kvbench.traces.tokenise import find_file, load_tokenizer, tokenised, written
@@ -251,7 +251,7 @@ def _ids(prompt: Any, vocab_size: int) -> Ids:
             f"the trace has the token id {max(prompt)}, but the model's vocabulary ends before {vocab_size}; use the "
             "model that the trace was made for."
         )
-    return tuple(prompt)
+    return compact(prompt)
 
 
 def _is_text(trace: Trace, row: int) -> bool:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from kvbench.load.draws import draw_lengths, largest_remainder
+from kvbench.load.draws import draw_lengths, largest_remainder, random_tokens
 from kvbench.load.prompts import (
     RequestList,
+    RequestSpec,
     build_requests,
     distinct_prefixes,
     read_requests,
@@ -176,6 +177,21 @@ def test_stored_requests_come_back(tmp_path: Path) -> None:
     assert again.notes == {"scale": 0.5}
     (tmp_path / "r.jsonl").write_text('{"index": 1}\n')
     with pytest.raises(ValueError, match="line 1"):
+        read_requests(tmp_path / "r.jsonl")
+
+
+def test_equal_token_ids_are_one_object_and_negative_ones_none(tmp_path: Path) -> None:
+    """A long trace has 10^8 tokens, of 36 bytes each as ints of their own."""
+    large = 1 << 20  # larger than any vocabulary: kept as it is
+    rows = [(70_000, 1000, 70_000, 0), (1000, 70_000), (large, 5), ()]
+    write_requests(tmp_path / "r.jsonl", [RequestSpec(i, "a", ids, None, 1) for i, ids in enumerate(rows)])
+    read = [r.prompt_token_ids for r in read_requests(tmp_path / "r.jsonl")]
+    assert read == rows
+    assert read[0][0] is read[0][2] is read[1][1]
+    drawn = random_tokens(50_000, 40_000, np.random.default_rng(0))
+    assert len({id(token) for token in drawn}) == len(set(drawn)) < 40_000
+    (tmp_path / "r.jsonl").write_text('{"index": 0, "prompt_token_ids": [5, -1], "max_tokens": 1}\n')
+    with pytest.raises(ValueError, match=r"line 1 is not a request \(token id -1 is negative\)"):
         read_requests(tmp_path / "r.jsonl")
 
 
