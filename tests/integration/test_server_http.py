@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from engine.boot import BOOT_HEADER, boot_id
 from engine.server.app import MAX_BODY_BYTES
 from engine.server.tokenizer import ServerTokenizer
 from tests.support.fake_engine import fake_engine, saying
@@ -109,7 +110,9 @@ def test_server_info_and_models_and_health(server: RunningServer) -> None:
 def test_stamped_chunks_tell_when_they_were_sent(server: RunningServer) -> None:
     body = {"prompt": [5], "max_tokens": 5, "stream": True}
     began = time.monotonic()
-    events = server.post(COMPLETIONS, body, {"x-kvbench-stamp": "1"}).events
+    answer = server.post(COMPLETIONS, body, {"x-kvbench-stamp": "1"})
+    assert answer.headers.get(BOOT_HEADER) == boot_id()  # so that nobody takes them for stamps of his own clock
+    events = answer.events
     sent = [event["kvbench"]["sent"] for event in events]
     assert began <= sent[0] <= sent[-1] <= time.monotonic()
     assert sent == sorted(sent)

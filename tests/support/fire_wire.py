@@ -129,7 +129,7 @@ BROKEN = {  # (the kinds that may be counted, the bytes)
     "no_head": ("truncated malformed", b"HTTP/1.1 200"),
     "trailing": ("timeout malformed truncated", chunked(good(), end=b"0\r\n\r\nstray bytes")),
     "half_stream": ("truncated", chunked(good()[:2], end=b"")),
-    "silent_close": ("truncated connection", b""),
+    "silent_close": ("dropped connection", b""),
 }
 ENDLESS = {  # the kind, and what ``Fire.strike`` calls it; 0.5 s and some MiB must be enough of it
     "hang": ("timeout", "hang"),
@@ -139,7 +139,7 @@ ENDLESS = {  # the kind, and what ``Fire.strike`` calls it; 0.5 s and some MiB m
     "drip_length": ("timeout", "drip_length"),
     "flood": ("too_long", "flood"),
     "flood_length": ("too_long", "flood_length"),
-    "reset": ("truncated connection", "reset"),
+    "reset": ("dropped truncated connection", "reset"),
 }
 LATE = {  # a right answer, and 20 ms later what nobody has asked for
     "stray": (chunked(good()), b"stray bytes\r\n\r\n"),

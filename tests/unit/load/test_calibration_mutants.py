@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +13,8 @@ import pytest
 
 from kvbench import loadrun
 from kvbench.calibration import Calibration, CalibrationSettings, aims, calibrate, validity_limits
-from tests.support.loads import SUPPORT
+from kvbench.load.requests import RequestSpec
+from tests.support.loads import ROOT, SUPPORT, LoadRunner
 
 SETTINGS = CalibrationSettings(streams=16, itl_ms=20.0, seconds=0.8)
 CAUGHT = {  # by validity's limits, which make loads invalid
@@ -72,6 +76,19 @@ def test_a_broken_client_is_caught(mutants: dict[str, Calibration], name: str) -
     reasons = " ".join(mutants[name].reasons)
     assert CAUGHT[name] in reasons
     assert "at 16 streams of 20 ms ITL" in reasons
+
+
+def test_a_client_that_sends_late_makes_an_open_loop_load_invalid(loads: LoadRunner) -> None:
+    """The calibration is in closed loop; here the requests have times of their own."""
+    spec = loads.spec(
+        [RequestSpec(i, "c", (8100, i), None, 2, 0.02 * i) for i in range(60)], mode="open", concurrency=None
+    )
+    subprocess.run(
+        [sys.executable, str(SUPPORT / "mutant_load.py"), "tardy", str(spec)], check=True, cwd=ROOT, timeout=60
+    )
+    told = json.loads((spec.parent / "load.json").read_text())
+    assert 9 < told["client"]["schedule_slip_p99_ms"]
+    assert any(reason.startswith("arrivals slipped: p99") for reason in told["invalid_reasons"])
 
 
 def test_wrong_gaps_are_caught_by_the_commands_limits(mutants: dict[str, Calibration]) -> None:
