@@ -22,13 +22,9 @@ from kvbench.report.findings import (
     spread,
 )
 from kvbench.report.ledger import share_of_steps, swapped_bytes
+from kvbench.report.manifest import code_paths
 from kvbench.report.sentence import WORDS, bounds, effect, rivals, running, upper_first
 from kvbench.settings import effective, setting_title, value_words
-
-CODE_PATHS = (
-    "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "
-    "place, where paged KV is gathered first; and paged admission keeps some pages spare for the sequences that run."
-)
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ def conclusions(run: Run) -> list[Conclusion]:
     pairs = paging(run)
     if pairs:
         found.append(Conclusion("What paging bought", tuple(bought(pair) for pair in reversed(pairs))))
-        found.append(Conclusion("What paging cost", tuple(cost(pairs))))
+        found.append(Conclusion("What paging cost", (*cost(pairs), *code_paths(run))))
     if len(run.configs) > 1:
         found.append(Conclusion("Which configuration is best", tuple(_best(run, load) for load in reversed(run.loads))))
     settings: dict[str, list[Effect]] = {}
@@ -99,7 +95,7 @@ def cost(pairs: list[Comparison]) -> list[str]:
     if low is not high:
         points.append(kernel_cost(low))
     memory = _memory(high)
-    return [*points, *([memory] if memory else []), CODE_PATHS]
+    return [*points, *([memory] if memory else [])]
 
 
 def kernel_cost(c: Comparison) -> str:

@@ -11,6 +11,11 @@ from kvbench.report import words
 from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import SCATTER, scatters
 
+CODE_PATHS = (
+    "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "
+    "place, where paged KV is gathered first; and paged admission keeps some pages spare for the sequences that run."
+)
+SKIPPED = "skipped "  # how the note on a configuration that was not run begins
 SHOWN = (
     "started",
     "ended",
@@ -63,10 +68,38 @@ def _servers(run: Run) -> list[Mapping[str, Any]]:
     return [told for told in servers.values() if isinstance(told, Mapping)] if isinstance(servers, Mapping) else []
 
 
-def skipped_notes(run: Run) -> list[str]:
-    """What was asked for and not run, or not as asked, with the reason, as the sweep put it down."""
+def _told_of_target(run: Run) -> list[Mapping[str, Any]]:
+    """What each server of another engine is said to be: title, command, quirks."""
+    return [told["server"] for told in _servers(run) if isinstance(told.get("server"), Mapping)]
+
+
+def code_paths(run: Run) -> list[str]:
+    """What else than the page table tells the layouts of the built-in engine apart; of others nothing is known."""
+    return [CODE_PATHS] if run.manifest.get("backend") in (None, "kvbench") else []
+
+
+def repeats_are(run: Run) -> str:
+    """What one repeat is: a freshly launched server, or the one that ran before and throughout."""
+    if "://" in str(run.manifest.get("target") or ""):
+        return (
+            "The server was running before and was the same throughout: one repeat is every load once more, with "
+            "requests of its own. Repeats on one server are not independent, and their spread says less than that of "
+            "freshly launched ones."
+        )
+    return (
+        "One repeat is a freshly launched server of each configuration under identical requests; ratios are formed "
+        "within a repeat. Requests of one server are not independent and never pooled for a comparison."
+    )
+
+
+def _notes(run: Run) -> list[str]:
     notes = run.manifest.get("notes")
     return [_text(note) for note in notes if _text(note)] if isinstance(notes, (list, tuple)) else []
+
+
+def skipped_notes(run: Run) -> list[str]:
+    """What was asked for and not run, with the reason, as the sweep put it down."""
+    return [note for note in _notes(run) if note.startswith(SKIPPED)]
 
 
 def environment(run: Run) -> list[tuple[str, str]]:
@@ -76,7 +109,6 @@ def environment(run: Run) -> list[tuple[str, str]]:
     if isinstance(workload, Mapping) and "model" not in facts and workload.get("model"):
         facts["model"] = workload["model"]
     found = [(name, text) for name in SHOWN if (text := _text(facts.get(name)))]
-    found += _served_by(run)
     budgets = {c.capacity.get("kv_budget_bytes") for c in run.cells} - {None}
     if budgets:
         found.append(("KV budget", words.listing([words.data_size(b) for b in sorted(budgets)])))
@@ -89,28 +121,14 @@ def environment(run: Run) -> list[tuple[str, str]]:
         found.append(("KV capacity", "; ".join(capacities)))
     if name := target(run):
         found.insert(0, ("target", name))
-    quirks = {str(quirk): None for told in _servers(run) for quirk in (told.get("server") or {}).get("quirks") or ()}
+    if command := next((told["command"] for told in _told_of_target(run) if told.get("command")), None):
+        found.append(("launched as", shlex.join(str(word) for word in command)))
+    quirks = {str(quirk): None for told in _told_of_target(run) for quirk in told.get("quirks") or ()}
     if quirks:
         found.append(("of this target", "; ".join(quirks)))
     notes = {_text(cell.notes): None for cell in run.cells if cell.notes}
     if notes:
         found.append(("requests", "; ".join(notes)))
-    return found
-
-
-def _served_by(run: Run) -> list[tuple[str, str]]:
-    """Which other engine was measured, how the first of its servers was launched, and what is special about it."""
-    servers = run.manifest.get("servers")
-    told = next((s for s in servers.values() if isinstance(s.get("server"), Mapping)), None) if servers else None
-    if told is None:
-        return []
-    server = told["server"]
-    version = " ".join(str(v) for v in (told.get("versions") or {}).values())
-    found = [("engine", f"{server.get('title')} {version}".strip())]
-    if command := server.get("command"):
-        found.append(("launched as", shlex.join(str(word) for word in command)))
-    if quirks := server.get("quirks"):
-        found.append(("its quirks", "; ".join(str(one) for one in quirks)))
     return found
 
 
@@ -174,8 +192,7 @@ def warnings(run: Run) -> list[str]:
             f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
             f"{words.listing(scattered)}. Other work on the machine is a common cause."
         )
-    if isinstance(notes := run.manifest.get("notes"), (list, tuple)):
-        found += [f"{str(note)[:1].upper()}{str(note)[1:]}." for note in notes]
+    found += [f"{note[:1].upper()}{note[1:]}." for note in _notes(run) if not note.startswith(SKIPPED)]
     found += _resumed(run)
     found += _unverified(run)
     git = run.manifest.get("git")

@@ -20,12 +20,21 @@ from kvbench.report.breakdown import (
     effect_rows,
     turn_rows,
 )
-from kvbench.report.conclusions import CODE_PATHS, conclusions, reservation, tiles
+from kvbench.report.conclusions import conclusions, reservation, tiles
 from kvbench.report.data import Cell, LoadPoint, Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging
 from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
-from kvbench.report.manifest import brief, environment, made_from, reproduce, skipped_notes, warnings
+from kvbench.report.manifest import (
+    brief,
+    code_paths,
+    environment,
+    made_from,
+    repeats_are,
+    reproduce,
+    skipped_notes,
+    warnings,
+)
 from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
 from kvbench.report.sentence import headline, upper_first
@@ -53,64 +62,92 @@ SAMPLE_CHARACTERS = 600
 def page(run: Run) -> str:
     """The whole page. Everything that came from outside is escaped by the template."""
     drawn = drawings(run)
-    body = rows(run)
-    workload = run.manifest.get("workload")
-    loads = [row.cell.load for row in body]
-    environment_facts = environment(run)
     template = _environment().from_string(_asset("page.html.j2"))
     return template.render(
         run=run,
-        verdict=headline(run),
-        description=workload.get("description") if isinstance(workload, dict) else None,
-        brief=brief(run),
-        context=[text for text in (made_from(run), *(reservation(p) for p in paging(run)[-1:])) if text],
-        level_percent=f"{LEVEL:.0%}".replace("%", " %"),
-        scatter=f"{SCATTER:g}",
-        not_told=NOT_TOLD,
-        ratio_marks=RATIO_MARKS,
-        code_paths=CODE_PATHS,
-        quality_sentences=quality_sentences(run),
-        quality_open=validity(run).status == "invalid",
-        quality_columns=quality_columns(run),
-        quality_rows=quality_rows(run),
-        quality_note=QUALITY_NOTE,
-        state=validity(run),
-        banner=BANNERS[validity(run).status],
-        warnings=warnings(run),
-        tiles=tiles(run),
+        **_findings(run),
+        **_tables(run),
+        **_reading(run),
+        **_origin(run),
         drawings=drawn,
         loop_index={drawing.key: i for i, drawing in enumerate(drawn)},
-        conclusions=conclusions(run),
-        ledger_title=SECTION,
-        ledger_columns=ledger_columns(run),
-        ledger_rows=ledger_rows(run),
-        ledger_note=LEDGER_NOTE,
-        columns=columns(run),
-        rows=body,
-        looks=looks(run),
-        group_starts={i for i in range(1, len(loads)) if loads[i] != loads[i - 1]},
-        slo=words.slo_words(run.load_section.get("slo")),
-        uncertain=UNCERTAIN_NOTE if any(v.uncertain for r in body for v in r.values) else "",
-        effect_rows=effect_rows(run),
-        effect_heads=EFFECT_HEADS,
-        class_groups=_by_load(run, class_rows(run)),
-        turn_groups=_by_load(run, turn_rows(run)),
-        class_name=class_name,
-        plateau_rows=plateau_rows(run),
-        plateau_heads=PLATEAU_HEADS,
-        plateau_note=PLATEAU_NOTE,
-        skipped=skipped_notes(run),
-        uncertain_note=UNCERTAIN_NOTE,
-        class_heads=CLASS_HEADS,
-        samples=samples(run),
-        command=reproduce(run),
-        environment=environment_facts,
-        manifest=json.dumps(dict(run.manifest), indent=2, default=str),
         figures_json=Markup(figures_json(drawn)),
         css=Markup(_asset("page.css")),
         js=Markup(_asset("page.js")),
         plotly_js=Markup(get_plotlyjs()),
     )
+
+
+def _findings(run: Run) -> dict[str, Any]:
+    """What was found, and whether it holds."""
+    workload = run.manifest.get("workload")
+    return {
+        "verdict": headline(run),
+        "description": workload.get("description") if isinstance(workload, dict) else None,
+        "brief": brief(run),
+        "context": [text for text in (made_from(run), *(reservation(p) for p in paging(run)[-1:])) if text],
+        "state": validity(run),
+        "banner": BANNERS[validity(run).status],
+        "warnings": warnings(run),
+        "tiles": tiles(run),
+        "conclusions": conclusions(run),
+    }
+
+
+def _tables(run: Run) -> dict[str, Any]:
+    """Heads, rows and captions of the tables."""
+    body = rows(run)
+    loads = [row.cell.load for row in body]
+    return {
+        "ledger_title": SECTION,
+        "ledger_columns": ledger_columns(run),
+        "ledger_rows": ledger_rows(run),
+        "ledger_note": LEDGER_NOTE,
+        "columns": columns(run),
+        "rows": body,
+        "looks": looks(run),
+        "group_starts": {i for i in range(1, len(loads)) if loads[i] != loads[i - 1]},
+        "slo": words.slo_words(run.load_section.get("slo")),
+        "uncertain": UNCERTAIN_NOTE if any(v.uncertain for r in body for v in r.values) else "",
+        "uncertain_note": UNCERTAIN_NOTE,
+        "effect_rows": effect_rows(run),
+        "effect_heads": EFFECT_HEADS,
+        "class_groups": _by_load(run, class_rows(run)),
+        "turn_groups": _by_load(run, turn_rows(run)),
+        "class_name": class_name,
+        "class_heads": CLASS_HEADS,
+        "plateau_rows": plateau_rows(run),
+        "plateau_heads": PLATEAU_HEADS,
+        "plateau_note": PLATEAU_NOTE,
+        "quality_sentences": quality_sentences(run),
+        "quality_open": validity(run).status == "invalid",
+        "quality_columns": quality_columns(run),
+        "quality_rows": quality_rows(run),
+        "quality_note": QUALITY_NOTE,
+    }
+
+
+def _reading(run: Run) -> dict[str, Any]:
+    """How to read it."""
+    return {
+        "level_percent": f"{LEVEL:.0%}".replace("%", " %"),
+        "scatter": f"{SCATTER:g}",
+        "not_told": NOT_TOLD,
+        "ratio_marks": RATIO_MARKS,
+        "repeats_are": repeats_are(run),
+        "code_paths": code_paths(run),
+    }
+
+
+def _origin(run: Run) -> dict[str, Any]:
+    """Where it came from, and what is not in it."""
+    return {
+        "skipped": skipped_notes(run),
+        "samples": samples(run),
+        "command": reproduce(run),
+        "environment": environment(run),
+        "manifest": json.dumps(dict(run.manifest), indent=2, default=str),
+    }
 
 
 def _by_load(run: Run, rows_: list[ClassRow]) -> list[tuple[LoadPoint, list[ClassRow]]]:

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 from kvbench.report import headline
-from kvbench.report.conclusions import CODE_PATHS, conclusions, reservation, tiles
+from kvbench.report.conclusions import conclusions, reservation, tiles
 from kvbench.report.data import Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import compare
-from kvbench.report.manifest import environment, made_from, warnings
+from kvbench.report.manifest import CODE_PATHS, environment, made_from, warnings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.quality import calibrations, quality_columns, quality_rows, quality_sentences

@@ -127,12 +127,43 @@ def test_what_was_not_run_is_said_with_its_reason() -> None:
     assert "Not run" not in page(run(cell()))
 
 
+def test_a_note_stands_once_and_what_was_run_another_way_is_not_called_not_run() -> None:
+    skipped, other = "skipped paged-p16: it has other pages", "the workload has no kv_budget: it is left to vLLM"
+    shown = run(cell(), notes=[skipped, other])
+    assert skipped_notes(shown) == [skipped]
+    said = warnings(shown)
+    assert "The workload has no kv_budget: it is left to vLLM." in said and not any("paged-p16" in w for w in said)
+    html, text = (made.split("Manifest</summary>")[0] for made in (page(shown), markdown(shown)))
+    for made in (html, text):
+        assert made.count("it has other pages") == made.count("no kv") == 1
+    unskipped = run(cell(), notes=[other])
+    assert "<h2>Not run" not in page(unskipped) and "## Not run" not in markdown(unskipped)
+
+
+def test_what_holds_for_the_built_in_engine_only_is_not_said_of_others() -> None:
+    pair = (cell(), cell("contiguous"))
+    own, vllm = run(*pair, backend="kvbench"), run(*pair, backend="vllm", target="vllm")
+    url = run(cell(), backend="openai", target="http://127.0.0.1:8000")
+    for shown in (page(own), markdown(own)):
+        assert "The layouts differ in two code paths" in shown
+    for shown in (page(vllm), markdown(vllm), page(url)):
+        assert "code paths" not in shown and "paged KV is gathered first" not in shown
+    for launched in (own, vllm, run(cell())):
+        assert "One repeat is a freshly launched server" in page(launched)
+    assert "fresh server" not in page(url) and "One repeat is a freshly launched" not in page(url)
+    assert "The server was running before and was the same throughout" in page(url)
+
+
 def test_the_target_and_its_version_are_in_the_header() -> None:
     server = {"server": {"kind": "vllm", "title": "vLLM", "quirks": ["a quirk"]}, "versions": {"vllm": "0.32.0"}}
+    server["server"]["command"] = ["python", "-m", "vllm", "a b"]
     shown = run(cell(), servers={"a": server, "b": server}, model={"name": "m"}, backend="vllm")
     assert brief(shown) == ["vLLM 0.32.0", "m"]
     facts = dict(environment(shown))
     assert facts["target"] == "vLLM 0.32.0" and facts["of this target"] == "a quirk"
+    assert facts["launched as"] == "python -m vllm 'a b'"
+    told = str(environment(shown))
+    assert told.count("vLLM") == told.count("a quirk") == 1  # each fact once
     url = run(cell(), backend="openai", target="http://127.0.0.1:8000")
     assert brief(url) == ["http://127.0.0.1:8000"]
     assert brief(run(cell(), backend="kvbench", servers={"a": {"versions": {"torch": "2"}}})) == []
