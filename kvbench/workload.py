@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from kvbench.design import LoadPoint, load_point
+from kvbench.design import LoadPoint
 from kvbench.errors import UsageError
 from kvbench.house import HOUSE
 from kvbench.layers import apply_override, apply_profile, read_yaml, section_of
@@ -85,16 +85,7 @@ class Workload:
 
     @property
     def load_points(self) -> tuple[LoadPoint, ...]:
-        return tuple(
-            load_point(
-                p.mode,
-                concurrency=p.concurrency,
-                rate=p.request_rate,
-                num_requests=p.num_requests,
-                arrivals=p.arrivals,
-            )
-            for p in self.load.points()
-        )
+        return tuple(self.load.points())
 
 
 def load_workload(

@@ -7,11 +7,11 @@ value, the limit and the way out. ``explain(error)`` turns pydantic's Validation
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, field_serializer, model_validator
 
+from kvbench.design import LoadPoint, load_point
 from kvbench.load.arrival_schema import ArrivalFields, IntTuple, RateTuple
 from kvbench.load.length import Length
 from kvbench.load.prompt_schema import (
@@ -28,7 +28,6 @@ from kvbench.load.strict import StrictModel, explain
 __all__ = [
     "Length",
     "LoadConfig",
-    "LoadPoint",
     "PromptClass",
     "SharedPrefix",
     "Slo",
@@ -55,17 +54,6 @@ class Slo(StrictModel):
         if all(getattr(self, name) is None for name in type(self).model_fields):
             raise ValueError(f"slo is empty; give at least one of {', '.join(type(self).model_fields)}.")
         return self
-
-
-@dataclass(frozen=True)
-class LoadPoint:
-    """One load of a sweep: a concurrency (closed loop) or a rate (open; None: a ramp, steps or a trace)."""
-
-    mode: str
-    concurrency: int | None
-    request_rate: float | None
-    num_requests: int | None
-    arrivals: str = "poisson"
 
 
 class LoadConfig(ArrivalFields):
@@ -176,12 +164,12 @@ class LoadConfig(ArrivalFields):
         """One LoadPoint for each swept value, in the order of the file."""
         closed = self.mode == "closed"
         return [
-            LoadPoint(
+            load_point(
                 self.mode,
-                value if closed else None,  # type: ignore[arg-type]
-                None if closed else value,
-                None if self.sessions is not None else count,
-                self.arrivals,
+                concurrency=value if closed else None,  # type: ignore[arg-type]
+                rate=None if closed else value,
+                num_requests=None if self.sessions is not None else count,
+                arrivals=self.arrivals,
             )
             for value, count in zip(self.swept_values(), self._counts(), strict=True)
         ]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvbench.load.schema import LoadConfig, LoadPoint, explain
+from kvbench.design import LoadPoint
+from kvbench.load.schema import LoadConfig, explain
 
 BASE: dict[str, Any] = {
     "mode": "closed",
@@ -44,7 +45,7 @@ def sentences(data: dict[str, Any]) -> str:
 
 def test_points_pair_loads_with_their_request_counts() -> None:
     load = LoadConfig.model_validate(BASE)
-    assert load.points() == [LoadPoint("closed", 3, None, 18), LoadPoint("closed", 24, None, 60)]
+    assert load.points() == [LoadPoint("c3", "closed", 3, None, 18), LoadPoint("c24", "closed", 24, None, 60)]
     assert load.count_for(24) == 60
     one = LoadConfig.model_validate(changed("num_requests", 48))
     assert [p.num_requests for p in one.points()] == [48, 48]
@@ -54,11 +55,11 @@ def test_open_loop_points() -> None:
     data = changed("mode", "open") | {"request_rate": [2, 4.5], "num_requests": 50}
     del data["concurrency"]
     assert LoadConfig.model_validate(data).points() == [
-        LoadPoint("open", None, 2.0, 50),
-        LoadPoint("open", None, 4.5, 50),
+        LoadPoint("r2", "open", None, 2.0, 50),
+        LoadPoint("r4.5", "open", None, 4.5, 50),
     ]
     trace = {"mode": "open", "arrivals": "trace", "prompts": TRACE}
-    assert LoadConfig.model_validate(trace).points() == [LoadPoint("open", None, None, None, "trace")]
+    assert LoadConfig.model_validate(trace).points() == [LoadPoint("trace", "open", None, None, None, "trace")]
 
 
 def test_dump_and_load_again_is_the_same() -> None:
@@ -137,8 +138,8 @@ CHAT = {"turns": [2, 6], "think_s": [0.5, 2], "num_sessions": 7}
 
 
 def test_open_loop_without_one_rate_is_one_point() -> None:
-    assert LoadConfig.model_validate(OPEN | RAMP).points() == [LoadPoint("open", None, None, 50, "ramp")]
-    assert LoadConfig.model_validate(OPEN | STEPS).points() == [LoadPoint("open", None, None, None, "step")]
+    assert LoadConfig.model_validate(OPEN | RAMP).points() == [LoadPoint("ramp", "open", None, None, 50, "ramp")]
+    assert LoadConfig.model_validate(OPEN | STEPS).points() == [LoadPoint("step", "open", None, None, None, "step")]
     swept = {"request_rate": [1, "inf"], "num_requests": None, "sessions": CHAT | {"num_sessions": [3, 9]}}
     load = LoadConfig.model_validate(OPEN | swept | {"arrivals": "gamma", "burstiness": 0.5, "max_concurrency": 8})
     assert [p.request_rate for p in load.points()] == [1.0, math.inf]
