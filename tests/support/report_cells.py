@@ -38,28 +38,20 @@ def cell(
     """
     every: dict[str, Any] = {"layout": layout, **({"page_size": 16} if layout == "paged" else {}), **settings}
     every = {key: value for key, value in every.items() if value is not None}
+    counted = {"num_preemptions_total": preemptions, "recomputed_tokens_total": preemptions * 100, **(server or {})}
+    known = {} if running is None else {"running_mean": running}
     repeats = tuple(
         Repeat(
             i,
-            {
-                "steady_output_throughput": throughput[i],
-                "tpot_ms": {"p50": tpot[i]},
-                "ttft_ms": {"p95": ttft[i]},
-                "itl_ms": {"p95": tpot[i]},
-                "completed": 48 - failed,
-                "failed": failed,
-                "client": client or {},
-            },
-            {"num_preemptions_total": preemptions, "recomputed_tokens_total": preemptions * 100, **(server or {})},
-            ({} if running is None else {"running_mean": running})
-            | (observed if isinstance(observed, dict) else observed[i] if observed else {}),
+            {"completed": 48 - failed, "failed": failed, "client": client or {}, **_measured(*figures)},
+            counted,
+            known | (observed if isinstance(observed, dict) else observed[i] if observed else {}),
             machine or {},
         )
-        for i in range(len(throughput))
+        for i, figures in enumerate(zip(throughput, tpot, ttft, strict=False))
     )
     name = f"paged (page {every.get('page_size')})" if layout == "paged" else layout
     extra = "".join(f" + {key} {value}" for key, value in settings.items() if key != "page_size")
-    middle = len(throughput) // 2
     return Cell(
         cell_id=f"{name}{extra}-{load:g}",
         config_id=name + extra,
@@ -70,16 +62,22 @@ def cell(
         load=LoadPoint(mode, load),
         capacity=({} if budget is None else {"kv_budget_bytes": budget}) | (capacity or {}),
         repeats=repeats,
-        pooled={
-            "tpot_ms": {"p50": sorted(tpot)[middle], "uncertain": []},
-            "ttft_ms": {"p95": sorted(ttft)[middle], "uncertain": []},
-            "itl_ms": {"p95": sorted(tpot)[middle], "uncertain": []},
-        },
+        pooled=_pooled(sorted(tpot)[len(tpot) // 2], sorted(ttft)[len(ttft) // 2]),
         valid=not reasons,
         invalid_reasons=reasons,
         folder=Path("/nonexistent"),
         notes=notes or {},
     )
+
+
+def _measured(throughput: float, tpot: float, ttft: float) -> dict[str, Any]:
+    times = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": tpot}}
+    return {"steady_output_throughput": throughput, **times}
+
+
+def _pooled(tpot: float, ttft: float) -> dict[str, Any]:
+    figures = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": tpot}}
+    return {name: {**values, "uncertain": []} for name, values in figures.items()}
 
 
 def run(*cells: Cell, status: str = "complete", missing: tuple[str, ...] = (), **manifest: Any) -> Run:
