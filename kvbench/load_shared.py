@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvbench.errors import UsageError
-from kvbench.load.distributed import ARRIVE_S, DEFAULT_PORT
+from kvbench.load.run_arguments import ARRIVE_S, DEFAULT_PORT
 
 if TYPE_CHECKING:
     from kvbench.calibration import Calibration
@@ -49,7 +49,7 @@ class Sharing:
     machines: int = 1
 
     def calibrate(self, demand: Demand, before: Calibration | None, calibrator: Calibrate) -> Calibration | None:
-        """Calibrates this machine for what one has to bear: the others are taken to be no slower."""
+        """Calibrates this machine for what one has to bear; workers on other machines see to themselves."""
         if self.machines > 1:
             rate = demand.events_per_s and demand.events_per_s / self.machines
             demand = replace(demand, streams=-(-demand.streams // self.machines), processes=1, events_per_s=rate)
@@ -83,7 +83,8 @@ def sharing(options: Mapping[str, Any], several: bool = False) -> Sharing:
         f"waiting up to {ARRIVE_S:g} s for {count} worker{'s' if count > 1 else ''} at {host}:{port}; on each machine: "
         f"kvbench load --worker --master-host {'HOST' if host in ('0.0.0.0', '::', '*') else host} --master-port {port}"
     )
-    return Sharing({}, tuple(str(word) for word in words), notice, count)
+    client = {"calibrate_workers": not options["no_calibration"]}
+    return Sharing(client, tuple(str(word) for word in words), notice, count)
 
 
 def be_worker(options: Mapping[str, Any]) -> NoReturn:

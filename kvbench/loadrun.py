@@ -17,9 +17,9 @@ from typing import IO, Any
 from kvbench import processes
 from kvbench.design import LoadPoint
 from kvbench.errors import MeasurementError
-from kvbench.load.distributed import ARRIVE_S
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import conversations, notes_path, write_requests
+from kvbench.load.run_arguments import ARRIVE_S
 from kvbench.load.schema import LoadConfig
 from kvbench.results import write_json
 from kvbench.settings import effective

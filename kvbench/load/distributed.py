@@ -15,8 +15,6 @@ from kvbench.load.requests import RequestList, RequestSpec, conversations
 from kvbench.load.spec import LoadSpec
 
 TOKEN_VARIABLE = "KVBENCH_LOAD_TOKEN"
-DEFAULT_PORT = 5557  # Locust's own
-ARRIVE_S = 300.0  # how long a master waits for workers on other machines
 
 
 @dataclass(frozen=True)

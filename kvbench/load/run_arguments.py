@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvbench.load.distributed import ARRIVE_S, DEFAULT_PORT
+DEFAULT_PORT = 5557  # Locust's own
+ARRIVE_S = 300.0  # how long a master waits for workers on other machines
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
