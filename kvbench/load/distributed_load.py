@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gevent
 
 from kvbench.load.distributed import TOKEN_VARIABLE, cap_note
+from kvbench.load.distributed_calibration import calibration_reasons, settings_of
 from kvbench.load.distributed_master import Crew, Meeting
 from kvbench.load.distributed_wire import WorkerLost
 from kvbench.load.merge import WorkerResult, merged_client, most_in_flight
@@ -16,6 +17,9 @@ from kvbench.load.outcome import Clocked, Outcome, write_outcome
 from kvbench.load.process import EXIT_NOT_DRIVEN, PROGRESS_S, Voice
 from kvbench.load.requests import RequestList
 from kvbench.load.spec import LoadSpec
+
+if TYPE_CHECKING:
+    from kvbench.calibration import Calibration
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHECK_CLOCKS_S = 5.0
@@ -31,6 +35,7 @@ class SharedLoad:
         self.crew = Crew(spec, requests, meeting)
         self.requests = RequestList(requests, requests.notes | cap_note(spec, len(self.crew.shards)))
         self.zero: float | None = None
+        self.calibrations: dict[str, Calibration] = {}  # by the worker's name
 
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one. Every wait in here is bounded."""
@@ -60,6 +65,8 @@ class SharedLoad:
     def _drive(self) -> int:
         crew, voice = self.crew, self.voice
         crew.gather(lambda: voice.stopped)
+        if self.spec.calibrate_workers and not self.meeting.local and not voice.stopped:
+            self._calibrate()
         if not voice.stopped:
             crew.prepare()
         if voice.stopped:
@@ -90,6 +97,14 @@ class SharedLoad:
         self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
         return code
 
+    def _calibrate(self) -> None:
+        from kvbench.calibration import Calibration
+
+        self._say("calibrating")
+        found = self.crew.calibrate(settings_of(self.spec, len(self.crew.links)))
+        for link, told in zip(self.crew.links, found, strict=True):
+            self.calibrations[link.name] = Calibration.from_json(told)
+
     def _watch(self) -> str | None:
         """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""
         crew, looked = self.crew, time.monotonic()
@@ -111,6 +126,11 @@ class SharedLoad:
     def _outcome(self, results: list[WorkerResult], clocked: Clocked, problem: str | None) -> Outcome:
         clocked.cpu_s = sum(r.clocked.cpu_s for r in results)
         client, reasons = merged_client(results, self.spec.mode, clocked.wall_s)
+        if self.calibrations:
+            found = [self.calibrations[r.name] for r in results]
+            reasons += calibration_reasons(found, results, clocked.wall_s)
+            for process, each in zip(client["processes"], found, strict=True):
+                process["calibration"] = each.to_json()
         samples = [s for r in results for s in r.samples]
         total = self.crew.env.stats.total
         return Outcome(

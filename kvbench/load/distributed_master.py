@@ -27,6 +27,7 @@ from locust.runners import STATE_MISSING
 from engine.boot import boot_id
 from kvbench import __version__, processes
 from kvbench.load.distributed import TOKEN_VARIABLE, Shard, make_shards, useful_workers
+from kvbench.load.distributed_calibration import LIMIT_S as CALIBRATION_S
 from kvbench.load.distributed_clock import ClockMap, Exchange, clock_map, reading
 from kvbench.load.distributed_wire import CALL, EVENT, HELLO, REPLY, Link, WorkerLost, proof, proven
 from kvbench.load.locust_shares import fixed_shares
@@ -161,6 +162,16 @@ class Crew:
             exchanges = _ignoring_loss(lambda link=link: self._exchange(link))
             if exchanges:
                 self.clocks[k] = self.clocks[k].with_reading(reading(exchanges))
+
+    def calibrate(self, settings: Mapping[str, Any]) -> list[Any]:
+        """Every worker measures how well its own client measures; what it found. WorkerLost."""
+
+        def ask(link: Link, shard: Shard) -> Any:
+            told = proof("master " + link.node)
+            reply = link.call("calibrate", CALIBRATION_S, settings=dict(settings), proof_of_master=told)
+            return json.loads(reply["found"])
+
+        return self._with_each(ask)
 
     def prepare(self) -> None:
         """Deals out the shards and lets Locust spawn the users; returns when all stand at the line. WorkerLost."""

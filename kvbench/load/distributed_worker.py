@@ -24,6 +24,7 @@ from locust.runners import WorkerRunner
 from engine.boot import boot_id
 from kvbench import __version__
 from kvbench.load.client import StreamFailure
+from kvbench.load.distributed_calibration import calibrate_here
 from kvbench.load.distributed_wire import CALL, EVENT, HELLO, PIECE_BYTES, REPLY, proof, proven, send_statistics
 from kvbench.load.lag import LagProbe
 from kvbench.load.merge import samples_to_bytes
@@ -160,9 +161,16 @@ class Worker:
     def _do_refused(self, why: str) -> None:
         self._give_up(f"the master turned it away, {why}")
 
-    def _do_spec(self, spec: str, proof_of_master: str) -> None:
+    def _do_calibrate(self, settings: dict[str, Any], proof_of_master: str) -> dict[str, Any]:
+        self._check_master(proof_of_master)
+        return {"found": json.dumps(calibrate_here(settings))}
+
+    def _check_master(self, proof_of_master: str) -> None:
         if not proven("master " + self.runner.client_id, proof_of_master):
             raise ValueError("the master has another KVBENCH_LOAD_TOKEN; give both the same")
+
+    def _do_spec(self, spec: str, proof_of_master: str) -> None:
+        self._check_master(proof_of_master)
         self._spec = LoadSpec.model_validate_json(spec)
         self._rows.clear()
 

@@ -30,12 +30,15 @@ def test_processes_are_the_specs() -> None:
     assert sharing(options("w.yaml", "--processes", "4")).client == {"processes": 4}
 
 
-def test_a_masters_arguments_are_those_that_the_load_process_reads() -> None:
+def test_a_masters_arguments_are_those_that_the_load_process_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVBENCH_NO_CALIBRATION", raising=False)
     words = ("--master", "--expect-workers", "3", "--bind-host", "10.0.0.2", "--bind-port", "6000")
     shared = sharing(options("w.yaml", *words))
     read = parse(["spec.json", *shared.arguments])
     assert (read.spec, read.master, read.expect_workers) == ("spec.json", True, 3)
     assert (read.bind_host, read.bind_port) == ("10.0.0.2", 6000)
+    assert shared.client == {"calibrate_workers": True}
+    assert sharing(options("w.yaml", *words, "--no-calibration")).client == {"calibrate_workers": False}
     assert "kvbench load --worker --master-host 10.0.0.2 --master-port 6000" in shared.notice
     asked = shared.calibrate(Demand(64, 1, 300.0, tls=True), None, lambda demand, before: demand)
     assert asked == Demand(22, 1, 100.0, tls=True)  # what one of three machines has to bear

@@ -1,0 +1,64 @@
+"""Workers on other machines measure their own client, and the load is judged by what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvbench.calibration import Calibration, CalibrationSettings, Limits
+from kvbench.load.distributed_calibration import calibrate_here, calibration_reasons, settings_of
+from kvbench.load.spec import LoadSpec
+from tests.support.loads import LoadRunner
+from tests.unit.load.test_calibration import GOOD
+from tests.unit.load.test_load_merge import result, sample
+from tests.unit.load.test_load_shared import ended, master_of, requests, start
+
+SETTINGS = CalibrationSettings(streams=4, itl_ms=20.0)  # 200 chunks a second
+
+
+def found(**changed: float) -> Calibration:
+    return Calibration(SETTINGS, dataclasses.replace(GOOD, **changed), Limits(0.7), (), "m", "2026-01-01T00:00:00Z")
+
+
+def test_each_worker_is_held_to_the_limits_of_a_load() -> None:
+    results = [result(f"worker {k}", [sample(k, 0.0, 5.0)]) for k in range(3)]
+    assert calibration_reasons([found()] * 3, results, 10.0) == []
+    assert calibration_reasons([found(lag_p99_ms=0.9)] * 3, results, 10.0) == []  # over the command's aim only
+    (said,) = calibration_reasons([found(), found(lag_p99_ms=3.0), found()], results, 10.0)
+    assert said.startswith("worker 1: the load client does not keep up") and "p99 3.00 ms" in said
+
+
+def test_a_worker_that_had_more_to_do_than_it_was_tried_with_is_told() -> None:
+    many = [sample(k, 0.0, 5.0) for k in range(5)]
+    (said,) = calibration_reasons([found()], [result("worker 1", many)], 10.0)
+    assert said.startswith("worker 1 had up to 5 streams at once and ") and "was calibrated at 4 and 200" in said
+    fast = [sample(0, 0.0, 5.0, itl=0.001)]
+    (said,) = calibration_reasons([found()], [result("worker 1", fast)], 10.0)
+    assert "1 streams at once and 500 chunks a second" in said
+
+
+def test_what_a_worker_has_to_bear_is_its_share() -> None:
+    spec = LoadSpec(
+        base_url="https://h", model="m", mode="closed", concurrency=100, requests_file="", out_dir="", timeout_s=1.0
+    )
+    asked = settings_of(spec, 3)
+    assert (asked["streams"], asked["processes"], asked["tls"]) == (64, 1, True)
+
+
+def test_a_worker_that_cannot_calibrate_says_why() -> None:
+    with pytest.raises(ValueError, match=r"could not be calibrated: .*--streams"):
+        calibrate_here({"streams": 0, "seconds": 1.0, "processes": 1, "itl_ms": 20.0, "tls": False})
+
+
+def test_a_master_has_its_workers_calibrated_first(loads: LoadRunner) -> None:
+    spec = loads.spec(requests(20, tag=7950), concurrency=4, model="mock?itl_ms=5", calibrate_workers=True)
+    master, port = master_of(spec, 2)
+    workers = [start("--worker", "--master-port", port) for _ in range(2)]
+    outcome = ended(master, spec.parent)
+    assert outcome.code == 0, outcome.stderr
+    assert [w.wait(timeout=10) for w in workers] == [0, 0]
+    assert outcome.events[0]["event"] == "calibrating"
+    for process in outcome.load["client"]["processes"]:
+        each = Calibration.from_json(process["calibration"])
+        assert each.settings.streams == 4 and each.figures.events > 100 and each.figures.requests_lost == 0
