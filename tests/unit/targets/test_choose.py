@@ -183,6 +183,7 @@ def test_what_the_server_was_not_told_is_not_put_down(workload):
     given = chosen(workload(), **VLLM_HERE)
     known = given.check(given.workload.engine)
     assert known["kv_budget_bytes"] == 65 << 20 and known["bytes_per_token"] == 16384
+    assert known["capacity_tokens"] <= (65 << 20) // 16384  # what its flags say
     left = chosen(workload(engine={k: v for k, v in ENGINE.items() if k != "kv_budget"}), **VLLM_HERE)
     assert set(left.check(left.workload.engine)) == {"max_model_len", "vocab_size"}
     assert "no kv_budget: how much KV there is, is left to vLLM" in left.notes[0]
