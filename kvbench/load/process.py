@@ -116,6 +116,7 @@ class Measuring:
     def __init__(self, session: LoadSession, probe: LagProbe) -> None:
         self.session, self.probe = session, probe
         self.clocked = Clocked()
+        self._cpu = time.process_time()
 
     def begin(self, zero: float | None = None) -> None:
         """Starts the load at ``zero`` [s, perf_counter] (None: now)."""
@@ -129,7 +130,8 @@ class Measuring:
         """When the last stream has returned."""
         clocked = self.clocked
         self.probe.stop()
-        clocked.cpu_s = time.process_time() - self._cpu
+        now = time.process_time()
+        clocked.cpu_s, self._cpu = now - self._cpu, now
         clocked.wall_s = self.session.elapsed()
         clocked.reopened = self.session.reopened
         clocked.reads, clocked.unstamped_reads = self.session.reads, self.session.unstamped_reads
@@ -141,7 +143,7 @@ class Measuring:
 
         Once the load is ``stopped`` it may take ``STOP_LIMIT_S`` more; otherwise its bound is the number of answers.
         """
-        session, began = self.session, time.process_time()
+        session = self.session
         asked: float | None = None
         moved, told, done = time.monotonic(), time.monotonic(), session.done
         try:
@@ -157,7 +159,7 @@ class Measuring:
                     tick()
                     told = now
         finally:
-            self.clocked.parse_cpu_s += time.process_time() - began
+            self.clocked.parse_cpu_s = time.process_time() - self._cpu
 
 
 class Voice:

@@ -22,7 +22,7 @@ from kvbench.load import process
 from kvbench.load.client import RawStream
 from kvbench.load.distributed_clock import ClockMap, Reading
 from kvbench.load.distributed_master import Crew
-from kvbench.load.lag import LagProbe
+from kvbench.load.lag import PERIOD_S, LagProbe
 from kvbench.load.merge import samples_to_bytes
 from kvbench.load.outcome import Clocked, read_delays
 from kvbench.load.places import Places
@@ -139,7 +139,8 @@ def returned_all(session: LoadSession, count: int) -> None:
 def case_what_has_come_back_is_parsed_to_the_end_however_much_it_is() -> None:
     """2,000 answers; at one every 4 ms this would take 8 s."""
     session = session_for([RequestSpec(k, "a", (k,), None, 3, 0.0) for k in range(3000)])
-    measuring, ticks = Measuring(session, LagProbe()), []
+    probe, ticks = LagProbe(), []
+    measuring = Measuring(session, probe)
     measuring.begin()
     returned_all(session, 2000)
     measuring.end()
@@ -149,6 +150,7 @@ def case_what_has_come_back_is_parsed_to_the_end_however_much_it_is() -> None:
     session.close()
     assert session.done == 2000 and session.failed == 0
     assert measuring.clocked.parse_cpu_s > 0.02  # 10 us each at least
+    assert len(probe.lags) <= measuring.clocked.wall_s / PERIOD_S + 2  # it has ended with the streams
     assert measuring.clocked.wall_s < 1 and measuring.clocked.cpu_s < 1
 
 

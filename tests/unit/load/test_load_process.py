@@ -16,7 +16,7 @@ import pytest
 
 from kvbench.load.requests import RequestSpec
 from kvbench.load.spec import read_spec
-from tests.support.loads import ROOT, LoadRunner, stamps_of
+from tests.support.loads import ROOT, LoadRunner, Result, stamps_of
 
 
 def requests(count: int, tag: int, max_tokens: int = 5, spacing_s: float | None = None) -> list[RequestSpec]:
@@ -179,3 +179,27 @@ def test_the_load_is_over_with_its_last_stream_not_with_its_last_parse(loads: Lo
     assert client["cpu_fraction"] == pytest.approx(client["cpu_s"] / load["duration_s"])
     assert client["cpu_us_per_chunk"] == pytest.approx((client["cpu_s"] + client["parse_cpu_s"]) / 3000 * 1e6)
     assert client["cpu_s"] > 0.05  # 1,500 requests at 30 us at least
+
+
+SLOW_PARSER = """
+from gevent import monkey; monkey.patch_all()
+import sys, gevent
+from kvbench.load import run, session
+judge = session.judge
+session.judge = lambda *arguments: (gevent.sleep(0.02), judge(*arguments))[1]
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+def test_answers_that_take_long_to_parse_are_waited_for(loads: LoadRunner) -> None:
+    """100 answers, each parsed for 20 ms and more: the load is long over, and ends when all are judged."""
+    spec = loads.spec(requests(100, tag=1903), model="mock?ttft_ms=1&itl_ms=0", concurrency=50)
+    command = [sys.executable, "-c", SLOW_PARSER, str(spec)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    result = Result(done.returncode, done.stdout, done.stderr, spec.parent)
+    assert result.code == 0, result.stderr
+    assert result.samples["ok"].sum() == 100 == result.load["locust"]["num_requests"]
+    (measured,) = [e for e in result.events if e["event"] == "measured"]
+    assert measured["done"] < 100 == result.events[-1]["done"]
+    assert [e["done"] for e in result.events if e["event"] == "progress" and e["elapsed_s"] > measured["elapsed_s"]]
+    assert result.load["client"]["parse_cpu_s"] > 0.001
