@@ -80,7 +80,8 @@ def none_left(found: list[psutil.Process]) -> bool:
 def test_a_master_and_three_workers_make_the_schedule_of_one_process(loads: LoadRunner) -> None:
     """The workers get spec and requests over the wire, start at one moment, and every sample comes back."""
     sent = requests(45, tag=7000, spacing_s=0.03)
-    spec = loads.spec(sent, mode="open", concurrency=None, request_rate=33.0, model="mock?ttft_ms=300&itl_ms=5")
+    free = {"concurrency": None, "request_rate": 33.0, "max_concurrency": 60}  # a cap that is never reached
+    spec = loads.spec(sent, mode="open", model="mock?ttft_ms=300&itl_ms=5", **free)
     master, port = master_of(spec, 3)
     workers = [start("--worker", "--master-port", port) for _ in range(3)]
     result = ended(master, spec.parent)
@@ -103,6 +104,7 @@ def test_a_master_and_three_workers_make_the_schedule_of_one_process(loads: Load
     assert sum(sizes) == 45 and min(sizes) >= 11  # every worker had its share, and a session stayed whole
     assert load["locust"] == {"num_requests": 45, "num_failures": 0}
     assert not load["incomplete"]
+    assert "cap of 60 is shared by 3 load processes" in load["notes"]["max_concurrency"]
     assert abs(load["wall_clock_step_s"]) < 0.05 and "wall_clock" not in load["notes"]
     moments = sorted([(t, 1) for t in samples["ts"]] + [(t, -1) for t in samples["end"]])
     assert load["max_in_flight"] == max(np.cumsum([step for _, step in moments])) > 5
