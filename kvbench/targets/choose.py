@@ -132,10 +132,11 @@ def _running(workload: Workload, options: Mapping[str, Any], asked: Mapping[str,
     url = asked["target"]
     given = {key: options[key] for key in _OF_A_RUNNING_ONE if options.get(key)}
     kept = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+    new_target = running_server("--target", url, options, kind)
     manifest = _manifest(asked, backend=kind.name, shared=server_at(url).local)
     return Choice(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
-        running_server("--target", url, options, kind),
+        new_target,
         lambda settings: {},
         manifest | ({"target_options": kept} if kept else {}),
         probes=True,

@@ -62,6 +62,7 @@ def chosen(workload, stored=None, **options):
         ({"target": "vllm", "preset": "tgi"}, r"--target NAME has one already"),
         ({"preset": "tgi"}, r"--preset goes with --target URL, or with a --serve-cmd that has {placeholders}"),
         ({"target": "vlm"}, r"'vlm' is not a URL .* or the name of a preset: vllm, sglang, tgi, llamacpp, transf"),
+        ({"target": "http://[::1"}, r"'http://\[::1' is not a URL of a server"),
         ({"target": "tgi"}, r"there is no program 'text-generation-launcher' on the PATH"),
     ],
 )
