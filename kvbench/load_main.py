@@ -196,7 +196,7 @@ class Session:
         search = RateSearch(plan.parsed, bounds, sizes, self.folder, measure, self.console, plan.limit_s)
         code = search.run()
         facts = {"valid": code != EXIT_INVALID, "calibration": self.calibrator.facts()}
-        if code == EXIT_INVALID:  # the server may have died, or the machine been busy: --resume goes on
+        if search.goes_on:  # the server may have died, the machine been busy, or the time been over: --resume
             self.folder.update(**facts)
         else:
             self.folder.finish(**facts)

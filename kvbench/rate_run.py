@@ -63,7 +63,13 @@ class RateSearch:
     limit_s: float = math.inf
     trials: list[Trial] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    outcome: str | None = field(default=None, init=False)
     _ends_at: float = field(default=math.inf, init=False)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more of it can be measured by the same command: its time was over, or its runs were invalid."""
+        return self.outcome in (INVALID, OUT_OF_TIME)
 
     def run(self) -> int:
         """To the answer, which is printed and stored; the exit code."""
@@ -153,6 +159,7 @@ class RateSearch:
         self.rows.append({"run": path.name, "requests": sent, "failed": metrics.get("failed"), **trial})
 
     def _conclude(self, answer: Answer) -> int:
+        self.outcome = answer.outcome
         sentence = say(answer, self.conditions, self.rows, self.bounds, self.sizes)
         write_json(
             self.folder.path / "search.json",
@@ -214,9 +221,10 @@ def say(
 ) -> str:
     """The answer in words, with the number of requests behind it and what its runs could not show."""
     slo = " and ".join(c.text for c in conditions)
-    if answer.met is None:
-        text = f"No rate met {slo}"
-        text += "." if answer.unmet is None else f"; the lowest that was tried is {answer.unmet:g} requests/s."
+    if answer.met is None and answer.unmet is None:
+        text = f"No run tells whether a rate meets {slo}."
+    elif answer.met is None:
+        text = f"No rate met {slo}; the lowest that was tried is {answer.unmet:g} requests/s."
         if answer.outcome == NEVER:
             text += " Lower --min-rate to look further down."
     else:
