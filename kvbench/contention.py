@@ -24,7 +24,7 @@ _RESOLUTION_S = 0.10  # the kernel counts in ticks of 10 ms, on every core and f
 _LONG_ENOUGH_S = 2.0  # from here on the ticks are well below the limit
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guest time is within user
 _STEAL = 7
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def busy_notice() -> str | None:
 def server_at(base_url: str) -> Server:
     """The server that listens at a URL, for one that kvbench did not launch."""
     parts = urlsplit(base_url)
-    host, port = parts.hostname or "", parts.port or 80
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     if host not in _LOOPBACK and not _is_own_address(host):
         return Server(None, local=False)
     try:

@@ -203,7 +203,12 @@ def test_what_the_server_was_not_told_is_not_put_down(workload):
 
 @pytest.mark.parametrize(
     ("url", "shared"),
-    [("http://[::1]:8000", True), ("http://localhost:8000", True), ("http://10.255.255.1:80", False)],
+    [
+        ("http://[::1]:8000", True),
+        ("https://localhost", True),
+        ("http://0.0.0.0:80", True),
+        ("http://10.255.255.1:80", False),
+    ],
 )
 def test_whether_the_server_shares_this_machine(workload, url, shared):
     assert chosen(workload(), target=url).manifest["shared_machine"] is shared
