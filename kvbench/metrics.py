@@ -6,7 +6,8 @@ The definitions that the README gives under "How to read the report" (client sid
 - ``ttft_send`` the same from the send
 - ``e2el``      last chunk - t0
 - ``tpot``      (last - first token's chunk) / (output_tokens - 1), output_tokens from the server's usage;
-                undefined (left out, not 0) for one token
+                undefined (left out, not 0) for one token. A server that holds text back (half a character) sends its
+                first token before its first text: ttft + tpot x (output_tokens - 1) is then more than e2el
 - ``itl``       every gap between chunks that carry tokens, pooled over requests
 - ``client_queue`` the part of ttft for which a request waited in the client for a place under max_concurrency
 - throughput    over the whole run and over the steady window (kvbench/steady.py), of successful requests only
