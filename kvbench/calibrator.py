@@ -54,7 +54,8 @@ def settings_for(demand: Demand) -> CalibrationSettings:
 
 @dataclass(frozen=True)
 class Calibrator:
-    """Calibrates the client before a load, once per machine and settings. ``say``: what a user is told meanwhile.
+    """Calibrates the client before a load, once per machine and settings. ``say``: what a user is told meanwhile;
+    ``warn``: what is to be read later, too.
 
     ``folder``: of a sweep or a load; its calibration.json keeps what was measured. Only a calibration that the client
     passed is used again: one that failed is tried anew before the next load, and by --resume. ``wanted`` False: nothing
@@ -64,6 +65,7 @@ class Calibrator:
     folder: Path
     wanted: bool = True
     say: Callable[[str], None] = lambda text: None
+    warn: Callable[[str], None] = lambda text: None
     _good: dict[tuple[str, CalibrationSettings], Calibration] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, demand: Demand, before: Calibration | None = None) -> Calibration | None:
@@ -98,7 +100,7 @@ class Calibrator:
         self.say(f"calibrating the load client at {where} (about {settings.seconds + 2:.0f} s, once)")
         new = calibrate(settings, attempts=1 if failed else _ATTEMPTS)
         for reason in new.reasons:
-            self.say(f"loads of {where} will be invalid: {reason}")
+            self.warn(f"loads of {where} will be invalid: {reason}")
         if not new.reasons:
             self._good[key] = new
         kept = [c for c in stored if c not in failed] if new.reasons else stored

@@ -69,7 +69,7 @@ def load_command(
     console = Console()
     try:
         with Interruption() as interruption, _folder(output_dir, loaded, point, target, search, resume) as folder:
-            calibrator = Calibrator(folder.path, not options["no_calibration"], console.print)
+            calibrator = Calibrator(folder.path, not options["no_calibration"], console.print, console.print)
             subject = _subject(loaded, target, interruption, calibrator, shared)
             if shared.notice:
                 console.print(shared.notice, highlight=False, markup=False, soft_wrap=True)

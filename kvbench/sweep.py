@@ -83,7 +83,7 @@ class Sweep:
                     _manifest_writer(run, manifest, force=self.options.force),
                     interruption.check,
                     failures,
-                    calibrate=self._calibrator(run, listener.status),
+                    calibrate=self._calibrator(run, listener.status, self._say),
                     capacity=capacity,
                 )
                 _run_blocks(runner, left)
@@ -108,8 +108,8 @@ class Sweep:
             self._say(note)
         return self._conclude(run, design, failures, complete)
 
-    def _calibrator(self, run: RunFolder, say: Callable[[str], None] = lambda text: None) -> Calibrator:
-        return Calibrator(run.path, self.options.calibrate, say)
+    def _calibrator(self, run: RunFolder, *tell: Callable[[str], None]) -> Calibrator:
+        return Calibrator(run.path, self.options.calibrate, *tell)
 
     def resume_command(self, run: RunFolder) -> str:
         return shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])

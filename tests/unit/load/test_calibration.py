@@ -230,10 +230,10 @@ def test_measured_once_per_settings_and_kept_in_the_folder(tmp_path, machine, mo
 def test_one_that_failed_is_told_at_once_and_tried_again(tmp_path, machine) -> None:
     """Else whoever follows its advice, a free core, would find all further loads invalid all the same."""
     said: list[str] = []
-    calibrator = Calibrator(tmp_path, say=said.append)
+    calibrator = Calibrator(tmp_path, warn=said.append)
     machine.reasons = ("too busy.",)
     assert calibrator(Demand(4)).reasons == ("too busy.",)
-    assert said[-1] == "loads of 4 streams will be invalid: too busy."
+    assert said == ["loads of 4 streams will be invalid: too busy."]
     assert calibrator(Demand(4)).reasons == ("too busy.",)
     assert [n for _, n in machine.asked] == [3, 1]  # three attempts at first, then one before each load
     assert [c["reasons"] for c in calibrator.facts()["measured"]] == [["too busy."]]
