@@ -129,6 +129,8 @@ def _lag(cell: Cell) -> Value:
     sources = sorted({str(source) for source in cell.client("lag_source")})
     if worst is None and sources == ["kernel stamps"]:  # whose error the calibration tells
         worst, sources = _worst(cell.client("loop_lag_p99_ms")), ["of the loop; kernel stamps"]
+    elif any(judged is False for judged in cell.client("lag_judged")):
+        sources.append("not judged: too few chunks")
     return Value(words.milliseconds(worst), worst, words.listing(sources) if sources and worst is not None else "")
 
 

@@ -145,6 +145,9 @@ def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
     paged = text["paged (page 16)"]
     assert [paged[k].text for k in ("client_lag_p99_ms", "client_cpu", "valid")] == ["0.17", "2.1 %", "yes"]
     assert paged["client_lag_p99_ms"].note == "server stamps"
+    few = {"lag_p99_ms": 4.0, "lag_source": "server stamps", "lag_judged": False}
+    (row,) = quality_rows(run(cell(client=few)))
+    assert "not judged: too few chunks" in row.values[3].note
     assert [paged[f"machine_{k}"].text for k in ("foreign_cpu_cores", "steal_share", "load_average", "cores")] == [
         "0.42", "3.1 %", "3.20", "2",
     ]  # fmt: skip
