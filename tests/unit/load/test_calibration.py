@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from kvbench import calibration as module
-from kvbench import calibrator as chooser
 from kvbench.calibration import (
     Calibration,
     CalibrationSettings,
@@ -20,7 +19,6 @@ from kvbench.calibration import (
     validity_limits,
 )
 from kvbench.calibration_figures import Figures, figures_of
-from kvbench.calibrator import Calibrator, Demand, settings_for
 from kvbench.cli import main
 from kvbench.errors import MeasurementError
 from kvbench.mock.process import MockProcess
@@ -165,108 +163,6 @@ def test_a_calibration_lasts_as_long_as_was_asked_for_and_has_more_whole_streams
     settings = CalibrationSettings(streams, itl_ms=20.0, seconds=4.0)
     assert settings.requests >= 8 and settings.requests % streams == 0
     assert settings.requests / streams * settings.tokens * 0.020 == pytest.approx(4.0, rel=0.1)
-
-
-@pytest.mark.parametrize("each", [1, 4, 5, 64, 65, 256, 257, 1000, 1500, 8192])
-@pytest.mark.parametrize("processes", [1, 2, 7])
-@pytest.mark.parametrize("rate", [None, 10.0, 9_000.0, 32_000.0])
-def test_settings_ask_for_no_less_than_the_load_did(each: int, processes: int, rate: float | None) -> None:
-    demand = Demand(each * processes, processes, rate)
-    settings = settings_for(demand)
-    if demand.streams <= 8192:
-        assert settings.streams >= demand.streams
-        assert demand.covered_by(settings)
-    assert settings.processes == processes
-    least = min(settings.streams, 256 * processes) * 50
-    assert settings.events_per_s <= max(least * 1.0001, 1.42 * (rate or 0.0) / 1.25)
-
-
-def test_settings_are_few() -> None:
-    assert {settings_for(Demand(n)).streams for n in range(1, 1001)} == {4, 16, 64, 256, 512, 1024}
-    assert {settings_for(Demand(n)).itl_ms for n in range(1, 257)} == {module.DEFAULT_ITL_MS}
-    assert settings_for(Demand(100, 2)) == CalibrationSettings(128, module.DEFAULT_ITL_MS, 2)
-    rates = {settings_for(Demand(64, 1, rate)).itl_ms for rate in np.geomspace(3_200, 32_000, 500)}
-    assert len(rates) <= 9
-
-
-Asked = tuple[CalibrationSettings, int]
-
-
-class Machine:
-    """In place of measuring: what was asked for, and what comes out, which a test sets."""
-
-    def __init__(self) -> None:
-        self.asked: list[Asked] = []
-        self.reasons: tuple[str, ...] = ()
-
-    def __call__(self, settings: CalibrationSettings, limits: object = None, attempts: int = 1) -> Calibration:
-        self.asked.append((settings, attempts))
-        return taken(settings, self.reasons)
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    there = Machine()
-    monkeypatch.setattr(chooser, "calibrate", there)
-    return there
-
-
-def test_measured_once_per_settings_and_kept_in_the_folder(tmp_path, machine, monkeypatch) -> None:
-    said: list[str] = []
-    calibrator = Calibrator(tmp_path, say=said.append)
-    for streams in (3, 4, 1, 60):
-        assert calibrator(Demand(streams)).reasons == ()
-    assert [(s.streams, n) for s, n in machine.asked] == [(4, 3), (64, 3)] and len(said) == 2
-    assert [c["settings"]["streams"] for c in calibrator.facts()["measured"]] == [4, 64]
-    assert Calibrator(tmp_path)(Demand(4)) == taken(settings_for(Demand(4)))  # another process: --resume
-    assert len(machine.asked) == 2
-    Calibrator(tmp_path)(Demand(4, tls=True))
-    assert len(machine.asked) == 3
-    monkeypatch.setattr(chooser, "machine_key", lambda: "another machine")
-    Calibrator(tmp_path)(Demand(4))
-    assert len(machine.asked) == 4
-
-
-def test_one_that_failed_is_told_at_once_and_tried_again(tmp_path, machine) -> None:
-    """Else whoever follows its advice, a free core, would find all further loads invalid all the same."""
-    said: list[str] = []
-    calibrator = Calibrator(tmp_path, warn=said.append)
-    machine.reasons = ("too busy.",)
-    assert calibrator(Demand(4)).reasons == ("too busy.",)
-    assert said == ["loads of 4 streams will be invalid: too busy."]
-    assert calibrator(Demand(4)).reasons == ("too busy.",)
-    assert [n for _, n in machine.asked] == [3, 1]  # three attempts at first, then one before each load
-    assert [c["reasons"] for c in calibrator.facts()["measured"]] == [["too busy."]]
-    machine.reasons = ()
-    resumed = Calibrator(tmp_path)
-    assert resumed(Demand(4)).reasons == () == resumed(Demand(4)).reasons
-    assert len(machine.asked) == 3
-    assert [c["reasons"] for c in resumed.facts()["measured"]] == [["too busy."], []]
-
-
-def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(tmp_path, machine) -> None:
-    calibrator = Calibrator(tmp_path)
-    before = calibrator(Demand(64))
-    for enough in (Demand(3, 1, 10.0), Demand(64, 1, 3_900.0)):
-        assert calibrator(enough, before) is before
-    assert len(machine.asked) == 1
-    faster, more = calibrator(Demand(64, 1, 32_000.0), before), calibrator(Demand(1500, 1, 1000.0), before)
-    assert faster.settings.streams == 64 and faster.settings.itl_ms <= 2.5
-    assert more.settings.streams == 2048 and more.reasons == ()
-    too_many = calibrator(Demand(9000), before)
-    assert "up to 9000 streams at once, and the client can be calibrated at 8192 at most" in too_many.reasons[0]
-
-
-def test_a_folder_of_another_version_is_measured_anew(tmp_path, machine) -> None:
-    (tmp_path / chooser.FILE).write_text('[{"settings": {"colour": "blue"}}]')
-    assert Calibrator(tmp_path)(Demand(4)).figures == GOOD
-    assert len(machine.asked) == 1
-
-
-def test_what_is_not_wanted_is_not_measured_and_said(tmp_path, machine) -> None:
-    calibrator = Calibrator(tmp_path, wanted=False)
-    assert calibrator(Demand(64)) is None
-    assert machine.asked == [] and calibrator.facts() == {"left_out": True, "measured": []}
 
 
 @pytest.mark.parametrize(("good_from", "attempts", "tried"), [(1, 3, 1), (2, 3, 2), (9, 3, 3), (9, 1, 1)])

@@ -87,7 +87,7 @@ def test_a_client_that_sends_late_makes_an_open_loop_load_invalid(loads: LoadRun
         [sys.executable, str(SUPPORT / "mutant_load.py"), "tardy", str(spec)], check=True, cwd=ROOT, timeout=60
     )
     told = json.loads((spec.parent / "load.json").read_text())
-    assert 9 < told["client"]["schedule_slip_p99_ms"]
+    assert told["client"]["schedule_slip_p99_ms"] > 9
     assert any(reason.startswith("arrivals slipped: p99") for reason in told["invalid_reasons"])
 
 
