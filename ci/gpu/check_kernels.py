@@ -144,10 +144,7 @@ def main() -> int:
     run_cases(report, cases[:QUICK_CASES] if args.quick else cases, args.device, workers, reserve)
     if on_gpu:
         run_kernel_tests(report)
-    passed = sum(row["status"] == "passed" for row in report.data["rows"])
-    report.data["headline"] = f"{passed} of {len(report.data['rows'])} checks passed"
-    report.save()
-    return 1 if report.data["failures"] else 0
+    return report.conclude_checks(len(report.data["rows"]), "checks passed")
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ def main() -> int:
     if args.device == "cuda":
         report.data["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         report.save()
-    return 1 if report.data["failures"] else 0
+    return report.exit_code
 
 
 if __name__ == "__main__":

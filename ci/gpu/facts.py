@@ -146,7 +146,7 @@ def main() -> int:
     report.data["headline"] = ", ".join(f"{name} {value:,.0f}" for name, value in ceilings.found.items())
     rows = [[row["ceiling"], f"{row['value']:,.4g}", row["how"]] for row in report.data["rows"]]
     report.table("Measured ceilings", ["ceiling", "value", "how"], rows)
-    return 1 if report.data["failures"] else 0
+    return report.exit_code
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ class PartReport:
         """Seconds until no new measurement should begin."""
         return self._ends - time.monotonic()
 
+    @property
+    def exit_code(self) -> int:
+        """Of the part's process: 1 if anything failed."""
+        return 1 if self.data["failures"] else 0
+
     def row(self, **values: Any) -> None:
         """One measurement."""
         self.data["rows"].append(values)
@@ -52,6 +57,13 @@ class PartReport:
         others = [table for table in self.data["tables"] if table["title"] != title]
         self.data["tables"] = [*others, {"title": title, "columns": columns, "rows": rows}]
         self.save()
+
+    def conclude_checks(self, total: int, what: str) -> int:
+        """The headline of a part whose rows are checks, ``total`` of them; the exit code."""
+        passed = sum(row["status"] == "passed" for row in self.data["rows"])
+        self.data["headline"] = f"{passed} of {total} {what}"
+        self.save()
+        return self.exit_code
 
     def save(self) -> None:
         """All of it, to the file, in one go."""

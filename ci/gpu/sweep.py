@@ -145,7 +145,7 @@ def main() -> int:
     elif interrupted:
         report.data["not_run"] = f"no load was finished in {args.seconds:.0f} s"
         report.save()
-    return 1 if report.data["failures"] else 0
+    return report.exit_code
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def main() -> int:
         if args.device == "cuda":
             torch.cuda.empty_cache()
     summarise(report, aimed=args.device == "cuda" and not args.tiny)
-    return 1 if report.data["failures"] else 0
+    return report.exit_code
 
 
 if __name__ == "__main__":

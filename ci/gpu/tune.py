@@ -61,7 +61,7 @@ def main() -> int:
     elif done.returncode == 0:
         report.data["not_run"] = f"no kernel was tuned in {args.seconds:.0f} s"
         report.save()
-    return 1 if report.data["failures"] else 0
+    return report.exit_code
 
 
 if __name__ == "__main__":
