@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -76,6 +76,53 @@ class _LiveText(ProgressColumn):
         return Text(task.fields["text"]())
 
 
+class Speaker:
+    """Says ``text()`` when nothing was said for ``quiet_s``, until it ends: a log that stands still looks dead."""
+
+    def __init__(self, console: Console, text: Callable[[], str], quiet_s: float = QUIET_S) -> None:
+        self._console, self._text, self._quiet_s = console, text, quiet_s
+        self._said = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._speak, name="progress", daemon=True)
+
+    def __enter__(self) -> Speaker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=1.0)
+
+    def said(self) -> None:
+        """Something else was printed just now."""
+        self._said = time.monotonic()
+
+    def _speak(self) -> None:
+        while not self._ended.wait(max(0.01, self._said + self._quiet_s - time.monotonic())):
+            if time.monotonic() - self._said < self._quiet_s:
+                continue
+            self._said = time.monotonic()
+            with suppress(OSError):  # nobody reads on
+                self._console.print(f"  {self._text()}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterator[Callable[[str], None]]:
+    """Shows ``text``, or what it is replaced with by a call, on a terminal; elsewhere now and then a line of it."""
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+        return
+    shown = [text]
+
+    def update(other: str) -> None:
+        shown[0] = other
+
+    with Speaker(console, lambda: shown[0], quiet_s):
+        yield update
+
+
 class SweepProgress:
     """The sweep's listener. ``blocks`` are those still to run; their loads are counted once each."""
 
@@ -83,11 +130,8 @@ class SweepProgress:
         self, console: Console, blocks: Sequence[Block], estimator: Estimator, quiet_s: float = QUIET_S
     ) -> None:
         self._console = console
-        self._quiet_s = quiet_s
-        self._said = time.monotonic()
         self._doing = ""
-        self._ended = threading.Event()
-        self._speaker = threading.Thread(target=self._speak, name="progress", daemon=True)
+        self._speaker = Speaker(console, self._line_of_now, quiet_s)
         self._estimator = estimator
         self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
         self._total = len(self._left)
@@ -107,14 +151,13 @@ class SweepProgress:
         if self._bars:
             self._bars.start()
         else:
-            self._speaker.start()
+            self._speaker.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        if self._speaker.is_alive():
-            self._speaker.join(timeout=1.0)
-        if self._bars:
+        if not self._bars:
+            self._speaker.__exit__(*exc)
+        else:
             with suppress(OSError):  # a terminal that is gone
                 self._bars.stop()
 
@@ -128,17 +171,9 @@ class SweepProgress:
             seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(cell))
         return max(0.0, seconds)
 
-    def _speak(self) -> None:
-        """A line when nothing was said for ``quiet_s``, until the sweep ends: a log that stands still looks dead."""
-        while not self._ended.wait(max(0.01, self._said + self._quiet_s - time.monotonic())):
-            if time.monotonic() - self._said < self._quiet_s:
-                continue
-            self._said = time.monotonic()
-            text = self._load_text() or f"since {clock(self._said - self._load_began)}"
-            with suppress(OSError):  # nobody reads on
-                self._console.print(
-                    f"  {self._doing or 'working'}: {text}", markup=False, highlight=False, soft_wrap=True
-                )
+    def _line_of_now(self) -> str:
+        text = self._load_text() or f"since {clock(time.monotonic() - self._load_began)}"
+        return f"{self._doing or 'working'}: {text}"
 
     def status(self, text: str) -> None:
         self._current = None
@@ -178,7 +213,7 @@ class SweepProgress:
         self._left.pop((cell.cell_id, repeat), None)
         self._done += 1
         self._current = None
-        self._said = time.monotonic()
+        self._speaker.said()
         elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
         head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
         self._console.print(

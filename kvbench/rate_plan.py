@@ -28,7 +28,8 @@ class Sizes:
 
     That is as many requests as the percentiles asked for need, and a run that shows a rate of more than ``tolerance``
     above what the server serves: by ``patience_s`` (see there), or by the number of arrivals alone. ``enough`` False:
-    not these, --num-prompts says how many. ``fixed``: exactly ``least``, as a trace has its own.
+    not these, --num-prompts says how many. ``fixed``: exactly ``least``, as a trace has its own. ``unit``: of what is
+    counted.
     """
 
     least: int
@@ -37,16 +38,31 @@ class Sizes:
     tolerance: float = 1.0
     patience_s: float = math.inf
     fixed: bool = False
+    unit: str = "requests"
 
     def requests(self, rate: float, conditions: Sequence[Condition]) -> int:
         """Requests of a run at ``rate`` [1/s]."""
         if self.fixed:
             return self.least
-        needed = [self.least, math.ceil(rate * self.seconds)]
+        return max(count for count, _ in self._needed(rate, conditions))
+
+    def _needed(self, rate: float, conditions: Sequence[Condition]) -> list[tuple[int, str]]:
+        """Each need, and what it is for."""
+        whose = f"--num-prompts asks for {self.least}" if not self.enough else f"the workload has {self.least}"
+        needed = [(math.ceil(rate * self.seconds), ""), (self.least, whose)]
         if self.enough:
-            told = min(rate * self.patience_s / self.tolerance, arrivals_to_tell(self.tolerance))
-            needed += [math.ceil(told), *(c.samples_needed for c in conditions)]
-        return max(needed)
+            told = math.ceil(min(rate * self.patience_s / self.tolerance, arrivals_to_tell(self.tolerance)))
+            needed += [(c.samples_needed, f"{c.stat} needs {c.samples_needed}") for c in conditions]
+            needed.append((told, f"an overload of {self.tolerance:.0%} shows after {told}"))
+        return needed
+
+    def why_longer(self, rate: float, conditions: Sequence[Condition]) -> str:
+        """Why a run at ``rate`` [1/s] sends for longer than ``seconds``; empty where it does not."""
+        count = self.requests(rate, conditions)
+        if self.fixed or count <= math.ceil(rate * self.seconds):
+            return ""
+        why = next(why for needed, why in self._needed(rate, conditions) if needed == count)
+        return f"--run-seconds {self.seconds:g} are {math.ceil(rate * self.seconds)}, but {why}"
 
     def seconds_of(self, rate: float, conditions: Sequence[Condition]) -> float:
         """Seconds for which a run at ``rate`` [1/s] sends."""
@@ -120,6 +136,7 @@ class SearchPlan:
             tolerance=self.tolerance,
             patience_s=patience_s(self.parsed, load.slo),
             fixed=load.arrivals == "trace",
+            unit="requests" if load.sessions is None else "conversations",
         )
 
 

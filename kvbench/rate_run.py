@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from kvbench.backlog import backlog_of, filling_s
 from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
@@ -37,6 +35,7 @@ from kvbench.rate_search import (
     bracket,
     unmet,
 )
+from kvbench.rate_words import ahead, say, table, told
 from kvbench.results import read_json, write_json
 
 OUT_OF_TIME = "out of time"
@@ -115,6 +114,7 @@ class RateSearch:
         number = len(self.trials) + 1
         path = self.folder.run(number, f"r{ask.rate:g}")
         count = self.sizes.requests(ask.rate, self.conditions)
+        self._print(ahead(number, ask, self.sizes, self.conditions))
         try:
             kept = dict(self.measure(ask.rate, count, number, path))
         except MeasurementError as error:  # as an invalid run: once more, then the search ends with the reason
@@ -122,7 +122,10 @@ class RateSearch:
         kept["trial"] = {"rate": ask.rate, "confirms": ask.confirms} | self._judged(kept, path)
         write_json(path / METRICS, kept)
         self._note(path, kept)
-        self.console.print(_told(number, ask, self.trials[-1]), highlight=False, markup=False, soft_wrap=True)
+        self._print(told(number, ask, self.trials[-1]))
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _judged(self, kept: Mapping[str, Any], run: Path) -> dict[str, Any]:
         """met (None: not told, with the cause), why not, the values, the backlog.
@@ -178,7 +181,7 @@ class RateSearch:
         made = table(self.conditions, self.rows)
         width = self.console.measure(made, options=self.console.options.update(max_width=10_000)).maximum
         self.console.print(made, width=width, crop=False)  # a column that is cut would hide what was asked for
-        self.console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        self._print(sentence)
         if answer.outcome == INVALID:
             return EXIT_INVALID
         return EXIT_OK if answer.outcome in (FOUND, ALWAYS, NEVER) else EXIT_INCONCLUSIVE
@@ -203,86 +206,3 @@ def _visits(path: Path) -> tuple[np.ndarray, np.ndarray]:
     key = rows["session"].where(rows["session"].notna(), -1 - rows["index"])
     visits = rows.groupby(key).agg({"t0": "min", "end": "max"})
     return visits["t0"].to_numpy(), visits["end"].to_numpy()
-
-
-_UNTOLD = {INVALID: "INVALID", TOO_SHORT: "TOO SHORT TO TELL", CLIENT_LIMIT: "NOT MEASURED, the client was the limit"}
-
-
-def _told(number: int, ask: Ask, trial: Trial) -> str:
-    what = _UNTOLD[trial.cause or INVALID] if trial.met is None else "met" if trial.met else "not met"
-    again = " (again, to confirm)" if ask.confirms else ""
-    return f"run {number}: {ask.rate:g} requests/s{again}: {what}" + (
-        f": {'; '.join(trial.reasons)}" if trial.reasons else ""
-    )
-
-
-def say(
-    answer: Answer, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]], bounds: Bounds, sizes: Sizes
-) -> str:
-    """The answer in words, with the number of requests behind it and what its runs could not show."""
-    slo = " and ".join(c.text for c in conditions)
-    if answer.met is None and answer.unmet is None:
-        text = f"No run tells whether a rate meets {slo}."
-    elif answer.met is None:
-        text = f"No rate met {slo}; the lowest that was tried is {answer.unmet:g} requests/s."
-        if answer.outcome == NEVER:
-            text += " Lower --min-rate to look further down."
-    else:
-        text = f"Highest rate that met {slo}: {answer.met:g} requests/s ({_behind(answer.met, conditions, rows)})"
-        if answer.unmet is not None:
-            text += f"; the lowest that did not: {answer.unmet:g} requests/s."
-        elif answer.outcome == ALWAYS:
-            text += f"; every rate that was tried met it, up to --max-rate {bounds.high:g}."
-        else:
-            text += "; every rate that was judged met it."
-        text += _unseen(answer.met, rows, bounds, sizes)
-    if not answer.confirmed and (answer.met, answer.unmet) != (None, None):
-        text += " It was not confirmed by further runs."
-    return text + (f" The search ended early: {answer.reason}." if answer.reason else "")
-
-
-def _behind(rate: float, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
-    met = [r for r in rows if r["rate"] == rate and r["met"]]
-    requests = sum(r["requests"] for r in met)
-    runs = "1 run" if len(met) == 1 else f"{len(met)} runs"
-    text = f"{requests} requests in {runs} that sent for {min(r['requests'] for r in met) / rate:.0f} s"
-    needed = max((c.samples_needed for c in conditions), default=1)
-    return text + (f", fewer than the {needed} that a percentile needs" if requests < needed else "")
-
-
-def _unseen(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, sizes: Sizes) -> str:
-    """That the runs were too short to show a small overload, where they were."""
-    share = max(sizes.overload_told(rate, r["requests"]) for r in rows if r["rate"] == rate and r["met"])
-    if share <= bounds.tolerance * 1.01:
-        return ""
-    return (
-        f" Runs this short show an overload only from {share:.0%} on: what the server can serve may be that much less. "
-        "Give more --run-seconds, or a longer trace."
-    )
-
-
-def table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """All runs, in their order."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    heads = ("run", "req/s", "requests", *(c.title for c in conditions), "failed", "in flight", "")
-    for name in heads:
-        made.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for row in rows:
-        backlog = row["backlog"]
-        values = [_value(c, row["values"].get(c.text)) for c in conditions]
-        made.add_row(
-            row["run"][:2],
-            f"{row['rate']:g}",
-            str(row["requests"]),
-            *values,
-            "-" if row["failed"] is None else str(row["failed"]),
-            f"{backlog['early']:.1f} to {backlog['late']:.1f}" if backlog else "-",
-            {True: "met", False: "not met", None: row["cause"]}[row["met"]],
-        )
-    return made
-
-
-def _value(condition: Condition, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1%}" if condition.metric == "goodput" else f"{value:.1f}"

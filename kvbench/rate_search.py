@@ -20,7 +20,8 @@ from kvbench.metrics import QUANTILES, samples_needed
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el", "client_queue")
 STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}
 MAX_FAILED_SHARE = 0.01
-INVALID_ATTEMPTS = 2  # at one rate, one after the other
+ATTEMPTS = 2  # at one rate, one after the other, which tell nothing
+INVALID_ATTEMPTS = 3  # where something disturbed them: other work comes and goes
 _LATENCY = re.compile(
     r"(?P<stat>[a-z]+\d*)_(?P<metric>[a-z0-9_]+?)(?:_ms)?\s*<=?\s*(?P<value>[\d.]+)\s*(?P<unit>ms|s|)"
 )
@@ -252,7 +253,7 @@ def _confirmed(trials: Sequence[Trial], rate: float | None, bounds: Bounds) -> b
 
 def _client_limit(trials: Sequence[Trial]) -> Trial | None:
     """A run at the lowest rate that the client did not bear as often as a rate is tried."""
-    groups = [trials[i - INVALID_ATTEMPTS : i] for i in range(INVALID_ATTEMPTS, len(trials) + 1)]
+    groups = [trials[i - ATTEMPTS : i] for i in range(ATTEMPTS, len(trials) + 1)]
     borne = [group[-1] for group in groups if _tells_nothing(group) and all(t.cause == CLIENT_LIMIT for t in group)]
     return min(borne, key=lambda t: t.rate, default=None)
 
@@ -274,14 +275,17 @@ def _next(met: float | None, unmet_rate: float | None, bounds: Bounds) -> Ask | 
 
 
 def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
-    """Outcome and reason, when the last run ends the search: it told nothing, nor did the one before at its rate.
+    """Outcome and reason, when the last run ends the search: it told nothing, nor did those before at its rate.
 
     Where that was the client's fault lower rates are tried.
     """
-    last = trials[-INVALID_ATTEMPTS:]
-    if len(last) < INVALID_ATTEMPTS or not _tells_nothing(last) or all(t.cause == CLIENT_LIMIT for t in last):
+    causes: set[str | None] = {t.cause for t in trials[-ATTEMPTS:]}
+    if causes == {CLIENT_LIMIT}:
         return None
-    at, reasons = f"{INVALID_ATTEMPTS} runs at {last[-1].rate:g} requests/s", "; ".join(last[-1].reasons)
-    if all(t.cause == TOO_SHORT for t in last):
+    last = trials[-(ATTEMPTS if causes == {TOO_SHORT} else INVALID_ATTEMPTS) :]
+    if len(last) < ATTEMPTS or (causes != {TOO_SHORT} and len(last) < INVALID_ATTEMPTS) or not _tells_nothing(last):
+        return None
+    at, reasons = f"{len(last)} runs at {last[-1].rate:g} requests/s", "; ".join(last[-1].reasons)
+    if causes == {TOO_SHORT}:
         return TOO_SHORT, f"{at} were too short to tell: {reasons}"
-    return INVALID, f"{at} were invalid: {reasons}"
+    return INVALID, f"{at} were invalid, the last because {reasons}"

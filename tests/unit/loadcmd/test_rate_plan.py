@@ -19,6 +19,17 @@ def test_a_run_has_enough_requests_for_its_percentiles_and_its_seconds():
     assert Sizes(30, 2.0, enough=False).requests(5.0, p99) == 30
 
 
+def test_why_a_run_is_longer_than_its_seconds_is_what_made_it_so():
+    p95 = parse_conditions("p95_ttft<=1s")
+    assert "p95 needs 130" in Sizes(48, 20.0).why_longer(2.0, p95)
+    assert "the workload has 200" in Sizes(200, 20.0).why_longer(2.0, p95)
+    assert "--num-prompts asks for 200" in Sizes(200, 20.0, enough=False).why_longer(2.0, p95)
+    patient = Sizes(1, 20.0, tolerance=0.05, patience_s=5.0)  # 100 s, or 3 / 0.05^2 arrivals
+    assert "an overload of 5% shows after 300" in patient.why_longer(3.0, p95)
+    assert "shows after 1200" in patient.why_longer(50.0, p95)
+    assert Sizes(48, 20.0).why_longer(50.0, p95) == "" and Sizes(48, 1.0, fixed=True).why_longer(2.0, p95) == ""
+
+
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
 OPEN = {
     "mode": "open", "request_rate": 4, "num_requests": 10, "prompts": {"kind": "synthetic", "classes": CLASSES},

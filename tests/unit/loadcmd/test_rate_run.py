@@ -63,11 +63,11 @@ def test_every_run_is_kept_and_a_stopped_search_goes_on_from_them(new):
     assert new(done).run() == EXIT_OK and done.asked == []
 
 
-def test_invalid_runs_count_for_nothing_and_two_in_a_row_end_the_search(new):
-    once = Queue(invalid=lambda number: number == 3)
+def test_two_invalid_runs_in_a_row_count_for_nothing(new):
+    once = Queue(invalid=lambda number: number in (3, 4))
     search = new(once)
     assert search.run() == EXIT_OK
-    assert [rate for rate, _, _ in once.asked[:5]] == [1, 2, 4, 4, 8]
+    assert [rate for rate, _, _ in once.asked[:6]] == [1, 2, 4, 4, 4, 8]
     assert answer(search)["highest_rate_met"] == pytest.approx(md1_capacity(0.95, 0.5), rel=0.06)
 
 
@@ -76,7 +76,38 @@ def test_the_reason_of_invalid_runs_is_the_answer(new):
     assert search.run() == EXIT_INVALID
     found = answer(search)
     assert found["outcome"] == "invalid" and found["highest_rate_met"] == 2 and "foreign work" in found["reason"]
-    assert "foreign work" in search.told.getvalue()
+    assert "foreign work" in search.told.getvalue() and found["answer"].endswith("foreign work.")
+    assert [run["rate"] for run in found["runs"]] == [1, 2, 4, 4, 4]
+
+
+def test_where_no_run_told_anything_nothing_is_said_to_be_missed(new):
+    search = new(Queue(invalid=lambda number: True))
+    assert search.run() == EXIT_INVALID and len(answer(search)["runs"]) == 3
+    told = answer(search)["answer"]
+    assert told.startswith("Not known whether any rate meets p95_ttft<=500ms") and "No rate met" not in told
+
+
+def test_a_rate_below_which_nothing_was_judged_is_not_the_lowest_that_was_tried(new):
+    search = new(Queue(invalid=lambda number: number > 1), bounds=Bounds(50.0, 0.1, 100.0))
+    assert search.run() == EXIT_INVALID
+    told = answer(search)["answer"]
+    assert "50 requests/s, the lowest that was judged, did not" in told and "No rate met" not in told
+
+
+def test_a_run_is_announced_before_it_begins_with_its_length_and_why_it_is_longer_than_asked(new):
+    class Watched(Queue):
+        """What had been said as each run began."""
+
+        def measure(self, rate, count, number, out):
+            before.append(search.told.getvalue())
+            return super().measure(rate, count, number, out)
+
+    before: list[str] = []
+    search = new(Watched(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(10, 3.0))
+    search.run()
+    first = "run 1: 1 requests/s, 130 requests, about 2:10 (--run-seconds 3 are 3, but p95 needs 130)"
+    assert before[0].strip() == first
+    assert "run 2: 2 requests/s, 130 requests, about 1:05" in before[1] and "about 1:05" not in before[0]
 
 
 def test_a_load_that_could_not_be_driven_is_as_an_invalid_run(new):
@@ -88,7 +119,7 @@ def test_a_load_that_could_not_be_driven_is_as_an_invalid_run(new):
 
     search = new(Broken())
     assert search.run() == EXIT_INVALID and "refused" in answer(search)["reason"] and search.goes_on
-    assert [run["met"] for run in answer(search)["runs"]] == [True, True, None, None]
+    assert [run["met"] for run in answer(search)["runs"]] == [True, True, None, None, None]
     repaired = Queue()
     again = new(repaired)
     assert again.run() == EXIT_OK and repaired.asked[0][0] == 4  # from where it was lost, with what was measured

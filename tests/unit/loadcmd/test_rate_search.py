@@ -136,7 +136,7 @@ def test_where_the_client_is_the_limit_lower_rates_are_tried():
     none = advance([nothing(rate, CLIENT_LIMIT) for rate in (4, 4, 2, 2)], bounds)
     assert none.outcome == CLIENT_LIMIT and none.met is None
     assert advance([nothing(4, CLIENT_LIMIT)] * 2, bounds) == Ask(2)
-    mixed = advance([nothing(4, CLIENT_LIMIT), nothing(4, INVALID)], bounds)
+    mixed = advance([nothing(4, INVALID), nothing(4, CLIENT_LIMIT), nothing(4, INVALID)], bounds)
     assert mixed.outcome == INVALID
 
 
@@ -158,12 +158,15 @@ def test_runs_that_are_too_short_have_an_outcome_of_their_own():
     assert answer.outcome == TOO_SHORT and answer.met == 1 and "9 s are needed" in answer.reason
 
 
-def test_an_invalid_run_is_repeated_once_and_then_ends_the_search_with_its_reason():
+def test_an_invalid_run_is_repeated_twice_and_then_ends_the_search_with_its_reason():
     bounds = Bounds(1, 0.1, 100)
     once = [Trial(1, True), Trial(2, None, ("foreign work",), INVALID)]
     assert advance(once, bounds) == Ask(2)
     assert advance([*once, Trial(2, True)], bounds) == Ask(4)
-    answer = advance([*once, Trial(2, None, ("the disk lagged",), INVALID)], bounds)
+    twice = [*once, Trial(2, None, ("y",), INVALID)]
+    assert advance(twice, bounds) == Ask(2)
+    assert advance(twice, Bounds(1, 0.1, 100, max_runs=3)).outcome == OUT_OF_RUNS
+    answer = advance([*twice, Trial(2, None, ("the disk lagged",), INVALID)], bounds)
     assert answer.outcome == INVALID and answer.met == 1 and "the disk lagged" in answer.reason
     apart = [*once, Trial(2, True), Trial(4, None, ("x",), INVALID)]  # one invalid run at each of two rates is no end
     assert advance(apart, bounds) == Ask(4)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvbench.design import load_point, make_design, plan_blocks
-from kvbench.progress import START_GUESS_S, Estimator, SweepProgress, clock
+from kvbench.progress import START_GUESS_S, Estimator, SweepProgress, clock, status_line
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]
 DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")
@@ -66,6 +66,17 @@ def test_a_long_load_and_a_slow_start_are_heard_of_without_a_terminal():
     length = len(out.getvalue())
     time.sleep(0.2)
     assert len(out.getvalue()) == length  # and no more when the sweep has ended
+
+
+def test_a_long_load_of_its_own_is_heard_of_without_a_terminal():
+    out = io.StringIO()
+    with status_line(Console(file=out), "warming up [x]", quiet_s=0.05) as update:
+        wait_for(lambda: "warming up [x]" in out.getvalue())
+        update("r1: 84/130 requests")
+        wait_for(lambda: "r1: 84/130 requests" in out.getvalue())
+    length = len(out.getvalue())
+    time.sleep(0.2)
+    assert len(out.getvalue()) == length
 
 
 def wait_for(condition, seconds=10):
