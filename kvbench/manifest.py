@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 import kvbench
+from kvbench.results import FORMAT
 
 _PACKAGES = ("torch", "triton", "transformers", "locust", "numpy", "numba", "gevent", "fastapi", "uvicorn", "pydantic")
 
@@ -98,7 +99,7 @@ def build_manifest(
 ) -> dict[str, Any]:
     """Everything known before the first launch; the sweep adds what the servers tell (``add_server``)."""
     return {
-        "format": 1,
+        "format": FORMAT,
         "status": "incomplete",
         "workload": dict(workload),
         "workload_name": workload["name"],

@@ -28,6 +28,7 @@ from kvbench.errors import UsageError, storage_sentence
 from kvbench.house import say
 
 MANIFEST = "manifest.json"
+FORMAT = 1  # of a sweep's folder
 DONE = "done.json"
 _PARQUET_END = b"PAR1"
 
@@ -93,10 +94,21 @@ class RunFolder:
         return self.path / MANIFEST
 
     def manifest(self) -> dict[str, Any]:
+        """Raises UsageError when it is none, cannot be read, or is one of another format."""
         manifest = read_json(self.manifest_path)
+        if isinstance(manifest, dict) and manifest.get("kind") == "load":
+            raise UsageError(
+                f"{self.path} is the folder of one `kvbench load`, which needs no report: read its metrics.json, or "
+                "search.json of a search; give the folder of a sweep"
+            )
         parts = (manifest.get("workload"), manifest.get("plan")) if isinstance(manifest, dict) else ()
         if [type(part) for part in parts] != [dict, list]:
             raise UsageError(f"{self.manifest_path} is not the manifest of a sweep: give the folder of a run")
+        if (written := manifest.get("format", FORMAT)) != FORMAT:
+            raise UsageError(
+                f"{self.path} has the format {written!r}, and this kvbench reads {FORMAT}: use the kvbench that "
+                f"measured it ({_version(manifest)}), or measure again"
+            )
         return manifest
 
     def cell(self, cell_id: str) -> Path:
@@ -182,6 +194,16 @@ class RunFolder:
                 return False
         except UsageError:
             return True
+
+
+def _version(manifest: Mapping[str, Any]) -> str:
+    """Which kvbench a run was measured with, as far as it says."""
+    versions, git = (manifest.get(part) for part in ("versions", "git"))
+    told = {
+        "version": versions.get("kvbench") if isinstance(versions, Mapping) else None,
+        "commit": git.get("short_sha") if isinstance(git, Mapping) else None,
+    }
+    return ", ".join(f"{name} {value}" for name, value in told.items() if value) or "it does not say which"
 
 
 def is_whole(folder: Path) -> bool:

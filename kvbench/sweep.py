@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvbench.block import BlockRunner, Failure
 from kvbench.calibrator import Calibrator
-from kvbench.design import Block, Cell, Design, make_design
+from kvbench.design import Block, Design, make_design
 from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, Interrupted, MeasurementError, storage_sentence
 from kvbench.house import say
 from kvbench.interruption import Interruption
@@ -24,6 +24,7 @@ from kvbench.planning import SweepOptions, capacity_note, planned_blocks, prefli
 from kvbench.progress import Estimator, SweepProgress
 from kvbench.results import RunFolder, create_run, utc_now, write_json
 from kvbench.resume import accept_server, reopen
+from kvbench.sweep_end import by_reason, invalid_reasons, write_report
 from kvbench.targets.base import Target
 from kvbench.workload import Workload, portable
 
@@ -73,40 +74,40 @@ class Sweep:
             for path in run.damaged_loads():
                 self._note(f"a file in {path} is damaged: the load is run again")
         failures: list[Failure] = []
+        complete = False
         try:
-            with Interruption() as interruption, SweepProgress(self.console, left, estimator) as listener:
-                runner = BlockRunner(
-                    self.workload,
-                    run,
-                    self.new_target,
-                    listener,
-                    _manifest_writer(run, manifest, force=self.options.force),
-                    interruption.check,
-                    failures,
-                    calibrate=self._calibrator(run, listener.status, self._say),
-                    capacity=capacity,
-                )
-                _run_blocks(runner, left)
+            with Interruption() as interruption:
+                with SweepProgress(self.console, left, estimator) as listener:
+                    runner = BlockRunner(
+                        self.workload,
+                        run,
+                        self.new_target,
+                        listener,
+                        _manifest_writer(run, manifest, force=self.options.force),
+                        interruption.check,
+                        failures,
+                        calibrate=self._calibrator(run, listener.status, self._say),
+                        capacity=capacity,
+                    )
+                    _run_blocks(runner, left)
+                whole = not without_done(run, planned_blocks(self.workload, manifest))
+                self._close(run, manifest, failures, "complete" if whole else "incomplete")
+                complete = whole
+                if note := capacity_note(design.configurations, manifest["capacity"]):
+                    self._say(note)
+                return self._conclude(run, design, failures, complete)
         except (Interrupted, KeyboardInterrupt, SystemExit) as interrupt:
             with suppress(OSError):
-                self._close(run, manifest, failures, "incomplete")
-            self._say_stopped(run, interrupt)
+                self._close_unless(complete, run, manifest, failures)
+            self._say_stopped(run, interrupt, complete)
             return EXIT_INTERRUPTED
         except OSError as error:
             with suppress(OSError):  # there may be no room to; "incomplete" stands there since the start
-                self._close(run, manifest, failures, "incomplete")
+                self._close_unless(complete, run, manifest, failures)
             raise self._not_stored(run, error) from error
         except BaseException:
-            self._close(run, manifest, failures, "incomplete")
+            self._close_unless(complete, run, manifest, failures)
             raise
-        complete = not without_done(run, planned_blocks(self.workload, manifest))
-        try:
-            self._close(run, manifest, failures, "complete" if complete else "incomplete")
-        except OSError as error:
-            raise self._not_stored(run, error) from error
-        if note := capacity_note(design.configurations, manifest["capacity"]):
-            self._say(note)
-        return self._conclude(run, design, failures, complete)
 
     def _calibrator(self, run: RunFolder, *tell: Callable[[str], None]) -> Calibrator:
         return Calibrator(run.path, self.options.calibrate, *tell)
@@ -159,6 +160,12 @@ class Sweep:
         if status != "incomplete":
             write_json(run.manifest_path, manifest)
 
+    def _close_unless(
+        self, complete: bool, run: RunFolder, manifest: dict[str, Any], failures: Sequence[Failure]
+    ) -> None:
+        if not complete:
+            self._close(run, manifest, failures, "incomplete")
+
     def _note(self, text: str) -> None:
         self._say(f"note: {text}")
 
@@ -166,11 +173,16 @@ class Sweep:
         """As it is, unwrapped: commands are copied from it."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _say_stopped(self, run: RunFolder, interrupt: BaseException) -> None:
+    def _say_stopped(self, run: RunFolder, interrupt: BaseException, complete: bool) -> None:
         """Where it can still be read: rich leaves with SystemExit when nobody reads stdout any more."""
         unread = isinstance(interrupt, SystemExit)
         name = "SIGPIPE (nobody reads the output)" if unread else getattr(interrupt, "signal_name", "SIGINT")
-        text = f"stopped by {name}; what was measured is kept. Go on with:\n  {self.resume_command(run)}"
+        text = f"stopped by {name}; "
+        if complete:
+            report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
+            text += f"everything is measured. Write the report with:\n  {report}"
+        else:
+            text += f"what was measured is kept. Go on with:\n  {self.resume_command(run)}"
         with suppress(OSError):  # a terminal that is gone
             if unread:
                 say(text)
@@ -187,13 +199,13 @@ class Sweep:
         )
 
     def _conclude(self, run: RunFolder, design: Design, failures: Sequence[Failure], complete: bool) -> int:
-        problems = _by_reason(failures)
+        problems = by_reason(failures)
         if not complete and not any(run.done_repeats(cell.cell_id) for cell in design.cells):
             problems.append("nothing was measured")
-        elif self.options.report and (problem := _report(run, self.console)):
+        elif self.options.report and (problem := write_report(run, self.console)):
             problems.append(problem)
         problems += [
-            f"{cell.cell_id} is invalid: {reason}" for cell in design.cells for reason in _invalid_reasons(run, cell)
+            f"{cell.cell_id} is invalid: {reason}" for cell in design.cells for reason in invalid_reasons(run, cell)
         ]
         if not complete and not failures:
             self._say(f"cells are left; go on with:\n  {self.resume_command(run)}")
@@ -244,24 +256,6 @@ def _run_blocks(runner: BlockRunner, blocks: Sequence[Block]) -> None:
             return
 
 
-def _by_reason(failures: Sequence[Failure]) -> list[str]:
-    """One line a reason; a server that does not start fails several loads at once."""
-    grouped: dict[str, list[str]] = {}
-    for failure in failures:
-        grouped.setdefault(failure.reason, []).append(f"{failure.cell_id} repeat {failure.repeat}")
-    return [f"{', '.join(loads)} failed: {reason}" for reason, loads in grouped.items()]
-
-
-def _invalid_reasons(run: RunFolder, cell: Cell) -> list[str]:
-    from kvbench.results import DONE, read_json
-
-    found = []
-    for repeat in run.done_repeats(cell.cell_id):
-        done = read_json(run.load(cell.cell_id, repeat) / DONE)
-        found += [f"repeat {repeat}: {reason}" for reason in done["invalid_reasons"]]
-    return found
-
-
 def _manifest_writer(
     run: RunFolder, manifest: dict[str, Any], *, force: bool
 ) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
@@ -282,18 +276,3 @@ def _manifest_writer(
         write_json(run.manifest_path, manifest)
 
     return write
-
-
-def _report(run: RunFolder, console: Console) -> str | None:
-    """Table, headline and report. A failure here must not cost the results: it is told, and the run stays."""
-    from kvbench.commands import show_report
-    from kvbench.house import log_traceback
-
-    try:
-        show_report(run.path, console)
-    except Exception as error:
-        return (
-            f"the report could not be written ({error!r}, {log_traceback(error)}); the results are kept, try "
-            f"`kvbench report {run.path}`"
-        )
-    return None

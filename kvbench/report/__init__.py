@@ -8,6 +8,7 @@ rich.print(console_table(run_dir))
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,9 +43,13 @@ def build_report(run_dir: Path | str) -> ReportPaths:
 
     run = read_run(run_dir)
     paths = ReportPaths(run.folder / "report.html", run.folder / "report.md", run.folder / "summary.csv")
-    _replace(paths.html, page(run))
-    _replace(paths.markdown, markdown(run))
-    _replace(paths.csv, pd.DataFrame(flat_rows(run)).to_csv(index=False))
+    _replace_all(
+        {
+            paths.html: page(run),
+            paths.markdown: markdown(run),
+            paths.csv: pd.DataFrame(flat_rows(run)).to_csv(index=False),
+        }
+    )
     return paths
 
 
@@ -64,8 +69,14 @@ def console_table(run_dir: Path | str) -> Table:
     return table(read_run(run_dir))
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write beside and rename, so that a reader never sees half a report."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+def _replace_all(texts: Mapping[Path, str]) -> None:
+    """Write all beside and rename, so that a reader never sees half a report and an interruption leaves none."""
+    parts = {path: path.with_name(f"{path.name}.{os.getpid()}.part") for path in texts}
+    try:
+        for path, text in texts.items():
+            parts[path].write_text(text, encoding="utf-8")
+        for path, part in parts.items():
+            os.replace(part, path)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)

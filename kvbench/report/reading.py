@@ -12,6 +12,7 @@ import pandas as pd
 
 from kvbench.report import ledger
 from kvbench.report.data import Cell, LoadPoint, Repeat, Run, number, read_gauges
+from kvbench.results import RunFolder
 from kvbench.settings import IN_LAYOUT, phrase
 
 
@@ -19,7 +20,8 @@ def read_run(folder: Path | str) -> Run:
     """Read a results folder.
 
     Raises:
-        ValueError: the folder does not exist, has neither a manifest.json nor a cells/ folder, or is no sweep's.
+        ValueError: the folder does not exist, has neither a manifest.json nor a cells/ folder, or its manifest cannot
+            be read or is no sweep's.
     """
     folder = Path(folder)
     if not (folder / "manifest.json").is_file() and not (folder / "cells").is_dir():
@@ -27,13 +29,9 @@ def read_run(folder: Path | str) -> Run:
             f"{folder} is not a results folder: it has no manifest.json; "
             "give the folder that `kvbench sweep` printed (results/<workload>/<time>-<sha>)"
         )
+    run = RunFolder(folder)
+    manifest = run.manifest() if run.manifest_path.is_file() else {}
     problems: list[str] = []
-    manifest = _read_json(folder / "manifest.json", problems)
-    if manifest.get("kind") == "load":
-        raise ValueError(
-            f"{folder} is the folder of one `kvbench load`, which needs no report: read its metrics.json, or "
-            "search.json of a search; give the folder of a sweep"
-        )
     summaries = []
     for path in sorted((folder / "cells").glob("*/summary.json")):
         summary = _read_json(path, problems)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import sys
 import pandas as pd
 import pytest
 
+from kvbench.cli import main
 from tests.support.sweep_parts import (
     FAKE,
     ROOT,
@@ -123,6 +126,32 @@ def test_without_a_terminal_there_is_one_line_a_load_with_progress_and_time_left
     assert [line.split("]")[0] for line in lines] == [f"[{n}/8" for n in range(1, 9)]
     assert all("output tok/s" in line and "left)" in line for line in lines)
     assert "report.html" in done.stdout
+
+
+def test_an_interrupted_report_is_not_half_there_and_its_command_is_named(measured, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(measured[1], tmp_path / "run")
+    reports = [folder / name for name in ("report.html", "report.md", "summary.csv")]
+    for path in reports:
+        path.unlink()
+    before = sorted(folder.iterdir())
+
+    def interrupted(run):
+        os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.report.markdown.markdown", interrupted)
+        with pytest.raises(SystemExit) as stopped:
+            main(["sweep", "--resume", str(folder)])
+    assert stopped.value.code == 130
+    assert (
+        "stopped by SIGINT; everything is measured. Write the report with:\n  kvbench report "
+        in capsys.readouterr().out
+    )
+    assert sorted(folder.iterdir()) == before and manifest(folder)["status"] == "complete"
+    with pytest.raises(SystemExit) as written:
+        main(["report", str(folder)])
+    assert written.value.code == 0 and all(path.stat().st_size for path in reports)
 
 
 def test_resuming_a_complete_run_measures_nothing_again(measured):

@@ -104,7 +104,7 @@ def write(folder: Path, frame: pd.DataFrame, server: dict[str, float], **summary
         "repeats": [{"repeat": 1, "metrics": metrics, "server": server}],
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(base | summary))
-    (folder.parents[1] / "manifest.json").write_text(json.dumps({"status": "complete"}))
+    (folder.parents[1] / "manifest.json").write_text(json.dumps({"status": "complete", "workload": {}, "plan": []}))
 
 
 GAUGES = {

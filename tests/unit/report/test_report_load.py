@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvbench.report import build_report
+from kvbench.report import build_report, headline
 from kvbench.report.breakdown import class_name, class_rows, turn_rows
 from kvbench.report.data import Cell, LoadPoint, Repeat, Run
 from kvbench.report.manifest import brief, environment, skipped_notes, warnings
@@ -17,6 +18,7 @@ from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.plateaus import plateau_rows
 from kvbench.report.table import columns, rows
+from kvbench.results import open_run
 from tests.support.report_cells import cell, run
 
 CAPPED = {"client_queue_ms": {"p50": 40.0, "p95": 120.0, "uncertain": []}}
@@ -179,6 +181,28 @@ def test_the_folder_of_a_single_load_is_no_results_folder(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"read its metrics.json"):
         build_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"format": 1, "kind', r"manifest\.json cannot be read as JSON"),
+        ("[1]", r"is not the manifest of a sweep"),
+        ('{"format": 1, "status": "complete"}', r"is not the manifest of a sweep"),
+        (
+            '{"format": 0, "workload": {}, "plan": [], "git": {"short_sha": "abc1234"}}',
+            r"has the format 0, and this kvbench reads 1: use the kvbench that measured it \(commit abc1234\)",
+        ),
+    ],
+)
+def test_of_a_manifest_that_says_nothing_no_report_is_made(make: Callable[..., Run], text: str, sentence: str) -> None:
+    folder = make(repeats=1).folder
+    (folder / "manifest.json").write_text(text)
+    before = sorted(folder.iterdir())
+    for read in (build_report, headline, open_run):
+        with pytest.raises(ValueError, match=sentence):
+            read(folder)
+    assert sorted(folder.iterdir()) == before
 
 
 def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
