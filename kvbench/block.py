@@ -14,11 +14,12 @@ from kvbench.calibration import Calibration
 from kvbench.calibrator import Demand
 from kvbench.design import Block, Cell
 from kvbench.errors import MeasurementError, UsageError
-from kvbench.measure import Subject, measure_load, warm_up
+from kvbench.measure import Subject, measure_load
 from kvbench.results import DONE, RunFolder, write_json
 from kvbench.targets.asked import contradiction
 from kvbench.targets.base import Target, reason_of
 from kvbench.targets.builtin import ServerRefusedError
+from kvbench.warm_up import WarmUp, warm_up
 from kvbench.workload import Workload
 
 
@@ -85,7 +86,7 @@ class BlockRunner:
             self.check_interrupt()
             self.listener.status(f"warming up {block.configuration.label}")
             subject = self._subject(target, block, log, info)
-            warm_up(subject, self.workload.load_points[0])
+            warm = warm_up(subject, self.workload.load_points[0])
         except MeasurementError as error:
             reason = reason_of(target, error) if block.block_id in self.served else str(error)
             target.stop()
@@ -101,7 +102,7 @@ class BlockRunner:
                     self.keeps_cache.append(block.configuration.config_id)
                     break
                 try:
-                    self._run_load(subject, cell, block.repeat, start_s, first=position == 0)
+                    self._run_load(subject, cell, block.repeat, start_s, warm, first=position == 0)
                 except MeasurementError as error:
                     self._fail(cell, block.repeat, reason_of(target, error))
         finally:
@@ -148,7 +149,9 @@ class BlockRunner:
         settings = block.configuration.settings
         return Subject(workload.load, workload.seed, target, settings, info, log, check, calibrate=self.calibrate)
 
-    def _run_load(self, subject: Subject, cell: Cell, repeat: int, start_s: float, *, first: bool) -> None:
+    def _run_load(
+        self, subject: Subject, cell: Cell, repeat: int, start_s: float, warm: WarmUp, *, first: bool
+    ) -> None:
         """From the idle server to done.json. Raises MeasurementError when it could not be driven to its end."""
         subject.check()
         requests = subject.requests(cell.load, repeat)
@@ -159,6 +162,7 @@ class BlockRunner:
                 "cell_id": cell.cell_id,
                 "repeat": repeat,
                 "server_start_s": start_s,
+                "warm_up": warm.to_json(),
                 "requests_file": str(path.relative_to(self.run.path)),
                 "requests_sha256": digest,
                 **measure_load(

@@ -29,11 +29,13 @@ from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped
 from kvbench.load_result import show, stored
 from kvbench.load_shared import Sharing, be_worker, sharing
-from kvbench.measure import Subject, measure_load, warm_up
+from kvbench.measure import Subject, measure_load
+from kvbench.progress import status_line
 from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.results import read_json, write_json
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.versions import version_of
+from kvbench.warm_up import WarmUp, warm_up
 from kvbench.workload import Workload
 
 _RUN = 1  # of a single load; 0 is the warm-up's
@@ -204,13 +206,11 @@ class Session:
 
     def measure(self, subject: Subject, point: LoadPoint, number: int, out: Path, **how: Any) -> dict[str, Any]:
         """One load, after the warm-up if it is the first; what metrics.json holds. ``number``: of its requests."""
-        if not self.measured:
-            with self.console.status("warming up"):
-                warm_up(subject, point, self.warmups)
+        warm = None if self.measured else self._warm_up(subject, point)
         requests = subject.requests(point, number)
         path, digest = loadrun.store_requests(requests, out, "requests")
         name = point.load_id
-        with self.console.status(f"{name}: {len(requests)} requests") as status:
+        with status_line(self.console, f"{name}: {len(requests)} requests") as update:
             result = measure_load(
                 subject,
                 point,
@@ -218,11 +218,21 @@ class Session:
                 path.resolve(),
                 out.resolve(),
                 first=not self.measured,
-                on_progress=lambda done, total, failed, s: status.update(
+                on_progress=lambda done, total, failed, s: update(
                     f"{name}: {done}/{total} requests, {failed} failed, {s:.0f} s"
                 ),
                 **how,
             )
         self.measured += 1
         kept = stored(subject.load, point, self.folder.manifest["target"], result)
-        return kept | {"requests_file": path.name, "requests_sha256": digest}
+        told = {"warm_up": warm.to_json()} if warm else {}
+        return kept | told | {"requests_file": path.name, "requests_sha256": digest}
+
+    def _warm_up(self, subject: Subject, point: LoadPoint) -> WarmUp:
+        with status_line(self.console, "warming up"):
+            try:
+                warm = warm_up(subject, point, self.warmups)
+            except MeasurementError as error:
+                raise MeasurementError(f"{error}, or leave warm-ups out with --num-warmups 0") from error
+        self.folder.update(warm_up=warm.to_json())
+        return warm

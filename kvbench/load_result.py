@@ -99,11 +99,20 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What the table does not hold, one sentence each."""
     metrics = kept["metrics"]
-    said = [_throughput(metrics), _goodput(kept), _requests(metrics), _cache(kept)]
+    said = [_warm_up(kept), _throughput(metrics), _goodput(kept), _requests(metrics), _cache(kept)]
     said += [_client(metrics), _calibration(kept), _server(kept)]
     uncertain = any("p95" in (metrics.get(name) or {}).get("uncertain", ()) for name in ("ttft_ms", "e2el_ms"))
     said.append("* too few samples for this percentile: p95 needs 130, p99 662" if uncertain else "")
     return [text for text in said if text]
+
+
+def _warm_up(kept: Mapping[str, Any]) -> str:
+    """That the server failed before anything was measured; the load's own failures are counted apart."""
+    warm = kept.get("warm_up") or {}
+    if not warm.get("failures"):
+        return ""
+    text = f"warm-up: {warm['answered']} of {warm['requests']} requests were answered"
+    return f"{text}, after {warm['failures']} failed attempts (the last: {warm['last']})"
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:

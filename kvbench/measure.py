@@ -1,4 +1,4 @@
-"""One load on a server that is up: warmed up, its cache in the declared state, measured, judged.
+"""One load on a server that is up and warm: its cache in the declared state, measured, judged.
 
 What a block of a sweep and ``kvbench load`` share. Around every load: wait until the server is idle, put the cache
 into the declared state, check that no page is owned, measure, check that no page stayed owned.
@@ -7,10 +7,8 @@ into the declared state, check that no page is owned, measure, check that no pag
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,6 @@ from kvbench.results import read_json, utc_now, write_json
 from kvbench.server_metrics import MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.targets.base import Target
 
-WARM_UP_REQUESTS = 4
-_WARM_UP_TOKENS = 16
-_WARM_UP_MARGIN_S = 30.0
-_WARM_UP_SEED = 0x5EED  # other lengths and contents than any measured request, where they are drawn
 _MAX_FAILED_SHARE = 0.01
 
 
@@ -74,34 +68,6 @@ class Subject:
         return self.target.as_sent(made)
 
 
-def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> None:
-    """A few requests of the load's shape but other contents: kernels compile, buffers are touched.
-
-    Their tokens are shuffled: prompts of a trace or a text file are the same for every seed, and must not be in the
-    cache before they are measured.
-
-    Raises MeasurementError when one fails or is not answered in time.
-    """
-    if count < 1:
-        return
-    requests = sorted(
-        subject.requests(point, 0, subject.seed ^ _WARM_UP_SEED),
-        key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
-    )
-    step = max(1, (len(requests) - 1) // max(1, count - 1))
-    chosen = requests[::step][:count]
-    timeout = subject.load.timeout_s
-    complete = subject.target.complete
-    with ThreadPoolExecutor(WARM_UP_REQUESTS) as pool:
-        sent = [pool.submit(complete, _shuffled(r), min(_WARM_UP_TOKENS, r.max_tokens), timeout) for r in chosen]
-        for future in sent:
-            limit = (timeout + _WARM_UP_MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
-            try:
-                future.result(timeout=limit)
-            except TimeoutError:
-                raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
-
-
 def measure_load(
     subject: Subject,
     point: LoadPoint,
@@ -116,7 +82,8 @@ def measure_load(
     """From the idle server to the judged result; raw samples, counters and logs are written to ``out``.
 
     ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests are a result
-    (a server under more than it can take), not a fault of the measurement. Returns ``valid``, ``invalid_reasons``,
+    (a server under more than it can take), not a fault of the measurement, as are its /metrics that do not answer then.
+    Returns ``valid``, ``invalid_reasons``,
     ``calibration``, ``metrics``, ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``,
     ``ended_at`` and ``wall_s``.
 
@@ -135,7 +102,7 @@ def measure_load(
     after = server_state.wait_release(target)
     _copy_tail(subject.server_log, log_from, out / "server.log")
     told = read_json(out / "load.json")
-    metrics = _metrics(out, load, told, poller, before, after)
+    metrics, unheard = _metrics(out, load, told, poller, before, after)
     report = machine.report()
     calibration = _calibrated_as_it_was(subject, calibration, told, metrics)
     metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
@@ -144,6 +111,8 @@ def measure_load(
     reasons = [*(calibration.reasons if calibration else ()), *reasons]
     reasons += list(told.get("invalid_reasons") or []) + server_state.leak_reasons(after)
     reasons += _validity(metrics, told, failures_invalidate) + contention_reasons(report) + cache.reasons
+    if unheard and failures_invalidate:
+        reasons.append(unheard)
     return {
         "valid": not reasons,
         "invalid_reasons": reasons,
@@ -215,8 +184,11 @@ def _metrics(
     poller: MetricsPoller,
     before: MetricsSample | None,
     after: MetricsSample | None,
-) -> dict[str, Any]:
-    """Metrics of a load that ended; writes counters.json and server.parquet."""
+) -> tuple[dict[str, Any], str | None]:
+    """Metrics of a load that ended, and why the server's own are not among them; writes counters.json, server.parquet.
+
+    What a server says of itself before and after a load is not what it did meanwhile.
+    """
     requests = pd.read_parquet(out / "requests.parquet")
     metrics = summarise(requests, told, load.slo.model_dump() if load.slo else None)
     start = float(told["zero_perf_counter"])  # the load process runs on this machine, whose processes share this clock
@@ -225,8 +197,14 @@ def _metrics(
         pd.DataFrame([{"t": s.at - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(
             out / "server.parquet", index=False
         )
-    during = [s for s in poller.samples if 0.0 <= s.at - start <= duration] or poller.samples
-    gauges = gauge_summary(during)
+    during = [s for s in poller.samples if 0.0 <= s.at - start <= duration]
+    unheard = None
+    if before is not None and not during and poller.failures:
+        unheard = (
+            f"the server's /metrics did not answer while the load ran ({poller.failures} readings failed), so what the "
+            "server did is not known: let it answer them under load"
+        )
+    gauges = gauge_summary(during or ([] if unheard else poller.samples))  # of a load shorter than a reading: nearby
     counters = {
         **counter_changes(before, after),
         **{f"{name}_{part}": value for name, parts in gauges.items() for part, value in parts.items()},
@@ -236,7 +214,7 @@ def _metrics(
         "polls_failed": poller.failures,
     }
     write_json(out / "counters.json", counters)
-    return metrics
+    return metrics, unheard
 
 
 def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
@@ -272,10 +250,3 @@ def _copy_tail(source: Path | None, start: int, to: Path) -> None:
         with source.open("rb") as file:
             file.seek(start)
             to.write_bytes(file.read())
-
-
-def _shuffled(request: Any) -> Any:
-    """The request's prompt, its token ids or else its words in another order."""
-    given = request.prompt_token_ids if request.prompt is None else request.prompt.split(" ")
-    mixed = random.Random(_WARM_UP_SEED).sample(given, len(given))
-    return mixed if request.prompt is None else " ".join(mixed)

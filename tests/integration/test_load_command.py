@@ -118,6 +118,35 @@ def test_warm_up_prompts_are_never_measured_and_a_dirty_cache_is_invalid(workloa
         assert "it held prompts from before this load" in reason
 
 
+def test_warm_ups_that_fail_are_sent_again_and_told(workload, tmp_path, capsys):
+    out = tmp_path / "out"
+    with fake_server(FAKE_FAULT="fail:6") as (url, _):
+        load(workload, "--url", url, "--output-dir", out)
+    kept = stored(out, "metrics.json")
+    assert complaints(kept) == [] and kept["failed"] == 0
+    assert (kept["warm_up"]["answered"], kept["warm_up"]["failures"]) == (4, 6)
+    assert "not yet" in kept["warm_up"]["last"] and stored(out)["warm_up"] == kept["warm_up"]
+    assert "warm-up: 4 of 4 requests were answered, after 6 failed attempts" in capsys.readouterr().out
+
+
+def test_a_server_that_answers_no_warm_up_ends_the_load_with_what_to_do(workload):
+    with fake_server(FAKE_FAULT="fail:1000") as (url, process):
+        with pytest.raises(MeasurementError, match=r"all 12 attempts .* answered 500: not yet.*--num-warmups 0"):
+            load(workload, "--url", url)
+        assert process.poll() is None
+
+
+def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measured(workload, tmp_path):
+    out = tmp_path / "out"
+    words = ("--max-concurrency", 8, "--num-prompts", 8, "--output-dir", out)
+    with fake_server(FAKE_FAULT="mute", FAKE_TOKEN_S="0.1") as (url, _):
+        assert load(workload, "--url", url, *words) == 4
+    (reason,) = complaints(stored(out, "metrics.json"))
+    assert "/metrics did not answer while the load ran" in reason
+    counters = stored(out, "counters.json")
+    assert counters["polls_failed"] > 0 and not any(name.endswith("_peak") for name in counters)
+
+
 def test_a_server_that_dies_leaves_an_incomplete_folder_that_another_goes_on_with(workload, tmp_path):
     out = tmp_path / "out"
     with fake_server(FAKE_FAULT="die:2") as (url, _), pytest.raises(MeasurementError):

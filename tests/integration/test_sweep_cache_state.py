@@ -14,6 +14,7 @@ import pytest
 
 from kvbench import contention, server_state
 from kvbench import measure as measuring
+from kvbench import warm_up as warming
 from kvbench.block import BlockRunner
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.planning import plan_sweep
@@ -92,8 +93,8 @@ def test_a_reset_that_is_left_out_is_caught(measure, monkeypatch):
 def test_a_warm_up_with_measured_prompts_is_caught(measure, monkeypatch):
     with fake_server("keep", *CACHING) as url:  # its reset empties nothing
         assert measure(url, repeat=0)[0] == []  # the warm-up's prompts are others
-    monkeypatch.setattr(measuring, "_WARM_UP_SEED", 0)
-    monkeypatch.setattr(measuring, "_shuffled", lambda request: list(request.prompt_token_ids))
+    monkeypatch.setattr(warming, "_SEED", 0)
+    monkeypatch.setattr(warming, "_shuffled", lambda request: list(request.prompt_token_ids))
     with fake_server("keep", *CACHING) as url:
         (reason,) = measure(url, repeat=0)[0]
         assert "it held prompts from before this load" in reason
@@ -181,12 +182,12 @@ def test_a_target_that_is_gone_after_the_first_block_costs_the_others_and_not_th
 
 def test_a_warm_up_that_hangs_is_a_measurement_error(tmp_path, monkeypatch):
     workload = load_workload(Bench(tmp_path).write(load={"timeout_s": 0.1}), profile="cpu")
-    monkeypatch.setattr(measuring, "_WARM_UP_MARGIN_S", 0.0)
+    monkeypatch.setattr(warming, "_MARGIN_S", 0.0)
     with fake_server() as url:
         target = OpenAITarget(url)
         target.start({}, tmp_path / "log")
         target.complete = lambda *args: time.sleep(0.5)
         subject = measuring.Subject(workload.load, 0, target, {"target": url}, None, None, lambda: None)
         with pytest.raises(MeasurementError, match="warm-up request was not answered within"):
-            measuring.warm_up(subject, workload.load_points[0])
+            warming.warm_up(subject, workload.load_points[0])
         target.stop()

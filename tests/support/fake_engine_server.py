@@ -8,7 +8,8 @@ Prints ``ready URL``. What it should do wrong comes from the environment, so tha
     FAKE_LAUNCHES     a file to which each launch adds a line with its flags
     FAKE_FAULT        never_ready | exit_at_start | refuse | leak | die:N (in the Nth measured stream) |
                       no_reset (/reset_prefix_cache is not there) | keep (it says 200 and empties nothing) |
-                      drop_reset (it closes the connection) | forget (only streams' prompts get into the cache)
+                      drop_reset (it closes the connection) | forget (only streams' prompts get into the cache) |
+                      mute (/metrics answers 503 while a stream runs) | fail:N (the first N completions: 500)
     FAKE_FAULT_ONCE   a file: the fault shows only while it does not exist yet; it is made when the fault shows
 """
 
@@ -38,6 +39,7 @@ class FakeEngine:
         self.token_s = float(os.environ.get("FAKE_TOKEN_S", "0.002"))
         self.fault = fault()
         self.running = 0
+        self.asked = 0  # completions, whatever became of them
         self.streams = 0
         self.owned = 0
         self.prompt_tokens = 0
@@ -206,11 +208,16 @@ async def answer(engine: FakeEngine, writer: asyncio.StreamWriter, path: str, bo
         case "/server_info":
             respond(writer, 200, engine.info())
         case "/metrics":
-            respond(writer, 200, engine.metrics())
+            muted = engine.fault == "mute" and engine.running
+            respond(writer, 503, "busy") if muted else respond(writer, 200, engine.metrics())
         case "/reset_prefix_cache":
             respond(writer, engine.reset(), {})
         case "/v1/completions":
-            await complete(engine, writer, body)
+            engine.asked += 1
+            if engine.fault.startswith("fail:") and engine.asked <= int(engine.fault[5:]):
+                respond(writer, 500, "not yet")
+            else:
+                await complete(engine, writer, body)
         case _:
             respond(writer, 404, {"error": {"message": f"no {path}"}})
 

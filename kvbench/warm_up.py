@@ -1,0 +1,96 @@
+"""What is sent before anything is measured: a few requests of the load's shape but other contents."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvbench.design import LoadPoint
+from kvbench.errors import MeasurementError
+
+if TYPE_CHECKING:
+    from kvbench.measure import Subject
+
+WARM_UP_REQUESTS = 4
+ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
+_PAUSE_S = 0.2  # before a request is sent again
+_TOKENS = 16
+_MARGIN_S = 30.0
+_SEED = 0x5EED  # other lengths and contents than any measured request, where they are drawn
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """``requests`` of which ``answered`` were answered, and the ``failures`` on the way; ``last``: why one failed."""
+
+    requests: int
+    answered: int
+    failures: int = 0
+    last: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest and a load's result."""
+        return dataclasses.asdict(self)
+
+
+def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> WarmUp:
+    """A few requests of the load's shape but other contents: kernels compile, buffers are touched.
+
+    Their tokens are shuffled: prompts of a trace or a text file are the same for every seed, and must not be in the
+    cache before they are measured. One that fails is sent again, ``ATTEMPTS`` times in all within its time-out.
+
+    Raises MeasurementError when none is answered, or one not in time.
+    """
+    if count < 1:
+        return WarmUp(0, 0)
+    requests = sorted(
+        subject.requests(point, 0, subject.seed ^ _SEED),
+        key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
+    )
+    step = max(1, (len(requests) - 1) // max(1, count - 1))
+    chosen = requests[::step][:count]
+    timeout = subject.load.timeout_s
+    answered, failures = 0, []
+    with ThreadPoolExecutor(WARM_UP_REQUESTS) as pool:
+        for future in [pool.submit(_complete, subject, request) for request in chosen]:
+            limit = (timeout + _MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
+            try:
+                done, failed = future.result(timeout=limit)
+            except TimeoutError:
+                raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
+            answered += done
+            failures += failed
+    if not answered:
+        raise MeasurementError(
+            f"all {len(failures)} attempts to warm the server up failed; the last: {failures[-1]}; see what the "
+            "server's own log says of it"
+        )
+    return WarmUp(len(chosen), answered, len(failures), failures[-1] if failures else None)
+
+
+def _complete(subject: Subject, request: Any) -> tuple[bool, list[str]]:
+    """Whether it was answered, and why not each time that it was not."""
+    ends_at = time.monotonic() + subject.load.timeout_s
+    tokens = min(_TOKENS, request.max_tokens)
+    failures: list[str] = []
+    while len(failures) < ATTEMPTS and (left := ends_at - time.monotonic()) > 0:
+        if failures:
+            time.sleep(min(_PAUSE_S, left))
+        try:
+            subject.target.complete(_shuffled(request), tokens, max(0.001, ends_at - time.monotonic()))
+        except MeasurementError as error:
+            failures.append(str(error))
+        else:
+            return True, failures
+    return False, failures
+
+
+def _shuffled(request: Any) -> Any:
+    """The request's prompt, its token ids or else its words in another order."""
+    given = request.prompt_token_ids if request.prompt is None else request.prompt.split(" ")
+    mixed = random.Random(_SEED).sample(given, len(given))
+    return mixed if request.prompt is None else " ".join(mixed)
