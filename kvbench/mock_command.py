@@ -47,19 +47,20 @@ def mock_server(**options: Any) -> int:
     Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.
     """
     import asyncio
-    import os
 
+    from kvbench.api_key import api_key
     from kvbench.errors import UsageError
     from kvbench.mock.server import serve
     from kvbench.mock.settings import MockSettings
 
     host, port, cert, key, key_env = (options.pop(k) for k in ("host", "port", "tls_cert", "tls_key", "api_key_env"))
-    api_key = os.environ.get(key_env) if key_env else None
-    if key_env and not api_key:
-        raise UsageError(f"--api-key-env {key_env}: there is no such environment variable, or it is empty; set it")
+    try:
+        settings, secret = MockSettings(**options), api_key(key_env) if key_env else None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     tls = _tls(cert, key)
     try:
-        asyncio.run(serve(MockSettings(**options), host=host, port=port, tls=tls, api_key=api_key))
+        asyncio.run(serve(settings, host=host, port=port, tls=tls, api_key=secret))
     except OSError as error:
         raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port") from None
     return 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
+from kvbench.api_key import api_key
 from kvbench.load.client import Address
 from kvbench.load.requests import RequestSpec
 from kvbench.load.spec import LoadSpec
@@ -47,14 +47,7 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
 
 def authorization(variable: str | None) -> list[str]:
     """The header with the key that the environment variable holds; none without a variable. ValueError."""
-    if variable is None:
-        return []
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(f"api_key_env names {variable}, which holds no key; export it for the load.")
-    if not key.isascii() or not key.isprintable():
-        raise ValueError(f"the key in {variable} holds characters that no HTTP header can; export it anew.")
-    return [f"Authorization: Bearer {key}"]
+    return [] if variable is None else [f"Authorization: Bearer {api_key(variable)}"]
 
 
 def _prompt(spec: LoadSpec, request: RequestSpec) -> str | list[int]:

@@ -20,17 +20,17 @@ from kvbench.load.connection import (
     StreamFailure,
     Timeouts,
     open_connection,
-    tls_context,
 )
 from kvbench.load.http1 import ResponseReader
 from kvbench.load.sse import MalformedStream
+from kvbench.load.tls import tls_context
 
 _MOST_BYTES = 64 << 20
 # A server that closes an idle connection may cross with a request on its way. One that closes later than this after the
 # send may have worked on it: that is a failure, and is not sent again.
 _CROSSED_S = 0.005
 
-__all__ = ["Address", "RawStream", "StreamFailure", "StreamingClient", "Timeouts", "tls_context"]
+__all__ = ["Address", "RawStream", "StreamFailure", "StreamingClient", "Timeouts"]
 
 
 @dataclass

@@ -78,18 +78,6 @@ class StreamFailure(Exception):
         self.kind = kind
 
 
-def tls_context(verify: bool = True, ca_file: str | None = None) -> ssl.SSLContext:
-    """For all connections of a load. ValueError when ``ca_file`` holds no certificates."""
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"tls_ca_file {ca_file} cannot be used ({error}); give a PEM file of certificates.") from error
-    if not verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 class Connection:
     """One open TCP connection. ``ended``: after what was last received nothing comes.
 

@@ -12,14 +12,16 @@ import gevent
 from gevent.event import Event
 from gevent.queue import Queue
 
+from kvbench.api_key import without_key
 from kvbench.load.alarms import Alarms
 from kvbench.load.body import http_request
-from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts, tls_context
+from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
 from kvbench.load.completion import Completion, judge
 from kvbench.load.presence import Presence
 from kvbench.load.requests import RequestSpec, conversations
 from kvbench.load.samples import SESSION_BROKEN, Sample, knows_answer
 from kvbench.load.spec import LoadSpec
+from kvbench.load.tls import tls_context
 
 # An engine's step ends many streams' waits at once: the chunks that arrive with a stream's last one must be stamped
 # before that stream is parsed. Bursts of 64 chunks take under 2 ms.
@@ -263,6 +265,7 @@ class LoadSession:
             )
         except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
             outcome = Completion(error_kind="client_error", error=repr(error))
+        outcome.error = without_key(outcome.error, self.spec.api_key_env)
         return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)
 
     def _tell_locust(self, sample: Sample) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,19 +10,23 @@ from typing import Any, Protocol
 
 import httpx
 
+from kvbench.api_key import without_key
 from kvbench.contention import Server, server_at
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.errors import MeasurementError
 from kvbench.load.dialect import Dialect
 from kvbench.load.requests import RequestSpec
 from kvbench.server_metrics import MetricsSample, parse_metrics
+from kvbench.targets.access import Access
 from kvbench.targets.bounded import BoundedTransport
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, METRIC_KINDS
 from kvbench.targets.texts import Texts, with_texts
+from kvbench.targets.trouble import BAD_REQUEST, connection_trouble, key_trouble, scheme_trouble
 
 _READ_TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _NOT_THERE = (404, 405, 501)
+_PLAIN = Access()
 
 
 @dataclass(frozen=True)
@@ -33,32 +36,6 @@ class ModelFacts:
     name: str
     vocab_size: int
     max_model_len: int
-
-
-@dataclass(frozen=True)
-class Access:
-    """How a server is reached: LoadSpec's fields of the same names. The key itself is never kept."""
-
-    api_key_env: str | None = None
-    tls_verify: bool = True
-    tls_ca_file: str | None = None
-
-    def headers(self) -> dict[str, str]:
-        """UsageError when the variable holds no key."""
-        if self.api_key_env is None:
-            return {}
-        key = os.environ.get(self.api_key_env, "").strip()
-        if not key:
-            raise UsageError(f"--api-key-env {self.api_key_env}: this variable holds no key; export it")
-        return {"Authorization": f"Bearer {key}"}
-
-    def fields(self) -> dict[str, Any]:
-        """What LoadSpec is told, apart from defaults."""
-        told = {"api_key_env": self.api_key_env, "tls_verify": self.tls_verify, "tls_ca_file": self.tls_ca_file}
-        return {name: value for name, value in told.items() if value != getattr(_DIRECT, name)}
-
-
-_DIRECT = Access()
 
 
 class Target(Protocol):
@@ -116,7 +93,7 @@ class HttpTarget:
     starts_cold: bool = False
 
     def __init__(
-        self, base_url: str, *, preset: Preset = GENERIC, access: Access = _DIRECT, texts: Texts | None = None
+        self, base_url: str, *, preset: Preset = GENERIC, access: Access = _PLAIN, texts: Texts | None = None
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.preset, self.access, self._texts = preset, access, texts
@@ -126,7 +103,7 @@ class HttpTarget:
             timeout=_READ_TIMEOUT_S,
             trust_env=False,
             headers=access.headers(),
-            transport=BoundedTransport(trust_env=False, verify=access.tls_ca_file or access.tls_verify),
+            transport=BoundedTransport(trust_env=False, verify=access.trust(self.base_url)),
         )
         self._has_metrics: bool | None = None
 
@@ -161,6 +138,19 @@ class HttpTarget:
         except httpx.HTTPError:
             return False
 
+    def answer_at(self, path: str) -> httpx.Response:
+        """Its answer to GET. Raises MeasurementError, which says what to do, where none comes or access is refused."""
+        try:
+            response = self._http.get(path)
+        except httpx.HTTPError as error:
+            raise MeasurementError(f"{self.base_url} {connection_trouble(error, self.base_url)}") from None
+        trouble = key_trouble(response.status_code, self.access.api_key_env)
+        if response.status_code == BAD_REQUEST and self.base_url.startswith("http:"):
+            trouble = scheme_trouble(self.base_url)
+        if trouble is not None:
+            raise MeasurementError(f"{self.base_url} {trouble}")
+        return response
+
     def json_at(self, path: str) -> Any:
         """The JSON there, None where there is none."""
         try:
@@ -171,12 +161,12 @@ class HttpTarget:
 
     def models(self) -> list[dict[str, Any]]:
         """The rows of /v1/models. Raises MeasurementError when the answer is not OpenAI-shaped."""
+        response = self.answer_at("/v1/models")
         try:
-            response = self._http.get("/v1/models")
             if response.status_code != 200:
                 raise ValueError(f"it answered {response.status_code}")
             rows = response.json()["data"]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise MeasurementError(f"{self.base_url}/v1/models does not list models: {error}") from None
         if not isinstance(rows, list) or not all(isinstance(row, dict) and "id" in row for row in rows):
             raise MeasurementError(f"{self.base_url}/v1/models does not list models: {str(rows)[:100]!r}")
@@ -252,10 +242,11 @@ class HttpTarget:
             response = self._http.post(self.dialect.endpoint, json=body | self.dialect.extra_body, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise MeasurementError(f"a warm-up request to {self.base_url} failed: {error!r}") from None
+        if trouble := key_trouble(response.status_code, self.access.api_key_env):
+            raise MeasurementError(f"{self.base_url} {trouble}")
         if response.status_code != 200 or not _is_completion(response):
-            raise MeasurementError(
-                f"a warm-up request to {self.base_url} was answered {response.status_code}: {response.text[:300]}"
-            )
+            said = without_key(response.text[:300], self.access.api_key_env)
+            raise MeasurementError(f"a warm-up request to {self.base_url} was answered {response.status_code}: {said}")
 
     @property
     def model_name(self) -> str:

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from kvbench.contention import server_at
 from kvbench.errors import UsageError
-from kvbench.targets.base import Access, Target
+from kvbench.targets.access import Access
+from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.launched import LaunchedTarget, Launcher
 from kvbench.targets.model_folder import ModelFolders, text_tokenizer
@@ -84,12 +85,20 @@ def require_url(flag: str, url: str) -> None:
     """Raises UsageError when ``url`` names no server that could be asked."""
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket that stays open, a port that is no number or beyond 65535
+        good = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # a bracket that stays open
         good = False
     if not good:
         known = f", or the name of a preset: {', '.join(PRESETS)}" if flag == "--target" else ""
         raise UsageError(f"{flag} {url!r} is not a URL of a server: write for example http://127.0.0.1:8000{known}")
+    if parts.username is not None or parts.password is not None:  # it is not said: it may be secret
+        raise UsageError(f"{flag} holds a user name or a password: leave it out; a key goes with --api-key-env NAME")
+    try:
+        good = parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise UsageError(f"{flag} {url!r} is not a URL of a server: its port is not a number from 1 to 65535")
 
 
 def preset_named(name: str | None) -> Preset:
@@ -147,7 +156,8 @@ def running_server(flag: str, url: str, options: Mapping[str, Any], kind: Preset
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
     require_url(flag, url)
     access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), _text(options.get("tls_ca_file")))
-    access.headers()  # a key that is missing is said now
+    access.headers()  # a key that is missing, or a file that holds no certificates, is said now
+    access.trust(url)
     told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
     tokenizer = Path(options["tokenizer"]) if options.get("tokenizer") else None
     return lambda: OpenAITarget(url, **told, preset=kind, access=access, tokenizer=tokenizer)

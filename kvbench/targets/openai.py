@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import MeasurementError, UsageError
-from kvbench.targets.base import Access, HttpTarget, ModelFacts
+from kvbench.targets.access import Access
+from kvbench.targets.base import HttpTarget, ModelFacts
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC
 from kvbench.targets.texts import TokenizerTexts
@@ -59,15 +60,22 @@ class OpenAITarget(HttpTarget):
     def _rows(self, name: str | None) -> list[dict[str, Any]]:
         """Its models; a server that lists none is asked for its health, and its model must be named."""
         if self.preset.models_path is None:
-            if not self.healthy():
-                raise UsageError(f"{self.base_url} does not serve: no answer from {self.preset.health}")
+            self._must_be_healthy()
             if name is None:
                 raise UsageError(f"{self.preset.title} does not list its models: give --model NAME")
             return [{"id": name}]
         try:
             return self.models()
         except MeasurementError as error:
-            raise UsageError(f"{self.base_url} does not serve: {error}") from None
+            raise UsageError(str(error)) from None
+
+    def _must_be_healthy(self) -> None:
+        try:
+            status = self.answer_at(self.preset.health).status_code
+        except MeasurementError as error:
+            raise UsageError(str(error)) from None
+        if status != 200:
+            raise UsageError(f"{self.base_url} does not serve: {self.preset.health} answered {status}")
 
     def server_info(self) -> dict[str, Any] | None:
         """As ``HttpTarget``; of a server of a known kind what its preset and its version tell."""

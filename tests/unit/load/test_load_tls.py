@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.load.body import authorization
-from kvbench.load.connection import tls_context
 from kvbench.load.requests import RequestSpec
+from kvbench.load.tls import tls_context
 from tests.support.loads import ROOT, SUPPORT, LoadRunner
 from tests.support.raw_server import certificate, raw_server, read_request
 
@@ -133,9 +133,9 @@ def test_who_is_trusted_and_which_phase_ran_out(exchange: Exchange, pems: tuple[
 
 
 def test_a_key_or_an_authority_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tls_ca_file .*none\.pem cannot be used"):
+    with pytest.raises(ValueError, match=r"--tls-ca-file .*none\.pem cannot be used \(No such file"):
         tls_context(ca_file=str(tmp_path / "none.pem"))
-    with pytest.raises(ValueError, match="KVBENCH_NO_SUCH_KEY, which holds no key"):
+    with pytest.raises(ValueError, match="KVBENCH_NO_SUCH_KEY: this variable holds no key"):
         authorization("KVBENCH_NO_SUCH_KEY")
 
 

@@ -1,0 +1,120 @@
+"""The API key: what an environment variable may hold, and that no message ever repeats it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvbench.api_key import api_key, without_key
+from kvbench.cli import main
+from kvbench.targets.base import HttpTarget
+from tests.support.loads import ROOT, LoadRunner, own_mock
+from tests.support.scripted_http import scripted_server
+
+KEY = "sk-a-key-of-the-test"
+WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
+
+
+def test_white_space_around_a_key_is_not_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", f" {KEY}\r\n")
+    assert api_key("KEY_OF_TEST") == KEY
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (f"{KEY}\nsecond-line", "the key in KEY_OF_TEST has a line break within it"),
+        (f"{KEY}\r\nX-Header: 1", "the key in KEY_OF_TEST has a line break within it"),
+        (f"{KEY}ü", "the key in KEY_OF_TEST has a character that no HTTP header can hold"),
+        (f"{KEY}\t{KEY}", "the key in KEY_OF_TEST has a character that no HTTP header can hold"),
+        ("\n", "KEY_OF_TEST: this variable holds no key"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command", [("load", WORKLOAD, "--url"), ("sweep", WORKLOAD, "--target")], ids=lambda command: command[0]
+)
+def test_a_key_that_cannot_be_sent_is_a_sentence_without_it(monkeypatch, capsys, command, key, words) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", key)
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "http://127.0.0.1:9", "--api-key-env", "KEY_OF_TEST"])
+    said = "".join(capsys.readouterr())
+    assert ended.value.code == 2 and words in said and said.count("\n") == 1
+    assert KEY not in said and "second-line" not in said
+
+
+def test_the_mock_server_takes_no_such_key_either(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", f"{KEY}\nsecond-line")
+    with pytest.raises(SystemExit) as ended:
+        main(["mock-server", "--port", "0", "--api-key-env", "KEY_OF_TEST"])
+    said = "".join(capsys.readouterr())
+    assert ended.value.code == 2 and "line break" in said and KEY not in said
+
+
+def test_both_ends_read_the_key_alike(monkeypatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", f"{KEY}\n")
+    from kvbench.targets.access import Access
+
+    with own_mock("--api-key-env", "KEY_OF_TEST") as (_, url):
+        target = HttpTarget(url, access=Access("KEY_OF_TEST"))
+        assert target.models()[0]["id"] == "mock"
+        target.close()
+
+
+def test_what_a_server_repeats_of_the_key_is_taken_out(monkeypatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", f"{KEY}\n")
+    assert without_key(f"no model for Bearer {KEY}!", "KEY_OF_TEST") == "no model for Bearer (the key in KEY_OF_TEST)!"
+    assert without_key("no model", "KEY_OF_TEST") == without_key("no model", None) == "no model"
+    assert without_key(None, "KEY_OF_TEST") is None
+    monkeypatch.setenv("KEY_OF_TEST", "a")
+    assert without_key("a model", "KEY_OF_TEST") == "a model"
+
+
+def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_samples(tmp_path, monkeypatch) -> None:
+    from kvbench.errors import MeasurementError
+    from kvbench.load.requests import RequestSpec
+    from kvbench.targets.access import Access
+    from kvbench.targets.base import ModelFacts
+
+    monkeypatch.setenv("KEY_OF_TEST", KEY)
+    echo = {"error": {"message": f"you sent Bearer {KEY}"}}
+    with scripted_server({"/v1/completions": (500, echo), "/health": (200, {})}) as server:
+        target = HttpTarget(server.url, access=Access("KEY_OF_TEST"))
+        target.model = ModelFacts("m", 9, 99)
+        with pytest.raises(MeasurementError, match="you sent Bearer .the key in KEY_OF_TEST.") as refused:
+            target.complete([1], 1, 5.0)
+        target.close()
+        loads = LoadRunner(tmp_path, server.url)
+        got = loads.run([RequestSpec(0, "a", (1,), None, 2)], concurrency=1, api_key_env="KEY_OF_TEST")
+    assert KEY not in str(refused.value)
+    assert got.samples["error"][0].endswith("you sent Bearer (the key in KEY_OF_TEST)")
+
+
+CRASH = """
+from gevent import monkey; monkey.patch_all()
+from collections import deque
+from types import SimpleNamespace
+from gevent.pool import Group
+from locust.exception import StopUser
+from kvbench.load.users import OpenLoopUser
+
+def broken(turns, due):
+    raise RuntimeError("a bug")
+
+request = SimpleNamespace(arrival_s=0.0)
+session = SimpleNamespace(pending=deque([[(request, b"Authorization: Bearer KEY")]]), zero=0.0,
+                          wait_until=lambda due: True)
+try:
+    OpenLoopUser.all_arrivals(SimpleNamespace(session=session, streams=Group(), _converse=broken))
+except StopUser:
+    pass
+"""
+
+
+def test_a_greenlet_that_fails_does_not_print_the_request() -> None:
+    """gevent prints a failed greenlet with its arguments, and the load client's stderr is a file."""
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH.replace("KEY", KEY)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "RuntimeError: a bug" in done.stderr and KEY not in done.stderr
