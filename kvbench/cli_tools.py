@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from kvbench.option_types import OutputFile
+
 
 @click.command(name="cache-sim")
 @click.argument("trace", type=click.Path(path_type=Path), nargs=-1, required=True)
@@ -31,7 +33,7 @@ import click
 @click.option("--model", metavar="NAME", help="The same, from a model: a folder, a config JSON or a shipped config.")
 @click.option("--kv-cache-dtype", metavar="DTYPE", help="With --model: auto, fp8_e4m3, int8_per_token_head, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="PATH", help="Write the curve as a page, too.")
+@click.option("--html", type=OutputFile(), metavar="PATH", help="Write the curve as a page, too.")
 def cache_sim(**options: Any) -> int:
     """Show what a prefix cache would have hit on TRACE, against its capacity, and the infinite cache's ceiling.
 

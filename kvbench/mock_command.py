@@ -7,16 +7,18 @@ from typing import Any
 
 import click
 
-_RATE = click.FloatRange(0, 1)
+from kvbench.option_types import FiniteRange
+
+_RATE = FiniteRange(0, 1)
 
 
 @click.command(name="mock-server")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
-@click.option("--ttft-ms", type=click.FloatRange(0), default=50.0, show_default=True, help="Receipt to first chunk.")
-@click.option("--itl-ms", type=click.FloatRange(0), default=20.0, show_default=True, help="Between chunks.")
+@click.option("--ttft-ms", type=FiniteRange(0), default=50.0, show_default=True, help="Receipt to first chunk.")
+@click.option("--itl-ms", type=FiniteRange(0), default=20.0, show_default=True, help="Between chunks.")
 @click.option(
-    "--jitter", type=click.FloatRange(0, 10), default=0.0, show_default=True,
+    "--jitter", type=FiniteRange(0, 10), default=0.0, show_default=True,
     help="Coefficient of variation of both (gamma distributed; the means stay).",
 )  # fmt: skip
 @click.option("--tokens-per-chunk", type=click.IntRange(1), default=1, show_default=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvbench.option_types import OutputFile
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -32,7 +34,7 @@ def trace() -> None:
 @click.option("--pages", multiple=True, metavar="N[,N...]", help="Capacities of the prefix cache (default: a ladder).")
 @click.option("--kv-bytes-per-token", type=click.IntRange(1), metavar="BYTES", help="Show capacities in bytes as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="OUT.html", help="Write figures as a page, too.")
+@click.option("--plot", type=OutputFile(), metavar="OUT.html", help="Write figures as a page, too.")
 def describe(**options: Any) -> int:
     """Show what the trace in FILES holds.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ FAULTS = (
 )  # fmt: skip
 # besides httpNNN, a status and no stream
 _HTTP_ERROR = re.compile(r"http[45]\d\d")
+_ROUNDING = 1e-9  # of shares that are 1 together
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class MockSettings:
     chunks sent at once. ``in_step``: the chunks of all streams fall on common ticks of ``itl_ms``, as those of an
     engine's steps do. ``cached_tokens``: of every prompt, as its usage tells. ``fail_rate``, ``truncate_rate``,
     ``drop_rate``: of the requests, this share is answered 500, closed in the middle, or closed without an answer at the
-    moment of its first chunk; exact in every stretch of 1/rate requests, at places drawn from ``seed``.
+    moment of its first chunk; exact in every stretch of 1/rate requests, at places drawn from ``seed``. ValueError for
+    shares that are more than all requests together.
     """
 
     ttft_ms: float = 50.0
@@ -44,6 +47,12 @@ class MockSettings:
     seed: int = 0
     vocab_size: int = 32000
     max_model_len: int = 32768
+
+    def __post_init__(self) -> None:
+        shares = {"fail rate": self.fail_rate, "truncate rate": self.truncate_rate, "drop rate": self.drop_rate}
+        if sum(shares.values()) > 1 + _ROUNDING:
+            told = ", ".join(f"{name} {share:g}" for name, share in shares.items())
+            raise ValueError(f"{told}: together they are more than 1, which is every request; lower one of them")
 
     def for_request(self, number: int, model: str) -> MockSettings:
         """Settings of request ``number`` (from 0) to ``model``, whose query changes them: ``mock?itl_ms=5``.
@@ -92,6 +101,8 @@ def _value(name: str, text: str) -> object:
         raise ValueError(f"{name}={text!r} in the model's query is not a number") from None
     if name == "fault" and text not in FAULTS and not _HTTP_ERROR.fullmatch(text):
         raise ValueError(f"there is no fault {text!r}: it is httpNNN or one of {', '.join(FAULTS)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}={text} in the model's query is not a finite number")
     if isinstance(value, float | int) and (value < 0 or (value < 1 and name.endswith(("_chunk", "_write")))):
         raise ValueError(f"{name}={text} in the model's query is too small")
     return value

@@ -74,6 +74,15 @@ def test_faults_by_rate_are_exact_in_every_stretch(seed: int) -> None:
     assert 90 <= Counter(faults)["truncate"] <= 100  # a request that was due for both is refused
 
 
+def test_shares_of_faults_may_be_all_requests_and_no_more() -> None:
+    kinds = {
+        MockSettings(fail_rate=0.7, truncate_rate=0.2, drop_rate=0.1).for_request(n, "mock").fault for n in range(99)
+    }
+    assert {"http500", "drop"} <= kinds
+    with pytest.raises(ValueError, match=r"fail rate 0\.7, truncate rate 0\.2, drop rate 0\.2: together"):
+        MockSettings(fail_rate=0.7, truncate_rate=0.2, drop_rate=0.2)
+
+
 def test_a_requests_own_query_wins_and_mistakes_in_it_are_said() -> None:
     settings = MockSettings(truncate_rate=1.0).for_request(0, "mock?fault=drip&itl_ms=2.5&tokens_per_chunk=3")
     assert (settings.fault, settings.itl_ms, settings.tokens_per_chunk) == ("drip", 2.5, 3)
@@ -83,6 +92,8 @@ def test_a_requests_own_query_wins_and_mistakes_in_it_are_said() -> None:
         ("fault=unheard_of", "no fault 'unheard_of'"),
         ("tokens_per_chunk=0", "too small"),
         ("itl_ms=-1", "too small"),
+        ("itl_ms=nan", "not a finite number"),
+        ("ttft_ms=inf", "not a finite number"),
     ):
         with pytest.raises(ValueError, match=words):
             MockSettings().for_request(0, f"mock?{query}")
@@ -131,6 +142,12 @@ def test_kvbench_load_measures_it(mock_url: str, tmp_path, capsys) -> None:
         (["--tls-key", __file__], "--tls-cert"),
         (["--tls-cert", __file__, "--tls-key", __file__], "cannot be used"),
         (["--host", "192.0.2.1"], "cannot be listened on"),
+        (["--ttft-ms", "nan"], "nan is not a finite number"),
+        (["--itl-ms", "inf"], "inf is not a finite number"),
+        (["--jitter", "nan"], "nan is not a finite number"),
+        (["--itl-ms", "-1"], "not in the range"),
+        (["--drop-rate", "nan"], "nan is not a finite number"),
+        (["--fail-rate", "0.7", "--truncate-rate", "0.7"], "together they are more than 1"),
     ],
 )
 def test_bad_options_are_a_sentence(capsys, flags: list[str], words: str) -> None:
