@@ -51,14 +51,13 @@ def calibration_reasons(found: Sequence[Calibration], results: Sequence[WorkerRe
 
     ``found`` and ``results`` [workers that handed back what they measured] are in the same order.
     """
-    from kvbench.calibration import judge_figures, validity_limits
+    from kvbench.calibration import validity_limits
     from kvbench.calibrator import Demand
 
     reasons = []
     for each, result in zip(found, results, strict=True):
         settings = each.settings
-        said = judge_figures(each.figures, validity_limits(settings.itl_ms), settings)
-        reasons += [f"{result.name}: {reason}" for reason in said]
+        reasons += [f"{result.name}: {reason}" for reason in each.reasons_at(validity_limits(settings.itl_ms))]
         chunks = sum(len(s.completion.chunk_times) for s in result.samples)
         had = Demand(most_in_flight(result.samples), 1, chunks / wall_s if wall_s > 0 else None, settings.tls)
         if not had.covered_by(settings):

@@ -10,11 +10,12 @@ import gevent
 
 from kvbench.load.distributed import TOKEN_VARIABLE, cap_note
 from kvbench.load.distributed_calibration import calibration_reasons, settings_of
-from kvbench.load.distributed_master import Crew, Meeting
+from kvbench.load.distributed_master import Crew
+from kvbench.load.distributed_members import LEFT_S, LoadStopped, Meeting
 from kvbench.load.distributed_wire import WorkerLost
 from kvbench.load.merge import WorkerResult, merged_client, most_in_flight
 from kvbench.load.outcome import Clocked, Outcome, write_outcome
-from kvbench.load.process import EXIT_NOT_DRIVEN, PROGRESS_S, Voice
+from kvbench.load.process import EXIT_NOT_DRIVEN, EXIT_OK, PROGRESS_S, Voice
 from kvbench.load.requests import RequestList
 from kvbench.load.spec import LoadSpec
 
@@ -32,9 +33,10 @@ class SharedLoad:
         """Opens the port and starts local workers. ValueError for what cannot be."""
         self.spec, self.meeting = spec, meeting
         self.voice = Voice(len(requests))
-        self.crew = Crew(spec, requests, meeting)
+        self.crew = Crew(spec, requests, meeting, lambda: self.voice.stopped)
         self.requests = RequestList(requests, requests.notes | cap_note(spec, len(self.crew.shards)))
         self.zero: float | None = None
+        self.problem: str | None = None  # why the load could not be driven to its end
         self.calibrations: dict[str, Calibration] = {}  # by the worker's name
 
     def run(self) -> int:
@@ -42,17 +44,28 @@ class SharedLoad:
         self.voice.listen()
         if not self.meeting.local:
             self._announce()
+        code = EXIT_NOT_DRIVEN
         try:
-            return self._drive()
+            code = self._drive()
         except WorkerLost as loss:
+            self.problem = str(loss)
             print(f"kvbench load: {loss}", file=sys.stderr)
             self._say("end", exit_code=EXIT_NOT_DRIVEN, error=str(loss))
-            return EXIT_NOT_DRIVEN
+        except LoadStopped:
+            code = self.voice.exit_code(None)
+            self._say("end", exit_code=code, error="stopped before the load began")
         finally:
-            self.crew.dismiss()
+            self.crew.members.dismiss(code, self._farewell(code))
+        return code
+
+    def _farewell(self, code: int) -> str:
+        """What workers tell their users when the load did not end well."""
+        if code == EXIT_OK:
+            return ""
+        return "the load was stopped at the master" if self.voice.stopped else f"the load failed: {self.problem}"
 
     def _announce(self) -> None:
-        place, port = self.meeting, self.crew.port
+        place, port = self.meeting, self.crew.members.port
         self._say("waiting", workers=place.workers, host=place.host, port=port)
         if place.host not in _LOOPBACK:
             print(
@@ -64,14 +77,12 @@ class SharedLoad:
 
     def _drive(self) -> int:
         crew, voice = self.crew, self.voice
-        crew.gather(lambda: voice.stopped)
-        if self.spec.calibrate_workers and not self.meeting.local and not voice.stopped:
+        crew.gather()
+        if self.spec.calibrate_workers and not self.meeting.local:
             self._calibrate()
-        if not voice.stopped:
-            crew.prepare()
+        crew.prepare()
         if voice.stopped:
-            self._say("end", exit_code=voice.exit_code(None), error="stopped before the load began")
-            return voice.exit_code(None)
+            raise LoadStopped
         self.zero = crew.start()
         started = time.time() + (self.zero - time.perf_counter())
         gevent.sleep(max(0.0, self.zero - time.perf_counter()))
@@ -82,9 +93,10 @@ class SharedLoad:
         self._say("measured")
         if problem is not None or voice.stopped:
             crew.stop(in_haste=voice.stopped)
+        crew.members.find_lost(LEFT_S)  # they are not asked any more
         crew.look_at_clocks()
         results = crew.collect()
-        problem = problem or crew.first_loss()
+        self.problem = problem = problem or crew.members.first_loss()
         if problem is not None:
             print(f"kvbench load: {problem}", file=sys.stderr)
         code = voice.exit_code(problem)
@@ -107,13 +119,13 @@ class SharedLoad:
 
     def _watch(self) -> str | None:
         """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""
-        crew, looked = self.crew, time.monotonic()
+        crew, members, looked = self.crew, self.crew.members, time.monotonic()
         while not all(link.ended for link in crew.links):
-            crew.news.wait(PROGRESS_S)
-            crew.news.clear()
+            members.news.wait(PROGRESS_S)
+            members.news.clear()
             if self.voice.stopped:
                 return None
-            if lost := crew.find_lost():
+            if lost := members.find_lost():
                 return lost
             if problem := crew.first_problem():
                 return problem
@@ -139,7 +151,7 @@ class SharedLoad:
             most_in_flight(samples),
             clocked,
             client,
-            reasons + ([f"{problem}."] if problem else []),
+            reasons + ([f"{problem.rstrip('.')}."] if problem else []),
             (total.num_requests, total.num_failures),
         )
 

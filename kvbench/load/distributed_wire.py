@@ -1,6 +1,6 @@
 """What master and workers say to each other: Locust messages of ours, beside Locust's own.
 
-    worker -> master   kvbench_hello  {boot, host, pid, proof, version}      once, after Locust has connected the worker
+    worker -> master   kvbench_hello  {boot, host, pid, proof, version}      once, when the master has answered it
     master -> worker   kvbench_call   {id, op, ...}                   the master asks, the worker answers
     worker -> master   kvbench_reply  {id, error, ...}
     worker -> master   kvbench_event  {event, done, failed, ...}      ready, progress, ended

@@ -1,7 +1,7 @@
-"""One worker: connects to the master, is given its shard, runs it from the common time zero, hands its samples back.
+"""One worker: is given its shard, runs it from the common time zero, hands its samples back.
 
-The worker needs nothing but the master's address: spec and requests come as messages, samples go back the same way.
-It ends when the master says so, and by itself when the master has not been heard of for ``MASTER_LIMIT_S``.
+Spec and requests come as messages, samples go back the same way. It ends when the master says so, and by itself when
+the master has not been heard of for ``MASTER_LIMIT_S``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,25 @@ from locust.runners import WorkerRunner
 
 from engine.boot import boot_id
 from kvbench import __version__
+from kvbench.errors import EXIT_INTERRUPTED
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_calibration import calibrate_here
-from kvbench.load.distributed_wire import CALL, EVENT, HELLO, PIECE_BYTES, REPLY, proof, proven, send_statistics
+from kvbench.load.distributed_wire import (
+    CALL,
+    CALL_LIMIT_S,
+    EVENT,
+    HELLO,
+    PIECE_BYTES,
+    REPLY,
+    proof,
+    proven,
+    send_statistics,
+)
 from kvbench.load.lag import LagProbe
 from kvbench.load.merge import samples_to_bytes
 from kvbench.load.probe import client_report
 from kvbench.load.process import (
     EXIT_NOT_DRIVEN,
-    EXIT_OK,
     STOP_LIMIT_S,
     Measuring,
     allow_many_sockets,
@@ -49,23 +59,11 @@ from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 
 MASTER_LIMIT_S = 10.0  # Locust's master answers a heartbeat every second
-CONNECT_LIMIT_S = 300.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LOOK_S = 0.25
 _OPEN_LEAD_S = 0.05
 _ROWS_BETWEEN_PAUSES = 200
 _PARSE_TURN_S = 5.0
-
-
-def run_worker(host: str, port: int) -> int:
-    """The whole life of a worker. Returns the exit code."""
-    env = Environment()
-    unreached = ConnectionError(f"no master answered at {host}:{port} within {CONNECT_LIMIT_S:g} s")
-    try:
-        with gevent.Timeout(CONNECT_LIMIT_S, unreached):
-            runner = env.create_worker_runner(host, port)
-    except (ConnectionError, OSError) as error:
-        print(f"kvbench load: {error}; is `kvbench load --master` running there?", file=sys.stderr)
-        return EXIT_NOT_DRIVEN
-    return Worker(env, runner).run()
 
 
 class Worker:
@@ -78,21 +76,22 @@ class Worker:
         self.over = Event()
         self.stopped = False
         self._in_haste = False  # whoever stopped the load does not wait for long
-        self.code = EXIT_OK
+        self.code: int | None = None  # until the master says how the load ended
         self._parent = os.getppid()
         self._signal = 0
-        self._heard = time.monotonic()
+        self._silent_s, self._looked = 0.0, time.monotonic()
+        self._patience_s = MASTER_LIMIT_S
         self._rows: list[bytes] = []
         self._results: dict[str, bytes] = {}
         self._spec: LoadSpec | None = None
         self._measuring: Measuring | None = None
         self._measured: gevent.Greenlet | None = None
+        for number in STOP_SIGNALS:
+            gevent.signal_handler(number, self._on_signal, number)
 
     def run(self) -> int:
         """Until the master says quit or is gone."""
         allow_many_sockets()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            gevent.signal_handler(number, self._on_signal, number)
         self.env.events.heartbeat_received.add_listener(self._on_heartbeat)
         self.runner.register_message(CALL, self._on_call)
         self.runner.send_message(
@@ -106,20 +105,26 @@ class Worker:
             },
         )
         ended = gevent.spawn(self.runner.greenlet.join)  # Locust's greenlets end with the master's quit
-        while not ended.ready() and not self.over.wait(0.25):
+        while not ended.ready() and not self.over.wait(_LOOK_S):
             self._look_for_master()
+        gevent.sleep(0)  # the master's goodbye came right before Locust's, and may not have been read yet
+        if self.code is None:
+            self._give_up("the master has gone without a word")
         self.probe.stop()
         with gevent.Timeout(STOP_LIMIT_S, False):
+            self.runner.send_message("quit")  # Locust's: another may have this one's place
             self.runner.quit()
         return self.code
 
     def _look_for_master(self) -> None:
-        silent = time.monotonic() - self._heard
-        if silent > MASTER_LIMIT_S:
-            self._give_up(f"the master has been silent for {silent:.0f} s")
+        now = time.monotonic()
+        self._silent_s += min(now - self._looked, 2 * _LOOK_S)  # while we stood still ourselves we heard nobody
+        self._looked = now
+        if self._silent_s > self._patience_s:
+            self._give_up(f"the master has been silent for {self._silent_s:.0f} s")
 
     def _on_heartbeat(self, **_: Any) -> None:
-        self._heard = time.monotonic()
+        self._silent_s = 0.0
         # Locust compares this with the wall clock, and would end the load when somebody sets that clock forward.
         self.runner.last_heartbeat_timestamp = None
 
@@ -129,7 +134,7 @@ class Worker:
         if self.session is not None:
             self.session.stopping = True
         if os.getppid() != self._parent or self.session is None:
-            self._give_up(f"stopped by {signal.Signals(number).name}", 128 + number)
+            self._give_up(f"stopped by {signal.Signals(number).name}", EXIT_INTERRUPTED)
 
     def _give_up(self, why: str, code: int = EXIT_NOT_DRIVEN) -> None:
         print(f"kvbench load: this worker ends: {why}", file=sys.stderr)
@@ -140,7 +145,7 @@ class Worker:
 
     def _on_call(self, msg: Message, **_: Any) -> None:
         received = time.perf_counter()
-        self._heard = time.monotonic()
+        self._silent_s = 0.0
         if msg.data["op"] == "clock":  # at once: what it measures is the way there and back
             self.runner.send_message(REPLY, {"id": msg.data["id"], "t2": received, "t3": time.perf_counter()})
             return
@@ -229,6 +234,7 @@ class Worker:
         ``left``: how many answers are not yet parsed; the master asks again while there are any.
         """
         self.probe.stop()
+        self._patience_s = CALL_LIMIT_S  # the master puts everybody's samples together, and writes them
         if self._measured is not None:
             self._measured.join(timeout=STOP_LIMIT_S)
         end_users(self.runner)
@@ -253,5 +259,9 @@ class Worker:
     def _do_fetch(self, what: str, start: int) -> dict[str, Any]:
         return {"piece": self._results[what][start : start + PIECE_BYTES]}
 
-    def _do_quit(self) -> None:
+    def _do_quit(self, code: int, why: str) -> None:
+        """The load has ended with exit code ``code``; ``why``: what the user is told of it."""
+        self.code = EXIT_INTERRUPTED if self._signal else code
+        if why:
+            print(f"kvbench load: this worker ends: {why}", file=sys.stderr)
         gevent.spawn_later(0.05, self.over.set)

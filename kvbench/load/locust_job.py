@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from locust.stats import RequestStats
 
 from kvbench.design import LoadPoint
 from kvbench.load.distributed import make_shards
@@ -127,23 +127,17 @@ def _from_workload(job: Job, host: str, options: Any, users: int, test: int) -> 
     return spec, requests if isinstance(requests, RequestList) else RequestList(requests)
 
 
-def fire_rows(fire: Callable[..., None], sample: Sample) -> None:
-    """TTFT, TPOT and every ITL of a successful request as Locust request events [ms], under the request's class.
+def add_rows(stats: RequestStats, sample: Sample) -> None:
+    """TTFT, TPOT and every ITL of a successful request as rows of Locust's statistics [ms], under the request's class.
 
-    Locust shows its percentiles rounded to two digits; kvbench's own come from raw samples.
+    They are no requests: they go past Locust's request event, so that its Aggregated row is that of the requests alone.
+    Locust shows percentiles rounded to two digits; kvbench's own come from raw samples.
     """
-    done, times = sample.completion, sample.completion.chunk_times
+    done, times, cls = sample.completion, sample.completion.chunk_times, sample.request.cls
     if not done.ok or done.first is None:
         return
     rows = [("TTFT", done.first - sample.t0), *(("ITL", gap) for gap in np.diff(times).tolist())]
     if (done.output_tokens or 0) > 1:
         rows.append(("TPOT", (times[-1] - times[0]) / (done.output_tokens - 1)))
     for kind, seconds in rows:
-        fire(
-            request_type=kind,
-            name=sample.request.cls,
-            response_time=seconds * 1000.0,
-            response_length=0,
-            exception=None,
-            context={},
-        )
+        stats.get(cls, kind).log(seconds * 1000.0, 0)

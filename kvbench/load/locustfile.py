@@ -4,10 +4,11 @@
     locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000 --headless --csv out --kvbench-at c32
     locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000 --headless --processes 4
 
-Beside each request (POST) there are rows TTFT, ITL and TPOT for each class. In closed loop ``--users`` is the
-concurrency; the test ends when the workload's requests are used up. ``--kvbench-spec SPEC.json`` drives the load of
-``python -m kvbench.load`` in its place, which remains the way to measure: it also raises its priority, keeps the
-garbage collector out and checks clocks. The spec's files are written then, by a test of one process.
+Beside each request (POST) there are rows TTFT, ITL and TPOT for each class; the row Aggregated is that of the requests
+alone. In closed loop ``--users`` is the concurrency; the test ends when the workload's requests are used up.
+``--kvbench-spec SPEC.json`` drives the load of ``python -m kvbench.load`` in its place, which remains the way to
+measure: it also raises its priority, keeps the garbage collector out and checks clocks. The spec's files are written
+then, by a test of one process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvbench.errors import MeasurementError
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_wire import send_statistics
 from kvbench.load.lag import LagProbe
-from kvbench.load.locust_job import Job, add_arguments, fire_rows, job_of, session_for
+from kvbench.load.locust_job import Job, add_arguments, add_rows, job_of, session_for
 from kvbench.load.locust_shares import fixed_shares
 from kvbench.load.outcome import outcome_of, write_outcome
 from kvbench.load.process import EXIT_NOT_DRIVEN, START_LIMIT_S, Measuring, wait_ready, watch
@@ -142,7 +143,7 @@ def _on_start(environment: Environment, **_: Any) -> None:
         return
     NODE.session, NODE.measuring = session, Measuring(session, LagProbe())
     fire = environment.events.request.fire
-    session.fire = lambda **event: (fire(**event), fire_rows(fire, event["context"]["sample"]))
+    session.fire = lambda **event: (fire(**event), add_rows(environment.stats, event["context"]["sample"]))
     measures = NODE.job.out_dir is not None and NODE.job.mode == "closed" and NODE.shard[1] == 1
     NODE.driver = gevent.spawn(_drive, environment, users if measures else 1)
 
@@ -227,7 +228,6 @@ def _on_stop(environment: Environment, **_: Any) -> None:
     if not session.go.is_set() or NODE.job.out_dir is None or isinstance(environment.runner, WorkerRunner):
         return
     NODE.job.out_dir.mkdir(parents=True, exist_ok=True)
-    posts = [entry for (_, kind), entry in environment.stats.entries.items() if kind == "POST"]
-    totals = (sum(e.num_requests for e in posts), sum(e.num_failures for e in posts))
+    totals = (environment.stats.total.num_requests, environment.stats.total.num_failures)
     outcome = outcome_of(session, measuring.clocked, measuring.probe.lags, totals)
     write_outcome(NODE.job.spec, NODE.job.requests, outcome)

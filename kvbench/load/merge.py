@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gevent
 import msgpack
 import numpy as np
 
@@ -15,6 +16,8 @@ from kvbench.load.outcome import Clocked, own_costs
 from kvbench.load.probe import client_report, invalid_reasons
 from kvbench.load.requests import RequestSpec
 from kvbench.load.samples import SCHEMA, Sample
+
+_ROWS_BETWEEN_PAUSES = 200
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class WorkerResult:
 def samples_to_bytes(samples: Sequence[Sample], zero: float) -> bytes:
     """The rows of requests.parquet as msgpack, with times in seconds since ``zero``."""
     columns = SCHEMA.names
-    rows = [[row[name] for name in columns] for row in (s.to_row(zero) for s in samples)]
+    rows = [[row[name] for name in columns] for row in (s.to_row(zero) for s in _in_slices(samples))]
     return msgpack.packb([columns, rows], unicode_errors="surrogatepass")
 
 
@@ -57,8 +60,16 @@ def samples_from_bytes(
         raise ValueError(f"the samples cannot be read: {error!r}") from error
     if columns != SCHEMA.names:
         raise ValueError("the samples have other columns; run the same version of kvbench on every machine.")
-    found = (dict(zip(columns, row, strict=True)) for row in rows)
+    found = (dict(zip(columns, row, strict=True)) for row in _in_slices(rows))
     return [_sample(row, zero, clock, requests[row["index"]], first_user) for row in found]
+
+
+def _in_slices(rows: Sequence[Any]) -> Iterator[Any]:
+    """``rows``, with pauses: master and workers take each other for lost when they stand still for seconds."""
+    for k, row in enumerate(rows):
+        if k % _ROWS_BETWEEN_PAUSES == 0:
+            gevent.sleep(0)
+        yield row
 
 
 def _sample(row: Mapping[str, Any], zero: float, clock: ClockMap, request: RequestSpec, first_user: int) -> Sample:

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit code."""
     options = parse(argv)
     if options.worker:
-        from kvbench.load.distributed_worker import run_worker
+        from kvbench.load.distributed_join import run_worker
 
         return run_worker(options.master_host, options.master_port)
     try:
@@ -80,7 +80,7 @@ def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) ->
     if not options.master and useful_workers(spec, requests, spec.processes) == 1:
         return Load(spec, requests, session_of(spec, requests))
     from kvbench.load.distributed_load import SharedLoad
-    from kvbench.load.distributed_master import Meeting
+    from kvbench.load.distributed_members import Meeting
 
     if not options.master:
         return SharedLoad(spec, requests, Meeting(spec.processes))

@@ -91,7 +91,7 @@ class Result:
 
     def __init__(self, code: int, stdout: str, stderr: str, folder: Path) -> None:
         self.code, self.stderr, self.folder = code, stderr, folder
-        self.events = [json.loads(line) for line in stdout.splitlines()]
+        self.stdout, self.events = stdout, [json.loads(line) for line in stdout.splitlines()]
 
     @property
     def load(self) -> dict[str, Any]:

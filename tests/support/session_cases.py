@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 from gevent import monkey
 
-from kvbench.load import process
+from kvbench.load import distributed_master, process
 from kvbench.load.client import RawStream
 from kvbench.load.distributed_clock import ClockMap, Reading
-from kvbench.load.distributed_master import Crew
 from kvbench.load.lag import PERIOD_S, LagProbe
 from kvbench.load.merge import samples_to_bytes
 from kvbench.load.outcome import Clocked, read_delays
@@ -195,8 +194,8 @@ def case_the_master_waits_while_a_worker_parses_and_no_longer() -> None:
 
 
 def fetch(worker: Worker, lost: bool) -> None:
-    crew = SimpleNamespace(clocks=[ClockMap((Reading(0.0, 0.0, 1e-4),), True)], links=[worker])
-    found = Crew._fetch(crew, worker, SimpleNamespace(first_user=0, requests=[]), {})
+    clock = ClockMap((Reading(0.0, 0.0, 1e-4),), True)
+    found = distributed_master.fetch(worker, SimpleNamespace(first_user=0, requests=[]), clock, {})
     assert (found is None) == lost == (worker.lost is not None)
     if not lost:
         assert found.clocked.parse_cpu_s == 1.0

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -89,6 +90,11 @@ def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_ur
         e2e = TTFT_MS + ITL_MS * (sum(tokens[length]) / requests - 1)
         assert e2e * 0.9 <= medians[("POST", name)] < e2e + 150
     assert rows["Failure Count"].max() == 0
+    (total,) = rows.loc[rows.index.get_level_values("Name") == "Aggregated"].to_dict("records")
+    posts = rows.loc["POST"]
+    assert total["Request Count"] == 14  # requests, not their times
+    mean = np.average(posts["Average Response Time"], weights=posts["Request Count"])
+    assert total["Average Response Time"] == pytest.approx(mean)
 
 
 @pytest.mark.parametrize(
