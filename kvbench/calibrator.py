@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.calibration import DEFAULT_ITL_MS, Calibration, CalibrationSettings, calibrate, machine_key
+from kvbench.calibration import ATTEMPTS, DEFAULT_ITL_MS, Calibration, CalibrationSettings, calibrate, machine_key
 from kvbench.results import read_json, write_json
 
 FILE = "calibration.json"
@@ -17,7 +17,6 @@ _SIZES = (4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)  # streams of one process
 _FULL_STREAMS = 256  # of one process with more, chunks are as many a second, until a load shows how many they are
 _RATE_MARGIN = 1.25  # so many times the calibrated chunks a second are still covered
 UNKNOWN_STREAMS = 64  # in open loop without a cap, before the load has shown how many they are
-_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class Calibrator:
     ``warn``: what is to be read later, too.
 
     ``folder``: of a sweep or a load; its calibration.json keeps what was measured. Only a calibration that the client
-    passed is used again: one that failed is tried anew before the next load, and by --resume. ``wanted`` False: nothing
-    is measured, and the loads say so.
+    passed is used again: one that failed in all its attempts has one more before each further load, and by --resume.
+    ``wanted`` False: nothing is measured, and the loads say so.
     """
 
     folder: Path
@@ -98,9 +97,11 @@ class Calibrator:
         failed = [c for c in stored if (c.machine, c.settings) == key]
         where = f"{settings.streams} streams{' through TLS' if settings.tls else ''}"
         self.say(f"calibrating the load client at {where} (about {settings.seconds + 2:.0f} s, once)")
-        new = calibrate(settings, attempts=1 if failed else _ATTEMPTS)
+        new = calibrate(settings, attempts=1 if failed else ATTEMPTS)
         for reason in new.reasons:
             self.warn(f"loads of {where} will be invalid: {reason}")
+        if new.reasons and (disturbed := [each.disturbed for each in new.attempts if each.disturbed]):
+            self.warn(f"while the client was calibrated {disturbed[-1]}: stop what runs there and try again")
         if not new.reasons:
             self._good[key] = new
         kept = [c for c in stored if c not in failed] if new.reasons else stored

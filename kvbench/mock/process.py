@@ -32,6 +32,11 @@ class MockProcess:
             self.__exit__()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Of the process, within the block."""
+        return self._process.pid
+
     def _ready_url(self) -> str:
         due = time.monotonic() + _READY_S
         while self._process.poll() is None and time.monotonic() < due:

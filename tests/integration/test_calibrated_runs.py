@@ -22,7 +22,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
     """What was asked for; the answer is that the client is good up to 4 streams."""
     asked: list[CalibrationSettings] = []
 
-    def calibrate(settings: CalibrationSettings, attempts: int = 1) -> Calibration:
+    def calibrate(settings: CalibrationSettings, attempts: int) -> Calibration:
         asked.append(settings)
         return taken(settings, () if settings.streams <= 4 else (WHY,))
 

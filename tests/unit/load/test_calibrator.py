@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from kvbench import calibrator as chooser
-from kvbench.calibration import DEFAULT_ITL_MS, Calibration, CalibrationSettings
+from kvbench.calibration import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
 from kvbench.calibrator import Calibrator, Demand, settings_for
 from tests.unit.load.test_calibration import GOOD, taken
 
@@ -43,7 +45,7 @@ class Machine:
         self.asked: list[Asked] = []
         self.reasons: tuple[str, ...] = ()
 
-    def __call__(self, settings: CalibrationSettings, limits: object = None, attempts: int = 1) -> Calibration:
+    def __call__(self, settings: CalibrationSettings, limits: object = None, attempts: int = 3) -> Calibration:
         self.asked.append((settings, attempts))
         return taken(settings, self.reasons)
 
@@ -86,6 +88,15 @@ def test_one_that_failed_is_told_at_once_and_tried_again(tmp_path, machine) -> N
     assert resumed(Demand(4)).reasons == () == resumed(Demand(4)).reasons
     assert len(machine.asked) == 3
     assert [c["reasons"] for c in resumed.facts()["measured"]] == [["too busy."], []]
+
+
+def test_what_disturbed_a_calibration_that_failed_is_told(tmp_path, machine, monkeypatch) -> None:
+    said: list[str] = []
+    disturbed = Attempt(GOOD, ("too busy.",), foreign_cpu_cores=0.85)
+    failed = dataclasses.replace(taken(settings_for(Demand(4)), ("too busy.",)), attempts=(disturbed, disturbed))
+    monkeypatch.setattr(chooser, "calibrate", lambda settings, attempts: failed)
+    Calibrator(tmp_path, warn=said.append)(Demand(4))
+    assert len(said) == 2 and "other processes used 0.85 of a core" in said[1]
 
 
 def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(tmp_path, machine) -> None:
