@@ -28,9 +28,16 @@ _HELP = """Send one load of WORKLOAD to a server that runs already, and print wh
       kvbench load --worker --master-host 10.0.0.2
 
     \b
-    Files written, with --output-dir only: manifest.json (complete or incomplete), requests.parquet (one row a
-    request), metrics.json (vllm bench serve's field names and kvbench's), load.json, counters.json, server.parquet;
-    with --find-max-rate the same for each run in runs/, and search.json.
+    Files written, with --output-dir only:
+      manifest.json       what was measured, with what, on what; "status": complete or incomplete
+      metrics.json        the result, in vllm bench serve's field names and kvbench's own
+      requests.parquet    one row a request: its times, each chunk's, its tokens, its failure
+      load.json           the client's own figures; spec.json: what it was told; client.log: its errors, if any
+      counters.json       what the server's /metrics counted; server.parquet: each reading of them
+      requests-*.jsonl    what was sent; .notes.json: how it was drawn
+      calibration.json    how precise the client is on this machine
+      runs/, search.json  --find-max-rate: the same for each run; and the answer
+      invalid-1/          an invalid load, kept as --resume measured again
 
     \b
     Exit codes:
@@ -86,9 +93,11 @@ _ALL = (
     click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
                  help="Warm-up requests, never measured."),
     click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
-    click.option("--model", metavar="NAME", help="The model's name at the server (default: the first it lists)."),
-    click.option("--vocab-size", type=click.IntRange(1), help="If the server does not tell."),
-    click.option("--max-model-len", type=click.IntRange(1), help="If the server does not tell."),
+    click.option("--model", metavar="NAME",
+                 help="The model's name at the server (default: the first it lists); of kvbench mock-server with a "
+                 "query, as mock?ttft_ms=20."),
+    click.option("--vocab-size", type=click.IntRange(1), help="If the server does not tell, or to use less."),
+    click.option("--max-model-len", type=click.IntRange(1), help="If the server does not tell, or to use less."),
     click.option("--preset", metavar="NAME",
                  help="What kind of server it is: vllm, sglang, tgi, llamacpp or transformers (default: OpenAI's API "
                  "as vLLM speaks it)."),
@@ -98,7 +107,8 @@ _ALL = (
     click.option("--no-tls-verify", is_flag=True, help="https://: trust any certificate."),
     click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
                  help="Keep manifest, raw samples and metrics there; it must be new or empty (default: keep nothing)."),
-    click.option("--resume", is_flag=True, help="With --output-dir: go on with what was begun there."),
+    click.option("--resume", is_flag=True,
+                 help="With --output-dir: go on with what was begun there, or measure an invalid load again."),
     NO_CALIBRATION,
     click.option("--find-max-rate", metavar="SLO",
                  help="Search the highest request rate that meets SLO: conditions such as p95_ttft<=500ms,"
@@ -124,7 +134,9 @@ _ALL = (
 def load(**options: Any) -> int:
     from kvbench.load_main import load_command
 
-    return load_command(**options)
+    context = click.get_current_context()
+    given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    return load_command(given=given, **options)
 
 
 load.__doc__ = _HELP

@@ -4,9 +4,11 @@
     requests.parquet, load.json, counters.json, server.parquet, metrics.json      one load
     runs/<number>-r<rate>/...                                                     --find-max-rate: one folder a run
     search.json                                                                   --find-max-rate: runs and answer
+    invalid-<number>/...                                                          a load that was invalid, all of it
 
 What a killed run leaves is resumable: a single load is sent again, as is a search that has no finished run, and the
 manifest is then of this second time; a search goes on from its finished runs, under the conditions they were taken in.
+A single load that ended as invalid is measured again, and its files are kept aside.
 """
 
 from __future__ import annotations
@@ -31,16 +33,24 @@ METRICS = "metrics.json"
 RUNS = "runs"
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 _OF_ONE_TIME = ("requests-*", "server.parquet")  # which sending again need not write anew
+_ASIDE = "invalid-"
+_LOCK, _MOVING = ".lock", ".invalid"
 _SAME = ("workload", "load", "target", "search")  # what a resumed folder must agree in
 
 
 @dataclass
 class LoadFolder:
-    """One folder and its manifest. ``resumed``: it held an unfinished load or search."""
+    """One folder and its manifest. ``resumed``: it held a load or a search; ``aside``: where an invalid load went."""
 
     path: Path
     manifest: dict[str, Any]
     resumed: bool = False
+    aside: Path | None = None
+
+    @property
+    def next_aside(self) -> Path:
+        """Where this load goes if it is invalid and measured again."""
+        return self.path / f"{_ASIDE}{1 + sum(1 for _ in self.path.glob(f'{_ASIDE}*'))}"
 
     def update(self, **facts: Any) -> None:
         """Put further facts into the manifest, at once."""
@@ -48,7 +58,10 @@ class LoadFolder:
         write_json(self.path / MANIFEST, self.manifest)
 
     def finish(self, **facts: Any) -> None:
-        """Everything is written: the folder is complete."""
+        """Everything is written: the folder is complete, and what no one needs is gone."""
+        for log in self.path.rglob("client.log"):
+            if log.stat().st_size == 0:
+                log.unlink()
         self.update(status=COMPLETE, ended=utc_now(), **facts)
 
     def run(self, number: int, name: str) -> Path:
@@ -102,11 +115,15 @@ def opened(path: Path, manifest: dict[str, Any], *, resume: bool) -> Iterator[Lo
     with RunFolder(path).locked():
         folder = _reopened(path, manifest) if resume else _new(path, manifest)
         folder.update()
-        yield folder
+        try:
+            yield folder
+        finally:
+            if folder.manifest.get("status") == COMPLETE:
+                (path / _LOCK).unlink(missing_ok=True)
 
 
 def _new(path: Path, manifest: dict[str, Any]) -> LoadFolder:
-    if held := sorted(p.name for p in path.iterdir() if p.name != ".lock"):
+    if held := sorted(p.name for p in path.iterdir() if p.name != _LOCK):
         raise UsageError(
             f"--output-dir {path} is not empty (it holds {held[0]}): give a new folder, or --resume to go on with the "
             "load that was begun there"
@@ -126,8 +143,10 @@ def _reopened(path: Path, manifest: dict[str, Any]) -> LoadFolder:
             f"{path} was begun with another load; it differs in {', '.join(keys)}: give the same command again, or a "
             "new --output-dir"
         )
-    if stored.get("status") == COMPLETE:
+    if stored.get("status") == COMPLETE and (stored.get("valid") is not False or stored.get("search")):
         return LoadFolder(path, stored, resumed=True)
+    if stored.get("status") == COMPLETE:
+        return LoadFolder(path, manifest, aside=_put_aside(path))
     if not any((path / RUNS).glob(f"*/{METRICS}")):
         for stale in [p for pattern in _OF_ONE_TIME for p in path.glob(pattern)]:
             stale.unlink()
@@ -139,3 +158,14 @@ def _reopened(path: Path, manifest: dict[str, Any]) -> LoadFolder:
             "give a new --output-dir"
         )
     return LoadFolder(path, stored, resumed=True)
+
+
+def _put_aside(path: Path) -> Path:
+    """Everything of an invalid load into a folder of its own; a killed one is gone on with. The manifest stays too."""
+    aside, moving = LoadFolder(path, {}).next_aside, path / _MOVING
+    moving.mkdir(exist_ok=True)
+    for each in path.iterdir():
+        if each.name not in (_LOCK, _MOVING, MANIFEST) and not each.name.startswith(_ASIDE):
+            each.rename(moving / each.name)
+    shutil.copy2(path / MANIFEST, moving)
+    return moving.rename(aside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,12 @@ from kvbench.errors import (
     storage_sentence,
 )
 from kvbench.interruption import Interruption
+from kvbench.load_conflicts import check_named_load, check_words
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped
 from kvbench.load_result import show, stored
 from kvbench.load_shared import Sharing, be_worker, sharing
-from kvbench.measure import Subject, measure_load
+from kvbench.measure import Subject, measure_load, requests_for
 from kvbench.progress import status_line
 from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.results import read_json, write_json
@@ -42,16 +43,24 @@ _RUN = 1  # of a single load; 0 is the warm-up's
 
 
 def load_command(
-    *, workload: str | None, output_dir: Path | None, resume: bool, find_max_rate: str | None, **options: Any
+    *,
+    given: Collection[str],
+    workload: str | None,
+    output_dir: Path | None,
+    resume: bool,
+    find_max_rate: str | None,
+    **options: Any,
 ) -> int:
-    """``kvbench load``; the exit code. Raises UsageError or MeasurementError."""
+    """``kvbench load``; the exit code. ``given``: which of the parameters the user gave.
+
+    Raises UsageError or MeasurementError.
+    """
+    check_words(given, options)
     if options["worker"]:
         be_worker(options)
     if workload is None:
         raise UsageError("the workload is missing: write for example `kvbench load workloads/mixed.yaml --url URL`")
-    shared = sharing(options, several=find_max_rate is not None)
-    if resume and output_dir is None:
-        raise UsageError("--resume goes with --output-dir: name the folder of the load that was begun")
+    shared = sharing(options)
     how = {key: options[key] for key in ("profile", "overrides", "seed")}
     asked = Asked(
         at=options["at"],
@@ -61,6 +70,7 @@ def load_command(
         num_prompts=options["num_prompts"],
         goodput=tuple(options["goodput"]),
     )
+    check_named_load(workload, asked, how, searching=find_max_rate is not None)
     search = None
     if find_max_rate is None:
         loaded, point = shaped(workload, asked, **how)
@@ -70,12 +80,15 @@ def load_command(
     target.start({}, Path())
     console = Console()
     try:
+        made = _requests(loaded, point, target)
         with Interruption() as interruption, _folder(output_dir, loaded, point, target, search, resume) as folder:
             calibrator = Calibrator(folder.path, not options["no_calibration"], console.print, console.print)
             subject = _subject(loaded, target, interruption, calibrator, shared)
             if shared.notice:
                 console.print(shared.notice, highlight=False, markup=False, soft_wrap=True)
-            session = Session(subject, point, folder, console, options["num_warmups"], calibrator)
+            session = Session(
+                subject, point, folder, console, options["num_warmups"], calibrator, made, keeps=output_dir is not None
+            )
             return session.search(search) if search else session.one()
     except (Interrupted, KeyboardInterrupt) as interrupt:
         name = getattr(interrupt, "signal_name", "SIGINT")
@@ -97,7 +110,20 @@ def new_target(options: Mapping[str, Any]) -> HttpTarget:
 
     if not options["url"]:
         raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
-    return running_server("--url", options["url"], options, preset_named(options["preset"]))()
+    kind = preset_named(options["preset"])
+    if options["tokenizer"] and kind.dialect.token_id_prompts:
+        raise UsageError(
+            f"--tokenizer is for a server that takes texts only, and {kind.title} is sent token ids: omit it"
+        )
+    return running_server("--url", options["url"], options, kind)()
+
+
+def _requests(workload: Workload, point: LoadPoint, target: HttpTarget) -> list[Any]:
+    """What the load sends. Raises UsageError when this server cannot take it: nothing has been sent or written yet."""
+    try:
+        return requests_for(workload.load, point, target, workload.seed, _RUN)
+    except MeasurementError as error:
+        raise UsageError(str(error)) from None
 
 
 @contextmanager
@@ -150,7 +176,10 @@ def _subject(
 
 @dataclass
 class Session:
-    """The loads of one command on one server. ``warmups``: requests before the first, never measured."""
+    """The loads of one command on one server. ``warmups``: requests before the first, never measured.
+
+    ``made``: the requests of a load at ``point``; ``keeps``: whether the folder stays.
+    """
 
     subject: Subject
     point: LoadPoint
@@ -158,6 +187,8 @@ class Session:
     console: Console
     warmups: int
     calibrator: Calibrator
+    made: list[Any]
+    keeps: bool = False
     measured: int = 0
 
     def one(self) -> int:
@@ -167,11 +198,23 @@ class Session:
             self.console.print("this load is finished and is not run again", highlight=False)
             kept = read_json(kept_at)
         else:
-            kept = self.measure(self.subject, self.point, _RUN, self.folder.path)
+            if aside := self.folder.aside:
+                self._print(f"the load there was invalid: it is kept as {aside}, and measured again")
+            kept = self.measure(self.subject, self.point, _RUN, self.folder.path, self.made)
             write_json(kept_at, kept)
             self.folder.finish(valid=kept["valid"], calibration=self.calibrator.facts())
         show(self.console, self.point.load_id, kept)
-        return EXIT_OK if kept["valid"] else EXIT_INVALID
+        if kept["valid"]:
+            return EXIT_OK
+        if self.keeps:
+            self._print(
+                "to measure again give the same command and --resume: this load is then kept as "
+                f"{self.folder.next_aside}"
+            )
+        return EXIT_INVALID
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def search(self, plan: SearchPlan) -> int:
         """A search over rates; the exit code."""
@@ -180,8 +223,7 @@ class Session:
         load = self.subject.load
         native, least = None, self.point.num_requests
         if load.arrivals == "trace":
-            requests = self.subject.requests(self.point, _RUN)
-            native, least = mean_rate(requests), len(requests)
+            native, least = mean_rate(self.made), len(self.made)
 
         def check() -> None:
             self.subject.check()
@@ -192,7 +234,7 @@ class Session:
             if native is None:
                 point = load_point("open", concurrency=None, rate=rate, num_requests=count, arrivals=load.arrivals)
             subject = dataclasses.replace(self.subject, load=at_rate(load, rate, count, native), check=check)
-            return self.measure(subject, point, number, out, failures_invalidate=False)
+            return self.measure(subject, point, number, out, None, failures_invalidate=False)
 
         bounds, sizes = plan.bounds(native or self.point.request_rate), plan.sizes(load, least)
         search = RateSearch(plan.parsed, bounds, sizes, self.folder, measure, self.console, plan.limit_s)
@@ -204,10 +246,15 @@ class Session:
             self.folder.finish(**facts)
         return code
 
-    def measure(self, subject: Subject, point: LoadPoint, number: int, out: Path, **how: Any) -> dict[str, Any]:
-        """One load, after the warm-up if it is the first; what metrics.json holds. ``number``: of its requests."""
+    def measure(
+        self, subject: Subject, point: LoadPoint, number: int, out: Path, made: list[Any] | None, **how: Any
+    ) -> dict[str, Any]:
+        """One load, after the warm-up if it is the first; what metrics.json holds.
+
+        ``number``: of its requests, where they are not ``made`` yet.
+        """
         warm = None if self.measured else self._warm_up(subject, point)
-        requests = subject.requests(point, number)
+        requests = made or subject.requests(point, number)
         path, digest = loadrun.store_requests(requests, out, "requests")
         name = point.load_id
         with status_line(self.console, f"{name}: {len(requests)} requests") as update:

@@ -69,6 +69,10 @@ def _changes(workload: Workload, point: LoadPoint, asked: Asked) -> dict[str, An
         if asked.max_concurrency is not None:
             changes["max_concurrency"] = asked.max_concurrency
         if asked.burstiness is not None:
+            if rate is not None and math.isinf(rate):
+                raise UsageError(
+                    f"--burstiness {asked.burstiness:g} shapes gaps, and --request-rate inf has none: leave one out"
+                )
             changes |= {"arrivals": "gamma", "burstiness": asked.burstiness}
     else:
         if asked.burstiness is not None:
@@ -109,5 +113,5 @@ def parse_rate(text: str | None) -> float | None:
     except ValueError:
         value = math.nan
     if not value > 0:
-        raise UsageError(f"--request-rate {text!r} is not a number of requests/s above 0, or inf (closed loop)")
+        raise UsageError(f"--request-rate {text!r} is not a number of requests/s above 0, or inf (all at once)")
     return value

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvbench.errors import UsageError
 from kvbench.load.run_arguments import ARRIVE_S, DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -56,15 +55,8 @@ class Sharing:
         return calibrator(demand, before)
 
 
-def sharing(options: Mapping[str, Any], several: bool = False) -> Sharing:
-    """What the command line says of it; ``several``: more than one load is to come.
-
-    Raises UsageError for options that exclude each other.
-    """
-    if options["master"] and several:
-        raise UsageError("--find-max-rate has no --master: a worker ends with its load; share each with --processes")
-    if options["master"] and options["processes"]:
-        raise UsageError("--processes and --master exclude each other: workers of this machine, or of others")
+def sharing(options: Mapping[str, Any]) -> Sharing:
+    """What the command line says of it; its words have been checked (``load_conflicts.check_words``)."""
     if not options["master"]:
         return Sharing({"processes": options["processes"]} if options["processes"] else {})
     host, port, count = options["bind_host"], options["bind_port"], options["expect_workers"]
@@ -88,9 +80,7 @@ def sharing(options: Mapping[str, Any], several: bool = False) -> Sharing:
 
 
 def be_worker(options: Mapping[str, Any]) -> NoReturn:
-    """This process becomes the load process of a worker, and ends with its load. Raises UsageError."""
-    if options["master"]:
-        raise UsageError("--worker and --master exclude each other: start the master on one machine")
+    """This process becomes the load process of a worker, and ends with its load."""
     place = ("--master-host", options["master_host"], "--master-port", str(options["master_port"]))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "kvbench.load", "--worker", *place])

@@ -54,18 +54,19 @@ class Subject:
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
         """The requests of one load. Raises MeasurementError when none can be made for this server."""
-        try:
-            made = loadrun.make_requests(
-                self.load,
-                point,
-                vocab_size=self.target.model.vocab_size,
-                max_model_len=self.target.model.max_model_len,
-                seed=self.seed if seed is None else seed,
-                repeat=repeat,
-            )
-        except ValueError as error:
-            raise MeasurementError(f"no requests can be made for this server: {error}") from None
-        return self.target.as_sent(made)
+        return requests_for(self.load, point, self.target, self.seed if seed is None else seed, repeat)
+
+
+def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, repeat: int) -> list[Any]:
+    """The requests of one load, as ``target`` takes them. Raises MeasurementError when none can be made for it."""
+    facts = target.model
+    try:
+        made = loadrun.make_requests(
+            load, point, vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, seed=seed, repeat=repeat
+        )
+    except ValueError as error:
+        raise MeasurementError(f"no requests can be made for this server: {error}") from None
+    return target.as_sent(made)
 
 
 def measure_load(

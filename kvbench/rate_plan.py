@@ -48,8 +48,7 @@ class Sizes:
 
     def _needed(self, rate: float, conditions: Sequence[Condition]) -> list[tuple[int, str]]:
         """Each need, and what it is for."""
-        whose = f"--num-prompts asks for {self.least}" if not self.enough else f"the workload has {self.least}"
-        needed = [(math.ceil(rate * self.seconds), ""), (self.least, whose)]
+        needed = [(math.ceil(rate * self.seconds), ""), (self.least, f"the workload has {self.least}")]
         if self.enough:
             told = math.ceil(min(rate * self.patience_s / self.tolerance, arrivals_to_tell(self.tolerance)))
             needed += [(c.samples_needed, f"{c.stat} needs {c.samples_needed}") for c in conditions]
@@ -57,9 +56,9 @@ class Sizes:
         return needed
 
     def why_longer(self, rate: float, conditions: Sequence[Condition]) -> str:
-        """Why a run at ``rate`` [1/s] sends for longer than ``seconds``; empty where it does not."""
+        """Why a run at ``rate`` [1/s] sends for longer than ``seconds``; empty where it does not, or was told to."""
         count = self.requests(rate, conditions)
-        if self.fixed or count <= math.ceil(rate * self.seconds):
+        if self.fixed or not self.enough or not self.seconds or count <= math.ceil(rate * self.seconds):
             return ""
         why = next(why for needed, why in self._needed(rate, conditions) if needed == count)
         return f"--run-seconds {self.seconds:g} are {math.ceil(rate * self.seconds)}, but {why}"

@@ -35,7 +35,7 @@ from kvbench.rate_search import (
     bracket,
     unmet,
 )
-from kvbench.rate_words import ahead, say, table, told
+from kvbench.rate_words import ahead, print_table, say, table, told
 from kvbench.results import read_json, write_json
 
 OUT_OF_TIME = "out of time"
@@ -178,9 +178,7 @@ class RateSearch:
                 "runs": self.rows,
             },
         )
-        made = table(self.conditions, self.rows)
-        width = self.console.measure(made, options=self.console.options.update(max_width=10_000)).maximum
-        self.console.print(made, width=width, crop=False)  # a column that is cut would hide what was asked for
+        print_table(self.console, table(self.conditions, self.rows))
         self._print(sentence)
         if answer.outcome == INVALID:
             return EXIT_INVALID

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from kvbench.progress import clock
@@ -112,6 +113,17 @@ def table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) ->
             {True: "met", False: "not met", None: row["cause"]}[row["met"]],
         )
     return made
+
+
+def print_table(console: Console, made: Table) -> None:
+    """As wide as it is: a column that is cut would hide what was asked for."""
+    usual = console.width
+    needed = console.measure(made, options=console.options.update(max_width=10_000)).maximum
+    console.width = max(usual, needed)
+    try:
+        console.print(made)
+    finally:
+        console.width = usual
 
 
 def _value(condition: Condition, value: float | None) -> str:

@@ -96,6 +96,10 @@ class ArrivalFields(StrictModel):
                 raise ValueError(f"request_rate {given} contradicts arrivals: {kind}; use {instead}.")
         elif not self.request_rate:
             raise ValueError(f"arrivals: {kind} needs request_rate, e.g. `request_rate: [4]`.")
+        if self.burstiness is not None and self.request_rate and all(map(math.isinf, self.request_rate)):
+            raise ValueError(
+                f"burstiness {self.burstiness:g} has no meaning with request_rate inf, all at once; remove one."
+            )
         if kind == "gamma" and self.burstiness is None:
             raise ValueError("arrivals: gamma needs burstiness, e.g. `burstiness: 0.5` (1 would be poisson).")
         self._check_ramp()

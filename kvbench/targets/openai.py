@@ -45,17 +45,23 @@ class OpenAITarget(HttpTarget):
         """Checks that it answers; launches nothing. Raises UsageError or MeasurementError."""
         name, vocab_size, max_model_len = self._asked
         rows = self._rows(name)
-        row = next((r for r in rows if r["id"] == name), None) if name else rows[0]
+        named = (name, name.partition("?")[0]) if name else (rows[0]["id"],)  # the mock takes settings as a query
+        row = next((r for wanted in named for r in rows if r["id"] == wanted), None)
         if row is None:
             known = ", ".join(str(r["id"]) for r in rows)
             raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
         info = self.server_info() or {}
         length = max_model_len or row.get("max_model_len")
         vocab = vocab_size or (info.get("model") or {}).get("vocab_size")
-        for value, flag in ((length, "--max-model-len"), (vocab, "--vocab-size")):
+        for value, told, flag in (
+            (length, row.get("max_model_len"), "--max-model-len"),
+            (vocab, (info.get("model") or {}).get("vocab_size"), "--vocab-size"),
+        ):
             if not value:
                 raise UsageError(f"{self.base_url} does not tell its {flag[2:].replace('-', ' ')}: give {flag} N")
-        self.model = ModelFacts(str(row["id"]), int(vocab), int(length))
+            if told and int(value) > int(told):
+                raise UsageError(f"{flag} {value} is more than the {told} that {self.base_url} tells: leave it out")
+        self.model = ModelFacts(name or str(row["id"]), int(vocab), int(length))
 
     def _rows(self, name: str | None) -> list[dict[str, Any]]:
         """Its models; a server that lists none is asked for its health, and its model must be named."""

@@ -17,6 +17,9 @@ import yaml
 from kvbench import contention
 from kvbench.cli import cli
 from kvbench.errors import MeasurementError, UsageError
+from kvbench.rate_search import CLIENT_LIMIT, INVALID
+from kvbench.results import write_json
+from tests.support.loads import own_mock
 from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, alive
 
 CACHING = ("--enable-prefix-caching", "--page-size", "4", "--max-model-len", "256")
@@ -92,6 +95,7 @@ def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, wo
     with pytest.raises(UsageError, match="is not empty"):
         load(workload, *words)
     before = (out / "requests.parquet").stat().st_mtime_ns
+    write_json(out / "manifest.json", manifest | {"valid": True})  # whatever else this machine did meanwhile
     load(workload, *words, "--resume")  # finished: shown again, not run again
     assert (out / "requests.parquet").stat().st_mtime_ns == before
     with pytest.raises(UsageError, match=r"differs in load.num_requests"):
@@ -109,13 +113,19 @@ def test_a_cap_is_shown_apart(url, workload, tmp_path, capsys):
     assert "queued in the client" in capsys.readouterr().out
 
 
-def test_warm_up_prompts_are_never_measured_and_a_dirty_cache_is_invalid(workload, tmp_path):
+def test_warm_up_prompts_are_never_measured_and_a_dirty_cache_is_invalid(workload, tmp_path, capsys):
     with fake_server(FAKE_FAULT="keep") as (url, _):  # its reset empties nothing
         load(workload, "--url", url, "--num-warmups", 6, "--output-dir", tmp_path / "a")
         assert complaints(stored(tmp_path / "a", "metrics.json")) == []
-        assert load(workload, "--url", url, "--output-dir", tmp_path / "b") == 4
-        (reason,) = complaints(stored(tmp_path / "b", "metrics.json"))
+        words, b = ("--url", url, "--output-dir", tmp_path / "b"), tmp_path / "b"
+        assert load(workload, *words) == 4
+        (reason,) = complaints(stored(b, "metrics.json"))
         assert "it held prompts from before this load" in reason
+        assert f"--resume: this load is then kept as {b / 'invalid-1'}" in capsys.readouterr().out
+        assert load(workload, *words, "--resume") == 4  # measured again, and the first try kept
+        assert f"kept as {b / 'invalid-1'}, and measured again" in capsys.readouterr().out
+        assert complaints(stored(b / "invalid-1", "metrics.json")) == [reason]
+        assert stored(b, "metrics.json")["started_at"] >= stored(b / "invalid-1", "metrics.json")["ended_at"]
 
 
 def test_warm_ups_that_fail_are_sent_again_and_told(workload, tmp_path, capsys):
@@ -145,6 +155,24 @@ def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measure
     assert "/metrics did not answer while the load ran" in reason
     counters = stored(out, "counters.json")
     assert counters["polls_failed"] > 0 and not any(name.endswith("_peak") for name in counters)
+
+
+def test_requests_that_the_server_cannot_take_are_refused_before_anything_is_sent_or_written(url, workload, tmp_path):
+    for words in ((), ("--find-max-rate", "p95_ttft<=1s")):
+        with pytest.raises(UsageError, match=r"no requests can be made for this server: .* max_model_len 20"):
+            load(workload, "--url", url, "--max-model-len", 20, "--output-dir", tmp_path / "out", *words)
+    with pytest.raises(UsageError, match=r"--vocab-size 9000 is more than the 8192 that .* tells"):
+        load(workload, "--url", url, "--vocab-size", 9000)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_models_query_reaches_a_server_that_lists_the_name_before_it(workload, tmp_path):
+    with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (_, url):
+        words = ("--url", url, "-o", "load.cache_state=steady", "--output-dir", tmp_path / "out")
+        load(workload, *words, "--model", "mock?ttft_ms=300&itl_ms=1")
+        assert stored(tmp_path / "out", "metrics.json")["metrics"]["ttft_ms"]["p50"] > 250
+        with pytest.raises(UsageError, match="serves no model 'rock"):
+            load(workload, *words, "--model", "rock?ttft_ms=30")
 
 
 def test_a_server_that_dies_leaves_an_incomplete_folder_that_another_goes_on_with(workload, tmp_path):
@@ -198,7 +226,7 @@ def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload,
     with fake_server(FAKE_TOKEN_S="0.02") as (url, _):
         code = load(workload, "--url", url, *words)
         found = stored(out, "search.json")
-        if found["outcome"] == "invalid":
+        if found["outcome"] in (INVALID, CLIENT_LIMIT):
             assert any(words in found["reason"] for words in BUSY_MACHINE), found["reason"]
             pytest.skip(f"this machine is too busy to measure: {found['reason']}")
         assert code == 0 and found["outcome"] == "found" and found["confirmed"]

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from kvbench.calibrator import Demand
-from kvbench.errors import UsageError
 from kvbench.load.run_arguments import parse
 from kvbench.load_command import load
 from kvbench.load_shared import be_worker, sharing
@@ -52,15 +51,6 @@ def test_a_worker_becomes_the_load_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert path == words[0] == sys.executable and words[1:3] == ["-m", "kvbench.load"]
     read = parse(words[3:])
     assert (read.worker, read.master_host, read.master_port, read.spec) == (True, "h", 7, None)
-
-
-def test_what_excludes_each_other_is_a_sentence() -> None:
-    with pytest.raises(UsageError, match="--processes and --master"):
-        sharing(options("w.yaml", "--master", "--processes", "2"))
-    with pytest.raises(UsageError, match="--find-max-rate has no --master"):
-        sharing(options("w.yaml", "--master"), several=True)
-    with pytest.raises(UsageError, match="--worker and --master"):
-        be_worker(options("--worker", "--master"))
 
 
 @pytest.mark.parametrize("words", [["--processes", "0"], ["--bind-port", "70000"], ["--expect-workers", "x"]])

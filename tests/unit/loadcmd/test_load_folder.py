@@ -110,6 +110,45 @@ def test_runs_of_other_conditions_are_not_mixed_but_a_load_that_left_nothing_is_
         assert folder.manifest["status"] == "complete" and stored(tmp_path / "out")["git"]["sha"] == "1"
 
 
+def test_an_invalid_load_is_put_aside_whole_and_a_new_one_begun(tmp_path):
+    path = tmp_path / "out"
+    for number in (1, 2):
+        with opened(path, manifest(started=str(number)), resume=number > 1) as folder:
+            (path / METRICS).write_text(str(number))
+            (path / "calibration.json").write_text("{}")
+            folder.finish(valid=False)
+    assert (path / "invalid-1" / METRICS).read_text() == "1" and stored(path / "invalid-1")["started"] == "1"
+    with opened(path, manifest(started="3"), resume=True) as folder:
+        assert folder.aside == path / "invalid-2" and not folder.resumed
+        assert sorted(p.name for p in path.iterdir()) == [".lock", "invalid-1", "invalid-2", "manifest.json"]
+        assert (stored(path)["started"], stored(path)["status"]) == ("3", "incomplete")
+        folder.finish(valid=True)
+    assert sorted(p.name for p in folder.aside.iterdir()) == ["calibration.json", "manifest.json", METRICS]
+    with opened(path, manifest(), resume=True) as folder:
+        assert folder.resumed and folder.aside is None  # a valid one is not measured again
+
+
+def test_putting_aside_that_was_cut_short_is_gone_on_with(tmp_path):
+    path = tmp_path / "out"
+    with opened(path, manifest(), resume=False) as folder:
+        (path / METRICS).write_text("1")
+        folder.finish(valid=False)
+    (path / ".invalid").mkdir()
+    (path / ".invalid" / "load.json").write_text("moved before the end")
+    with opened(path, manifest(), resume=True) as folder:
+        assert {p.name for p in folder.aside.iterdir()} == {"load.json", METRICS, "manifest.json"}
+
+
+def test_a_finished_folder_holds_nothing_that_nobody_needs(tmp_path):
+    with opened(tmp_path / "out", manifest(), resume=False) as folder:
+        (folder.path / "client.log").write_text("")
+        run = folder.run(1, "r4")
+        (run / "client.log").write_text("it said something")
+        folder.finish(valid=True)
+    assert sorted(p.name for p in folder.path.iterdir()) == ["manifest.json", "runs"]
+    assert (run / "client.log").read_text() == "it said something"
+
+
 def test_two_commands_do_not_share_a_folder(tmp_path):
     with (
         opened(tmp_path, manifest(), resume=False),

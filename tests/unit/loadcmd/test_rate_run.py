@@ -160,6 +160,15 @@ def test_a_run_that_is_too_short_to_show_a_backlog_is_repeated_longer(new):
     assert [(rate, count) for rate, count, _ in rest.asked] == [(2, 320)]  # it still knows how long is long enough
 
 
+def test_the_table_is_not_cut_where_lines_are_short(new):
+    search = new(Queue(), "p95_ttft<=500ms,p99_e2el<=9s", bounds=Bounds(1.0, 0.1, 2.0))
+    search.console.width = 40
+    search.run()
+    lines = search.told.getvalue().splitlines()
+    head = next(line for line in lines if "p95 ttft ms" in line)
+    assert "p99 e2el ms" in head and "in flight" in head and "…" not in search.told.getvalue()
+
+
 def test_a_conversation_is_in_flight_from_its_first_turn_to_its_last(new, tmp_path):
     rows = pd.DataFrame(
         {"index": [0, 1, 2, 3], "session": [5, 5, None, None], "t0": [0.0, 4.0, 1.0, 2.0], "end": [1.0, 6.0, 3.0, 9.0]}
