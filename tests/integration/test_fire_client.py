@@ -12,9 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ import pytest
 from tests.support.fire_bench import EITHER, QUIET, Ended, FireBench, resumed_as_it_should
 from tests.support.sweep_parts import ROOT, end, finished, manifest, wait_until
 
+Answer = TypeVar("Answer")
 ENDLESS = json.dumps([{"path": "stream", "do": "hang", "first": 3}])  # a load that waits for its time-outs
 
 
@@ -43,13 +45,21 @@ def started(bench: FireBench, **load) -> subprocess.Popen[str]:
     """A sweep in the middle of its first load."""
     arguments = [bench.workload(timeout_s=60.0, **{"repeats": 1} | load), *QUIET]
     process = bench.start(*arguments, FIRE=ENDLESS)
-    wait_until(lambda: any(child.net_connections() for child in load_processes(process)))
+    wait_until(lambda: any(if_alive(child.net_connections, ()) for child in load_processes(process)))
     return process
 
 
+def if_alive(ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+    """What a process tells of itself; one that has just ended, and is gone or a zombie, tells nothing."""
+    try:
+        return ask()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return otherwise
+
+
 def load_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "kvbench.load" in child.cmdline()]
+    children = if_alive(lambda: psutil.Process(process.pid).children(recursive=True), [])
+    return [child for child in children if "kvbench.load" in if_alive(child.cmdline, [])]
 
 
 def test_a_load_process_that_is_killed_costs_its_load(bench):
