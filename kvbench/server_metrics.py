@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 POLL_INTERVAL_S = 0.25
+_READ_SHARE = 0.005  # of a core: a long page of metrics costs its server more than its reader
+_LONGEST_PAUSE_S = 2.0
 _COUNTER_ENDS = ("_total", "_sum", "_count")
 _HISTOGRAM_ENDS = ("_sum", "_count")
 _SHARE_END = "_perc"  # a share of something: that of several engines is their mean, not their sum
@@ -144,6 +146,8 @@ def gauge_summary(samples: Sequence[MetricsSample]) -> dict[str, dict[str, float
 class MetricsPoller:
     """Reads the metrics every ``interval_s`` in a thread of its own, until stopped.
 
+    Less often where reading takes more than ``_READ_SHARE`` of a core: who measures must not eat what is measured.
+
     A failed read is counted, not raised: a server that dies is found by the sweep, and a slow one must not end it.
     """
 
@@ -159,14 +163,16 @@ class MetricsPoller:
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stop.wait(max(0.0, due - time.monotonic())):
-            due = max(due + self.interval_s, time.monotonic())  # a late read is not made up for
+            before = time.thread_time()
             try:
                 sample = self.read()
             except Exception:
                 self.failures += 1
-                continue
+                sample = None
             if sample is not None:
                 self.samples.append(sample)
+            pause = max(self.interval_s, min((time.thread_time() - before) / _READ_SHARE, _LONGEST_PAUSE_S))
+            due = max(due + pause, time.monotonic())  # a late read is not made up for
 
     def __enter__(self) -> MetricsPoller:
         self._thread.start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 
 import pytest
 
@@ -79,6 +81,23 @@ def test_the_poller_survives_a_server_that_does_not_answer_and_stops_when_told()
     assert poller.failures + len(poller.samples) == made
     enough.clear()
     assert not enough.wait(0.05) and len(calls) == made
+
+
+def test_a_page_that_takes_long_to_read_is_read_less_often():
+    enough, begun = threading.Event(), []
+
+    def read():
+        begun.append(time.monotonic())
+        if len(begun) == 3:
+            enough.set()
+        since = time.thread_time()
+        while time.thread_time() - since < 0.001:
+            pass
+        return MetricsSample(0.0, {}, {})
+
+    with MetricsPoller(read, interval_s=0.001):
+        assert enough.wait(30)
+    assert min(b - a for a, b in itertools.pairwise(begun)) >= 0.19
 
 
 @pytest.mark.parametrize("text", ["", "# just a comment\n"])
