@@ -56,8 +56,13 @@ def cli() -> None:
       kvbench sweep workloads/mixed.yaml              run every cell, print the table, write the report
       kvbench sweep workloads/mixed.yaml --dry-run    what would run, in which order, for how long
       kvbench report results/mixed/<run>              the report again from stored results
+      kvbench load workloads/mixed.yaml --url URL     one load on a server that runs already
 
-    Everything runs on this machine; servers listen on 127.0.0.1 only. Results go to results/<workload>/<run>/.
+    What was interrupted goes on with `sweep --resume [RUN_DIR]` or, the rest of the command as it was, with
+    `load --output-dir DIR --resume`. Results of a sweep go to results/<workload>/<run>/.
+
+    Servers that kvbench launches listen on 127.0.0.1, and nothing leaves this machine unless you say so: with a URL of
+    another machine, with --host of serve and mock-server, or with --bind-host and --master-host of load.
 
     \b
     Exit codes:
@@ -118,7 +123,8 @@ def sweep(**options: Any) -> int:
       kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
       kvbench sweep workloads/mixed.yaml --target vllm
       kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
-          --block-size {page_size} --kv-cache-memory-bytes {kv_budget}'
+          --block-size {page_size} --kv-cache-memory-bytes {kv_budget}' -o 'sweep={page_size: [16, 32]}'
+                  (what is swept must be in the command; -o 'sweep={}' measures the baseline alone)
 
     \b
     Files written, in results/<workload>/<UTC time>-<git sha>/:

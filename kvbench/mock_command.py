@@ -38,12 +38,14 @@ def mock_server(**options: Any) -> int:
 
     Every chunk is stamped with the moment of its sending where the request asks for it (x-kvbench-stamp: 1); GET
     /stamps tells all schedules and sends afterwards. One request changes the schedule through its model's name, as a
-    query: mock?ttft_ms=20&itl_ms=5&tokens_per_chunk=2&fault=stall.
+    query of ttft_ms, itl_ms, jitter, in_step, tokens_per_chunk, events_per_write, cached_tokens and fault. The shares
+    of --fail-rate, --truncate-rate and --drop-rate are 1 at most together.
 
     \b
     Example:
       kvbench mock-server --port 8000 --ttft-ms 100 --itl-ms 20 --jitter 0.1 --truncate-rate 0.01
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --model 'mock?ttft_ms=20&itl_ms=5'
     \b
     Prints "ready URL" once it serves. No files are written.
     Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.

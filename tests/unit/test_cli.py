@@ -65,6 +65,9 @@ def test_help_lists_every_command_and_the_exit_codes(capsys):
     assert all(name in out for name in COMMANDS)
     assert re.findall(r"^    (\d+) ", out, re.MULTILINE) == ["0", "1", "2", "3", "4", "130"]  # 5 nothing returns
     assert set(cli.commands) == set(COMMANDS)
+    said = " ".join(out.split())
+    assert "`load --output-dir DIR --resume`" in said and "`sweep --resume [RUN_DIR]`" in said
+    assert "nothing leaves this machine unless you say so" in said and "--bind-host" in said
 
 
 @pytest.mark.parametrize(
