@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from kvbench.report import words
 from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import SCATTER, scatters
+from kvbench.targets.presets import GENERIC
+from kvbench.targets.template import is_template, placeholders
 
 CODE_PATHS = (
     "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "
     "place, where paged KV is gathered first; and paged admission keeps some pages spare for the sequences that run."
 )
+_LONGEST_NAME = 80
 SKIPPED = "skipped "  # how the note on a configuration that was not run begins
 SHOWN = (
     "started",
@@ -43,8 +47,7 @@ def reproduce(run: Run) -> str:
 def brief(run: Run) -> list[str]:
     """When, which model, on what: the line under the verdict."""
     facts = run.manifest
-    workload = facts.get("workload")
-    model = facts.get("model") or (workload.get("model") if isinstance(workload, Mapping) else None)
+    model = facts.get("model") or _workload_model(run)
     if isinstance(model, Mapping):
         model = model.get("name") or model.get("config") or model.get("path")
     started = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1 \2 UTC", _text(facts.get("started")))
@@ -58,9 +61,26 @@ def target(run: Run) -> str:
         server, versions = told.get("server") or {}, told.get("versions") or {}
         if server.get("title"):
             version = versions.get(server.get("kind"))
-            shown[f"{server['title']} {version}" if version else str(server["title"])] = None
+            title = _command_line(server) if server.get("kind") == GENERIC.name else str(server["title"])
+            shown[f"{title} {version}" if version else title] = None
     url = run.manifest.get("target")
     return words.listing(list(shown)) or (str(url) if url else "")
+
+
+def _command_line(server: Mapping[str, Any]) -> str:
+    """The command of a server of which nothing else is known, as its name."""
+    command = shlex.join(str(word) for word in server.get("command") or ())
+    return textwrap.shorten(command, _LONGEST_NAME, placeholder=" ...") or str(server["title"])
+
+
+def _workload_model(run: Run) -> Mapping[str, Any]:
+    """``model:`` of the workload, where the server was given it: one that ran before has a model of its own."""
+    workload, serve_cmd = run.manifest.get("workload"), str(run.manifest.get("serve_cmd") or "")
+    running = "://" in str(run.manifest.get("target") or "")
+    if running or (is_template(serve_cmd) and "model" not in placeholders(serve_cmd)):
+        return {}
+    model = workload.get("model") if isinstance(workload, Mapping) else None
+    return model if isinstance(model, Mapping) else {}
 
 
 def _servers(run: Run) -> list[Mapping[str, Any]]:
@@ -105,9 +125,8 @@ def skipped_notes(run: Run) -> list[str]:
 def environment(run: Run) -> list[tuple[str, str]]:
     """The facts a reader asks for first, as (name, text)."""
     facts = dict(run.manifest)
-    workload = facts.get("workload")
-    if isinstance(workload, Mapping) and "model" not in facts and workload.get("model"):
-        facts["model"] = workload["model"]
+    if "model" not in facts:
+        facts["model"] = _workload_model(run)
     found = [(name, text) for name in SHOWN if (text := _text(facts.get(name)))]
     budgets = {c.capacity.get("kv_budget_bytes") for c in run.cells} - {None}
     if budgets:
@@ -203,8 +222,7 @@ def warnings(run: Run) -> list[str]:
             "Some cells have no server metrics (a server without kvbench's /metrics): running sequences, KV "
             "usage, waste and preemptions are unknown there."
         )
-    model = (run.manifest.get("workload") or {}) if isinstance(run.manifest.get("workload"), Mapping) else {}
-    if (model.get("model") or {}).get("load_format") == "dummy":
+    if _workload_model(run).get("load_format") == "dummy":
         found.append("The model has random weights: speeds and memory are real, the text is not.")
     return found
 

@@ -15,8 +15,8 @@ PER_ROW = 5
 
 
 def occupancy(run: Run, load: LoadPoint) -> tuple[str, go.Figure, int] | None:
-    """Title, figure and minimal width of one load's small multiples; None when no cell has gauges."""
-    cells = [cell for cell in run.at(load) if not cell.gauges().empty]
+    """Title, figure and minimal width of one load's small multiples; None when no server told how full its KV was."""
+    cells = [cell for cell in run.at(load) if _tells_occupancy(cell)]
     if not cells:
         return None
     columns = min(PER_ROW, len(cells))
@@ -49,6 +49,11 @@ def occupancy(run: Run, load: LoadPoint) -> tuple[str, go.Figure, int] | None:
     finish(figure, 40 + 380 * bands, legend=False)
     figure.update_layout(margin_t=56)
     return _title(run, load), figure, 180 * columns + 60
+
+
+def _tells_occupancy(cell: Cell) -> bool:
+    gauges = cell.gauges()
+    return bool(gauges["kv_slots_reserved"].notna().any() or gauges["kv_cache_usage_perc"].notna().any())
 
 
 def _panel(

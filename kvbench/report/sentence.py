@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from kvbench.report import words
 from kvbench.report.data import Cell, Run
@@ -78,7 +79,9 @@ def _why_invalid(c: Comparison) -> str:
 def no_pair_sentence(run: Run) -> str:
     """What can be said when paged and contiguous were not measured under a common load."""
     has_paged, has_contiguous = any(c.is_paged for c in run.cells), any(c.is_contiguous for c in run.cells)
-    if has_paged and has_contiguous:
+    if not _asks_about_layouts(run):
+        why = ""
+    elif has_paged and has_contiguous:
         why = "Paged and contiguous share no load in this run, so it cannot say what paging bought. "
     elif has_paged:
         why = "Without a contiguous cell this run cannot say what paging bought. "
@@ -87,6 +90,13 @@ def no_pair_sentence(run: Run) -> str:
     else:
         why = ""
     return why + best_sentence(run)
+
+
+def _asks_about_layouts(run: Run) -> bool:
+    """Whether the workload varies the layout; so it is taken where the manifest does not tell."""
+    workload = run.manifest.get("workload")
+    swept = workload.get("sweep") if isinstance(workload, Mapping) else None
+    return not isinstance(swept, Mapping) or "layout" in swept
 
 
 def best_sentence(run: Run) -> str:
@@ -102,7 +112,11 @@ def best_sentence(run: Run) -> str:
     failed = top.cell.count("failed")
     tail = f"; {failed} of its {failed + top.cell.count('completed')} requests failed" if failed else ""
     scatter = "; its repeats scatter" if scatters(top.cell) else ""
-    if len(run.at(load)) == 1:
+    others = [cell for cell in run.at(load) if cell is not top.cell]
+    if others and not any(cell.valid for cell in others):
+        alone = f"Only {top.cell.name} was validly measured at {load.label}, so there is nothing to compare: "
+        return f"{alone}{amount}, {latency}{scatter}{tail}."
+    if not others:
         return f"{upper_first(top.cell.name)} delivered {amount} at {load.label}, {latency}{scatter}{tail}."
     if top.unclear_with:
         return (
@@ -115,7 +129,9 @@ def best_sentence(run: Run) -> str:
 def _versus(run: Run, top: Best) -> str:
     base = baseline(run, top.load)
     against = ""
-    if base is not None and base is not top.cell and (r := compare(top.cell, base).throughput) is not None:
+    if base is not None and not base.valid:
+        against = f" (of the baseline {base.name} there is no valid measurement)"
+    elif base is not None and base is not top.cell and (r := compare(top.cell, base).throughput) is not None:
         against = f", {effect(r)} the baseline {base.name}"
     return against + "".join(f", {text}" for text in rivals(top))
 

@@ -24,9 +24,15 @@ _HOST = "127.0.0.1"
 def is_template(text: str) -> bool:
     """Whether a command has any ``{placeholder}``; without one it takes the built-in server's flags."""
     try:
-        return any(name is not None for word in shlex.split(text) for _, name, _, _ in string.Formatter().parse(word))
+        return bool(placeholders(text))
     except ValueError:
         return False
+
+
+def placeholders(text: str) -> frozenset[str]:
+    """The names in braces. Raises ValueError where quotes or braces do not match."""
+    parts = (part for word in shlex.split(text) for part in string.Formatter().parse(word))
+    return frozenset(name for _, name, _, _ in parts if name is not None)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class CommandTemplate:
     @property
     def names(self) -> frozenset[str]:
         """The placeholders."""
-        return frozenset(name for word in self.words for _, name, _, _ in string.Formatter().parse(word) if name)
+        return placeholders(self.text)
 
     def require(self, swept: Iterable[str]) -> None:
         """UsageError when a setting that is swept is not in the command."""
@@ -75,7 +81,7 @@ class CommandTemplate:
             raise UsageError(
                 f"the sweep varies {', '.join(missing)}, and --serve-cmd has no "
                 f"{' and no '.join(f'{{{name}}}' for name in missing)}: its configurations would all be the same "
-                f"server. Add the placeholder, or sweep less: -o 'sweep={{page_size: [16, 32]}}'"
+                "server. Add the placeholder, sweep nothing (-o 'sweep={}'), or leave those cells out with --only"
             )
 
     def not_passed_on(self, settings: Mapping[str, Any]) -> list[str]:

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from kvbench.report import build_report, headline
 from kvbench.report.breakdown import class_name, class_rows, turn_rows
 from kvbench.report.data import Cell, LoadPoint, Repeat, Run
+from kvbench.report.figures import drawings
 from kvbench.report.manifest import brief, environment, skipped_notes, warnings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.plateaus import plateau_rows
+from kvbench.report.reading import read_run
 from kvbench.report.table import columns, rows
 from kvbench.results import open_run
 from tests.support.report_cells import cell, run
@@ -225,3 +228,41 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
     ]
     assert "Step by step of the rate" in page(shown) and "## Step by step of the rate" in markdown(shown)
     assert plateau_rows(run(one)) == [] and "Step by step" not in page(run(one))
+
+
+DUMMY = {"model": {"config": "llama-32m", "load_format": "dummy"}}
+
+
+@pytest.mark.parametrize(
+    ("served", "random"),
+    [
+        ({}, True),
+        ({"target": "vllm"}, True),  # is given the exported model
+        ({"serve_cmd": "serve --fast"}, True),  # takes the built-in server's flags
+        ({"serve_cmd": "serve {model} --port {port}"}, True),
+        ({"serve_cmd": "serve --port {port}"}, False),
+        ({"target": "http://127.0.0.1:9"}, False),
+    ],
+)
+def test_of_a_model_that_is_not_the_workloads_nothing_is_claimed(served: dict[str, str], random: bool) -> None:
+    shown = run(cell(), workload=DUMMY, **served)
+    assert any("random weights" in text for text in warnings(shown)) is random
+    assert any("llama-32m" in text for text in brief(shown)) is random
+    assert ("llama-32m" in str(environment(shown))) is random
+
+
+def test_a_server_known_by_its_command_only_is_named_by_it() -> None:
+    told = {"kind": "openai", "title": "the server", "command": ["serve", "--port", "PORT", "a b"]}
+    assert brief(run(cell(), servers={"launched": {"server": told}})) == ["serve --port PORT 'a b'"]
+
+
+def test_a_server_that_tells_nothing_of_its_kv_has_no_figure_of_it(make: Callable[..., Run]) -> None:
+    made = make(repeats=1)
+    assert any(drawing.key.startswith("occupancy") for drawing in drawings(made))
+    for one in made.cells:
+        gauges = pd.read_parquet(one.folder / "server.parquet")
+        gauges[["t", "repeat", "num_requests_running", "num_requests_waiting"]].to_parquet(
+            one.folder / "server.parquet"
+        )
+    shown = drawings(read_run(made.folder))
+    assert shown and not any(drawing.key.startswith("occupancy") for drawing in shown)

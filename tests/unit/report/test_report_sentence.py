@@ -154,6 +154,27 @@ def test_no_contiguous_cell_claims_nothing_about_paging() -> None:
     assert "200 output tokens/s" in text
 
 
+def test_a_workload_that_asks_nothing_about_paging_is_told_nothing_about_it() -> None:
+    cells = (cell(throughput=(200.0,) * 3), cell(page_size=8, baseline=False))
+    swept = {"workload": {"sweep": {"page_size": [8]}}}
+    assert headline(run(*cells, **swept)).startswith("At 24 concurrent requests paged (page 16) delivered the most")
+    swept["workload"]["sweep"]["layout"] = ["contiguous"]
+    assert headline(run(*cells, **swept)).startswith("Without a contiguous cell")
+
+
+def test_nothing_is_compared_with_a_measurement_that_is_invalid() -> None:
+    base, best = cell(reasons=("it lagged",)), cell(page_size=8, throughput=(200.0,) * 3, baseline=False)
+    alone = headline(run(base, best))
+    assert (
+        "Only paged (page 8) was validly measured at 24 concurrent requests, so there is nothing to compare: 200"
+        in alone
+    )
+    assert "2.00x" not in alone and "the most" not in alone
+    three = headline(run(base, best, cell(page_size=4, baseline=False)))
+    assert "paged (page 8) delivered the most: 200 output tokens/s" in three
+    assert "(of the baseline paged (page 16) there is no valid measurement)" in three and "2.00x" not in three
+
+
 def test_layouts_without_a_common_load() -> None:
     assert "share no load" in headline(run(cell(load=3), cell("contiguous", load=24)))
 
