@@ -36,6 +36,8 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
         calibrate=not options["no_calibration"],
         check=choice.check,
         refuses=choice.refuses,
+        require=choice.require,
+        start_guess_s=choice.start_guess_s,
         fresh=choice.fresh,
         notes=choice.notes,
     )
@@ -43,7 +45,9 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
     if dry_run:
         design, blocks = sweep_options.plan(loaded)
         _, guesses = preflight(loaded, design, sweep_options)
-        describe_plan(loaded, design, blocks, Estimator(guesses).total_s(blocks), console)
+        guessed = choice.start_guess_s
+        seconds = Estimator(guesses, guessed).total_s(blocks)
+        describe_plan(loaded, design, blocks, seconds, console, start_guess_s=guessed)
         return 0
     if choice.probes:  # before a results folder is made for it
         probe = choice.new_target()

@@ -33,12 +33,15 @@ _MAX_ID = 80  # file systems allow 255 bytes for a name; a terminal table does n
 
 
 def config_id_of(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
-    """The name of a configuration in cell ids: the layout with its page size or reservation, then what varies."""
+    """The name of a configuration in cell ids: the layout with its page size or reservation, then what varies.
+
+    Without a layout: a server that was launched by a command which does not say it.
+    """
     if "target" in settings:  # a server that runs already: its settings are not ours to name
         return "target"
-    layout = settings.get("layout", "paged")
-    parts = [slug(layout)]
-    if layout == "paged" and "page_size" in settings:
+    layout = settings.get("layout")
+    parts = [slug(layout or "launched")]
+    if layout in ("paged", None) and "page_size" in settings:
         parts.append(f"p{slug(settings['page_size'])}")
     if layout == "contiguous" and "reservation" in settings:
         parts.append(slug(settings["reservation"]))
@@ -65,9 +68,9 @@ def label_of(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
     """The name of a configuration for people."""
     if "target" in settings:
         return str(settings["target"])
-    layout = settings.get("layout", "paged")
-    words = [str(layout)]
-    if layout == "paged" and "page_size" in settings:
+    layout = settings.get("layout")
+    words = [str(layout or "launched server")]
+    if layout in ("paged", None) and "page_size" in settings:
         words.append(f"page {settings['page_size']}")
     if layout == "contiguous" and "reservation" in settings:
         words.append(phrase("reservation", settings["reservation"]))

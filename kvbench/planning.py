@@ -13,7 +13,7 @@ from rich.console import Console
 from kvbench import loadrun
 from kvbench.design import Block, Configuration, Design, make_design, plan_blocks, select, without
 from kvbench.errors import UsageError
-from kvbench.progress import clock
+from kvbench.progress import START_GUESS_S, clock
 from kvbench.results import RunFolder
 from kvbench.settings import effective
 from kvbench.workload import Workload
@@ -40,11 +40,15 @@ class SweepOptions:
     """Why another engine cannot have a configuration, which is then skipped with that reason."""
     fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False
     """Whether a configuration's prefix cache is empty on a new server only."""
+    require: Callable[[Design], None] = lambda design: None
+    """Raises UsageError for a design whose configurations the target cannot tell apart; after ``only``."""
     notes: tuple[str, ...] = ()
+    start_guess_s: float = START_GUESS_S
 
     def plan(self, workload: Workload) -> tuple[Design, tuple[Block, ...]]:
         """As ``plan_sweep`` with these options; the design's notes begin with theirs."""
         design, blocks = plan_sweep(workload, self.only, self.check, refuses=self.refuses, fresh=self.fresh)
+        self.require(design)
         return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
 
 
@@ -182,14 +186,20 @@ def _holds(configuration: Configuration, known: Mapping[str, Any]) -> str:
 
 
 def describe_plan(
-    workload: Workload, design: Design, blocks: Sequence[Block], seconds: float, console: Console
+    workload: Workload,
+    design: Design,
+    blocks: Sequence[Block],
+    seconds: float,
+    console: Console,
+    *,
+    start_guess_s: float = START_GUESS_S,
 ) -> None:
-    """The plan of --dry-run: cells, order, time."""
+    """The plan of --dry-run: cells, order, time; ``seconds`` count ``start_guess_s`` for each launch."""
     loads = sum(len(b.cells) for b in blocks)
     console.print(
         f"{workload.name} ({workload.profile} profile, seed {workload.seed}): {len(design.configurations)} "
         f"configurations, {len(design.cells)} cells, {len(blocks)} server launches, {loads} loads, "
-        f"about {clock(seconds)} (a guess until it is measured)",
+        f"about {clock(seconds)} (a guess until it is measured; {start_guess_s:g} s for each launch)",
         soft_wrap=True, highlight=False, markup=False,
     )  # fmt: skip
     console.print("cells:", highlight=False)

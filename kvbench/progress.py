@@ -20,7 +20,7 @@ from rich.text import Text
 
 from kvbench.design import Block, Cell
 
-START_GUESS_S = 8.0  # a server, before the first one was seen
+START_GUESS_S = 8.0  # the built-in server, before the first one was seen
 QUIET_S = 30.0  # so long nothing is said where there is no terminal
 
 
@@ -28,11 +28,12 @@ class Estimator:
     """Seconds left, from the loads that are finished; before that from a guess per load point.
 
     A load of the same cell is the best hint, then the same load point under other configurations, then the guess
-    corrected by how wrong guesses were so far.
+    corrected by how wrong guesses were so far. The same for server starts.
     """
 
-    def __init__(self, guesses: Mapping[str, float]) -> None:
+    def __init__(self, guesses: Mapping[str, float], start_guess_s: float = START_GUESS_S) -> None:
         self._guesses = dict(guesses)  # load_id -> seconds
+        self._start_guess_s = start_guess_s
         self._seen: dict[str, list[float]] = {}
         self._ratios: list[float] = []
         self._starts: list[float] = []
@@ -53,8 +54,13 @@ class Estimator:
         ratio = statistics.median(self._ratios) if self._ratios else 1.0
         return self._guesses.get(cell.load.load_id, 30.0) * ratio
 
+    @property
+    def guesses_starts(self) -> bool:
+        """Whether no launch has been measured yet."""
+        return not self._starts
+
     def start_s(self) -> float:
-        return statistics.median(self._starts) if self._starts else START_GUESS_S
+        return statistics.median(self._starts) if self._starts else self._start_guess_s
 
     def total_s(self, blocks: Sequence[Block]) -> float:
         """Seconds for ``blocks`` from nothing."""
@@ -214,10 +220,10 @@ class SweepProgress:
         self._done += 1
         self._current = None
         self._speaker.said()
-        elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
+        elapsed, left = clock(time.monotonic() - self._began), self._left_words()
         head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
         self._console.print(
-            f"{head}{text}" + ("" if self._bars else f"  (elapsed {elapsed}, about {left} left)"),
+            f"{head}{text}" + ("" if self._bars else f"  (elapsed {elapsed}, {left})"),
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -226,8 +232,11 @@ class SweepProgress:
             self._bars.update(self._sweep_bar, completed=self._done)
 
     def _sweep_text(self) -> str:
-        elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
-        return f"{min(self._done + 1, self._total)} of {self._total}, {elapsed} elapsed, {left} left"
+        elapsed, left = clock(time.monotonic() - self._began), self._left_words()
+        return f"{min(self._done + 1, self._total)} of {self._total}, {elapsed} elapsed, {left}"
+
+    def _left_words(self) -> str:
+        return f"about {clock(self.time_left_s())} left" + (", a guess" if self._estimator.guesses_starts else "")
 
     def _load_text(self) -> str:
         if self._current is None:

@@ -66,7 +66,7 @@ class Sweep:
         manifest = self._open_manifest(run, blocks, capacity, something_left=bool(left))
         manifest["notes"] = list(design.notes)
         write_json(run.manifest_path, manifest)
-        estimator = Estimator(guesses)
+        estimator = Estimator(guesses, self.options.start_guess_s)
         finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
         self._say(f"results: {run.path}")
         if self.resumed:

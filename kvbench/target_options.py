@@ -25,8 +25,8 @@ _OPTIONS = (
     click.option("--target-args", metavar="WORDS", help="With a launched target: further words for its command line."),
     click.option(
         "--serve-cmd", metavar="CMD",
-        help="Launch this instead: with {model}, {port}, {page_size} and other settings in braces, or a command that "
-        "takes the built-in server's flags.",
+        help="Launch this instead: with {port}, {model}, {page_size} and other settings in braces, all that the sweep "
+        "varies among them; or a command that takes the built-in server's flags.",
     ),
     click.option("--preset", metavar="NAME", help="With --target URL or --serve-cmd: what kind of server that is."),
     click.option("--model", metavar="NAME", help="With --target URL: the model's name there (default: the first)."),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvbench.design import LoadPoint
 from kvbench.errors import UsageError
@@ -52,6 +52,11 @@ class WorkloadFile(StrictModel):
     design: Literal["one_at_a_time", "full"] = "one_at_a_time"
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
     load: dict[str, Any]
+
+    @field_validator("sweep", mode="before")
+    @classmethod
+    def _nothing_swept(cls, value: Any) -> Any:
+        return {} if value is None else value
 
     @model_validator(mode="after")
     def _lists(self) -> WorkloadFile:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvbench.contention import server_at
+from kvbench.design import Design
 from kvbench.errors import UsageError
+from kvbench.progress import START_GUESS_S
 from kvbench.targets.access import Access
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
@@ -24,6 +25,7 @@ from kvbench.targets.openai import OpenAITarget
 from kvbench.targets.owned import require_free_port
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, PRESETS
+from kvbench.targets.program import program_of
 from kvbench.targets.template import CommandTemplate, is_template
 from kvbench.workload import Workload
 
@@ -39,8 +41,10 @@ class Choice:
     """What a sweep needs to know of its target.
 
     ``workload``: as it runs there. ``refuses``: why a configuration cannot be had, None for a target that has all of
-    them or is asked by ``check``. ``fresh``: whether a configuration needs a new server before every load that is to
-    find an empty cache. ``notes``: for the user. ``manifest``: what the run's manifest says.
+    them or is asked by ``check``. ``require``: raises UsageError for a design whose configurations the target cannot
+    tell apart. ``fresh``: whether a configuration needs a new server before every load that is to find an empty cache.
+    ``start_guess_s``: for a launch, until one is measured. ``notes``: for the user. ``manifest``: what the run's
+    manifest says.
     """
 
     workload: Workload
@@ -52,11 +56,13 @@ class Choice:
     notes: tuple[str, ...] = ()
     probes: bool = False  # a running server: asked before a folder is made
     close: Callable[[], None] = lambda: None
+    require: Callable[[Design], None] = lambda design: None
+    start_guess_s: float = START_GUESS_S
 
 
 def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> Choice:
     """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
-    asked = {key: options.get(key) or stored.get(key) for key in STORED}
+    asked = {key: options.get(key) or stored.get(key) for key in (*STORED, "only")}
     before = stored.get("target_options") or {}
     options = {**options, **{key: value for key, value in before.items() if not options.get(key)}}
     target, serve_cmd = asked["target"], asked["serve_cmd"]
@@ -174,7 +180,8 @@ def _launched(
         require_free_port("127.0.0.1", options["port"])
     load, notes = workload.load, []
     if template is not None:
-        template.require(workload.sweep)
+        if not asked["only"]:  # else the cells that are left are asked, by ``Choice.require``
+            template.require(workload.sweep)
         if lost := template.not_passed_on(workload.engine):
             notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
     elif workload.engine.get("kv_budget") is None:
@@ -182,13 +189,14 @@ def _launched(
     users = max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency
     launcher = Launcher(
         preset,
-        program="" if template is not None else _program(preset, asked["target_python"]),
+        program="" if template is not None else program_of(preset, asked["target_python"]),
         arithmetic=_arithmetic,
         extra=tuple(shlex.split(asked["target_args"] or "")),
         template=template,
         max_in_flight=users,
     )
     workload, changes = _baseline(workload, launcher, exact=bool(asked["exact"]))
+    workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
 
     def make() -> Target:
@@ -204,6 +212,8 @@ def _launched(
         fresh=launcher.needs_fresh_server,
         notes=(*notes, *changes),
         close=folders.close,
+        require=launcher.require,
+        start_guess_s=preset.start_guess_s,
     )
 
 
@@ -223,36 +233,6 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
         raise UsageError(f"the baseline cannot be run, nor anything near it: {left}. {way}")
     words = f"THE BASELINE IS NOT THE WORKLOAD'S: {', '.join(changes)} ({reason}); --exact refuses instead"
     return dataclasses.replace(workload, engine=settings), [words]
-
-
-def _program(preset: Preset, given: str | None) -> str:
-    """The Python or the program to launch. Raises UsageError when there is none."""
-    if preset.module is None:
-        found = given or shutil.which(preset.program or "")
-        if not found:
-            raise UsageError(f"there is no program {preset.program!r} on the PATH, which launches {preset.title}")
-        return found
-    variable = f"{preset.name.upper()}_PYTHON"
-    chosen = given or os.environ.get(variable) or _python_with(preset)
-    if not chosen or shutil.which(chosen) is None:
-        raise UsageError(
-            f"no Python with {preset.title} was found{f' at {chosen!r}' if chosen else ''}: name one with "
-            f"--target-python PATH, or in {variable}"
-        )
-    return chosen
-
-
-def _python_with(preset: Preset) -> str | None:
-    """This Python where it has the module, else the one beside the server's own script."""
-    import importlib.util
-    import sys
-
-    assert preset.module is not None
-    if importlib.util.find_spec(preset.module) is not None:
-        return sys.executable
-    script = shutil.which(preset.module)
-    python = Path(script).resolve().parent / "python" if script else None
-    return str(python) if python and python.exists() else None
 
 
 _known: dict[str, Mapping[str, Any]] = {}

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.design import Design
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.server_metrics import MetricsSample
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.model_folder import ModelFolders, ServedModel
 from kvbench.targets.owned import OwnServer, require_free_port
-from kvbench.targets.preset import Context, Preset
+from kvbench.targets.preset import OF_THE_MODEL, Context, Preset
 from kvbench.targets.template import CommandTemplate
 from kvbench.targets.texts import Texts, TokenizerTexts, WordTexts
 from kvbench.targets.versions import version_of
 
 _OF_THE_MODEL = ("max_model_len", "vocab_size")  # of our arithmetic, what holds for any server
+_OF_THE_FOLDER = {"seed", "dtype", "device", "max_model_len"}  # beside ``OF_THE_MODEL``
 _OF_THE_BUDGET = ("kv_budget_bytes", "bytes_per_token", "scale_bytes_per_token")  # for one that was given it
 
 
@@ -57,6 +59,23 @@ class Launcher:
         context = self.context(settings)
         names = self.template.names if self.template else self.preset.told
         return {k: v for k, v in context.settings.items() if k in names and v is not None}
+
+    def described(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that a configuration is named by: all, but of a template only those it passes on.
+
+        For the others the server's own values hold, which nobody knows. What the model's folder carries stays, as do
+        the limits of the prompts, and what a known kind of server has whatever its command says.
+        """
+        if self.template is None:
+            return dict(settings)
+        known = {name for name, value in settings.items() if self.preset.has_only(name, value)}
+        kept = self.template.names | known | OF_THE_MODEL.keys() | _OF_THE_FOLDER
+        return {name: value for name, value in settings.items() if name in kept}
+
+    def require(self, design: Design) -> None:
+        """Raises UsageError when configurations differ in a setting that a template does not pass on."""
+        if self.template is not None:
+            self.template.require(dict.fromkeys(name for c in design.configurations for name in c.varied))
 
     def refusal(self, settings: Mapping[str, Any]) -> str | None:
         """Why this configuration cannot be launched; None when it can."""

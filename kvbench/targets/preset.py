@@ -148,7 +148,8 @@ class Preset:
     ``module``: what a Python must have installed to be the program; ``program``: else the name of a program.
     ``settings``: what it takes; a setting that is missing there is refused. ``environment``: None takes a variable
     away. ``models_path``: None where the server does not list its models; requests then name the model as the command
-    did. ``grace_s``: between TERM and KILL. ``device_pattern``: finds the device in its /server_info. ``quirks``: what
+    did. ``grace_s``: between TERM and KILL. ``start_guess_s``: a launch of a small model on a
+    small machine, until one is measured. ``device_pattern``: finds the device in its /server_info. ``quirks``: what
     a reader of the numbers should know. ``sources``: where all this is documented.
     """
 
@@ -167,6 +168,7 @@ class Preset:
     dialect: Dialect = OPENAI
     model_format: str = "safetensors"
     grace_s: float = 10.0
+    start_guess_s: float = 60.0
     device_pattern: str | None = None
     quirks: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
@@ -175,6 +177,11 @@ class Preset:
     def told(self) -> frozenset[str]:
         """The settings that a launched server has been told."""
         return frozenset(name for name, setting in self.settings.items() if setting.told)
+
+    def has_only(self, name: str, value: Any) -> bool:
+        """Whether the server has this value of the setting whatever it is told."""
+        setting = self.settings.get(name)
+        return setting is not None and setting.values is not None and tuple(setting.values) == (value,)
 
     def refusals(self, context: Context) -> list[str]:
         """Why this server cannot run a configuration: one clause for each setting that it cannot have."""

@@ -96,6 +96,7 @@ LLAMACPP = Preset(
         },
     ),
     reset=Reset("/slots/{slot}?action=erase"),
+    start_guess_s=10.0,
     version=Version(path="/props", key="build_info"),
     dialect=Dialect(return_token_ids=False),
     model_format="gguf",

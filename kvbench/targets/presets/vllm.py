@@ -139,6 +139,7 @@ VLLM = Preset(
     reset=Reset("/reset_prefix_cache", success_key="success"),
     version=Version(path="/version"),
     grace_s=15.0,
+    start_guess_s=100.0,  # imports, and the compilation of a first start
     device_pattern=r"device_config=(\w+)",
     quirks=("a preempted request is computed anew; its prefix hits are not counted as those of new requests",),
     sources=("https://docs.vllm.ai/en/v0.32.0/", "vllm 0.32.0, read and run"),

@@ -20,6 +20,10 @@ def test_estimates_go_from_guess_to_measurement():
     estimator = Estimator({"c1": 10.0, "c4": 20.0})
     blocks = plan_blocks(DESIGN, 2, 0)
     assert estimator.total_s(blocks) == pytest.approx(4 * START_GUESS_S + 4 * 10 + 4 * 20)
+    slow = Estimator({"c1": 10.0, "c4": 20.0}, 100.0)
+    assert slow.total_s(blocks) == pytest.approx(4 * 100 + 4 * 10 + 4 * 20) and slow.guesses_starts
+    slow.observe(CELLS["paged-p16-c1"], 10.0, server_start_s=90.0)
+    assert slow.start_s() == 90.0 and not slow.guesses_starts
     estimator.observe(CELLS["paged-p16-c1"], 30.0, server_start_s=2.0)
     assert estimator.load_s(CELLS["paged-p16-c1"]) == 30.0  # the same cell
     assert estimator.load_s(CELLS["paged-p8-c1"]) == 30.0  # the same load elsewhere
@@ -44,12 +48,13 @@ def test_one_plain_line_a_load_without_a_terminal():
         for cell in blocks[0].cells:
             progress.load_started(cell, 1, 8)
             progress.load_progress(4, 8, 0, 0.5)
-            progress.load_finished(cell, 1, {"metrics": metrics, "valid": True, "invalid_reasons": []})
+            done = {"metrics": metrics, "valid": True, "invalid_reasons": []}
+            progress.load_finished(cell, 1, done | ({} if cell is blocks[0].cells[0] else {"server_start_s": 2.0}))
         progress.load_failed(blocks[1].cells[0], 1, "the server died [x]")
     lines = out.getvalue().splitlines()
     assert len(lines) == 3
     assert lines[0].startswith(f"[1/4] {blocks[0].cells[0].cell_id} repeat 1: 123.5 output tok/s, TTFT p95 20 ms")
-    assert "left)" in lines[0]
+    assert lines[0].endswith("left, a guess)") and lines[1].endswith("left)")
     assert "FAILED: the server died [x]" in lines[2]  # brackets are not markup
 
 

@@ -83,6 +83,8 @@ def test_overrides_reach_into_lists_and_make_missing_sections(tmp_path):
     assert workload.load.prompts.classes[0].name == "renamed"
     assert workload.load.slo.ttft_ms == 100.0
     assert workload.sweep == {}
+    same = load_workload(path, profile="cpu", overrides=[*overrides[:2], "sweep=null"])
+    assert same.resolved == workload.resolved
 
 
 def test_a_mapping_of_another_kind_replaces_instead_of_merging():

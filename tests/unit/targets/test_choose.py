@@ -32,6 +32,15 @@ NOTHING = dict.fromkeys(
 ENGINE = {"device": "cpu", "page_size": 32, "kv_budget": "65MiB", "max_model_len": 256, "max_num_seqs": 8}
 
 
+@pytest.fixture(autouse=True)
+def _engines_here(tmp_path_factory, monkeypatch):
+    """This Python has vLLM and SGLang, for anybody who only asks whether it has."""
+    folder = tmp_path_factory.mktemp("modules")
+    for name in ("vllm", "sglang"):
+        (folder / f"{name}.py").write_text("raise ImportError('not to be imported')")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
 @pytest.fixture
 def workload(tmp_path):
     def make(sweep=None, engine=None, load=None):
@@ -50,7 +59,6 @@ def chosen(workload, stored=None, **options):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"serve_cmd": f"{sys.executable} {{port}}"}, r"the sweep varies layout, and --serve-cmd has no {layout}"),
         ({"serve_cmd": f"{sys.executable} {{prt}}"}, r"the placeholder {prt}, which is no setting"),
         ({"serve_cmd": "/no/such -m server"}, r"there is no program '/no/such'"),
         ({"target": "vllm", "target_python": "/no/python"}, r"no Python with vLLM was found at '/no/python'"),
@@ -69,6 +77,39 @@ def chosen(workload, stored=None, **options):
 def test_what_cannot_be_meant_is_refused_with_the_way_out(workload, options, sentence):
     with pytest.raises(UsageError, match=sentence):
         chosen(workload(sweep={"layout": ["contiguous"]}), **options)
+
+
+SCRIPT = "#!/bin/sh\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "script", "sentence"),
+    [
+        ("vllm", SCRIPT + "exit 3", r"has no module 'vllm', so it cannot launch vLLM: name one with --target-python"),
+        ("vllm", SCRIPT + "exit 1", r"is no Python that works \(ended with exit code 1\)"),
+        ("vllm", SCRIPT + "sleep 60", r"is no Python that works \(did not end within 0.5 s\)"),
+        ("vllm", "neither", r"is no Python that works \(cannot be run: Exec format error\)"),
+        ("tgi", SCRIPT + "exit 2", r"--version ended with exit code 2: it cannot launch TGI"),
+        ("tgi", None, r"there is no program 'text-generation-launcher' at '.*program', which launches TGI"),
+    ],
+)
+def test_a_program_that_cannot_launch_its_preset_is_refused_before_a_launch(
+    workload, tmp_path, monkeypatch, target, script, sentence
+):
+    monkeypatch.setattr("kvbench.targets.program._ANSWER_S", 0.5 if "sleep" in str(script) else 30.0)
+    program = tmp_path / "program"
+    if script is not None:
+        program.write_text(script)
+        program.chmod(0o755)
+    with pytest.raises(UsageError, match=sentence):
+        chosen(workload(), target=target, target_python=str(program))
+
+
+def test_this_python_is_asked_for_the_module_itself(workload, monkeypatch):
+    chosen(workload(), target="vllm", target_python=sys.executable)
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(UsageError, match=r"has no module 'sglang', so it cannot launch SGLang"):
+        chosen(workload(), target="sglang", target_python=sys.executable)
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_launched(workload):
@@ -135,9 +176,51 @@ def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
     assert bytes_given == tokens * 16384
 
 
-def plan(choice):
-    options = SweepOptions(check=choice.check, refuses=choice.refuses, fresh=choice.fresh, notes=choice.notes)
+def plan(choice, *only):
+    options = SweepOptions(
+        only=only, check=choice.check, refuses=choice.refuses, require=choice.require, fresh=choice.fresh,
+        notes=choice.notes,
+    )  # fmt: skip
     return options.plan(choice.workload)
+
+
+def test_what_is_swept_and_run_must_be_in_the_command(workload):
+    made, line = workload(sweep={"layout": ["contiguous"], "page_size": [8, 16]}), f"{sys.executable} {{port}}"
+    with pytest.raises(
+        UsageError, match=r"varies layout, page_size, .* sweep nothing \(-o 'sweep={}'\), or leave .* --only"
+    ):
+        chosen(made, serve_cmd=line)
+    for only, setting in (("launched-p8-*", "page_size"), ("contiguous-*", "layout"), ("*", "layout, page_size")):
+        with pytest.raises(UsageError, match=f"the sweep varies {setting}, and --serve-cmd has no"):
+            plan(chosen(made, serve_cmd=line, only=(only,)), only)
+    left, _ = plan(chosen(made, serve_cmd=line, only=("launched-c*",)), "launched-c*")
+    assert [c.is_baseline for c in left.configurations] == [True]
+    assert plan(chosen(workload(), serve_cmd=line))[0].cells == left.cells
+
+
+def test_a_command_gives_its_server_the_names_of_what_it_passes_on_only(workload):
+    """As a mock server that was told nothing must not be called paged."""
+
+    def names(command, **more):
+        found = chosen(workload(**more), serve_cmd=f"{sys.executable} {{port}} {command}")
+        return [(c.config_id, c.label) for c in plan(found)[0].configurations], found.workload.engine
+
+    shown, engine = names("--itl-ms 5")
+    assert shown == [("launched", "launched server")]
+    assert not {"layout", "page_size", "kv_budget", "max_num_seqs"} & engine.keys()
+    assert engine["max_model_len"] == 256  # the prompts keep to it
+    sizes = [("launched-p32", "launched server, page 32"), ("launched-p64", "launched server, page 64")]
+    assert names("{page_size}", sweep={"page_size": [64]})[0] == sizes
+    assert names("{layout} {page_size}")[0] == [("paged-p32", "paged, page 32")]
+    caching = names("{enable_prefix_caching:on|off}", sweep={"enable_prefix_caching": [True]})[0]
+    assert [label for _, label in caching] == ["launched server", "launched server, prefix caching"]
+    vllm = chosen(workload(), serve_cmd=f"{sys.executable} {{port}} {{page_size}}", preset="vllm")
+    assert plan(vllm)[0].configurations[0].label == "paged, page 32"  # it always is
+
+
+def test_each_preset_has_its_guess_of_a_launch(workload):
+    slow = chosen(workload(), **VLLM_HERE)
+    assert slow.start_guess_s >= 90 > chosen(workload()).start_guess_s  # a launch of vLLM on a CPU took that long
 
 
 def test_what_the_target_cannot_do_is_skipped_and_the_rest_runs(workload):
@@ -194,8 +277,8 @@ def test_what_the_server_was_not_told_is_not_put_down(workload):
     launcher = silent.new_target().launcher
     assert launcher.passed_on(silent.workload.engine) == {"page_size": 32, "model": silent.workload.engine["model"]}
     told = chosen(workload(), serve_cmd=f"{sys.executable} {{port}} {{kv_budget}} {{dtype}}").new_target().launcher
-    assert told.check(silent.workload.engine)["kv_budget_bytes"] == 65 << 20
-    assert told.passed_on({**silent.workload.engine, "dtype": "auto"})["dtype"] == "float32"  # as the built-in engine's
+    assert told.check(workload().engine)["kv_budget_bytes"] == 65 << 20
+    assert told.passed_on({**workload().engine, "dtype": "auto"})["dtype"] == "float32"  # as the built-in engine's
     assert told.command({**ENGINE, "model": "llama-32m", "load_format": "dummy"}, model="", port=1, scratch="")[-1] == (
         "float32"
     )
