@@ -2,16 +2,14 @@
 
 Random weights of a bare config are written by ``engine.export_model``, in a process of its own; a folder with weights
 is served as it is, through links where its configs must differ. Removed when the run ends; when kvbench is killed, by
-the server's watchdog.
+the server's watchdog, or by the next run where there was no server yet.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 from kvbench import processes
 from kvbench.errors import MeasurementError, UsageError
+from kvbench.targets.scratch import Scratch
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")
@@ -50,19 +49,19 @@ class ModelFolders:
         self._ignore_eos = ignore_eos
         self._text_tokenizer = text_tokenizer
         self._made: dict[str, ServedModel] = {}
-        self._scratch: Path | None = None
+        self._scratch: Scratch | None = None
 
     @property
     def scratch(self) -> Path:
         """A folder of this run's own, removed by ``close``."""
         if self._scratch is None:
-            self._scratch = Path(tempfile.mkdtemp(prefix="kvbench-model-"))
-        return self._scratch
+            self._scratch = Scratch("kvbench-model-")
+        return self._scratch.path
 
     def close(self) -> None:
         """Removes everything."""
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.remove()
             self._scratch = None
         self._made.clear()
 

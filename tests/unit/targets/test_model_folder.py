@@ -14,14 +14,14 @@ from engine.config import EngineConfig
 from engine.export_model import export_model
 from engine.model_loader import load_model
 from kvbench.errors import MeasurementError, UsageError
-from kvbench.targets import model_folder
+from kvbench.targets import model_folder, scratch
 from kvbench.targets.model_folder import ModelFolders, text_tokenizer
 from kvbench.targets.texts import WordTexts
 from tests.integration.test_target_transformers import MODEL
 
 
 def folders(tmp_path, monkeypatch, ignore_eos=True):
-    monkeypatch.setattr(model_folder.tempfile, "mkdtemp", lambda prefix: str(make(tmp_path / "scratch")))
+    monkeypatch.setattr(scratch.tempfile, "mkdtemp", lambda prefix: str(make(tmp_path / "scratch")))
     return ModelFolders(ignore_eos=ignore_eos, text_tokenizer=None)
 
 
