@@ -15,6 +15,7 @@ from kvbench.cli_tools import cache_sim, tune
 from kvbench.house import check_house, guarded
 from kvbench.load_command import load
 from kvbench.mock_command import mock_server
+from kvbench.option_types import FiniteRange
 from kvbench.target_options import target_options
 from kvbench.trace_command import trace
 
@@ -103,7 +104,7 @@ def cli() -> None:
 )
 @click.option(
     "--start-timeout",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     help="Seconds to be ready (default: 180; 900 for other engines, which may compile first).",
 )
 @_with_exit_codes(_EXIT_CODES)

@@ -10,6 +10,7 @@ import click
 
 from kvbench.calibrate_command import NO_CALIBRATION
 from kvbench.load_shared import SHARING_OPTIONS
+from kvbench.option_types import FiniteRange
 
 _HELP = """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
 
@@ -123,7 +124,7 @@ _ALL = (
                  help="--find-max-rate: most runs."),
     click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True,
                  help="--find-max-rate: its end: a run that cannot end by then is not begun, or is cut."),
-    click.option("--run-seconds", type=click.FloatRange(min=0), default=20.0, show_default=True,
+    click.option("--run-seconds", type=FiniteRange(min=0), default=20.0, show_default=True,
                  help="--find-max-rate: least seconds of arrivals of a run. Without --num-prompts a run also "
                  "lasts until an overload of --tolerance would show: for the limit on TTFT or E2EL over the tolerance, "
                  "or for 3 / tolerance^2 arrivals."),

@@ -237,8 +237,8 @@ def _failure(error: BaseException, where: str) -> StreamFailure | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         return StreamFailure(
             "tls",
-            f"the certificate of {where} is not trusted ({error.verify_message}); name its authority in tls_ca_file, "
-            "or set tls_verify: false",
+            f"the certificate of {where} is not trusted ({error.verify_message}); name its authority with "
+            "--tls-ca-file, or give --no-tls-verify",
         )
     if isinstance(error, ssl.SSLError):
         return StreamFailure("tls", f"no TLS with {where}: {error.reason or error}")

@@ -147,6 +147,8 @@ class HttpTarget:
         trouble = key_trouble(response.status_code, self.access.api_key_env)
         if response.status_code == BAD_REQUEST and self.base_url.startswith("http:"):
             trouble = scheme_trouble(self.base_url)
+        if response.has_redirect_location:
+            trouble = f"sends on to {response.headers['location']}: give the URL that it serves at"
         if trouble is not None:
             raise MeasurementError(f"{self.base_url} {trouble}")
         return response

@@ -201,6 +201,19 @@ def test_load_refuses_what_is_no_url(capsys, workload, url):
     assert code == 2 and err.startswith(f"error: --url {url!r} is not a URL") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("load", "W", "--url", "http://127.0.0.1:9", "--find-max-rate", "p95_ttft<=1s", "--run-seconds", "inf"),
+        ("load", "W", "--url", "http://127.0.0.1:9", "--find-max-rate", "p95_ttft<=1s", "--run-seconds", "nan"),
+        ("sweep", "W", "--start-timeout", "nan", "--dry-run"),
+    ],
+)
+def test_seconds_are_numbers(capsys, workload, words):
+    code, _, err = run(capsys, *[workload if word == "W" else word for word in words])
+    assert code == 2 and "is not a finite number" in err
+
+
 def test_serve_help_comes_from_the_server(capsys):
     code, out, _ = run(capsys, "serve", "--help")
     assert code == 0 and "--kv-budget" in out and "usage: kvbench serve" in out

@@ -120,7 +120,7 @@ def test_who_is_trusted_and_which_phase_ran_out(exchange: Exchange, pems: tuple[
             job(f"https://127.0.0.1:{good}", tls={"verify": False}),
         ]
         trusted, other_name, unverified = (o[0] for o in exchange(jobs))
-    assert (unknown["error_kind"], "tls_ca_file" in unknown["error"]) == ("tls", True)
+    assert (unknown["error_kind"], "--tls-ca-file" in unknown["error"]) == ("tls", True)
     assert silent["error_kind"] == "connect_timeout" and "TLS handshake within 0.4 s" in silent["error"]
     assert silent["end"] - silent["ts"] < 4
     assert plain["error_kind"] == "tls"

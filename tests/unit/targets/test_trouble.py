@@ -129,6 +129,17 @@ def test_tls_where_none_is_spoken_and_without_the_key(monkeypatch) -> None:
         assert asked and not any("Authorization" in headers for headers in asked)
 
 
+def test_a_server_that_sends_on_to_another_url() -> None:
+    head = b"HTTP/1.1 301 Moved\r\nLocation: https://elsewhere/v1/models\r\nContent-Length: 0\r\n\r\n"
+
+    def serve(connection: socket.socket) -> None:
+        read_request(connection)
+        connection.sendall(head)
+
+    with raw_server(serve) as port:
+        assert "sends on to https://elsewhere/v1/models: give the URL" in trouble(f"http://127.0.0.1:{port}")
+
+
 def test_a_server_that_says_nothing_either_way_is_told_as_it_is() -> None:
     def hang_up(connection: socket.socket) -> None:
         connection.recv(65536)
@@ -146,7 +157,6 @@ def test_a_server_that_says_nothing_either_way_is_told_as_it_is() -> None:
         (("http://127.0.0.1:0",), "its port is not a number from 1 to 65535"),
         (("http://user:hush@127.0.0.1:9",), "--api-key-env NAME"),
         (("https://127.0.0.1:9", "--tls-ca-file", str(ROOT / "README.md")), "it holds no certificate"),
-        (("http://127.0.0.1:9", "--tls-ca-file", str(ROOT / "README.md")), "it holds no certificate"),
         (("https://127.0.0.1:9", "--tls-ca-file", str(ROOT)), "Is a directory"),
     ],
 )
