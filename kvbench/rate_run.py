@@ -108,7 +108,10 @@ class RateSearch:
         for path, kept in finished:
             self._note(path, kept)
         if self.trials:
-            self.console.print(f"{len(self.trials)} runs are finished and are not run again", highlight=False)
+            done = (
+                "1 run is finished and is" if len(self.trials) == 1 else f"{len(self.trials)} runs are finished and are"
+            )
+            self._print(f"{done} not run again")
 
     def _one(self, ask: Ask) -> None:
         number = len(self.trials) + 1

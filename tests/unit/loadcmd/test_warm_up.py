@@ -1,0 +1,62 @@
+"""Warm-up requests that fail are sent again, but not for ever; a server that answers none is not measured."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from kvbench import warm_up as warming
+from kvbench.errors import MeasurementError
+from kvbench.load.requests import RequestSpec
+from kvbench.warm_up import ATTEMPTS, WarmUp, warm_up
+
+
+class Server:
+    """``answers(n)``: whether attempt n of all (from 1) is answered; each takes ``seconds`` of the fake clock."""
+
+    def __init__(self, answers, seconds=0.0):
+        self.answers, self.seconds = answers, seconds
+        self.now, self.limits, self.numbers = 0.0, [], count(1)
+
+    def complete(self, prompt, max_tokens, timeout_s):
+        self.limits.append(timeout_s)
+        self.now += min(self.seconds, timeout_s)
+        number = next(self.numbers)
+        if not self.answers(number):
+            raise MeasurementError(f"refused {number}")
+
+    def subject(self):
+        made = [RequestSpec(i, "a", (1, 2, 3), None, max_tokens=4) for i in range(9)]
+        load = SimpleNamespace(timeout_s=20.0)
+        return SimpleNamespace(seed=1, load=load, target=self, requests=lambda *args: made)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def warm(server, requests=1):
+        clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda s: setattr(server, "now", server.now + s))
+        monkeypatch.setattr(warming, "time", clock)
+        return warm_up(server.subject(), None, requests)
+
+    return warm
+
+
+def test_one_that_fails_is_sent_again_and_told(run):
+    assert run(Server(lambda n: n == 3)) == WarmUp(1, 1, 2, "refused 2")
+    assert run(Server(lambda n: True), 4) == WarmUp(4, 4) and run(Server(lambda n: False), 0) == WarmUp(0, 0)
+
+
+def test_a_server_that_answers_some_is_measured_and_one_that_answers_none_is_not(run):
+    some = run(Server(lambda n: n > 3 * ATTEMPTS), 4)  # one after the other or at once: nine attempts fail
+    assert some.failures == 9 and 1 <= some.answered <= 4
+    with pytest.raises(MeasurementError, match=r"all 12 attempts to warm the server up failed; the last: refused \d+;"):
+        run(Server(lambda n: False), 4)
+
+
+def test_all_attempts_of_a_request_share_its_time_out(run):
+    slow = Server(lambda n: False, seconds=15.0)
+    with pytest.raises(MeasurementError, match="all 2 attempts"):
+        run(slow)
+    assert slow.limits == pytest.approx([20.0, 4.8]) and slow.now <= 20.0
