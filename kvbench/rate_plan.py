@@ -61,7 +61,7 @@ class Sizes:
         if self.fixed or not self.enough or not self.seconds or count <= math.ceil(rate * self.seconds):
             return ""
         why = next(why for needed, why in self._needed(rate, conditions) if needed == count)
-        return f"--run-seconds {self.seconds:g} are {math.ceil(rate * self.seconds)}, but {why}"
+        return f"--run-seconds {self.seconds:g} are only {math.ceil(rate * self.seconds)}, but {why}"
 
     def seconds_of(self, rate: float, conditions: Sequence[Condition]) -> float:
         """Seconds for which a run at ``rate`` [1/s] sends."""

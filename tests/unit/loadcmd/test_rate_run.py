@@ -105,7 +105,7 @@ def test_a_run_is_announced_before_it_begins_with_its_length_and_why_it_is_longe
     before: list[str] = []
     search = new(Watched(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(10, 3.0))
     search.run()
-    first = "run 1: 1 requests/s, 130 requests, about 2:10 (--run-seconds 3 are 3, but p95 needs 130)"
+    first = "run 1: 1 requests/s, 130 requests, about 2:10 (--run-seconds 3 are only 3, but p95 needs 130)"
     assert before[0].strip() == first
     assert "run 2: 2 requests/s, 130 requests, about 1:05" in before[1] and "about 1:05" not in before[0]
 
