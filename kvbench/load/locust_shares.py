@@ -1,4 +1,4 @@
-"""A Locust dispatcher whose shares are said beforehand."""
+"""Locust dispatchers of a load that is dealt out once, when it begins."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from locust.dispatch import UsersDispatcher
 from locust.runners import WorkerNode
 
 
-def fixed_shares(users_of: Callable[[str], int]) -> type[UsersDispatcher]:
-    """Gives each worker ``users_of(its id)`` users at once, once.
+class DealtOnce(UsersDispatcher):
+    """Locust's dispatcher among the workers of the beginning: the requests are dealt out to them, and to nobody else.
 
-    The users of a lost worker are never moved to another, and one that comes later gets none.
+    Locust would spawn again, and move users, when a worker comes, goes or comes back.
     """
 
-    class FixedShares(UsersDispatcher):
+    @property
+    def dispatch_in_progress(self) -> bool:
+        """Always: Locust begins no other one on its own."""
+        return True
+
+    def add_worker(self, worker_node: WorkerNode) -> None: ...
+
+    def remove_worker(self, worker_node: WorkerNode) -> None: ...
+
+
+def fixed_shares(users_of: Callable[[str], int]) -> type[UsersDispatcher]:
+    """Gives each worker ``users_of(its id)`` users at once."""
+
+    class FixedShares(DealtOnce):
         def __init__(self, worker_nodes: list[WorkerNode], user_classes: list[type[User]]) -> None:
             super().__init__(worker_nodes, user_classes)
-            self._dispatch_in_progress = True  # else Locust spawns users again when a worker comes, goes or comes back
             self._shares = {node.id: {user_classes[0].__name__: users_of(node.id)} for node in worker_nodes}
 
         def new_dispatch(self, target_user_count: int, spawn_rate: float, user_classes: Any = None) -> None:
@@ -27,9 +39,5 @@ def fixed_shares(users_of: Callable[[str], int]) -> type[UsersDispatcher]:
 
         def __next__(self) -> dict[str, dict[str, int]]:
             return next(self._rounds)
-
-        def add_worker(self, worker_node: WorkerNode) -> None: ...
-
-        def remove_worker(self, worker_node: WorkerNode) -> None: ...
 
     return FixedShares

@@ -31,7 +31,7 @@ from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_wire import send_statistics
 from kvbench.load.lag import LagProbe
 from kvbench.load.locust_job import Job, add_arguments, add_rows, job_of, session_for
-from kvbench.load.locust_shares import fixed_shares
+from kvbench.load.locust_shares import DealtOnce, fixed_shares
 from kvbench.load.outcome import outcome_of, write_outcome
 from kvbench.load.process import EXIT_NOT_DRIVEN, START_LIMIT_S, Measuring, wait_ready, watch
 from kvbench.load.session import LoadSession
@@ -43,7 +43,8 @@ _MISTAKES = (ValueError, OSError, MeasurementError)
 
 @dataclass
 class Node:
-    """What this Locust process knows of the test. ``shard``: its number and how many share the load.
+    """What this Locust process knows of the test. ``shard``: its number and how many share the load; on a worker None
+    until the master has said it.
 
     ``test``: how many tests were started, this one included; each has requests of its own.
     """
@@ -51,7 +52,7 @@ class Node:
     job: Job | None = None
     session: LoadSession | None = None
     measuring: Measuring | None = None
-    shard: tuple[int, int] = (0, 1)
+    shard: tuple[int, int] | None = (0, 1)
     test: int = 0
     driver: gevent.Greenlet | None = None
     ended: set[str] = field(default_factory=set)  # on the master: workers that have nothing more to do
@@ -93,13 +94,13 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
     except _MISTAKES as error:
         sys.exit(f"kvbench: {error}")
     if isinstance(runner, WorkerRunner):
+        NODE.shard = None
         runner.register_message(_SHARD, _on_shard)
         return  # the master says which users, and how many
     environment.user_classes = [ClosedLoop if job.mode == "closed" else OpenLoop]
     if isinstance(runner, MasterRunner):
         runner.register_message(_ENDED, lambda msg, **_: _on_ended(environment, msg))
-        if job.mode == "open":
-            environment.dispatcher_class = one_each
+        environment.dispatcher_class = DealtOnce if job.mode == "closed" else one_each
     options.num_users = options.num_users or job.users
     options.spawn_rate = options.spawn_rate or options.num_users
 
@@ -132,6 +133,10 @@ def _on_start(environment: Environment, **_: Any) -> None:
     if isinstance(runner, MasterRunner):
         _deal_out(environment, runner)
         return
+    if NODE.shard is None:
+        print("kvbench: this worker came when the requests had been dealt out; it takes no part", file=sys.stderr)
+        gevent.spawn(_leave, environment)
+        return
     options = environment.parsed_options
     users = runner.target_user_count or options.num_users or NODE.job.users
     try:
@@ -145,6 +150,8 @@ def _on_start(environment: Environment, **_: Any) -> None:
     fire = environment.events.request.fire
     session.fire = lambda **event: (fire(**event), add_rows(environment.stats, event["context"]["sample"]))
     measures = NODE.job.out_dir is not None and NODE.job.mode == "closed" and NODE.shard[1] == 1
+    if isinstance(runner, WorkerRunner):
+        NODE.shard = None  # the next test's is not known
     NODE.driver = gevent.spawn(_drive, environment, users if measures else 1)
 
 
@@ -159,12 +166,12 @@ def _deal_out(environment: Environment, master: MasterRunner) -> None:
     NODE.ended.clear()
     for number, node in enumerate(nodes):
         master.send_message(_SHARD, {"number": number, "of": len(nodes), "test": NODE.test}, client_id=node)
-    gevent.spawn(_await_workers, environment, master)
+    gevent.spawn(_await_workers, environment, master, set(nodes))
 
 
-def _await_workers(environment: Environment, master: MasterRunner) -> None:
-    """Ends the test when every worker that is still there has nothing more to do."""
-    while {node.id for node in master.clients.all if node.state != STATE_MISSING} - NODE.ended:
+def _await_workers(environment: Environment, master: MasterRunner, nodes: set[str]) -> None:
+    """Ends the test when every one of ``nodes`` that is still there has nothing more to do."""
+    while {node.id for node in master.clients.all if node.state != STATE_MISSING} & nodes - NODE.ended:
         gevent.sleep(0.25)
     _end(environment)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,12 +51,17 @@ def steady_url() -> Iterator[str]:
         process.wait(timeout=10)
 
 
+def command(folder: Path, *arguments: str) -> list[str]:
+    """Locust without a web UI, on the small workload in ``folder``."""
+    here = ["-f", str(ROOT / "kvbench/load/locustfile.py"), "--headless", "--only-summary", *arguments]
+    return [sys.executable, "-m", "locust", *here, "--kvbench-workload", str(folder / "small.yaml")]
+
+
 def locust(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Locust without a web UI, on the small workload."""
     (folder / "small.yaml").write_text(WORKLOAD)
-    command = ["-f", str(ROOT / "kvbench/load/locustfile.py"), "--headless", "--only-summary", *arguments]
     return subprocess.run(
-        [sys.executable, "-m", "locust", *command, "--kvbench-workload", str(folder / "small.yaml")],
+        command(folder, *arguments),
         capture_output=True,
         text=True,
         timeout=60,
@@ -95,6 +101,33 @@ def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_ur
     assert total["Request Count"] == 14  # requests, not their times
     mean = np.average(posts["Average Response Time"], weights=posts["Request Count"])
     assert total["Average Response Time"] == pytest.approx(mean)
+
+
+def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: str, tmp_path: Path) -> None:
+    """60 requests at 2 users take over 5 s; the second worker would send all of them once more."""
+    (tmp_path / "small.yaml").write_text(WORKLOAD.replace("[6, 14]", "[6, 60]"))
+    port = str(free_port())
+
+    def node(*words: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            command(tmp_path, "--host", steady_url, "--kvbench-at", "c4", *words),
+            stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    of_master = ("--expect-workers", "1", "--users", "2", "--csv", str(tmp_path / "out"))
+    master = node("--master", "--master-bind-port", port, *of_master)
+    early = node("--worker", "--master-port", port)
+    while len(stamps_of(steady_url)) < 2:
+        time.sleep(0.1)
+    late = node("--worker", "--master-port", port)
+    _, said = master.communicate(timeout=60)
+    assert master.returncode == 0, said
+    for worker in (early, late):
+        worker.communicate(timeout=20)
+    rows = pd.read_csv(tmp_path / "out_stats.csv").set_index("Name")
+    assert rows.loc["Aggregated", "Request Count"] == 60
+    assert rows.loc["Aggregated", "Failure Count"] == 0
+    assert len(stamps_of(steady_url)) == 60
 
 
 @pytest.mark.parametrize(

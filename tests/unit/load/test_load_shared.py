@@ -154,7 +154,8 @@ def test_a_worker_killed_in_the_middle_ends_the_load_as_invalid(loads: LoadRunne
     spec = loads.spec(sent, model="mock?itl_ms=20", processes=1 if remote else 3, concurrency=6)
     if remote:
         master, port = master_of(spec, 3)
-        workers = [psutil.Process(start("--worker", "--master-port", port).pid) for _ in range(3)]
+        started = [start("--worker", "--master-port", port) for _ in range(3)]
+        workers = [psutil.Process(process.pid) for process in started]
         why = "its heartbeats stopped"
     else:
         master, why = loads.start(spec), "its process ended (signal 9)"
@@ -176,6 +177,10 @@ def test_a_worker_killed_in_the_middle_ends_the_load_as_invalid(loads: LoadRunne
     assert f"{missing} requests were never finished" in " ".join(load["invalid_reasons"])
     assert "was lost" in " ".join(load["invalid_reasons"])
     assert len(load["client"]["processes"]) == 2
+    if remote:
+        said = [process.communicate(timeout=LIMIT_S)[1] for process in started]
+        assert [process.returncode for process in started] == [4, -9, 4]  # a survivor's load has failed, too
+        assert "the load failed: worker" in said[0] and "its heartbeats stopped" in said[2]
     assert none_left(workers)
 
 
