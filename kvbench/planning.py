@@ -205,12 +205,13 @@ def describe_plan(
     console.print("cells:", highlight=False)
     for cell in design.cells:
         point = cell.load
-        offered = f"{point.request_rate:g} requests/s" if point.request_rate else f"arrivals: {point.arrivals}"
-        what = f"{point.concurrency} users" if point.mode == "closed" else offered
+        what = "conversations" if workload.load.sessions else "requests"
+        offered = f"{point.request_rate:g} {what}/s" if point.request_rate else f"arrivals: {point.arrivals}"
+        asked = f"{point.concurrency} users" if point.mode == "closed" else offered
         count = f", {point.num_requests} requests" if point.num_requests else ""
         mark = "  (baseline)" if cell.configuration.is_baseline else ""
         console.print(
-            f"  {cell.cell_id}: {cell.configuration.label}; {what}{count}{mark}",
+            f"  {cell.cell_id}: {cell.configuration.label}; {asked}{count}{mark}",
             highlight=False,
             markup=False,
             soft_wrap=True,

@@ -35,26 +35,34 @@ class LoadPoint:
     """One load: `value` is a number of concurrent requests (closed) or requests/s (open; inf: all at once).
 
     `arrivals` of an open loop: "poisson" ...; "trace", "ramp" and "step" have no one rate, which is stored as 0.
+    `sessions`: the load is of conversations with pauses: users are not requests in flight, and what arrives is a
+    conversation.
     """
 
     mode: str
     value: float
     arrivals: str = field(default="", compare=False)
+    sessions: bool = field(default=False, compare=False)
 
     @property
     def label(self) -> str:
-        """Words for a sentence: "24 concurrent requests", "4 requests/s"."""
+        """Words for a sentence: "24 concurrent requests", "4 requests/s"; "8 users", "4 conversations/s"."""
+        if self.mode == "closed" and self.sessions:
+            return self.short
         if self.mode == "closed":
             return f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}"
         if self.value == 0:
             return {"ramp": "a ramp of the rate", "step": "a rate in steps"}.get(
                 self.arrivals, "the trace's own arrivals"
             )
-        return "all requests at once" if self.value == math.inf else f"{self.value:g} requests/s"
+        what = "conversations" if self.sessions else "requests"
+        return f"all {what} at once" if self.value == math.inf else f"{self.value:g} {what}/s"
 
     @property
     def short(self) -> str:
-        """Words for a table: "24 at once", "4/s"."""
+        """Words for a table: "24 at once", "8 users", "4/s"."""
+        if self.mode == "closed" and self.sessions:
+            return f"{self.value:g} user{'' if self.value == 1 else 's'}"
         return f"{self.value:g} at once" if self.mode == "closed" else self.tick
 
     @property

@@ -38,7 +38,8 @@ def read_run(folder: Path | str) -> Run:
         if summary.get("repeats"):
             summaries.append((path.parent, summary))
     names = _config_names([summary for _, summary in summaries])
-    cells = [_cell(where, summary, names) for where, summary in summaries]
+    sessions = _of_sessions(manifest)
+    cells = [_cell(where, summary, names, sessions=sessions) for where, summary in summaries]
     order = {
         name: (rank, i)
         for i, (name, rank) in enumerate(sorted(((c.name, _rank(c)) for c in cells), key=lambda pair: pair[1]))
@@ -91,7 +92,13 @@ def _rank(cell: Cell) -> tuple:
     return (not cell.is_contiguous, extras, knows if cell.is_contiguous else size, cell.name)
 
 
-def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str]) -> Cell:
+def _of_sessions(manifest: Mapping[str, Any]) -> bool:
+    workload = manifest.get("workload")
+    load = workload.get("load") if isinstance(workload, Mapping) else None
+    return isinstance(load, Mapping) and bool(load.get("sessions"))
+
+
+def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], *, sessions: bool) -> Cell:
     load = summary.get("load") or {}
     is_open = load.get("mode") == "open"
     asked = load.get("request_rate" if is_open else "concurrency")
@@ -112,7 +119,7 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str]) -> 
         is_baseline=bool(summary.get("is_baseline")),
         varied=summary.get("varied") or {},
         settings=summary.get("settings") or {},
-        load=LoadPoint("open" if is_open else "closed", value, str(load.get("arrivals") or "")),
+        load=LoadPoint("open" if is_open else "closed", value, str(load.get("arrivals") or ""), sessions),
         capacity=summary.get("capacity") or {},
         repeats=tuple(sorted(repeats, key=lambda r: r.repeat)),
         pooled=summary.get("pooled") or {},

@@ -87,7 +87,7 @@ def _client_columns(run: Run) -> list[Column]:
         Column(
             "load",
             "load",
-            "concurrent requests (closed loop) or requests/s (open loop)",
+            "concurrent requests or users (closed loop), requests/s or conversations/s (open loop)",
             lambda _, c: Value(c.load.short, c.load.value),
         ),
         Column(

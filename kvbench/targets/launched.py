@@ -171,14 +171,17 @@ class LaunchedTarget(OwnServer):
             self._learn_model(served, settings)
             self._check_device(settings)
 
+    @property
+    def _is_told_model(self) -> bool:
+        return self.launcher.template is None or "model" in self.launcher.template.names
+
     def _serves(self) -> bool:
         path = self.preset.models_path
         return self.healthy() and (path is None or bool(self.json_at(path)))
 
     def _served(self, settings: Mapping[str, Any]) -> ServedModel:
         """The model's folder; for a command that does not ask for one, what is known of the workload's model."""
-        template = self.launcher.template
-        if template is not None and "model" not in template.names:
+        if not self._is_told_model:
             known = self.launcher.arithmetic(settings)
             name = Path(str(settings.get("model", "")))
             return ServedModel(name, None, known.get("vocab_size"), known.get("max_model_len"))
@@ -241,7 +244,9 @@ class LaunchedTarget(OwnServer):
         }
 
     def _model_name_shown(self) -> str:
-        """The workload's name of the model: the folder it was written to says nothing."""
+        """The workload's name of the model: the folder it was written to says nothing. Not told a model: its own."""
+        if not self._is_told_model:
+            return self.model.name
         return Path(str(self._settings.get("model", self.model.name))).name.removesuffix(".json") or self.model.name
 
     def _shown_command(self) -> list[str]:

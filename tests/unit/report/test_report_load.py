@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from kvbench.report.reading import read_run
 from kvbench.report.table import columns, rows
 from kvbench.results import open_run
 from tests.support.report_cells import cell, run
+from tests.support.synthetic_run import PAIR, make_run
+from tests.support.toy_engine import Scenario
 
 CAPPED = {"client_queue_ms": {"p50": 40.0, "p95": 120.0, "uncertain": []}}
 
@@ -228,6 +231,29 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
     ]
     assert "Step by step of the rate" in page(shown) and "## Step by step of the rate" in markdown(shown)
     assert plateau_rows(run(one)) == [] and "Step by step" not in page(run(one))
+
+
+@pytest.mark.parametrize(
+    ("mode", "value", "requests", "conversations", "column"),
+    [
+        ("closed", 8.0, "8 concurrent requests", "8 users", "8 users"),
+        ("closed", 1.0, "1 concurrent request", "1 user", "1 user"),
+        ("open", 0.5, "0.5 requests/s", "0.5 conversations/s", "0.5/s"),
+    ],
+)
+def test_users_of_conversations_are_not_called_concurrent_requests(
+    tmp_path: Path, mode: str, value: float, requests: str, conversations: str, column: str
+) -> None:
+    """They pause between their turns, and a rate is of conversations."""
+    loads = {"concurrencies": (value,)} if mode == "closed" else {"rates": (value,)}
+    folder = make_run(tmp_path / "run", Scenario(configs=PAIR, num_requests=30, repeats=1, **loads))
+    assert read_run(folder).loads[0].label == requests
+    path = folder / "manifest.json"
+    facts = json.loads(path.read_text())
+    facts["workload"]["load"] = {"sessions": {"num_sessions": [24]}}
+    path.write_text(json.dumps(facts))
+    (found,) = read_run(folder).loads
+    assert (found.label, found.short) == (conversations, column)
 
 
 DUMMY = {"model": {"config": "llama-32m", "load_format": "dummy"}}
