@@ -25,6 +25,7 @@ from typing import Any
 from kvbench.design import LoadPoint
 from kvbench.errors import UsageError
 from kvbench.manifest import environment
+from kvbench.rate_search import INVALID
 from kvbench.results import MANIFEST, RunFolder, read_json, utc_now, write_json
 from kvbench.resume import environment_differences
 from kvbench.workload import Workload, differing_keys
@@ -71,6 +72,10 @@ class LoadFolder:
             shutil.rmtree(stale)
         path.mkdir(parents=True)
         return path
+
+    def drop(self, path: Path) -> None:
+        """A run of a search is gone: it is measured again, perhaps under another number."""
+        shutil.rmtree(path)
 
     def finished_runs(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Folder and metrics.json of the runs that ended, in their order."""
@@ -147,9 +152,10 @@ def _reopened(path: Path, manifest: dict[str, Any]) -> LoadFolder:
         return LoadFolder(path, stored, resumed=True)
     if stored.get("status") == COMPLETE:
         return LoadFolder(path, manifest, aside=_put_aside(path))
-    if not any((path / RUNS).glob(f"*/{METRICS}")):
+    if not any(_tells(read_json(run)) for run in (path / RUNS).glob(f"*/{METRICS}")):
         for stale in [p for pattern in _OF_ONE_TIME for p in path.glob(pattern)]:
             stale.unlink()
+        shutil.rmtree(path / RUNS, ignore_errors=True)
         return LoadFolder(path, manifest, resumed=True)
     differences, _ = environment_differences(stored, manifest)
     if differences:
@@ -158,6 +164,11 @@ def _reopened(path: Path, manifest: dict[str, Any]) -> LoadFolder:
             "give a new --output-dir"
         )
     return LoadFolder(path, stored, resumed=True)
+
+
+def _tells(kept: Mapping[str, Any]) -> bool:
+    """Whether a run of a search is one to go on from; invalid ones are measured again."""
+    return (kept.get("trial") or {}).get("cause") != INVALID
 
 
 def _put_aside(path: Path) -> Path:

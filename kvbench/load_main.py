@@ -242,6 +242,8 @@ class Session:
         facts = {"valid": code != EXIT_INVALID, "calibration": self.calibrator.facts()}
         if search.goes_on:  # the server may have died, the machine been busy, or the time been over: --resume
             self.folder.update(**facts)
+            if self.keeps:
+                self._print("to go on give the same command and --resume: runs that told something are not run again")
         else:
             self.folder.finish(**facts)
         return code

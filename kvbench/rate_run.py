@@ -104,7 +104,7 @@ class RateSearch:
         """What a stopped search has measured. Invalid runs at its end are run again: they may be what ended it."""
         finished = list(self.folder.finished_runs())
         while finished and finished[-1][1]["trial"]["cause"] == INVALID:
-            finished.pop()
+            self.folder.drop(finished.pop()[0])
         for path, kept in finished:
             self._note(path, kept)
         if self.trials:

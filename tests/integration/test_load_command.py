@@ -244,6 +244,25 @@ def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload,
         assert found["answer"] in capsys.readouterr().out
 
 
+def test_a_search_whose_runs_are_invalid_says_how_to_go_on_and_takes_none_of_them(
+    url, workload, tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "out"
+    words = ("--url", url, "--find-max-rate", "p95_ttft<=9s", "--request-rate", 20, "--max-rate", 20)
+    words += ("--num-prompts", 4, "--run-seconds", 0, "--output-dir", out)
+    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1.0)  # nothing keeps that
+    assert load(workload, *words) == 4
+    told = capsys.readouterr().out
+    assert "Not known whether any rate meets p95_ttft<=9s" in told and "the same command and --resume" in told
+    assert [run["cause"] for run in stored(out, "search.json")["runs"]] == ["invalid"] * 3
+    assert stored(out)["status"] == "incomplete"
+    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", 1000.0)
+    load(workload, *words, "--resume")
+    again = stored(out, "search.json")["runs"]
+    assert "not run again" not in capsys.readouterr().out
+    assert [run["run"] for run in again] == sorted(p.name for p in (out / "runs").iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

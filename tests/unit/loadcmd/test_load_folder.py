@@ -149,6 +149,18 @@ def test_a_finished_folder_holds_nothing_that_nobody_needs(tmp_path):
     assert (run / "client.log").read_text() == "it said something"
 
 
+def test_a_search_of_which_no_run_told_anything_is_begun_anew_under_any_conditions(tmp_path):
+    later = manifest(git={"sha": "2", "short_sha": "2", "dirty": False})
+    with opened(tmp_path / "out", manifest(), resume=False) as folder:
+        (folder.run(1, "r4") / METRICS).write_text('{"trial": {"cause": "invalid"}}')
+    with opened(tmp_path / "out", later, resume=True) as folder:
+        assert stored(folder.path)["git"]["sha"] == "2" and list(folder.finished_runs()) == []
+        (folder.run(1, "r4") / METRICS).write_text('{"trial": {"cause": null}}')
+    third = manifest(git={"sha": "3", "short_sha": "3", "dirty": False})
+    with pytest.raises(UsageError, match="other conditions"), opened(tmp_path / "out", third, resume=True):
+        pass
+
+
 def test_two_commands_do_not_share_a_folder(tmp_path):
     with (
         opened(tmp_path, manifest(), resume=False),

@@ -80,6 +80,13 @@ def test_the_reason_of_invalid_runs_is_the_answer(new):
     assert [run["rate"] for run in found["runs"]] == [1, 2, 4, 4, 4]
 
 
+def test_runs_that_are_measured_again_leave_nothing_behind(new):
+    new(Queue(invalid=lambda number: number >= 3)).run()
+    again = new(Queue(), bounds=Bounds(1.0, 0.1, 2.0))  # which needs fewer runs than there were
+    assert again.run() == EXIT_OK
+    assert sorted(p.name for p in (again.folder.path / "runs").iterdir()) == [r["run"] for r in answer(again)["runs"]]
+
+
 def test_where_no_run_told_anything_nothing_is_said_to_be_missed(new):
     search = new(Queue(invalid=lambda number: True))
     assert search.run() == EXIT_INVALID and len(answer(search)["runs"]) == 3
