@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench import processes
 from kvbench.load.merge import WorkerResult, most_in_flight
 from kvbench.load.spec import LoadSpec
 
@@ -38,11 +39,14 @@ def calibrate_here(settings: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvbench-worker-") as folder:
         found = Path(folder) / "calibration.json"
         command = [sys.executable, "-m", "kvbench", "calibrate-client", *words, "--json", str(found)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_COMMAND_S)
+        child = processes.launch(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # it ends with this worker
+        try:
+            said = child.communicate(timeout=_COMMAND_S)[0].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            processes.stop(child)
+            raise ValueError(f"its client could not be calibrated within {_COMMAND_S:g} s") from None
         if not found.is_file():
-            raise ValueError(
-                f"its client could not be calibrated: {(done.stderr or done.stdout)[-_SAID_CHARS:].strip()}"
-            )
+            raise ValueError(f"its client could not be calibrated: {said[-_SAID_CHARS:].strip()}")
         return json.loads(found.read_text(encoding="utf-8"))
 
 

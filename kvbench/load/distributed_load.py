@@ -62,7 +62,9 @@ class SharedLoad:
         """What workers tell their users when the load did not end well."""
         if code == EXIT_OK:
             return ""
-        return "the load was stopped at the master" if self.voice.stopped else f"the load failed: {self.problem}"
+        if self.voice.stopped:
+            return "the load was stopped at the master"
+        return f"the load failed: {self.problem or 'the master could not go on'}"
 
     def _announce(self) -> None:
         place, port = self.meeting, self.crew.members.port

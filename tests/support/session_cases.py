@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from gevent import monkey
 
-from kvbench.load import distributed_master, process
+from kvbench.load import distributed_master, distributed_worker, process
 from kvbench.load.client import RawStream
 from kvbench.load.distributed_clock import ClockMap, Reading
 from kvbench.load.lag import PERIOD_S, LagProbe
@@ -199,6 +199,25 @@ def fetch(worker: Worker, lost: bool) -> None:
     assert (found is None) == lost == (worker.lost is not None)
     if not lost:
         assert found.clocked.parse_cpu_s == 1.0
+
+
+def case_a_worker_that_stood_still_does_not_blame_the_master() -> None:
+    """What it did not hear meanwhile may be waiting to be read; a master that is silent while it listens is gone."""
+    now, gone = [0.0], []
+    distributed_worker.time = SimpleNamespace(monotonic=lambda: now[0])
+    worker = distributed_worker.Worker.__new__(distributed_worker.Worker)
+    worker._silent_s, worker._looked, worker._patience_s = 0.0, 0.0, distributed_worker.MASTER_LIMIT_S
+    worker._give_up = gone.append
+    now[0] += 60.0
+    worker._look_for_master()
+    for _ in range(37):
+        now[0] += 0.25
+        worker._look_for_master()
+    assert not gone
+    for _ in range(2):
+        now[0] += 0.25
+        worker._look_for_master()
+    assert gone == ["the master has been silent for 10 s"]
 
 
 def outcome_of(case: Callable[[], None]) -> str:

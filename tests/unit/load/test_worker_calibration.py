@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import signal
+import time
 
+import psutil
 import pytest
 
 from kvbench.calibration import Calibration, CalibrationSettings, Limits
@@ -49,6 +53,23 @@ def test_what_a_worker_has_to_bear_is_its_share() -> None:
 def test_a_worker_that_cannot_calibrate_says_why() -> None:
     with pytest.raises(ValueError, match=r"could not be calibrated: .*--streams"):
         calibrate_here({"streams": 0, "seconds": 1.0, "processes": 1, "itl_ms": 20.0, "tls": False})
+
+
+def test_a_worker_that_is_stopped_takes_its_calibration_along(loads: LoadRunner) -> None:
+    spec = loads.spec(requests(20, tag=7960), concurrency=4, model="mock", calibrate_workers=True)
+    master, port = master_of(spec, 1)
+    worker = start("--worker", "--master-port", port)
+    assert json.loads(master.stdout.readline())["event"] == "calibrating"
+    due = time.monotonic() + 20
+    while len(found := psutil.Process(worker.pid).children(recursive=True)) < 3:  # the command, its server, its client
+        assert time.monotonic() < due
+        time.sleep(0.02)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(timeout=20) == 130
+    _, alive = psutil.wait_procs(found, timeout=3)
+    assert not alive  # left alone, the command takes over 5 s
+    outcome = ended(master, spec.parent)
+    assert outcome.code == 4 and "it went away" in outcome.stderr
 
 
 def test_a_master_has_its_workers_calibrated_first(loads: LoadRunner) -> None:
