@@ -145,6 +145,8 @@ def _best(run: Run, load: LoadPoint) -> str:
         return f"At {load.label}: no valid cell."
     s = top.throughput
     name = f"{top.cell.name} has the highest median," if top.unclear_with else f"{top.cell.name} with"
+    if top.by_default:
+        name = f"only {top.cell.name} was validly measured, with"
     return (
         f"At {load.label}: {name} {words.tokens_per_s(s.median)} output tokens/s "
         f"({bounds(s.low, s.high, s.n, repeats=False)}){''.join(f'; {text}' for text in rivals(top))}."

@@ -176,7 +176,8 @@ def reference(run: Run, load: LoadPoint) -> Cell | None:
 class Best:
     """The configuration with the highest median of output tokens/s at a load.
 
-    `level_with`: those level with it; `unclear_with`: those that it is not told apart from.
+    `level_with`: those level with it; `unclear_with`: those that it is not told apart from. `by_default`: others were
+    measured too, and none of them validly.
     """
 
     load: LoadPoint
@@ -184,6 +185,7 @@ class Best:
     throughput: Spread
     level_with: tuple[str, ...] = ()
     unclear_with: tuple[str, ...] = ()
+    by_default: bool = False
 
 
 def best(run: Run, load: LoadPoint) -> Best | None:
@@ -198,7 +200,7 @@ def best(run: Run, load: LoadPoint) -> Best | None:
     def having(verdict: str) -> tuple[str, ...]:
         return tuple(name for name, mine in verdicts.items() if mine == verdict)
 
-    return Best(load, top, top_spread, having(SAME), having(UNCLEAR))
+    return Best(load, top, top_spread, having(SAME), having(UNCLEAR), by_default=len(known) == 1 < len(run.at(load)))
 
 
 def scatters(cell: Cell) -> Spread | None:

@@ -94,8 +94,9 @@ def _told_of_target(run: Run) -> list[Mapping[str, Any]]:
 
 
 def code_paths(run: Run) -> list[str]:
-    """What else than the page table tells the layouts of the built-in engine apart; of others nothing is known."""
-    return [CODE_PATHS] if run.manifest.get("backend") in (None, "kvbench") else []
+    """What else than the page table tells the built-in engine's layouts apart, in a run of both; of others: unknown."""
+    both = any(cell.is_contiguous for cell in run.cells) and any(cell.is_paged for cell in run.cells)
+    return [CODE_PATHS] if both and run.manifest.get("backend") in (None, "kvbench") else []
 
 
 def repeats_are(run: Run) -> str:

@@ -112,11 +112,10 @@ def best_sentence(run: Run) -> str:
     failed = top.cell.count("failed")
     tail = f"; {failed} of its {failed + top.cell.count('completed')} requests failed" if failed else ""
     scatter = "; its repeats scatter" if scatters(top.cell) else ""
-    others = [cell for cell in run.at(load) if cell is not top.cell]
-    if others and not any(cell.valid for cell in others):
+    if top.by_default:
         alone = f"Only {top.cell.name} was validly measured at {load.label}, so there is nothing to compare: "
         return f"{alone}{amount}, {latency}{scatter}{tail}."
-    if not others:
+    if len(run.at(load)) == 1:
         return f"{upper_first(top.cell.name)} delivered {amount} at {load.label}, {latency}{scatter}{tail}."
     if top.unclear_with:
         return (

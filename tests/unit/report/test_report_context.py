@@ -15,7 +15,7 @@ from kvbench.report.conclusions import conclusions, reservation, tiles
 from kvbench.report.data import Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import compare
-from kvbench.report.manifest import CODE_PATHS, environment, made_from, warnings
+from kvbench.report.manifest import CODE_PATHS, code_paths, environment, made_from, warnings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.quality import calibrations, quality_columns, quality_rows, quality_sentences
@@ -235,3 +235,9 @@ def test_the_rule_of_the_verdicts_is_in_how_to_read(page_of: Callable[[str], str
     text = page_of("normal")
     assert "within 5 % of 1" in text
     assert "not told apart" in text
+
+
+def test_code_paths_are_told_where_layouts_of_the_built_in_engine_were_compared() -> None:
+    assert code_paths(run(cell(), cell("contiguous")))
+    assert not code_paths(run(cell(), cell(page_size=8)))
+    assert not code_paths(run(cell(), cell("contiguous"), backend="vllm"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.report.conclusions import kernel_cost
+from kvbench.report.conclusions import conclusions, kernel_cost
 from kvbench.report.findings import compare
 from kvbench.report.sentence import headline
 from tests.support.report_cells import cell, run
@@ -170,6 +170,10 @@ def test_nothing_is_compared_with_a_measurement_that_is_invalid() -> None:
         in alone
     )
     assert "2.00x" not in alone and "the most" not in alone
+    which = next(c for c in conclusions(run(base, best)) if c.title == "Which configuration is best").points
+    assert which == (
+        "At 24 concurrent requests: only paged (page 8) was validly measured, with 200 output tokens/s (200–200).",
+    )
     three = headline(run(base, best, cell(page_size=4, baseline=False)))
     assert "paged (page 8) delivered the most: 200 output tokens/s" in three
     assert "(of the baseline paged (page 16) there is no valid measurement)" in three and "2.00x" not in three
