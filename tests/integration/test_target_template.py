@@ -180,3 +180,13 @@ def test_a_dry_run_of_a_preset_shows_what_is_skipped_and_why(bench):
     assert "100 s for each launch" in shown.stdout  # of vLLM: the built-in server's 8 would be far too few
     assert "skipped contiguous: vLLM cannot have layout contiguous: its KV cache is always paged" in shown.stdout
     assert not bench.results.exists()
+
+
+def test_of_a_command_without_placeholders_one_configuration_can_be_chosen(bench):
+    path = bench.write(engine=ENGINE, sweep={"page_size": [8]}, load=LOAD)
+    words = [str(path), "--dry-run", "--only"]
+    line = f"{sys.executable} -m kvbench mock-server --port {{port}}"
+    one = bench.run(command(bench, *words, "launched-c2", serve_cmd=line))
+    assert one.returncode == 0 and "launched-c2: launched server; 2 users" in one.stdout, one.stderr
+    other = bench.run(command(bench, *words, "launched-p8-c2", serve_cmd=line))
+    assert other.returncode == 2 and "the sweep varies page_size, and --serve-cmd has no {page_size}" in other.stderr
