@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import random
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,23 +55,48 @@ def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
     )
     step = max(1, (len(requests) - 1) // max(1, count - 1))
     chosen = requests[::step][:count]
-    timeout = subject.load.timeout_s
+    limit = (subject.load.timeout_s + _MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
+    results = _send(subject, chosen)
     answered, failures = 0, []
-    with ThreadPoolExecutor(WARM_UP_REQUESTS) as pool:
-        for future in [pool.submit(_complete, subject, request) for request in chosen]:
-            limit = (timeout + _MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
-            try:
-                done, failed = future.result(timeout=limit)
-            except TimeoutError:
-                raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
-            answered += done
-            failures += failed
+    for _ in chosen:
+        try:
+            result = results.get(timeout=limit)
+        except queue.Empty:
+            raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
+        if isinstance(result, BaseException):
+            raise result
+        answered += result[0]
+        failures += result[1]
     if not answered:
         raise MeasurementError(
             f"all {len(failures)} attempts to warm the server up failed; the last: {failures[-1]}; see what the "
             "server's own log says of it"
         )
     return WarmUp(len(chosen), answered, len(failures), failures[-1] if failures else None)
+
+
+def _send(subject: Subject, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
+    """A few at a time; what ``_complete`` gives of each comes into the queue, or what it raised.
+
+    The threads are daemons: whoever stops the command need not wait for a server that does not answer.
+    """
+    todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for request in requests:
+        todo.put(request)
+
+    def work() -> None:
+        while True:
+            try:
+                results.put(_complete(subject, todo.get_nowait()))
+            except queue.Empty:
+                return
+            except BaseException as error:
+                results.put(error)
+
+    for _ in range(min(WARM_UP_REQUESTS, len(requests))):
+        threading.Thread(target=work, name="warm-up", daemon=True).start()
+    return results
 
 
 def _complete(subject: Subject, request: Any) -> tuple[bool, list[str]]:

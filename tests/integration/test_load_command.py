@@ -207,6 +207,21 @@ def test_an_interrupted_load_says_how_to_go_on_and_leaves_no_process(workload, t
     assert clients and not any(alive(pid) for pid in clients)
 
 
+def test_whoever_stops_a_warm_up_need_not_wait_for_the_server(workload, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "kvbench", "load", str(workload), "--no-calibration", "--output-dir", str(out)]
+    with own_mock("--ttft-ms", "100000") as (_, url):
+        process = subprocess.Popen([*command, "--url", url], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not (out / "manifest.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        told, _ = process.communicate(timeout=15)  # the workload's own time-out is 20 s
+    assert process.returncode == 130 and "--resume" in told
+
+
 def _runs(process, word):
     try:
         return word.encode() in (process / "cmdline").read_bytes().split(b"\0")
