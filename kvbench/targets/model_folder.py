@@ -2,7 +2,7 @@
 
 Random weights of a bare config are written by ``engine.export_model``, in a process of its own; a folder with weights
 is served as it is, through links where its configs must differ. Removed when the run ends; when kvbench is killed, by
-the server's watchdog, or by the next run where there was no server yet.
+a watchdog, and where that was killed too, by the next run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from kvbench import processes
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.targets.scratch import Scratch
+from kvbench.watchdog import Watchdog
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")
@@ -103,12 +104,14 @@ class ModelFolders:
             process = processes.launch(
                 [sys.executable, "-m", "engine.export_model", str(task)], stdout=file, stderr=subprocess.STDOUT
             )
+            watchdog = Watchdog(process.pid, process.mark, self.scratch)
             try:
                 code: int | None = process.wait(timeout=_EXPORT_S)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
                 processes.stop(process)
+                watchdog.release()
         if code == 2:
             raise UsageError(processes.last_lines(log, 1).removeprefix("error: "))
         if code != 0:

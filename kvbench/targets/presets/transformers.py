@@ -90,7 +90,7 @@ TRANSFORMERS = Preset(
     },
     environment=_environment,
     models_path=None,  # it lists Hugging Face's cache, not what it serves
-    start_guess_s=30.0,
+    start_guess_s=20.0,
     version=Version(packages=("transformers",)),
     dialect=Dialect(
         done_marker=False, stream_options=False, token_id_prompts=False, ignore_eos=False, return_token_ids=False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from kvbench.targets import model_folder, scratch
 from kvbench.targets.model_folder import ModelFolders, text_tokenizer
 from kvbench.targets.texts import WordTexts
 from tests.integration.test_target_transformers import MODEL
+from tests.support.sweep_parts import alive, wait_until
 
 
 def folders(tmp_path, monkeypatch, ignore_eos=True):
@@ -98,6 +101,30 @@ def test_an_export_that_fails_says_why(tmp_path, monkeypatch, code, error):
     monkeypatch.setattr(model_folder.processes, "launch", lambda c, **o: real([sys.executable, "-c", line], **o))
     with pytest.raises(error, match="no such model"):
         folders(tmp_path, monkeypatch).get({"model": "llama-32m", "load_format": "dummy"}, drop_eos=False)
+
+
+KILLED = """
+import sys
+from kvbench.targets import model_folder
+line = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1] + '/pid', 'w')); time.sleep(60)"
+real, folders = model_folder.processes.launch, model_folder.ModelFolders(ignore_eos=True, text_tokenizer=None)
+model_folder.processes.launch = lambda c, **o: real([sys.executable, "-c", line, str(folders.scratch)], **o)
+folders.get({"model": "llama-32m", "load_format": "dummy"}, drop_eos=False)
+"""
+
+
+def test_killed_while_the_weights_are_written_nothing_of_it_stays(tmp_path):
+    path = {"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", KILLED], env=os.environ | path)
+    try:
+        wait_until(lambda: [p for p in tmp_path.glob("kvbench-model-*/pid") if p.read_text().strip()])
+        (found,) = tmp_path.glob("kvbench-model-*/pid")
+        writer = int(found.read_text())
+        assert alive(writer)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not alive(writer) and not list(tmp_path.glob("kvbench-model-*")), 20)
 
 
 def test_random_weights_are_those_of_the_built_in_engine_and_the_words_are_the_ids(tmp_path):
