@@ -88,9 +88,7 @@ class OpenLoopUser(User):
             due = session.zero + float(session.pending[0][0][0].arrival_s or 0.0)
             if not session.wait_until(due):
                 break
-            turns = session.pending.popleft()
-            # A greenlet that fails is printed with its arguments, and a request's bytes hold the server's key.
-            self.streams.spawn(lambda turns=turns, due=due: self._converse(turns, due))
+            self.streams.spawn(self._converse, session.pending.popleft(), due)
         self.streams.join()
         raise StopUser
 

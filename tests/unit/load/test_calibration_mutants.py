@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,8 @@ def test_the_sound_client_is_within_the_limits(mutants: dict[str, Calibration]) 
     assert 0 < figures.lag_p50_ms < figures.lag_p99_ms
     assert figures.cpu_us_per_event > 1
     assert figures.unstamped_share < 0.01
+    if Path("/proc/stat").exists():
+        assert all(each.foreign_cpu_cores >= 0 <= each.steal_share for each in sound.attempts)
 
 
 def test_figures_tell_what_was_broken(mutants: dict[str, Calibration]) -> None:

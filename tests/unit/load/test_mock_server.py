@@ -79,6 +79,7 @@ def test_shares_of_faults_may_be_all_requests_and_no_more() -> None:
         MockSettings(fail_rate=0.7, truncate_rate=0.2, drop_rate=0.1).for_request(n, "mock").fault for n in range(99)
     }
     assert {"http500", "drop"} <= kinds
+    MockSettings(fail_rate=0.33, truncate_rate=0.56, drop_rate=0.11)  # as floats they are more than 1 together
     with pytest.raises(ValueError, match=r"fail rate 0\.7, truncate rate 0\.2, drop rate 0\.2: together"):
         MockSettings(fail_rate=0.7, truncate_rate=0.2, drop_rate=0.2)
 

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvbench.cli import main
@@ -16,6 +17,7 @@ from kvbench.targets.access import Access
 from kvbench.targets.base import HttpTarget, ModelFacts
 from kvbench.targets.openai import OpenAITarget
 from kvbench.targets.presets import PRESETS
+from kvbench.targets.trouble import connection_trouble
 from tests.support.loads import ROOT, free_port, own_mock
 from tests.support.raw_server import certificate, raw_server, read_request
 from tests.support.scripted_http import scripted_server
@@ -127,6 +129,28 @@ def test_tls_where_none_is_spoken_and_without_the_key(monkeypatch) -> None:
         assert trouble(url, access=Access("KEY_OF_TEST")) == f"{url} speaks no TLS: write {server.url}"
         asked = [headers for _, path, headers, _ in server.asked if path == "/"]
         assert asked and not any("Authorization" in headers for headers in asked)
+
+
+def test_an_address_that_the_certificate_is_not_for() -> None:
+    refused = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    refused.verify_code, refused.verify_message = 64, "IP address mismatch, certificate is not valid for '10.0.0.1'."
+    error = httpx.ConnectError("")
+    error.__cause__ = refused
+    said = connection_trouble(error, "https://10.0.0.1")
+    assert "another name's (IP address mismatch" in said and "--tls-ca-file" not in said
+
+
+def test_400_over_http_is_no_reason_to_leave_tls() -> None:
+    """Whatever is wrong with its TLS: many servers say 400 to HTTP where they speak TLS."""
+
+    def serve(connection: socket.socket) -> None:
+        if connection.recv(1, socket.MSG_PEEK) == b"G":
+            read_request(connection)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+    with raw_server(serve) as port:
+        said = trouble(f"https://127.0.0.1:{port}")
+        assert said.startswith(f"https://127.0.0.1:{port} does not serve: ") and "write http" not in said
 
 
 def test_a_server_that_sends_on_to_another_url() -> None:
