@@ -37,8 +37,12 @@ def run_worker(host: str, port: int) -> int:
     if isinstance(found, _NoSuchHost):
         return _failed(EXIT_BAD_INPUT, str(found))
     if not isinstance(found, WorkerRunner):
-        why = f"no master answered at {host}:{port} within {CONNECT_LIMIT_S:g} s" if found is None else repr(found)
-        return _failed(EXIT_NOT_DRIVEN, f"{why}; is `kvbench load --master` running at {host}:{port}?")
+        why = (
+            f"no master answered at {host}:{port} within {CONNECT_LIMIT_S:g} s"
+            if found is None
+            else f"{host}:{port}: {found!r}"
+        )
+        return _failed(EXIT_NOT_DRIVEN, f"{why}; is `kvbench load --master` running there?")
     worker = Worker(env, found)
     for handler in handlers:
         handler.cancel()  # the worker has its own
