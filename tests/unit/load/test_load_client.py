@@ -121,7 +121,7 @@ def test_framing_does_not_change_what_is_read(exchange: Exchange) -> None:
         assert outcome["text"] == plain["text"]
         assert len(outcome["chunk_times"]) == 8
         assert outcome["chunk_times"] == sorted(outcome["chunk_times"])
-    assert drip["reads"] > 3 * plain["reads"]
+    assert drip["reads"] > plain["reads"]
     assert no_ids["chunk_tokens"] is None
 
 
