@@ -14,6 +14,7 @@ from kvbench import loadrun
 from kvbench.design import Block, Configuration, Design, make_design, plan_blocks, select, without
 from kvbench.errors import UsageError
 from kvbench.progress import START_GUESS_S, clock
+from kvbench.report.words import plural
 from kvbench.results import RunFolder
 from kvbench.settings import effective
 from kvbench.workload import Workload
@@ -197,8 +198,9 @@ def describe_plan(
     """The plan of --dry-run: cells, order, time; ``seconds`` count ``start_guess_s`` for each launch."""
     loads = sum(len(b.cells) for b in blocks)
     console.print(
-        f"{workload.name} ({workload.profile} profile, seed {workload.seed}): {len(design.configurations)} "
-        f"configurations, {len(design.cells)} cells, {len(blocks)} server launches, {loads} loads, "
+        f"{workload.name} ({workload.profile} profile, seed {workload.seed}): "
+        f"{plural(len(design.configurations), 'configuration')}, {plural(len(design.cells), 'cell')}, "
+        f"{len(blocks)} server launch{'' if len(blocks) == 1 else 'es'}, {plural(loads, 'load')}, "
         f"about {clock(seconds)} (a guess until it is measured; {start_guess_s:g} s for each launch)",
         soft_wrap=True, highlight=False, markup=False,
     )  # fmt: skip
