@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvbench.option_types import OutputFile
+from kvbench.option_types import FiniteRange, OutputFile
 
 
 @click.command(name="cache-sim")
@@ -73,7 +73,7 @@ def cache_sim(**options: Any) -> int:
 )  # fmt: skip
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option(
-    "--max-minutes", type=click.FloatRange(min=0, min_open=True), default=30.0, show_default=True,
+    "--max-minutes", type=FiniteRange(min=0, min_open=True), default=30.0, show_default=True,
     help="When to stop; what was measured by then is written.",
 )  # fmt: skip
 @click.option(

@@ -84,7 +84,7 @@ _ALL = (
     click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first)."),
     click.option("--request-rate", metavar="R", help="Open loop at R requests/s, whatever the server does; inf: all "
                  "at once."),
-    click.option("--burstiness", type=click.FloatRange(min=0, min_open=True), metavar="B",
+    click.option("--burstiness", type=FiniteRange(min=0, min_open=True), metavar="B",
                  help="Gamma-distributed gaps: below 1 burstier than Poisson, above 1 more regular."),
     click.option("--max-concurrency", type=click.IntRange(1), metavar="N",
                  help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
@@ -114,15 +114,15 @@ _ALL = (
     click.option("--find-max-rate", metavar="SLO",
                  help="Search the highest request rate that meets SLO: conditions such as p95_ttft<=500ms,"
                  "p99_itl<=50ms or goodput>=95% (of the requests, with --goodput)."),
-    click.option("--min-rate", type=click.FloatRange(min=0, min_open=True), metavar="R",
+    click.option("--min-rate", type=FiniteRange(min=0, min_open=True), metavar="R",
                  help="--find-max-rate: lowest rate tried (default: 1/64 of the first)."),
-    click.option("--max-rate", type=click.FloatRange(min=0, min_open=True), metavar="R",
+    click.option("--max-rate", type=FiniteRange(min=0, min_open=True), metavar="R",
                  help="--find-max-rate: highest rate tried (default: 1024 times the first)."),
-    click.option("--tolerance", type=click.FloatRange(0.001, 0.5), default=0.05, show_default=True,
+    click.option("--tolerance", type=FiniteRange(0.001, 0.5), default=0.05, show_default=True,
                  help="--find-max-rate: how far the rates that meet and miss the SLO may lie apart at the end."),
     click.option("--max-runs", type=click.IntRange(1, 1000), default=24, show_default=True,
                  help="--find-max-rate: most runs."),
-    click.option("--max-minutes", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True,
+    click.option("--max-minutes", type=FiniteRange(min=0, min_open=True), default=60.0, show_default=True,
                  help="--find-max-rate: its end: a run that cannot end by then is not begun, or is cut."),
     click.option("--run-seconds", type=FiniteRange(min=0), default=20.0, show_default=True,
                  help="--find-max-rate: least seconds of arrivals of a run. Without --num-prompts a run also "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,19 @@ class Sample:
 def knows_answer(sample: Sample) -> bool:
     """Whether the server told the ids of its whole answer."""
     return len(sample.completion.token_ids) == (sample.completion.output_tokens or 0)
+
+
+def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) -> RequestSpec:
+    """``request`` with the conversation as it really went in front of its new tokens.
+
+    ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
+    the server did not tell the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
+    """
+    drawn, sent = before.prompt_token_ids or (), answered.request.prompt_token_ids or ()
+    ids = request.prompt_token_ids or ()
+    new = len(ids) - request.new_tokens
+    answer = tuple(answered.completion.token_ids) if knows_answer(answered) else ids[len(drawn) : new]
+    return dataclasses.replace(request, prompt_token_ids=sent + answer + ids[new:])
 
 
 def unknown_answers(samples: Sequence[Sample]) -> str | None:

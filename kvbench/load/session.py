@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClie
 from kvbench.load.completion import Completion, judge
 from kvbench.load.presence import Presence
 from kvbench.load.requests import RequestSpec, conversations
-from kvbench.load.samples import SESSION_BROKEN, Sample, knows_answer
+from kvbench.load.samples import SESSION_BROKEN, Sample, with_history
 from kvbench.load.spec import LoadSpec
 from kvbench.load.tls import tls_context
 
@@ -287,16 +286,3 @@ def in_order(requests: Iterable[RequestSpec], mode: str) -> list[list[RequestSpe
     """The conversations in the order in which they start: that of the file, in open loop that of their arrivals."""
     found = conversations(requests)
     return sorted(found, key=lambda turns: turns[0].arrival_s or 0.0) if mode == "open" else found
-
-
-def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) -> RequestSpec:
-    """``request`` with the conversation as it really went in front of its new tokens.
-
-    ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
-    the server did not tell the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
-    """
-    drawn, sent = before.prompt_token_ids or (), answered.request.prompt_token_ids or ()
-    ids = request.prompt_token_ids or ()
-    new = len(ids) - request.new_tokens
-    answer = tuple(answered.completion.token_ids) if knows_answer(answered) else ids[len(drawn) : new]
-    return dataclasses.replace(request, prompt_token_ids=sent + answer + ids[new:])

@@ -17,10 +17,7 @@ from kvbench.contention import CpuReading, Server, contention_reasons, machine_r
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
 TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 STAT = (
-    "cpu  300 30 60 5000 7 2 1 50 9 0\n"
-    "cpu0 100 10 20 2500 3 1 0 20 9 0\n"
-    "cpu1 200 20 40 2500 4 1 1 30 0 0\n"
-    "intr 1 2 3\n"
+    "cpu  300 30 60 5000 7 2 1 50 9 0\ncpu0 100 10 20 2500 3 1 0 20 9 0\ncpu1 200 20 40 2500 4 1 1 30 0 0\nintr 1 2 3\n"
 )
 START = CpuReading(wall=100.0, busy_s=50.0, steal_s=1.0, cores=2, own_s=3.0, client_s=1.0, server_s=10.0)
 BURN = "import time\nprint(1, flush=True)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
