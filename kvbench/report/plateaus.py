@@ -15,6 +15,7 @@ PLATEAU_HEADS = (
     "configuration",
     "asked for",
     "seconds",
+    "requests",
     "requests/s",
     "output tok/s",
     "TTFT p95",
@@ -33,6 +34,9 @@ class PlateauRow:
 
     cell: Cell
     values: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.values) == len(PLATEAU_HEADS)
 
 
 def plateau_rows(run: Run) -> list[PlateauRow]:

@@ -19,7 +19,7 @@ from kvbench.report.figures import drawings
 from kvbench.report.manifest import brief, environment, skipped_notes, warnings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
-from kvbench.report.plateaus import plateau_rows
+from kvbench.report.plateaus import PLATEAU_HEADS, plateau_rows
 from kvbench.report.reading import read_run
 from kvbench.report.table import columns, rows
 from kvbench.results import open_run
@@ -225,9 +225,10 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
         for r, served in zip(one.repeats, (5.0, 5.5, 7.0), strict=True)
     )
     shown = run(dataclasses.replace(one, repeats=repeats))
-    assert [row.values[1:] for row in plateau_rows(shown)] == [
-        ("2/s", "0–30", "60", "2.00", "100", "120 ms", "9.0 ms", "–"),
-        ("8/s", "0–30", "60", "5.50", "275", "120 ms", "9.0 ms", "–"),
+    heads = ("asked for", "seconds", "requests", "requests/s", "output tok/s", "TTFT p95", "TPOT p50", "goodput")
+    assert [dict(zip(PLATEAU_HEADS[1:], row.values[1:], strict=True)) for row in plateau_rows(shown)] == [
+        dict(zip(heads, ("2/s", "0–30", "60", "2.00", "100", "120 ms", "9.0 ms", "–"), strict=True)),
+        dict(zip(heads, ("8/s", "0–30", "60", "5.50", "275", "120 ms", "9.0 ms", "–"), strict=True)),
     ]
     assert "Step by step of the rate" in page(shown) and "## Step by step of the rate" in markdown(shown)
     assert plateau_rows(run(one)) == [] and "Step by step" not in page(run(one))
