@@ -30,7 +30,9 @@ from kvbench.server_metrics import parse_metrics
 
 REQUESTS, CONCURRENCY, INPUT, OUTPUT = 128, 16, 128, 64
 _SERVER = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+_HITS = "prefix_cache_hits_total"
 _SAMPLE_S, _LIMIT_S = 0.2, 600
+_MAX_HIT_SHARE = 0.01
 _VLLM_BENCH = (
     "import argparse; from vllm.benchmarks.serve import add_cli_args, main;"
     "p = argparse.ArgumentParser(); add_cli_args(p); main(p.parse_args())"
@@ -78,7 +80,7 @@ def guidellm(args: argparse.Namespace, seed: int) -> tuple[list[str], Path]:
         args.guidellm, "run", "--backend", f"kind=openai_http,target={args.url},request_format=/v1/completions",
         "--profile", f"kind=concurrent,streams={CONCURRENCY}", "--constraint", f"kind=max_requests,count={REQUESTS}",
         "--data", f"kind=synthetic_text,prompt_tokens={INPUT},output_tokens={OUTPUT}",
-        "--tokenizer", f"kind=huggingface_auto,model={args.model}",
+        "--seed", f"kind=static,value={seed}", "--tokenizer", f"kind=huggingface_auto,model={args.model}",
         "--output", f"kind=json,path={out}", "--disable-console",
     ], out  # fmt: skip
 
@@ -141,10 +143,11 @@ CLIENTS = {
 
 
 def server_sums(url: str) -> dict[str, float]:
-    """The sums and counts of the server's own TTFT and time between tokens."""
+    """The sums and counts of the server's own TTFT and time between tokens, and the prompt tokens its cache had."""
     with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
         found = parse_metrics(answer.read().decode(), 0.0).counters
-    return {f"{name}_{part}": found[f"{name}_{part}"] for name in _SERVER for part in ("sum", "count")}
+    names = [f"{name}_{part}" for name in _SERVER for part in ("sum", "count")]
+    return {name: found[name] for name in (*names, _HITS)}
 
 
 def run_watched(command: list[str], log: Path) -> tuple[int, np.ndarray, float]:
@@ -190,6 +193,10 @@ def measure(client: str, seed: int, args: argparse.Namespace) -> Run:
     change = {name: value - before[name] for name, value in server_sums(args.url).items()}
     if (sent := change[f"{_SERVER[0]}_count"]) != REQUESTS:
         raise SystemExit(f"the server answered {sent:g} requests while {client} sent {REQUESTS}: who else uses it?")
+    if change[_HITS] > _MAX_HIT_SHARE * REQUESTS * INPUT:
+        raise SystemExit(
+            f"the server's prefix cache had {change[_HITS]:g} of {client}'s prompt tokens: it had less to do"
+        )
     speed, ttft, tpot, begin, end, tokens = read(out)
     spent = float(np.interp(end, *cpu.T) - np.interp(begin, *cpu.T))
     ttft_server, tpot_server = (1000 * change[f"{name}_sum"] / change[f"{name}_count"] for name in _SERVER)
@@ -200,7 +207,7 @@ def measure(client: str, seed: int, args: argparse.Namespace) -> Run:
 
 
 def table(runs: list[Run]) -> str:
-    """Markdown: means of the runs, with the lowest and the highest."""
+    """Markdown: means of the valid runs, with the lowest and the highest."""
     columns = {
         "output tok/s": "output_tokens_per_s",
         "mean TPOT [ms]": "tpot_mean_ms",
@@ -212,11 +219,14 @@ def table(runs: list[Run]) -> str:
     }
     lines = ["| client | " + " | ".join(c.strip() for c in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for client in dict.fromkeys(run.client for run in runs):
+        its = [run for run in runs if run.client == client]
+        valid = [run for run in its if run.valid]
+        note = "" if len(valid) == len(its) else f" ({len(valid)} of {len(its)} runs valid)"
         cells = []
         for name in columns.values():
-            values = [getattr(run, name) for run in runs if run.client == client]
+            values = [getattr(run, name) for run in valid] or [float("nan")]
             cells.append(f"{statistics.mean(values):.4g} ({min(values):.4g} to {max(values):.4g})")
-        lines.append(f"| {client} | " + " | ".join(cells) + " |")
+        lines.append(f"| {client}{note} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
