@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -33,12 +34,19 @@ class MetricNames:
 
     ``names``: its name without the prefix -> ours, or several of ours; of a histogram without ``_sum`` and ``_count``.
     Others keep their name. A renamed metric is summed over its labels. ``facts``: family -> label -> what it tells us
-    of the server (an ``_info`` metric's labels; the empty label is a gauge's value).
+    of the server (an ``_info`` metric's labels; the empty label is a gauge's value). ``parts_label``: a label of gauges
+    that tells parts of a whole which is told, too, with an empty value: only that one is read.
     """
 
     prefixes: tuple[str, ...]
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    parts_label: str | None = None
+
+    def wholes(self, samples: Sequence[Sample]) -> list[Sample]:
+        """A gauge's samples without the parts of those that are told whole."""
+        whole = [sample for sample in samples if sample.labels.get(self.parts_label or "") == ""]
+        return whole or list(samples)
 
     def ours(self, name: str) -> tuple[str, ...] | None:
         """Our names for a sample of theirs, None where it keeps its own."""
@@ -96,7 +104,7 @@ def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) 
         if found is None:
             continue
         kind, prefix = found
-        for sample in family.samples:
+        for sample in kind.wholes(family.samples) if family.type == "gauge" else family.samples:
             name = sample.name.removeprefix(prefix)
             facts |= _facts(kind, name, sample)
             if name.endswith("_info"):
@@ -113,7 +121,7 @@ def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) 
 
 
 def _with_labels(name: str, sample: Sample) -> str:
-    return "_".join([name, *(value for label, value in sample.labels.items() if label not in _WHOSE)])
+    return "_".join([name, *(value for label, value in sample.labels.items() if value and label not in _WHOSE)])
 
 
 def _facts(kind: MetricNames, name: str, sample: Sample) -> dict[str, float]:
@@ -134,12 +142,27 @@ def counter_changes(before: MetricsSample | None, after: MetricsSample | None) -
 
 
 def gauge_summary(samples: Sequence[MetricsSample]) -> dict[str, dict[str, float]]:
-    """Peak and mean of each gauge over the polled samples (evenly spaced in time)."""
+    """Peak of each gauge over the polled samples, and its mean over their time."""
     summary = {}
     for name in sorted({n for s in samples for n in s.gauges}):
-        values = [s.gauges[name] for s in samples if name in s.gauges]
-        summary[name] = {"peak": max(values), "mean": sum(values) / len(values)}
+        told = [(s.at, s.gauges[name]) for s in samples if name in s.gauges]
+        values = [value for _, value in told]
+        summary[name] = {"peak": max(values), "mean": time_mean([at for at, _ in told], values)}
     return summary
+
+
+def time_mean(at: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray) -> float:
+    """The mean over time of what was read at ``at`` [s, ascending]; NaN values were not told. NaN of none.
+
+    Each reading stands for half the time to its neighbours, the outer two for the whole: readings are rarer where
+    reading is slow, so in a mean of the readings alone a busy server would seem less busy.
+    """
+    times, found = np.asarray(at, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    told = ~np.isnan(found)
+    times, found = times[told], found[told]
+    if len(found) < 2 or times[-1] <= times[0]:
+        return float(found.mean()) if len(found) else float("nan")
+    return float(np.average(found, weights=np.gradient(times)))
 
 
 @dataclass

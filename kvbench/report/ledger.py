@@ -17,6 +17,7 @@ import pandas as pd
 from kvbench.report import words
 from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import baseline, best, paging
+from kvbench.server_metrics import time_mean
 
 SLOT_PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 """The places of the server's ledger. Each slot is in one of them, so they add up to all slots."""
@@ -77,7 +78,7 @@ def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, floa
         return steps
     inside = known[known["t"].between(start, end)]
     each = _gauge_slots(known if inside.empty else inside)
-    return {place: float(each[place].mean()) for place in SLOT_PLACES}
+    return {place: time_mean(known.loc[each.index, "t"].to_numpy(), each[place].to_numpy()) for place in SLOT_PLACES}
 
 
 def _from_steps(polls: pd.DataFrame, start: float, end: float) -> dict[str, float]:
@@ -127,7 +128,7 @@ def observe(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
     inside = gauges if inside.empty else inside
     for name in _MEANS:
         if found and name in inside and inside[name].notna().any():
-            found[name] = float(inside[name].mean())
+            found[name] = time_mean(inside["t"].to_numpy(), inside[name].to_numpy(dtype=float))
     return found
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 from kvbench.report import ledger
 from kvbench.report.data import Cell, LoadPoint, Repeat, Run, number, read_gauges
 from kvbench.results import RunFolder
+from kvbench.server_metrics import time_mean
 from kvbench.settings import IN_LAYOUT, phrase
 
 
@@ -137,20 +138,22 @@ def _observe(gauges: pd.DataFrame, metrics: Mapping[str, Any]) -> dict[str, floa
     start, end = number(metrics.get("steady_start_s")), number(metrics.get("steady_end_s"))
     steady = gauges[(gauges["t"] >= (start or 0.0)) & (gauges["t"] <= (math.inf if end is None else end))]
     steady = gauges if steady.empty else steady
+
+    def mean(name: str) -> float:
+        return time_mean(steady["t"].to_numpy(), steady[name].to_numpy(dtype=float))
+
     found = {
-        "running_mean": steady["num_requests_running"].mean(),
+        "running_mean": mean("num_requests_running"),
         "running_max": gauges["num_requests_running"].max(),
-        "waiting_mean": steady["num_requests_waiting"].mean(),
-        "usage_mean": steady["kv_cache_usage_perc"].mean(),
+        "waiting_mean": mean("num_requests_waiting"),
+        "usage_mean": mean("kv_cache_usage_perc"),
         "usage_max": gauges["kv_cache_usage_perc"].max(),
         "page_table_bytes": gauges["page_table_bytes"].max(),
     }
-    reserved = steady["kv_slots_reserved"].sum()
-    if reserved > 0:
-        found["waste_share"] = steady["kv_waste_slots"].sum() / reserved
-    total = steady["kv_slots_total"].sum()
-    if total > 0:
-        found["used_share"] = steady["kv_slots_used"].sum() / total
+    if (reserved := mean("kv_slots_reserved")) > 0:
+        found["waste_share"] = mean("kv_waste_slots") / reserved
+    if (total := mean("kv_slots_total")) > 0:
+        found["used_share"] = mean("kv_slots_used") / total
     found |= ledger.observe(gauges, start or 0.0, math.inf if end is None else end)
     return {name: float(value) for name, value in found.items() if number(float(value)) is not None}
 

@@ -102,6 +102,7 @@ SGLANG = Preset(
             "page_size": {"": "page_size"},
             "cache_config_info": {"page_size": "page_size", "num_pages": "num_pages"},
         },
+        parts_label="priority",  # with --enable-priority-scheduling: the requests of each, and ("") of all
     ),
     reset=Reset("/flush_cache", busy=(400,)),
     version=Version(path="/server_info"),

@@ -19,7 +19,7 @@ from kvbench.report.data import Run
 from kvbench.report.figures import drawings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
-from kvbench.report.reading import read_run
+from kvbench.report.reading import _observe, read_run
 from kvbench.report.series import ecdf, log_axis, thin
 from kvbench.report.style import looks
 from tests.support.synthetic_run import PAIR, VARIANTS, make_run
@@ -191,6 +191,19 @@ def test_server_means_are_of_the_steady_window(run_of: Callable[[str], Run]) -> 
     inside = gauges["t"].between(repeat.metrics["steady_start_s"], repeat.metrics["steady_end_s"])
     assert 0 < inside.sum() < len(gauges)
     assert repeat.observed["running_mean"] == pytest.approx(gauges[inside]["num_requests_running"].mean())
+
+
+def test_server_means_are_over_time_where_readings_are_rarer_under_load(run_of: Callable[[str], Run]) -> None:
+    gauges = run_of("normal").cells[0].gauges().head(60)
+    gauges = gauges.assign(t=0.25 * np.arange(60), kv_slots_total=100.0, kv_slots_used=0.0)
+    busy = gauges["t"] >= 7.5
+    for name in ("num_requests_running", "kv_slots_used"):
+        gauges[name] = np.where(busy, 10.0, 0.0)
+    gauges = gauges[~busy | (np.arange(60) % 5 == 4)]  # the last reading is kept
+    found = _observe(gauges, {})
+    assert gauges["num_requests_running"].mean() < 2.0
+    assert found["running_mean"] == pytest.approx(5.0, rel=0.1)  # half of the time 10 ran
+    assert found["used_share"] == pytest.approx(0.05, rel=0.1)
 
 
 def test_uncertain_percentiles_are_marked(run_of: Callable[[str], Run], page_of: Callable[[str], str]) -> None:

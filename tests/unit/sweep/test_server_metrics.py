@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from kvbench.server_metrics import MetricsPoller, MetricsSample, counter_changes, gauge_summary, parse_metrics
+from kvbench.server_metrics import (
+    MetricsPoller,
+    MetricsSample,
+    counter_changes,
+    gauge_summary,
+    parse_metrics,
+    time_mean,
+)
 
 TEXT = """
 # HELP kvbench:num_requests_running Requests.
@@ -60,6 +69,19 @@ def test_gauge_summary_has_peak_and_mean():
     samples = [MetricsSample(i, {"g": v}, {}) for i, v in enumerate([1.0, 5.0, 3.0])]
     assert gauge_summary(samples) == {"g": {"peak": 5.0, "mean": 3.0}}
     assert gauge_summary([]) == {}
+
+
+def test_a_mean_is_over_time_and_not_over_readings():
+    # 8 requests ran from 1 s to 9 s, while the server took its time to say so; idle before and after.
+    at = [0.0, 0.25, 0.5, 0.75, 1.0, 3.0, 5.0, 7.0, 9.0, 9.25, 9.5, 9.75]
+    values = [8.0 if 1 <= t <= 9 else 0.0 for t in at]
+    assert np.mean(values) < 3.4  # it was busy for 82 % of the time
+    assert time_mean(at, values) == pytest.approx(8 * 8.25 / 10, rel=1e-12)  # each edge is somewhere in 0.25 s
+    samples = [MetricsSample(t, {"g": v}, {}) for t, v in zip(at, values, strict=True)]
+    assert gauge_summary(samples)["g"]["mean"] == pytest.approx(time_mean(at, values))
+    assert time_mean(at, [*values[:-1], math.nan]) == pytest.approx(8 * 8.25 / 9.75)  # not told is not nothing
+    assert time_mean([1.0, 1.0], [2.0, 4.0]) == 3.0 and time_mean([1.0], [5.0]) == 5.0
+    assert math.isnan(time_mean([], []))
 
 
 def test_the_poller_survives_a_server_that_does_not_answer_and_stops_when_told():

@@ -155,6 +155,25 @@ def test_what_else_the_servers_tell():
     assert llama["prefix_cache_hits_total"] == 1024.0
 
 
+def test_requests_by_priority_are_not_added_to_those_of_all():
+    text = """
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="m",priority="",tp_rank="0"} 5.0
+sglang:num_running_reqs{model_name="m",priority="0",tp_rank="0"} 3.0
+sglang:num_running_reqs{model_name="m",priority="10",tp_rank="0"} 2.0
+# TYPE sglang:num_queue_reqs gauge
+sglang:num_queue_reqs{model_name="m",priority="0",tp_rank="0"} 4.0
+sglang:num_queue_reqs{model_name="m",priority="",tp_rank="0"} 4.0
+# TYPE sglang:num_grammar_queue_reqs gauge
+sglang:num_grammar_queue_reqs{model_name="m",priority="",tp_rank="0"} 1.0
+sglang:num_grammar_queue_reqs{model_name="m",priority="0",tp_rank="0"} 1.0
+"""
+    sample = read(text)
+    assert (sample.gauges["num_requests_running"], sample.gauges["num_requests_waiting"]) == (5.0, 4.0)
+    assert sample.gauges["num_grammar_queue_reqs"] == 1.0
+    assert sample.active_requests == 9.0
+
+
 def test_capacity_as_the_servers_tell_it():
     assert read(VLLM).facts == {"page_size": 32.0, "num_pages": 194.0, "capacity_tokens": 6208.0}
     assert read(SGLANG).facts == {"capacity_tokens": 6208.0}
