@@ -70,13 +70,15 @@ def leak_reasons(after: MetricsSample | None) -> list[str]:
 def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> list[str]:
     """Idle, then the declared cache state; ``first``: nothing was measured on this server before.
 
+    ``steady`` empties nothing: what the server has kept is what is measured, also that of somebody else's requests.
+
     Returns why the state is not known (the load is then no measurement of it); empty when it is had. Raises
     MeasurementError when the server refuses or does not answer.
     """
     reasons = []
     wait_idle(target)
     known = first and target.starts_cold
-    if (load.cache_state != "steady" or first) and not (_reset(target) or known) and load.cache_state != "steady":
+    if load.cache_state != "steady" and not (_reset(target) or known):
         reasons.append(
             f"the state of the prefix cache is not known: the server has no way to empty it, so it cannot be "
             f"made {load.cache_state}; declare load.cache_state: steady (the cache is measured as it is found)"

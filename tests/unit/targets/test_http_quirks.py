@@ -77,6 +77,17 @@ def test_an_own_server_is_cold_before_its_first_load_only():
         target.stop()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_steady_leaves_a_cache_as_it_is_found(first):
+    with scripted_server(MODELS | {"/reset_prefix_cache": (200, {})}) as server:
+        target = target_at(server, PRESETS["vllm"])
+        assert server_state.prepare_cache(target, load("steady"), [], first=first) == []
+        assert not [path for method, path, *_ in server.asked if method == "POST"]
+        server_state.prepare_cache(target, load("cold"), [], first=first)
+        assert [path for method, path, *_ in server.asked if method == "POST"] == ["/reset_prefix_cache"]
+        target.stop()
+
+
 @pytest.mark.parametrize(
     ("preset", "answers", "version"),
     [
