@@ -1,13 +1,17 @@
 """What a prefix cache of N pages would have hit on a trace: the engine's own pool and cache, replayed without a model.
 
-Each request does what ``engine.paged_kv.PagedKVManager`` does for one that runs alone: match the prefix, share the
-hits, allocate the rest (evicting the least recently used), offer every page, release the last page first. A request
-ends before the next begins, so the figures are of the cache and not of a schedule; in an engine, pages of running
-requests are not there for others, and pages of the output are cached too.
+Each request does what ``engine.paged_kv.PagedKVManager`` does for one that runs alone, but for one page (below): match
+the prefix, share the hits, allocate the rest (evicting the least recently used), offer every page, release the last
+page first. A request ends before the next begins, so the figures are of the cache and not of a schedule; in an engine,
+pages of running requests are not there for others, and pages of the output are cached too.
 
 The engine's cache names tokens and a trace names pages. So one page id stands for a page of one token; the chained
 keys then are chains of page ids, as a page's KV depends on all that comes before it. A token that belongs to no page
 ends each request, since the cache leaves at least one token to compute (``PrefixCache.match``).
+
+So a prompt that ends with a full page may hit that page, too: the definition by which hit rates of traces are
+published. An engine computes its last token and with it that page, so that of two equal prompts of 32 tokens in pages
+of 16 it serves 16 tokens, and not the 32 that are counted here (``kvbench.load.hits`` predicts what an engine can do).
 
 A request of more pages than the pool is cut: its first N pages are looked up and kept, the rest are misses. (An
 engine with so small a pool refuses it.) With this and a capacity in tokens rounded down to whole pages, the pages

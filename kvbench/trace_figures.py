@@ -168,7 +168,8 @@ def cache_figure(found: Description) -> Drawing | None:
     figure.update_yaxes(title_text="hit rate, %", range=[0, max(best * 118, 1)])
     caption = (
         "The engine's own page pool and prefix cache, least recently used pages evicted first, one request after "
-        f"another. {ceiling.num_tokens:,} tokens keep everything."
+        "another; a prompt that ends with a page may hit all of it, of which a server computes the last page, for its "
+        f"next token. {ceiling.num_tokens:,} tokens keep everything."
     )
     return Drawing("cache", "What could a prefix cache save?", caption, finish(figure, 400))
 
@@ -180,7 +181,7 @@ def waste_figure(found: Description) -> Drawing | None:
         return None
     bars: list[tuple[str, float, str]] = [
         ("reserved: longest", memory.reserve_max_util, CONTIGUOUS),
-        ("reserved: p99", min(memory.reserve_p99_util, 1.0), CONTIGUOUS),
+        ("reserved: p99", memory.reserve_p99_filled, CONTIGUOUS),
         *((f"pages of {size}", 1 - waste, PAGED) for size, waste in sorted(memory.waste.items(), reverse=True)),
     ]
     figure = go.Figure(
@@ -198,7 +199,7 @@ def waste_figure(found: Description) -> Drawing | None:
     figure.update_yaxes(autorange="reversed", showgrid=False)
     caption = (
         "What is given to a request and holds its tokens when it ends, over all requests. Room for the p99 is too "
-        "small for one request in a hundred."
+        "small for one request in a hundred, of which it holds what fits."
     )
     return Drawing("memory", "How much memory would be used?", caption, finish(figure, 300, legend=False))
 

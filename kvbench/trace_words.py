@@ -77,7 +77,7 @@ def _memory(found: Description) -> tuple[str, ...]:
     fits = ", ".join(f"{size:,}: {share:.1%}" for size, share in memory.share_up_to.items())
     return (
         f"Memory: reserved for the longest request ({memory.total.max:,.0f} tokens), {memory.reserve_max_util:.1%} of "
-        f"it would be used; for the p99 ({memory.total.p99:,.0f}), {memory.reserve_p99_util:.1%}.",
+        f"it would be used; for the p99 ({memory.total.p99:,.0f}), {memory.reserve_p99_filled:.1%}.",
         f"Unused at the end: {waste}.",
         f"Requests of at most so many tokens: {fits}.",
     )

@@ -31,14 +31,16 @@ class Spread:
 class Memory:
     """What prompt + output need of KV, in tokens, and what ways to give it to them leave unused.
 
-    ``reserve_max_util``, ``reserve_p99_util``: share of a reservation that is used at the end, when all requests are
-    given room for the longest, or for the 99th percentile. ``waste``: share of the slots of pages of so many tokens
-    that stays empty at the end. ``share_up_to``: requests of at most so many tokens.
+    ``reserve_max_util``, ``reserve_p99_filled``: share of a reservation that holds tokens at the end, when all requests
+    are given room for the longest, or for the 99th percentile, of longer ones what fits in. ``reserve_p99_util``: mean
+    over the 99th percentile, which a few long requests bring above 1. ``waste``: share of the slots of pages of so many
+    tokens that stays empty at the end. ``share_up_to``: requests of at most so many tokens.
     """
 
     total: Spread
     reserve_max_util: float
     reserve_p99_util: float
+    reserve_p99_filled: float
     waste: dict[int, float]
     share_up_to: dict[int, float]
 
@@ -77,6 +79,7 @@ def memory(total_tokens: np.ndarray) -> Memory:
         total,
         total.mean / total.max if total.max else 1.0,
         total.mean / total.p99 if total.p99 else 1.0,
+        float(np.minimum(total_tokens, total.p99).mean()) / total.p99 if total.p99 else 1.0,
         {size: 1 - needed / float((-(-total_tokens // size) * size).sum() or 1) for size in PAGE_SIZES},
         {size: float(np.mean(total_tokens <= size)) for size in CONTEXTS},
     )

@@ -65,6 +65,14 @@ def test_the_terminal_has_lengths_rate_burstiness_memory_and_prefixes(capsys, pa
         assert words in text, words
 
 
+def test_a_reservation_is_never_used_to_more_than_all_of_it(capsys, tmp_path):
+    path = tmp_path / "t.csv"
+    rows = [f"2024-01-01 00:00:{i % 60:02},{100_000 if i % 200 == 199 else 90},10" for i in range(1000)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(sorted(rows)))
+    code, out, _ = run(capsys, path)
+    assert code == 0 and "for the p99 (100), 100.0%." in " ".join(out.split())
+
+
 def test_json_has_the_same_figures(capsys, pages):
     code, out, _ = run(capsys, pages, *IN_MS, "--page-size", 16, "--json")
     told = json.loads(out)

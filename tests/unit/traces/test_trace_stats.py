@@ -153,5 +153,9 @@ def test_reservations_and_pages_by_hand():
     assert memory.waste[16] == pytest.approx(15 / (16 + 32 + 64 + 2048))
     assert memory.waste[256] == pytest.approx(1 - 2145 / (3 * 256 + 2048))
     assert memory.share_up_to == {2048: 1.0, 8192: 1.0, 32768: 1.0}
+    tail = stats.memory(np.array([100] * 995 + [100_000] * 5))
+    assert tail.total.p99 == 100 and tail.reserve_p99_util == pytest.approx(5.995)
+    assert tail.reserve_p99_filled == 1.0  # a reservation holds no more than its room
+    assert memory.reserve_p99_filled == pytest.approx((16 + 17 + 64 + memory.total.p99) / 4 / memory.total.p99)
     with pytest.raises(ValueError, match="no values"):
         stats.memory(np.array([], dtype=np.int64))
