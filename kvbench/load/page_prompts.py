@@ -27,7 +27,8 @@ def page_prompts(
     A page id becomes a page of tokens that depends on the id and the seed only; pages of different ids differ in their
     first few tokens. What a request has beyond its last page id is its own. Lengths shrink by shrinking the page to a
     whole number of tokens, ``round(page_size x length_scale)`` (``auto``: the largest that lets every request fit), and
-    what fills a last page in proportion, so that every request has as many full pages as in the trace.
+    what fills a last page in proportion, so that every request has as many full pages as in the trace. A page of one
+    token cannot be filled in part: there are none where the trace has such pages.
 
     Args:
         by_session: leading pages that only requests of the same session have do not count as shared.
@@ -82,17 +83,24 @@ def _longest(trace: Trace, size: int) -> int:
 
 def _scaled_page(trace: Trace, length_scale: float | str, max_model_len: int) -> int:
     assert trace.page_size is not None
+    least = 2 if (trace.prompt_tokens % trace.page_size).any() else 1
     if length_scale != "auto":
-        return max(1, round(trace.page_size * float(length_scale)))
-    low, high = 0, trace.page_size  # the longest request grows with the page
+        size = max(1, round(trace.page_size * float(length_scale)))
+        if size < least:
+            raise ValueError(
+                f"length_scale {float(length_scale):g} makes pages of {trace.page_size} tokens pages of 1, and some "
+                f"prompts fill their last page in part: choose at least {least / trace.page_size:g}, or auto."
+            )
+        return size
+    low, high = least - 1, trace.page_size  # the longest request grows with the page
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if _longest(trace, middle) <= max_model_len else (low, middle - 1)
-    if low == 0:
+    if low < least:
         raise ValueError(
-            f"the longest request has {int(trace.pages.max())} pages, so that even with pages of 1 token it would need "
-            f"{_longest(trace, 1)} tokens, more than max_model_len {max_model_len}; choose a part of the trace with "
-            "shorter requests (start_s, duration_s, max_requests) or a larger max_model_len."
+            f"the longest request has {int(trace.pages.max())} pages, so that even with pages of {least} tokens it would "
+            f"need {_longest(trace, least)} tokens, more than max_model_len {max_model_len}; choose a part of the trace "
+            "with shorter requests (start_s, duration_s, max_requests) or a larger max_model_len."
         )
     return low
 

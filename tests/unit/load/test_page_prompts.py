@@ -116,6 +116,27 @@ def test_auto_shrinks_the_page_until_the_longest_fits(tmp_path, max_model_len):
     assert [shared_tokens(requests[0], other) // page for other in requests] == [2, 2, 2, 0, 1, 0]
 
 
+def test_a_partly_filled_page_never_becomes_a_full_one(tmp_path):
+    rows = [
+        {"timestamp": 0, "input_length": 23, "hash_ids": [1, 2, 3, 4, 5, 6], "output_length": 4},
+        {"timestamp": 1, "input_length": 22, "hash_ids": [1, 2, 3, 4, 5, 6], "output_length": 4},
+    ]
+    how = {"format": "mooncake", "page_size": 4}
+
+    def made(max_model_len: int, **more) -> list[RequestSpec]:
+        return build(tmp_path / "t", jsonl(*rows), **how, **more, load={"build": {"max_model_len": max_model_len}})
+
+    requests = made(13)
+    assert requests.notes["page_size_of_prompts"] == 2
+    assert lengths(requests) == [11, 11] and [r.prefix_tokens for r in requests] == [10, 10]
+    with pytest.raises(ValueError, match=r"even with pages of 2 tokens it would need 13 tokens, more than .* 12"):
+        made(12)
+    with pytest.raises(ValueError, match=r"length_scale 0.25 makes pages of 4 tokens pages of 1.* at least 0.5, or"):
+        made(64, length_scale=0.25)
+    rows[0]["input_length"], rows[1]["input_length"] = 24, 24
+    assert lengths(made(8)) == lengths(made(64, length_scale=0.25)) == [6, 6]  # whole pages may shrink to a token
+
+
 def test_pages_too_short_to_tell_apart_and_requests_too_long_are_refused(tmp_path):
     many = jsonl(*({"timestamp": i, "input_length": 64, "hash_ids": [4 * i + j for j in range(4)], "output_length": 1}
                    for i in range(20)))  # fmt: skip
