@@ -121,7 +121,7 @@ OF_THE_MODEL: Mapping[str, Setting] = {name: whatever() for name in ("model", "l
 
 @dataclass(frozen=True)
 class Reset:
-    """How the prefix cache is emptied: POST to ``path``; ``{slot}`` in it: once for each of ``max_num_seqs`` slots.
+    """How the prefix cache is emptied: POST to ``path``; ``{slot}`` in it: once for each slot of its /slots.
 
     ``success_key``: a field of the JSON answer that must not be false. ``busy``: status codes that say requests run.
     """

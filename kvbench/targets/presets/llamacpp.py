@@ -82,7 +82,6 @@ LLAMACPP = Preset(
         names={
             "requests_processing": "num_requests_running",
             "requests_deferred": "num_requests_waiting",
-            "kv_cache_usage_ratio": "kv_cache_usage_perc",
             "tokens_predicted_total": "generation_tokens_total",
             # Computed and cached tokens are counted apart: a prompt, and a query of the cache, has both.
             "prompt_tokens_total": ("prompt_tokens_total", "prefix_cache_queries_total"),
@@ -91,7 +90,7 @@ LLAMACPP = Preset(
                 "prompt_tokens_total",
                 "prefix_cache_queries_total",
             ),
-            "prompt_seconds_total": "request_prefill_time_seconds_sum",
+            # Of all slots, added up; prompt_seconds_total is the engine's time, however many it serves at once.
             "tokens_predicted_seconds_total": "request_decode_time_seconds_sum",
         },
     ),
@@ -100,6 +99,9 @@ LLAMACPP = Preset(
     version=Version(path="/props", key="build_info"),
     dialect=Dialect(return_token_ids=False),
     model_format="gguf",
-    quirks=("the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",),
+    quirks=(
+        "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",
+        "it does not tell how full its KV buffer is",
+    ),
     sources=("https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md",),
 )

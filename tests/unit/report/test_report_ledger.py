@@ -92,6 +92,7 @@ def test_gauges_of_scattered_and_pinned_slots_are_no_free_ones() -> None:
 def test_gauges_that_are_read_rarely_count_for_as_long_as_they_stand() -> None:
     rows = [(t, 90 if 2 < t < 10 else 10) for t in (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0, 10.0)]
     frame = polls([{"t": t, "kv_slots_reserved": used, "kv_slots_used": used} for t, used in rows])
+    frame = frame.drop(columns=list(steps()))  # a server that tells gauges alone
     weights = [0.5, 0.5, 0.5, 0.5, 1.25, 2, 2, 2, 2]
     expected = sum(w * used for w, (_, used) in zip(weights, rows, strict=True)) / sum(weights)
     assert mean_slots(frame, 0.0, math.inf)["tokens"] == pytest.approx(expected)
