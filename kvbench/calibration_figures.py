@@ -80,7 +80,7 @@ def figures_of(
         lag_p99_ms=_ms(np.abs(lag), 99),
         itl_error_p99_ms=_ms(error, 99),
         coalesced_share=shared / len(lag) if len(lag) else None,
-        turnaround_p50_ms=_ms(turnarounds(samples), 50),
+        turnaround_p50_ms=client.get("turnaround_p50_ms"),
         cpu_us_per_event=client.get("cpu_us_per_chunk"),
         cpu_fraction=client.get("cpu_fraction"),
         loop_lag_p99_ms=client.get("loop_lag_p99_ms"),
@@ -88,14 +88,6 @@ def figures_of(
         priority=str(client.get("priority")),
         unstamped_share=client.get("unstamped_share"),
     )
-
-
-def turnarounds(samples: pd.DataFrame) -> np.ndarray:
-    """Seconds from each stream's end to the same user's next send [requests - users]."""
-    gaps = [np.empty(0)]
-    for _, rows in samples.sort_values("ts").groupby("user"):
-        gaps.append(rows["ts"].to_numpy()[1:] - rows["end"].to_numpy()[:-1])
-    return np.concatenate(gaps)
 
 
 def _ms(seconds: Sequence[float] | np.ndarray, q: float) -> float | None:

@@ -186,6 +186,9 @@ def _client(metrics: Mapping[str, Any]) -> str:
         parts.append(_LAG_NOT_JUDGED[client.get("lag_source") == "kernel stamps"])
     if client.get("schedule_slip_p99_ms") is not None:
         parts.append(f"schedule slip p99 {client['schedule_slip_p99_ms']:.2f} ms")
+    if client.get("turnaround_share") is not None:
+        p50, p99, share = (client[f"turnaround_{name}"] for name in ("p50_ms", "p99_ms", "share"))
+        parts.append(f"a stream's end to the next send p50 {p50:.2f}, p99 {p99:.2f} ms ({share:.1%} of users' time)")
     if client.get("cpu_s_per_1000_output_tokens") is not None:
         parts.append(f"{client['cpu_s_per_1000_output_tokens']:.3f} CPU seconds per 1,000 output tokens")
     if client.get("cpu_fraction") is not None:

@@ -170,11 +170,15 @@ def _demand(subject: Subject, streams: int, events_per_s: float | None = None) -
 def _calibrated_as_it_was(
     subject: Subject, before: Calibration | None, told: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Calibration | None:
-    """The calibration for the load as it came to be: measured now if that asked for more than was thought."""
+    """The calibration for the load as it came to be: measured now if that asked for more than was thought.
+
+    What it asked for is its busiest second: the mean of a load with quiet times tells nothing of the busy ones.
+    """
     if before is None or subject.calibrate is None:
         return None
-    chunks, seconds = (told.get("client") or {}).get("chunks"), metrics.get("duration_s")
-    rate = chunks / seconds if chunks and seconds else None
+    client, seconds = told.get("client") or {}, metrics.get("duration_s")
+    chunks, busiest = client.get("chunks"), client.get("chunks_of_busiest_second") or 0
+    rate = max(chunks / seconds, busiest) if chunks and seconds else None
     return subject.calibrate(_demand(subject, int(told.get("max_in_flight") or 1), rate), before)
 
 

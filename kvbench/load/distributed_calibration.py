@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench import processes
 from kvbench.load.merge import WorkerResult, most_in_flight
+from kvbench.load.probe import busiest_second
 from kvbench.load.spec import LoadSpec
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ def calibration_reasons(found: Sequence[Calibration], results: Sequence[WorkerRe
         settings = each.settings
         reasons += [f"{result.name}: {reason}" for reason in each.reasons_at(validity_limits(settings.itl_ms))]
         chunks = sum(len(s.completion.chunk_times) for s in result.samples)
-        had = Demand(most_in_flight(result.samples), 1, chunks / wall_s if wall_s > 0 else None, settings.tls)
+        rate = max(chunks / wall_s if wall_s > 0 else 0.0, busiest_second(result.samples))
+        had = Demand(most_in_flight(result.samples), 1, rate, settings.tls)
         if not had.covered_by(settings):
             reasons.append(
-                f"{result.name} had up to {had.streams} streams at once and {had.events_per_s or 0:.0f} chunks a "
+                f"{result.name} had up to {had.streams} streams at once and {had.events_per_s:.0f} chunks a "
                 f"second, and was calibrated at {settings.streams} and {settings.events_per_s:.0f}; use more workers, "
                 "or set max_concurrency."
             )

@@ -141,7 +141,7 @@ def merged_client(results: Sequence[WorkerResult], mode: str, wall_s: float) -> 
 
 _OWN_FIGURES = (
     "cpu_fraction", "cpu_us_per_chunk", "lag_source", "lag_p50_ms", "lag_p99_ms", "loop_lag_p99_ms",
-    "schedule_slip_p99_ms", "chunks", "coalesced_share",
+    "schedule_slip_p99_ms", "turnaround_p50_ms", "turnaround_p99_ms", "turnaround_share", "chunks", "coalesced_share",
 )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ class Places:
     def take(self) -> float:
         """Takes a place, waiting for one if need be. Returns the seconds that there was none, counted from the call.
 
-        Exactly 0 where one was free. Neither how late the caller came nor how late it goes on when it has its place
-        is in it: that is the client's own doing, not the cap's.
+        Exactly 0 where one was free. Neither how late the caller came nor how long after the end of the stream that
+        had the place before it goes on is in it: that is the client's own doing, not the cap's.
         """
         if self._free is None:
             return 0.0
@@ -28,11 +28,11 @@ class Places:
             return 0.0
         asked, turn = time.perf_counter(), AsyncResult()
         self._waiting.append(turn)
-        return turn.get() - asked
+        return max(0.0, turn.get() - asked)
 
-    def give(self) -> None:
-        """Gives a place back, at once to whoever has waited longest."""
+    def give(self, free_since: float) -> None:
+        """Gives a place back, at once to whoever has waited longest; nobody has had it since then [s, perf_counter]."""
         if self._waiting:
-            self._waiting.popleft().set(time.perf_counter())
+            self._waiting.popleft().set(free_since)
         elif self._free is not None:
             self._free += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ MIN_LAG_LIMIT_MS = 1.0
 LAG_SHARE_OF_ITL = 0.02
 MAX_COALESCED_SHARE = 0.01
 MAX_SHORT_SHARE = 0.01
+MAX_TURNAROUND_SHARE = 0.02
+MIN_TURNAROUNDS = 10  # with fewer, one stall of the machine decides
 MIN_PLAUSIBLE_ERROR_S, MAX_PLAUSIBLE_ERROR_S = -1.0, 60.0  # beyond them the stamps are of another clock
 SEND_S = 50e-6  # what sending one request may cost: of several due at one moment, each waits for those before it
 MIN_LAG_SAMPLES = 100  # with fewer, the p99 is the worst sample
@@ -59,6 +62,34 @@ def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
     return slips
 
 
+def turnarounds(samples: Sequence[Sample]) -> tuple[list[float], float | None]:
+    """Seconds from each stream's end to the same user's next send [requests - users], and their share of users' time.
+
+    Of a closed loop. Think times are left out, what it takes to parse an answer before the next turn is not. A user's
+    time is from its first send to its last stream's end, think times included. A loop of N users has a throughput of
+    N / (response time + think time + turnaround) (Denning and Buzen, ACM Computing Surveys 10(3), 1978), so that the
+    share is the part of the throughput that the client itself took away: all of it where the server answers as fast,
+    less where the fewer requests in flight let it answer faster. The share (None: no turnaround) is an account of this
+    very load, not an estimate, and needs no large sample.
+    """
+    gaps, spent = [], 0.0
+    of_user = sorted((s for s in samples if s.sent), key=lambda s: (s.user, s.ts))
+    for _, group in groupby(of_user, key=lambda s: s.user):
+        mine = list(group)
+        spent += mine[-1].end - mine[0].ts
+        gaps += [b.ts - a.end - (b.request.think_s if b.request.turn else 0.0) for a, b in pairwise(mine)]
+    return gaps, sum(gaps) / spent if gaps and spent > 0 else None
+
+
+def busiest_second(samples: Sequence[Sample]) -> int:
+    """The most chunks of any second, seconds being counted from the first chunk."""
+    times = [s.completion.chunk_times for s in samples if s.completion.chunk_times]
+    if not times:
+        return 0
+    at = np.concatenate(times)
+    return int(np.bincount((at - at.min()).astype(np.int64)).max())
+
+
 def client_report(
     samples: Sequence[Sample],
     lags: Sequence[float],
@@ -79,6 +110,7 @@ def client_report(
     sent = [s for s in samples if s.sent] if mode == "open" else []
     gaps = [np.diff(s.completion.chunk_times) for s in samples if s.completion.ok]
     itl = np.concatenate(gaps) if gaps else np.empty(0)
+    waits, wait_share = turnarounds(samples) if mode == "closed" else ([], None)
     errors = stamp_errors(samples)
     source = "server stamps" if errors is not None else "kernel stamps" if kernel_stamps else "loop probe"
     lags_used = {"server stamps": errors, "kernel stamps": (), "loop probe": lags}[source]
@@ -102,7 +134,12 @@ def client_report(
         "loop_lag_p99_ms": percentile_ms(lags, 99),
         "schedule_slip_p99_ms": percentile_ms([s.slip_s for s in sent], 99),
         "schedule_slip_beyond_bursts_p99_ms": percentile_ms(slip_beyond_bursts(sent), 99),
+        "turnaround_p50_ms": percentile_ms(waits, 50),
+        "turnaround_p99_ms": percentile_ms(waits, 99),
+        "turnaround_share": wait_share,
+        "turnarounds": len(waits),
         "chunks": chunks,
+        "chunks_of_busiest_second": busiest_second(samples),
         "coalesced_chunks": coalesced,
         "coalesced_share": coalesced / chunks if chunks else None,
         "itl_p50_ms": percentile_ms(itl, 50),
@@ -158,6 +195,14 @@ def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
         reasons.append(
             f"arrivals slipped: p99 {slip:.2f} ms beyond {SEND_S * 1e6:g} us for each one due at the same moment, the "
             f"limit is {MAX_SLIP_MS:g} ms; lower the rate, use a free core or more load processes."
+        )
+    share = client.get("turnaround_share")  # a run that was stored by an older version has none
+    if share is not None and share > MAX_TURNAROUND_SHARE and client["turnarounds"] >= MIN_TURNAROUNDS:
+        reasons.append(
+            f"the client's users spent {share:.1%} of their time between a stream's end and the next send (median "
+            f"{client['turnaround_p50_ms']:.2f} ms, p99 {client['turnaround_p99_ms']:.2f} ms), and the throughput is "
+            f"too low by up to that; the limit is {MAX_TURNAROUND_SHARE:.0%}; give the client a core of its own, or "
+            "use more load processes."
         )
     cpu = client["cpu_fraction"]
     if cpu is not None and cpu > MAX_CPU_FRACTION:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from gevent.pool import Group
@@ -96,17 +97,18 @@ class OpenLoopUser(User):
         self.session.converse(0, turns, self._send, due)
 
     def _send(self, request: RequestSpec, body: bytes, due: float | None) -> Returned | None:
-        queued_s = self.places.take()
+        queued_s, returned = self.places.take(), None
         try:
             if self.session.over:
                 return None
             client = self.idle.pop() if self.idle else self.session.new_client()
             try:
-                return self.session.perform(client, 0, request, body, due, queued_s)
+                returned = self.session.perform(client, 0, request, body, due, queued_s)
+                return returned
             finally:
                 self.idle.append(client)
         finally:
-            self.places.give()
+            self.places.give(time.perf_counter() if returned is None else returned.raw.end)
 
     def on_stop(self) -> None:
         """Ends what is still open and closes the connections."""

@@ -1,4 +1,4 @@
-"""The load process with a client that is broken in one way, which the calibration must notice.
+"""The load process with a client that is broken in one way, which the calibration or the load must notice.
 
     python tests/support/mutant_load.py NAME SPEC.json
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gevent  # noqa: E402
 
-from kvbench.load import client, outcome, session  # noqa: E402
+from kvbench.load import client, outcome, process, session  # noqa: E402
 from kvbench.load.client import StreamingClient  # noqa: E402
 from kvbench.load.run import main  # noqa: E402
 
@@ -139,6 +139,25 @@ def retry_what_was_dropped():
     client._CROSSED_S = float("inf")
 
 
+def block_the_loop():
+    """From the load's start its loop is held for 20 ms in every 25, as on a core that others have, too.
+
+    Chunks keep the kernel's stamps; what comes late is every send.
+    """
+    begin = process.Measuring.begin
+
+    def hold():
+        while True:
+            really_sleep(0.020)
+            gevent.sleep(0.005)
+
+    def begin_and_hold(measuring, zero=None):
+        begin(measuring, zero)
+        gevent.spawn(hold)
+
+    process.Measuring.begin = begin_and_hold
+
+
 def swallow_cut_streams():
     """What was cut off passes for a success."""
     judge = session.judge
@@ -163,8 +182,8 @@ CLIENTS = {
     "retrying": Retrying, "early": Early, "stampless": Stampless, "tardy": Tardy,
 }  # fmt: skip
 PATCHES = {
-    "swallowing": swallow_cut_streams, "losing": lose_requests, "secretly retrying": retry_what_was_dropped,
-    "none": lambda: None,
+    "swallowing": swallow_cut_streams, "losing": lose_requests, "blocked": block_the_loop,
+    "secretly retrying": retry_what_was_dropped, "none": lambda: None,
 }  # fmt: skip
 
 if __name__ == "__main__":

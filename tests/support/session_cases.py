@@ -55,19 +55,25 @@ def answer(tokens: int, at: float) -> RawStream:
 
 
 def case_only_the_wait_for_a_place_is_queue() -> None:
-    """The caller comes late, and the loop stands still when the place is there: both are the client's own slip."""
+    """The caller comes late, the stream's end is seen late, and the loop stands still when the place is there: all that
+    is the client's own slip."""
     places = Places(1)
     assert places.take() == 0.0
     due = time.perf_counter()
     stand_still(STUCK_S)  # the loop
     waiting = gevent.spawn(lambda: (places.take(), time.perf_counter()))
     gevent.sleep(0.02)
-    before = time.perf_counter()
-    places.give()
+    ended = time.perf_counter()
+    stand_still(STUCK_S)
+    places.give(ended)
     stand_still(STUCK_S)
     queued_s, sent = waiting.get()
-    assert 0.02 <= queued_s <= before - due - STUCK_S + 0.005
-    assert sent - due - queued_s >= 2 * STUCK_S
+    assert 0.02 <= queued_s <= ended - due - STUCK_S + 0.005
+    assert sent - due - queued_s >= 3 * STUCK_S
+    late = gevent.spawn(places.take)
+    gevent.sleep(0)
+    places.give(ended)  # it was free before anyone came
+    assert late.get() == 0.0
 
 
 def two_turns(tokens: int, think_s: float) -> list[RequestSpec]:

@@ -94,6 +94,31 @@ def test_a_client_that_sends_late_makes_an_open_loop_load_invalid(loads: LoadRun
     assert any(reason.startswith("arrivals slipped: p99") for reason in told["invalid_reasons"])
 
 
+@pytest.mark.parametrize(("mode", "expected"), [
+    ({"concurrency": 6}, "of their time between a stream's end and the next send (median"),
+    ({"mode": "open", "concurrency": None, "max_concurrency": 6}, "arrivals slipped: p99"),
+], ids=["closed", "all at once under a cap"])  # fmt: skip
+def test_a_client_whose_loop_stands_still_makes_a_load_invalid_though_its_stamps_are_right(
+    loads: LoadRunner, mode: dict, expected: str
+) -> None:
+    """Every send waits for the loop, so the throughput is the client's; streams of 60 ms."""
+    told = {}
+    for name in ("none", "blocked"):
+        tag = {"none": 8200, "blocked": 8300}[name] + len(mode)
+        sent = [RequestSpec(i, "c", (tag, i), None, 2, 0.0 if "mode" in mode else None) for i in range(90)]
+        spec = loads.spec(sent, name, model="mock?ttft_ms=20&itl_ms=60", **mode)
+        subprocess.run(
+            [sys.executable, str(SUPPORT / "mutant_load.py"), name, str(spec)], check=True, cwd=ROOT, timeout=60
+        )
+        told[name] = json.loads((spec.parent / "load.json").read_text())
+    assert expected in " ".join(told["blocked"]["invalid_reasons"])
+    assert expected not in " ".join(told["none"]["invalid_reasons"])
+    if "mode" not in mode:
+        client = told["blocked"]["client"]
+        assert client["turnarounds"] == 84 and client["turnaround_p99_ms"] > client["turnaround_p50_ms"] > 4
+        assert client["turnaround_share"] > 0.04
+
+
 def test_wrong_gaps_are_caught_by_the_commands_limits(mutants: dict[str, Calibration]) -> None:
     """0.9 ms are within what validity allows, and over what the client is built to reach."""
     from kvbench.calibration import judge_figures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvbench import calibrator as chooser
 from kvbench.calibration import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
 from kvbench.calibrator import Calibrator, Demand, settings_for
+from kvbench.measure import _calibrated_as_it_was
 from tests.unit.load.test_calibration import GOOD, taken
 
 
@@ -110,6 +112,21 @@ def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(
     assert more.settings.streams == 2048 and more.reasons == ()
     too_many = calibrator(Demand(9000), before)
     assert "up to 9000 streams at once, and the client can be calibrated at 8192 at most" in too_many.reasons[0]
+
+
+def test_what_a_load_asked_for_is_its_busiest_second() -> None:
+    asked = []
+    target = SimpleNamespace(base_url="http://h")
+    subject = SimpleNamespace(
+        client={"processes": 1}, load=None, target=target, calibrate=lambda demand, before: asked.append(demand)
+    )
+    for client in (
+        {"chunks": 165_000, "chunks_of_busiest_second": 32_000},  # 5 s of a storm in 100 s
+        {"chunks": 165_000, "chunks_of_busiest_second": 1_000},
+        {"chunks": 0, "chunks_of_busiest_second": 0},
+    ):
+        _calibrated_as_it_was(subject, object(), {"client": client, "max_in_flight": 64}, {"duration_s": 100.0})
+    assert [each.events_per_s for each in asked] == [32_000, 1650, None]
 
 
 def test_a_folder_of_another_version_is_measured_anew(tmp_path, machine) -> None:

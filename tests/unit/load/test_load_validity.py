@@ -9,7 +9,14 @@ import pytest
 from engine.boot import BOOT_HEADER, boot_id
 from kvbench.load.completion import Completion, judge
 from kvbench.load.outcome import Clocked
-from kvbench.load.probe import client_report, invalid_reasons, short_outputs, stamp_errors
+from kvbench.load.probe import (
+    busiest_second,
+    client_report,
+    invalid_reasons,
+    short_outputs,
+    stamp_errors,
+    turnarounds,
+)
 from kvbench.load.requests import RequestSpec
 from kvbench.load.samples import Sample
 
@@ -171,3 +178,50 @@ def test_a_wait_for_a_place_is_no_slip():
     broken = Sample(RequestSpec(1, "a", (1,), None, 1), 0, 9.0, 9.0, 9.0, Completion(error_kind="session_broken"))
     late_ones = [arrival(float(i), i + 0.02) for i in range(2)]
     assert "arrivals slipped" in reasons([*late_ones, *[broken] * 400], mode="open"), "never sent, so never on time"
+
+
+def visit(user: int, ts: float, end: float, **of_request: object) -> Sample:
+    request = RequestSpec(0, "chat", (1,), None, 2, **of_request)
+    return Sample(request, user, ts, ts, end, Completion(chunk_times=[ts, end], output_tokens=2))
+
+
+def test_turnarounds_are_each_users_own_and_think_times_are_none() -> None:
+    """User 0: 4 ms, then a turn that is due after 2 s and sent 6 ms late; user 1: 8 ms and, for ten of it, nothing."""
+    rows = [
+        visit(1, 0.0, 5.0), visit(0, 0.0, 1.0), visit(1, 5.008, 6.0),
+        visit(0, 1.004, 2.0, session=3), visit(0, 4.006, 5.0, session=3, turn=1, think_s=2.0),
+        Sample(RequestSpec(0, "c", (1,), None, 1), 1, 9.0, 9.0, 9.0, Completion(error_kind="session_broken")),
+    ]  # fmt: skip
+    gaps, share = turnarounds(rows)
+    assert sorted(gaps) == pytest.approx([0.004, 0.006, 0.008])
+    assert share == pytest.approx(0.018 / (5.0 + 6.0))
+    assert turnarounds(rows[:2]) == ([], None) and turnarounds([]) == ([], None)
+
+
+def loop_of(turnaround_s: float, count: int = 50, busy_s: float = 0.06) -> list[Sample]:
+    """Two users, each with ``count`` requests of ``busy_s``."""
+    starts = [k * (busy_s + turnaround_s) for k in range(count)]
+    return [visit(user, t, t + busy_s) for user in (0, 1) for t in starts]
+
+
+def test_a_closed_loop_that_loses_throughput_between_its_requests_is_invalid() -> None:
+    good, bad = loop_of(0.0012), loop_of(0.0013)  # of 60 ms: 1.96 and 2.1 %
+    assert reasons(good) == "" == reasons(bad, mode="open")
+    assert "spent 2.1% of their time between a stream's end and the next send (median 1.30 ms, p99 1.30 ms)" in (
+        reasons(bad)
+    )
+    figures = client_report(bad, [], 0.1, 10.0, "closed")
+    sent_for = max(s.end for s in bad)
+    assert figures["turnaround_share"] == pytest.approx(1 - 0.06 * 100 / (2 * sent_for))  # of two users
+    few = loop_of(0.02, count=5)
+    assert reasons(few) == "", "8 turnarounds: one stall of the machine would decide"
+    assert client_report(few, [], 0.1, 10.0, "closed")["turnarounds"] == 8
+    assert reasons(loop_of(0.02, count=6)) != ""
+
+
+def test_the_busiest_second_is_that_of_a_short_storm() -> None:
+    quiet = [sample([], [0.3 + 2 * k]) for k in range(50)]
+    storm = sample([], [61.4 + k / 5000 for k in range(2500)])
+    assert busiest_second([*quiet, storm]) == pytest.approx(2500, abs=1)
+    assert busiest_second([]) == 0
+    assert client_report([storm], [], 0.1, 100.0, "open")["chunks_of_busiest_second"] == 2500

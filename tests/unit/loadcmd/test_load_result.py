@@ -103,3 +103,12 @@ def test_the_clients_cost_counts_processes_on_other_machines():
     assert client_cost(here, spread) == pytest.approx(19.0)
     assert client_cost({"client_cpu_cores": None, "seconds": None}, metrics) == pytest.approx(3.0)
     assert client_cost(here, metrics | {"total_output_tokens": 0}) is None
+
+
+def test_what_a_closed_loops_client_took_between_requests_is_told():
+    told = result([0.1])
+    point = LoadPoint("c2", "closed", 2, None, 4)
+    kept = stored(config(concurrency=2), point, TARGET, told)
+    assert "next send" not in "\n".join(lines(kept))
+    kept["metrics"]["client"] = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_share": 0.0123}
+    assert "a stream's end to the next send p50 0.20, p99 11.13 ms (1.2% of users' time)" in "\n".join(lines(kept))
