@@ -121,17 +121,20 @@ class SharedLoad:
 
     def _watch(self) -> str | None:
         """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""
-        crew, members, looked = self.crew, self.crew.members, time.monotonic()
+        crew, members = self.crew, self.crew.members
+        looked = waited = time.monotonic()
         while not all(link.ended for link in crew.links):
             members.news.wait(PROGRESS_S)
             members.news.clear()
             if self.voice.stopped:
                 return None
-            if lost := members.find_lost():
+            before, waited = waited, time.monotonic()
+            passed_s = min(waited - before, 2 * PROGRESS_S)  # while we stood still ourselves we heard nobody
+            if lost := members.find_lost() or members.find_mute(passed_s):
                 return lost
             if problem := crew.first_problem():
                 return problem
-            if time.monotonic() - looked > _CHECK_CLOCKS_S and not all(c.same_clock for c in crew.clocks):
+            if waited - looked > _CHECK_CLOCKS_S and not all(c.same_clock for c in crew.clocks):
                 crew.look_at_clocks()
                 looked = time.monotonic()
             self._say("progress")

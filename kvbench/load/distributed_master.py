@@ -122,6 +122,8 @@ class Crew:
     def first_problem(self) -> str | None:
         """Why a worker that answers ended before its last request."""
         for link in self.links:
+            if link.error:
+                return f"{link.name} could not go on measuring: {link.error}"
             if link.gone:
                 return f"the server stopped answering: {link.gone}"
             if link.signal:

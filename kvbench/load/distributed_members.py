@@ -103,8 +103,10 @@ class Members:
     def _on_event(self, msg: Message, **_: Any) -> None:
         if link := self._link_of(msg.node_id):
             link.done, link.failed = int(msg.data["done"]), int(msg.data["failed"])
+            link.mute_s = 0.0
             if msg.data["event"] == "ended":
                 link.ended, link.gone, link.signal = True, msg.data["gone"], msg.data["signal"]
+                link.error = msg.data.get("error")
                 self.news.set()
 
     def gather(self, stopped: Callable[[], bool]) -> None:
@@ -175,6 +177,17 @@ class Members:
                 link.lose("it went away")
             elif _silent(node, silent_s):
                 link.lose("its heartbeats stopped")
+        return self.first_loss()
+
+    def find_mute(self, passed_s: float) -> str | None:
+        """Why one that lives is gone: it tells its progress 4 times a second, and did not for ``LEFT_S``.
+
+        ``passed_s``: since this was asked last.
+        """
+        for link in self.links:
+            link.mute_s += passed_s
+            if not link.ended and link.mute_s > LEFT_S:
+                link.lose(f"it told no progress for {LEFT_S:g} s")
         return self.first_loss()
 
     def _node(self, link: Link) -> WorkerNode | None:

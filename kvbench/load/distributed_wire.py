@@ -3,7 +3,7 @@
     worker -> master   kvbench_hello  {boot, host, pid, proof, version}      once, when the master has answered it
     master -> worker   kvbench_call   {id, op, ...}                   the master asks, the worker answers
     worker -> master   kvbench_reply  {id, error, ...}
-    worker -> master   kvbench_event  {event, done, failed, ...}      ready, progress, ended
+    worker -> master   kvbench_event  {event, done, failed, ...}      progress, ended
 
 Large data goes in pieces of ``PIECE_BYTES``, each asked for or acknowledged before the next one, so that neither side
 queues more than one. All of it is msgpack (Locust's wire format): plain data, nothing that could run.
@@ -77,6 +77,8 @@ class Link:
     ended: bool = False
     gone: str | None = None  # the server stopped answering this worker
     signal: int = 0  # somebody stopped this worker
+    error: str | None = None  # it could not go on measuring
+    mute_s: float = 0.0  # during the load, since it last told its progress
     lost: str | None = None  # the worker stopped answering us
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _waiting: dict[int, AsyncResult] = field(default_factory=dict)

@@ -211,6 +211,18 @@ class Worker:
         return {"left_s": zero - time.perf_counter()}
 
     def _measure(self, zero: float, armed: Event) -> None:
+        try:
+            gone = self._measured_from(zero, armed)
+        except Exception as error:  # whatever it was: the load ends now, and its user is told why
+            self.session.stopping = True
+            self._tell("ended", gone=None, signal=self._signal, error=repr(error))
+        else:
+            self._tell("ended", gone=gone, signal=self._signal)
+        finally:
+            armed.set()
+
+    def _measured_from(self, zero: float, armed: Event) -> str | None:
+        """Why the server is gone, None when all streams have returned or the load was stopped."""
         with undisturbed(self._spec) as priority:
             armed.set()
             early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
@@ -221,7 +233,7 @@ class Worker:
             gone = watch(self.session, lambda: self.stopped, lambda: self._tell("progress"))
             measuring.end()
             self._measuring = measuring
-        self._tell("ended", gone=gone, signal=self._signal)
+        return gone
 
     def _do_stop(self, in_haste: bool) -> None:
         self.stopped, self._in_haste = True, in_haste

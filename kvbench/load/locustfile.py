@@ -194,6 +194,8 @@ def _drive(environment: Environment, line_up: int) -> None:
         problem = None if gone is None else f"the server stopped answering: {gone}"
     except StreamFailure as failure:
         problem = str(failure)
+    except Exception as error:  # whatever it was: a node that says nothing would be waited for without end
+        problem = f"this node could not go on measuring: {error!r}"
     _leave(environment, problem)
 
 

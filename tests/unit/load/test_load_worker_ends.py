@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
-from tests.support.loads import LoadRunner, free_port
+from tests.support.loads import ROOT, SUPPORT, LoadRunner, free_port
 from tests.support.raw_worker import RawWorker
 from tests.unit.load.test_load_shared import LIMIT_S, ended, master_of, requests, start, wait_for
 
@@ -129,3 +131,21 @@ def test_a_stop_while_workers_calibrate_is_heard_at_once(loads: LoadRunner) -> N
     assert result.events[-1]["error"] == "stopped before the load began"
     code, said = ended_with(worker)
     assert code in (4, 143) and "this worker ends" in said[-1]
+
+
+@pytest.mark.parametrize("how", ["begin", "priority", "silent"])
+def test_a_worker_whose_measuring_dies_ends_the_load_with_its_error(loads: LoadRunner, how: str) -> None:
+    """Its heartbeats go on: only what it says of the load, or that it says nothing, tells that it is over."""
+    spec = loads.spec(requests(20, tag=8950), model="mock")
+    master, port = master_of(spec, 1)
+    place = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    worker = subprocess.Popen([sys.executable, str(SUPPORT / "dying_worker.py"), port, how], **place)
+    try:
+        result = ended(master, spec.parent)
+        assert worker.wait(timeout=LIMIT_S) == 4
+    finally:
+        worker.kill()
+    assert result.code == 4
+    why = "told no progress for 10 s" if how == "silent" else "could not go on measuring: OSError(24, 'Too many open"
+    assert why in result.stderr and why in " ".join(result.load["invalid_reasons"])
+    assert result.load["incomplete"]
