@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.design import Cell
+from kvbench.metrics import in_steady
 from kvbench.metrics import pooled as pool_samples
 from kvbench.results import DONE, RunFolder, read_json, write_json, write_text
 
@@ -95,7 +96,7 @@ def _read_load(folder: Path) -> Mapping[str, Any]:
 
 
 def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Latencies over the raw samples of all repeats; ``steady_latency``: of requests sent in the steady windows.
+    """Latencies over the raw samples of all repeats; ``steady_latency``: of requests that came in the steady windows.
 
     Each repeat has its own window. The first requests of a closed loop are all sent at once; their time to first
     token is mostly the wait for one another, and the steady window leaves them out.
@@ -103,7 +104,7 @@ def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, 
     if not len(requests):
         return {}
     inside = [
-        rows[rows["ts"].between(metrics[int(repeat)]["steady_start_s"], metrics[int(repeat)]["steady_end_s"])]
+        in_steady(rows, (metrics[int(repeat)]["steady_start_s"], metrics[int(repeat)]["steady_end_s"]))
         for repeat, rows in requests.groupby("repeat")
         if metrics[int(repeat)].get("steady_start_s") is not None
     ]

@@ -38,7 +38,7 @@ from kvbench.request_rows import (
     successful,
     times_of,
 )
-from kvbench.steady import Plateau, SteadyState, steady_state
+from kvbench.steady import Plateau, SteadyState, comes_at, steady_state
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,6 +96,15 @@ def steady_state_of(requests: pd.DataFrame, load: Mapping[str, Any]) -> SteadySt
         load,
         sessions_of(requests),
     )
+
+
+def in_steady(requests: pd.DataFrame, window: tuple[float, float] | None) -> pd.DataFrame:
+    """Those of one load's rows that came within its steady ``window`` [s] (``kvbench.steady.comes_at``)."""
+    if window is None:
+        return requests.iloc[:0]
+    t0, ts = (requests[name].to_numpy(dtype=float) for name in ("t0", "ts"))
+    moments = comes_at(t0, ts, sessions_of(requests))
+    return requests[(moments >= window[0]) & (moments <= window[1])]
 
 
 def throughput(requests: pd.DataFrame, window: tuple[float, float] | None, prefix: str = "") -> dict[str, float | None]:
@@ -198,7 +207,6 @@ def summarise(
     window = steady.window
     duration = finish - begin
     whole = (float(np.nextafter(begin, -np.inf)), finish) if duration > 0 else None
-    steady_rows = requests[requests["ts"].between(*window)] if window else requests.iloc[:0]
     return {
         "completed": len(good),
         "failed": len(failed),
@@ -211,7 +219,7 @@ def summarise(
         **throughput(requests, whole),
         **{f"steady_{name}": value for name, value in in_window(requests, window, slo).items()},
         **latency_summary(requests),
-        "steady_latency": _latencies(successful(steady_rows)),
+        "steady_latency": _latencies(successful(in_steady(requests, window))),
         **({"plateaus": [_plateau(requests, p, slo) for p in steady.plateaus]} if steady.plateaus else {}),
         "total_input_tokens": int(good["prompt_tokens"].sum()),
         "total_cached_tokens": int(good["cached_tokens"].fillna(0).sum()) if "cached_tokens" in good else 0,
@@ -225,7 +233,7 @@ def summarise(
 def _plateau(requests: pd.DataFrame, plateau: Plateau, slo: Mapping[str, float | None] | None) -> dict[str, Any]:
     """What one plateau of a changing rate came to, in its steady part."""
     window = plateau.window
-    rows = requests[requests["t0"].between(*window)] if window else requests.iloc[:0]
+    rows = in_steady(requests, window)
     return {
         "start_s": plateau.start,
         "end_s": plateau.end,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 LEAST_ARRIVALS = 20
+AT_ONCE_S = 0.005  # arrivals no further apart are of one moment: over another machine's clock they are not equal
 _BINS = 100
 _DRIFT = 0.02  # a server whose answers become that much slower is still the same one
 
@@ -67,7 +68,7 @@ def steady_state(
         starts, stops = _by_session(ts, ends, sessions)
         return _at_target(starts, stops, load.get("concurrency"), "users")
     first, last = _arrivals_span(t0, sessions)
-    if last <= first:
+    if last - first <= AT_ONCE_S:
         return _at_target(ts, ends, load.get("max_concurrency"), "requests of max_concurrency")
     changing = (load.get("notes") or {}).get("plateaus")
     if changing is None:
@@ -125,6 +126,18 @@ def _comes_back(numbers: np.ndarray) -> bool:
     """Whether the number in the system [intervals] late falls to where it was for a quarter of the early time."""
     early = float(np.quantile(numbers[: len(numbers) // 2], 0.25))
     return float(numbers[-(len(numbers) // 3) :].min()) <= early * (1 + _DRIFT)
+
+
+def comes_at(t0: np.ndarray, ts: np.ndarray, sessions: Sequence[float | None] | np.ndarray | None = None) -> np.ndarray:
+    """The moment [s] that puts each request inside or outside a steady window. float64 [requests]
+
+    Its intended start, so that one which then waits in the client stays in, however long; where all come at once under
+    a cap, and the intended start tells nothing, its send. In closed loop the two are the same.
+    """
+    if not len(t0):
+        return t0
+    first, last = _arrivals_span(t0, sessions)
+    return ts if last - first <= AT_ONCE_S else t0
 
 
 def in_system(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:

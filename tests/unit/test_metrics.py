@@ -256,3 +256,37 @@ def test_each_plateau_of_steps_has_figures_of_its_own() -> None:
     assert (slow["ttft_ms"]["p50"], fast["ttft_ms"]["p50"]) == (pytest.approx(100), pytest.approx(400))
     assert slow["steady_goodput"] == pytest.approx(2.0, rel=0.03)
     assert fast["steady_goodput"] == pytest.approx(0.0)
+
+
+def queued_at_the_end() -> pd.DataFrame:
+    """An arrival a second, answered 0.1 s after its send; three early ones and the last three wait 10, 20 and 30 s in
+    the client."""
+    waits = np.zeros(100)
+    waits[5:8] = waits[97:] = 10.0, 20.0, 30.0
+    sent = np.arange(100.0) + waits
+    return frame(
+        *(
+            row(t0=s - w, ts=s, queued_s=w, chunk_times=[s + 0.1, s + 0.2], output_tokens=2)
+            for s, w in zip(sent, waits, strict=True)
+        )
+    )
+
+
+def test_who_waits_past_the_steady_windows_end_is_in_its_latency() -> None:
+    got = metrics.summarise(queued_at_the_end(), {"mode": "open", "max_concurrency": 1})
+    assert got["steady_end_s"] == 99.0
+    inside = 100 - np.ceil(got["steady_start_s"])
+    steady = got["steady_latency"]
+    assert steady["ttft_ms"]["n"] == inside
+    assert steady["ttft_ms"]["max"] == pytest.approx(30_100) and steady["client_queue_ms"]["max"] == pytest.approx(30e3)
+
+
+def test_requests_all_due_at_once_are_steady_when_they_were_sent() -> None:
+    """Four places, 2 s each: the first three sends are before the four were busy."""
+    sends = np.repeat(np.arange(10.0) * 2, 4) + np.tile([0.0, 0.1, 0.2, 0.3], 10)
+    rows = [row(t0=1e-6 * (k % 2), ts=t, queued_s=t, chunk_times=[t + 1, t + 2], end=t + 2, output_tokens=2)
+            for k, t in enumerate(sends)]  # fmt: skip
+    got = metrics.summarise(frame(*rows), {"mode": "open", "max_concurrency": 4})
+    assert (got["steady_start_s"], got["steady_end_s"]) == (pytest.approx(0.3), pytest.approx(20.0))
+    assert got["steady_latency"]["ttft_send_ms"]["n"] == 37
+    assert got["steady_output_throughput"] == pytest.approx(4.0, rel=0.05)

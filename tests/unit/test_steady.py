@@ -121,6 +121,10 @@ def test_all_at_once_under_a_cap_is_a_closed_loop() -> None:
     ts = np.repeat([0.0, 2.0, 4.0], 4) + np.tile([0.0, 0.1, 0.2, 0.3], 3)
     got = steady_state(np.zeros(12), ts, ts + 2.0, {"mode": "open", "max_concurrency": 4})
     assert got.window == pytest.approx((0.3, 6.0))
+    over_a_clock = np.tile([0.0, 2.3e-9, 2e-6, 9e-4], 3)  # of workers on other machines
+    assert steady_state(over_a_clock, ts, ts + 2.0, {"mode": "open", "max_concurrency": 4}).window == got.window
+    uncapped = steady_state(over_a_clock, over_a_clock, ts + 2.0, {"mode": "open"})
+    assert uncapped.window is None and "arrived at once" in uncapped.why
 
 
 def test_a_ramp_that_ends_has_the_window_of_what_follows() -> None:

@@ -14,6 +14,7 @@ from kvbench.aggregate import aggregate_cell
 from kvbench.design import Cell, Configuration, LoadPoint
 from kvbench.metrics import distribution, summarise
 from kvbench.results import RunFolder, write_json
+from tests.unit.test_metrics import queued_at_the_end
 
 CONFIGURATION = Configuration("paged", "paged", {"layout": "paged"}, {}, True)
 BURST, LATER = 0.9, 0.1  # s to the first token: of users that start together, of those that follow
@@ -75,6 +76,14 @@ def test_steady_latency_is_pooled_over_each_repeats_own_window(tmp_path: Path) -
     assert steady["n"] == 6
     assert steady["p50"] == pytest.approx(expected["p50"])
     assert summary["pooled"]["ttft_ms"]["n"] == 8
+
+
+def test_pooled_steady_latency_holds_whoever_waited_past_the_windows_end(tmp_path: Path) -> None:
+    load = LoadPoint("r1", "open", None, 1.0, 100, "poisson")
+    summary = aggregated(tmp_path, load, [queued_at_the_end(), queued_at_the_end()])
+    one = summary["repeats"][0]["metrics"]["steady_latency"]["ttft_ms"]
+    pooled = summary["pooled"]["steady_latency"]["ttft_ms"]
+    assert pooled["n"] == 2 * one["n"] > 100 and pooled["max"] == pytest.approx(30_100)
 
 
 def test_a_load_that_never_reached_its_target_has_no_steady_latency(tmp_path: Path) -> None:
