@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import httpx
 
+from kvbench.targets.bounded import BoundedTransport
+
 _Kind = TypeVar("_Kind", bound=BaseException)
 
 _ASK_S = 2.0
@@ -51,7 +53,11 @@ def scheme_trouble(base_url: str) -> str | None:
     scheme, _, rest = base_url.rstrip("/").partition("://")
     other = f"{'http' if scheme == 'https' else 'https'}://{rest}"
     try:
-        status = httpx.get(other, timeout=_ASK_S, trust_env=False, verify=False).status_code
+        with (
+            httpx.Client(transport=BoundedTransport(trust_env=False, verify=False), timeout=_ASK_S) as client,
+            client.stream("GET", other) as response,  # whatever follows the status is not waited for
+        ):
+            status = response.status_code
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
     if scheme == "http":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from kvbench.cli import main
 from kvbench.errors import MeasurementError, UsageError
+from kvbench.targets import trouble as troubles
 from kvbench.targets.access import Access
 from kvbench.targets.base import HttpTarget, ModelFacts
 from kvbench.targets.openai import OpenAITarget
@@ -191,3 +194,24 @@ def test_what_cannot_be_asked_at_all_is_refused_at_once(capsys, command, words, 
     told = "".join(capsys.readouterr())
     assert ended.value.code == 2 and said in told and told.startswith("error: ") and told.count("\n") == 1
     assert "hush" not in told
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_the_other_scheme_is_tried_for_a_bounded_time(monkeypatch, head: bool) -> None:
+    """A server that drips: with a status at once, or without ever ending its head."""
+    monkeypatch.setattr(troubles, "_ASK_S", 0.5)
+    ended = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        read_request(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n" + (b"\r\n" if head else b"X-Drip: "))
+        while not ended.wait(0.1):
+            connection.sendall(b"x")
+
+    with raw_server(drip) as port:
+        asked = time.monotonic()
+        said = troubles.scheme_trouble(f"https://127.0.0.1:{port}")
+        seconds = time.monotonic() - asked
+        ended.set()
+    assert said == (f"speaks no TLS: write http://127.0.0.1:{port}" if head else None)
+    assert seconds < 9  # 0.5, and what the test machine takes
