@@ -7,11 +7,13 @@ from typing import Any
 
 from kvbench.settings import effective
 
-_TOLERANCE = 0.02  # a page table, and rounding to whole pages
+_TOLERANCE = 0.02  # a page table; a page on top of it, for rounding to whole ones
 
 
 def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: Mapping[str, Any] | None) -> str | None:
     """Where the server's own word differs from what was asked; None when it does not, or it says nothing.
+
+    A capacity differs where it is off by more than 2 % and a page.
 
     ``settings``: of the configuration. ``known``: what is known of it before the launch (``kv_budget_bytes`` and
     ``bytes_per_token`` [of which ``scale_bytes_per_token``] where the server was given that budget,

@@ -13,6 +13,8 @@ from kvbench.load.dialect import Dialect
 from kvbench.server_metrics import MetricNames
 from kvbench.targets.preset import Context, Preset, Setting, Version, absent, always, flag, whatever
 
+_MOST_REQUESTS = 65_536  # its router refuses any above its limit, 128 unless it is told, in place of queueing them
+
 
 def _budget_refusal(value: Any, context: Context) -> str | None:
     if context.capacity.get("capacity_tokens"):
@@ -30,6 +32,7 @@ def _length_words(value: Any, context: Context) -> tuple[str, ...]:
 
 def _environment(context: Context) -> Mapping[str, str | None]:
     variables: dict[str, str | None] = {"HF_HUB_OFFLINE": "1", "USAGE_STATS": "off"}
+    variables["MAX_CONCURRENT_REQUESTS"] = str(_MOST_REQUESTS)
     if (caching := context.settings.get("enable_prefix_caching")) is not None:
         variables |= dict.fromkeys(("PREFIX_CACHING", "USE_PREFIX_CACHING"), "1" if caching else "0")
     return variables

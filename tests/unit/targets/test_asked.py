@@ -31,6 +31,12 @@ def test_a_server_as_it_was_asked_for():
     assert contradiction({"layout": "contiguous"}, KNOWN, told(2048)) is None  # there it is a reservation's size
 
 
+def test_a_capacity_may_be_off_by_two_percent_and_a_page():
+    known = {"kv_budget_bytes": 1000 * EACH, "bytes_per_token": EACH, "capacity_tokens": 1000}
+    for tokens, fits in ((1052, True), (1053, False), (948, True), (947, False)):
+        assert (contradiction(SETTINGS, known, told(tokens=tokens)) is None) is fits
+
+
 @pytest.mark.parametrize(
     ("info", "words"),
     [

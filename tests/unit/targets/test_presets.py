@@ -115,6 +115,11 @@ def test_tgi_and_llamacpp_say_what_they_have_no_word_for():
     assert "quantised KV caches" in reasons("llamacpp", kv_cache_dtype="fp8_e4m3")[-1]
 
 
+def test_tgi_refuses_no_request_that_it_could_queue():
+    variables = PRESETS["tgi"].launch_environment(context())
+    assert int(variables["MAX_CONCURRENT_REQUESTS"]) >= 10_000  # its own limit is 128
+
+
 def test_transformers_is_not_told_of_a_limit_that_the_load_never_reaches():
     line = words("transformers", enable_prefix_caching=True, kv_budget="97MiB", max_num_batched_tokens=512)
     assert line.startswith("/opt/venv/bin/python -m transformers.cli.transformers serve /m --continuous-batching")
