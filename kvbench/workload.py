@@ -60,6 +60,11 @@ class WorkloadFile(StrictModel):
 
     @model_validator(mode="after")
     def _lists(self) -> WorkloadFile:
+        for key, value in self.engine.items():
+            if isinstance(value, dict | list):
+                raise ValueError(
+                    f"engine.{key} is {value!r}; give one number, text, true or false (lists: sweep.{key})."
+                )
         for key, values in self.sweep.items():
             if not values:
                 raise ValueError(f"sweep.{key} is an empty list; give at least one value or remove the line.")

@@ -98,8 +98,8 @@ def _scaled_page(trace: Trace, length_scale: float | str, max_model_len: int) ->
         low, high = (middle, high) if _longest(trace, middle) <= max_model_len else (low, middle - 1)
     if low < least:
         raise ValueError(
-            f"the longest request has {int(trace.pages.max())} pages, so that even with pages of {least} tokens it would "
-            f"need {_longest(trace, least)} tokens, more than max_model_len {max_model_len}; choose a part of the trace "
+            f"the longest request has {int(trace.pages.max())} pages: even with pages of {least} tokens it would need "
+            f"{_longest(trace, least)} tokens, more than max_model_len {max_model_len}; choose a part of the trace "
             "with shorter requests (start_s, duration_s, max_requests) or a larger max_model_len."
         )
     return low

@@ -17,6 +17,7 @@ from kvbench.design import Design
 from kvbench.errors import UsageError
 from kvbench.progress import START_GUESS_S
 from kvbench.targets.access import Access
+from kvbench.targets.applies import BUILTIN, PRESET, RUNNING, TEMPLATE, check_options, check_tls
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.launched import LaunchedTarget, Launcher
@@ -72,16 +73,17 @@ def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, 
             "what kind of server your command launches)"
         )
     kind = preset_named(asked["preset"])
+    given = {**options, **asked}
     if target in PRESETS:
-        if kind is not GENERIC:
-            raise UsageError("--preset goes with --target URL or --serve-cmd: --target NAME has one already")
+        check_options(PRESET, given)
         return _launched(workload, options, asked, PRESETS[target], None)
     if serve_cmd and is_template(serve_cmd):
+        check_options(TEMPLATE, given)
         from engine.config import EngineConfig
 
         template = CommandTemplate.parse(serve_cmd, [f.name for f in dataclasses.fields(EngineConfig)])
         return _launched(workload, options, asked, kind, template)
-    _only_launched(asked)
+    check_options(RUNNING if target else BUILTIN, given)
     if target:
         return _running(workload, options, asked, kind)
     return _builtin(workload, options, asked)
@@ -116,20 +118,8 @@ def preset_named(name: str | None) -> Preset:
     return PRESETS[name]
 
 
-def _only_launched(asked: Mapping[str, Any]) -> None:
-    for key, words in (
-        ("target_args", "--target-args"),
-        ("target_python", "--target-python"),
-        ("exact", "--exact"),
-    ):
-        if asked[key]:
-            raise UsageError(f"{words} goes with a preset that is launched, e.g. --target vllm; leave it out")
-
-
 def _builtin(workload: Workload, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Choice:
     serve_cmd = asked["serve_cmd"]
-    if asked["preset"]:
-        raise UsageError("--preset goes with --target URL, or with a --serve-cmd that has {placeholders}")
     command = _plain_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
     if options["port"]:
         require_free_port("127.0.0.1", options["port"])
@@ -161,6 +151,7 @@ def _running(workload: Workload, options: Mapping[str, Any], asked: Mapping[str,
 def running_server(flag: str, url: str, options: Mapping[str, Any], kind: Preset) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
     require_url(flag, url)
+    check_tls(flag, url, options)
     access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), _text(options.get("tls_ca_file")))
     access.headers()  # a key that is missing, or a file that holds no certificates, is said now
     access.trust(url)

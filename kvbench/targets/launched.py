@@ -26,6 +26,8 @@ from kvbench.targets.versions import version_of
 _OF_THE_MODEL = ("max_model_len", "vocab_size")  # of our arithmetic, what holds for any server
 _OF_THE_FOLDER = {"seed", "dtype", "device", "max_model_len"}  # beside ``OF_THE_MODEL``
 _OF_THE_BUDGET = ("kv_budget_bytes", "bytes_per_token", "scale_bytes_per_token")  # for one that was given it
+# Begins a word, or stands behind = : , " ' and the like; a slash behind a name or a slash is not the root's.
+_ABSOLUTE_PATH = re.compile(r"(?<![\w/.~%+-])/(?:[^\s/\"'=:,]+/+)*([^\s/\"'=:,]+)/*")
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class Launcher:
         """Whether the command says how much KV there may be."""
         return "kv_budget" in self.template.names if self.template else settings.get("kv_budget") is not None
 
-    def command(self, settings: Mapping[str, Any], *, model: str, port: int, scratch: str) -> tuple[str, ...]:
-        """The launch command. Raises UsageError for a template's placeholder without a value."""
+    def command(self, settings: Mapping[str, Any], *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
+        """The launch command; ``port`` may be a name. Raises UsageError for a template's placeholder without a value."""
         context = self.context(settings)
         if self.template is not None:
             budget = context.capacity.get("kv_budget_bytes")
@@ -250,10 +252,9 @@ class LaunchedTarget(OwnServer):
         return Path(str(self._settings.get("model", self.model.name))).name.removesuffix(".json") or self.model.name
 
     def _shown_command(self) -> list[str]:
-        """The command as anybody could repeat it: without this run's scratch folder and port."""
-        scratch = str(self.folders.scratch)
-        port = self.base_url.rpartition(":")[2]
-        return ["PORT" if w == port else "MODEL" if w.startswith(scratch) else _shown(w) for w in self.command]
+        """The command as anybody could repeat it: with names for this run's model folder, scratch folder and port."""
+        words = self.launcher.command(self._settings, model="MODEL", port="PORT", scratch="SCRATCH")
+        return [_shown(word) for word in words]
 
     def _quiet_metrics(self) -> MetricsSample | None:
         try:
@@ -283,5 +284,5 @@ def _number(text: str | None) -> int | None:
 
 
 def _shown(word: str) -> str:
-    """A word for a record that may be shown around: absolute paths by their names."""
-    return ":".join(Path(part).name if part.startswith("/") else part for part in word.split(":"))
+    """A word for a record that may be shown around: absolute paths in it by their names, URLs as they are."""
+    return _ABSOLUTE_PATH.sub(r"\1", word)

@@ -69,7 +69,7 @@ class Setting:
 
     def refusal(self, value: Any, context: Context) -> str | None:
         """Why the server cannot have ``value``; None when it can."""
-        if self.values is not None and value not in self.values:
+        if self.values is not None and value not in list(self.values):  # a list compares, and cannot be looked up
             return self.why
         return self.refuse(value, context) if self.refuse else None
 
@@ -214,7 +214,7 @@ class Preset:
                 changes.append(f"{name} is {_plain(other)} instead of {_plain(value)}")
         return settings, changes
 
-    def launch_command(self, context: Context, *, model: str, port: int, scratch: str = "") -> tuple[str, ...]:
+    def launch_command(self, context: Context, *, model: str, port: int | str, scratch: str = "") -> tuple[str, ...]:
         """The words of the launch command. The configuration must not be refused."""
         known = {"program": context.program, "model": model, "port": str(port), "scratch": scratch}
         words = [word.format(**known) for word in self.command]

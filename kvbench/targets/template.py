@@ -91,7 +91,7 @@ class CommandTemplate:
         return [name for name in told if name not in self.names and name not in in_its_folder]
 
     def command(
-        self, settings: Mapping[str, Any], *, model: str, port: int, kv_budget_bytes: int | None
+        self, settings: Mapping[str, Any], *, model: str, port: int | str, kv_budget_bytes: int | None
     ) -> tuple[str, ...]:
         """The words with the values of one configuration. UsageError for a value that nobody has set."""
         values = {name: effective(settings, name) for name in self.names}

@@ -62,13 +62,19 @@ def chosen(workload, stored=None, **options):
         ({"serve_cmd": f"{sys.executable} {{prt}}"}, r"the placeholder {prt}, which is no setting"),
         ({"serve_cmd": "/no/such -m server"}, r"there is no program '/no/such'"),
         ({"target": "vllm", "target_python": "/no/python"}, r"no Python with vLLM was found at '/no/python'"),
-        ({"target": "http://127.0.0.1:9", "exact": True}, r"--exact goes with a preset that is launched"),
+        (
+            {"target": "http://127.0.0.1:9", "exact": True},
+            r"--exact goes with a preset that is launched \(--target vllm\) or a --serve-cmd that",
+        ),
         ({"target": "http://127.0.0.1:9", "target_args": "-x"}, r"--target-args goes with a preset that is launched"),
         ({"target": "http://127.0.0.1:9", "preset": "vlm"}, r"--preset 'vlm' is not known: choose one of vllm, sgl"),
         ({"target": "http://127.0.0.1:9", "api_key_env": "NO_SUCH_KEY"}, r"NO_SUCH_KEY: this variable holds no key"),
         ({"target": "vllm", "serve_cmd": "x"}, r"--target and --serve-cmd exclude each other"),
-        ({"target": "vllm", "preset": "tgi"}, r"--target NAME has one already"),
-        ({"preset": "tgi"}, r"--preset goes with --target URL, or with a --serve-cmd that has {placeholders}"),
+        (
+            {"target": "vllm", "preset": "tgi"},
+            r"--preset goes with a server that runs already \(--target URL\) or a --serve-cmd that",
+        ),
+        ({"preset": "tgi"}, r"--preset goes with a server .* or a --serve-cmd that has {placeholders}: leave it out"),
         ({"target": "vlm"}, r"'vlm' is not a URL .* or the name of a preset: vllm, sglang, tgi, llamacpp, transf"),
         ({"target": "http://[::1"}, r"'http://\[::1' is not a URL of a server"),
         ({"target": "tgi"}, r"there is no program 'text-generation-launcher' on the PATH"),
@@ -299,7 +305,7 @@ def test_whether_the_server_shares_this_machine(workload, url, shared):
 
 def test_other_facts_about_a_running_server_are_another_server(workload, tmp_path):
     """As ``sweep --resume RUN --model OTHER`` would mix two models under one name."""
-    told = {"target": "http://127.0.0.1:9", "model": "m", "vocab_size": 512, "max_model_len": 256}
+    told = {"target": "https://127.0.0.1:9", "model": "m", "vocab_size": 512, "max_model_len": 256}
     first = chosen(workload(), **told).manifest
     begun = SimpleNamespace(path=tmp_path, manifest=lambda: {"workload": {}, **environment(), **first})
     same = SimpleNamespace(resolved={})

@@ -1,0 +1,56 @@
+"""Where each option of ``kvbench sweep`` applies that says something of the target; elsewhere it would do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbench.errors import UsageError
+
+BUILTIN = "the built-in server, or a command in its place"
+RUNNING = "a server that runs already (--target URL)"
+PRESET = "a preset that is launched (--target vllm)"
+TEMPLATE = "a --serve-cmd that has {placeholders}"
+
+APPLIES: Mapping[str, tuple[str, ...]] = {
+    "preset": (RUNNING, TEMPLATE),
+    "exact": (PRESET, TEMPLATE),
+    "target_python": (PRESET,),
+    "target_args": (PRESET, TEMPLATE),
+    "model": (RUNNING,),
+    "vocab_size": (RUNNING,),
+    "max_model_len": (RUNNING,),
+    "tokenizer": (RUNNING,),
+    "api_key_env": (RUNNING,),
+    "tls_ca_file": (RUNNING,),
+    "no_tls_verify": (RUNNING,),
+    "port": (BUILTIN, PRESET, TEMPLATE),
+    "start_timeout": (BUILTIN, PRESET, TEMPLATE),
+}
+_OF_THE_WORKLOAD = {"model": "model.config", "max_model_len": "engine.max_model_len", "tokenizer": "model.tokenizer"}
+_TLS = ("tls_ca_file", "no_tls_verify")
+
+
+def check_options(kind: str, options: Mapping[str, Any]) -> None:
+    """``kind``: of the target; ``options``: as given. Raises UsageError for one that does nothing there."""
+    for name, places in APPLIES.items():
+        if not options.get(name) or kind in places:
+            continue
+        workload = _OF_THE_WORKLOAD.get(name)
+        way = f", or change the workload's with -o {workload}=VALUE" if workload else ""
+        raise UsageError(f"{_flag(name)} goes with {' or '.join(places)}: leave it out{way}")
+
+
+def check_tls(flag: str, url: str, options: Mapping[str, Any]) -> None:
+    """``flag``: of the URL. Raises UsageError for options that contradict it, or each other."""
+    given = [name for name in _TLS if options.get(name)]
+    if len(given) > 1:
+        raise UsageError(
+            "--tls-ca-file and --no-tls-verify exclude each other: one trusts the certificates in a file, the other any"
+        )
+    if given and url.lower().startswith("http://"):
+        raise UsageError(f"{_flag(given[0])} goes with https://, and {flag} is {url}: change one of them")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
