@@ -75,12 +75,15 @@ def say(
 
 
 def _behind(rate: float, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Each run was judged by its own percentile, of the requests that it completed."""
     met = [r for r in rows if r["rate"] == rate and r["met"]]
     requests = sum(r["requests"] for r in met)
     runs = "1 run" if len(met) == 1 else f"{len(met)} runs"
     text = f"{requests} requests in {runs} that sent for {min(r['requests'] for r in met) / rate:.0f} s"
     needed = max((c.samples_needed for c in conditions), default=1)
-    return text + (f", fewer than the {needed} that a percentile needs" if requests < needed else "")
+    fewest = min(r["requests"] - (r["failed"] or 0) for r in met)
+    of_run = "" if fewest == requests else f"{fewest} completed in the smallest, "
+    return text + (f", {of_run}fewer than the {needed} that a percentile needs" if fewest < needed else "")
 
 
 def _unseen(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, sizes: Sizes) -> str:

@@ -22,6 +22,7 @@ ATTEMPTS = 3  # of one request: a server that fails now and then can be measured
 _PAUSE_S = 0.2  # before a request is sent again
 _TOKENS = 16
 _MARGIN_S = 30.0
+_FIRST_WORD = "Warm-up:"
 _SEED = 0x5EED  # other lengths and contents than any measured request, where they are drawn
 
 
@@ -42,8 +43,9 @@ class WarmUp:
 def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> WarmUp:
     """A few requests of the load's shape but other contents: kernels compile, buffers are touched.
 
-    Their tokens are shuffled: prompts of a trace or a text file are the same for every seed, and must not be in the
-    cache before they are measured. One that fails is sent again, ``ATTEMPTS`` times in all within its time-out.
+    Their tokens or words are shuffled, and a text has another beginning: prompts of a trace or a text file are the same
+    for every seed, and must not be in the cache before they are measured. One that fails is sent again, ``ATTEMPTS``
+    times in all within its time-out.
 
     Raises MeasurementError when none is answered, or one not in time.
     """
@@ -117,7 +119,10 @@ def _complete(subject: Subject, request: Any) -> tuple[bool, list[str]]:
 
 
 def _shuffled(request: Any) -> Any:
-    """The request's prompt, its token ids or else its words in another order."""
+    """The request's token ids in another order; of a text the words, behind a word that no measured prompt begins with.
+
+    A text may be a single word, or of a script without blanks; what a cache keeps belongs to a prompt's beginning.
+    """
     given = request.prompt_token_ids if request.prompt is None else request.prompt.split(" ")
     mixed = random.Random(_SEED).sample(given, len(given))
-    return mixed if request.prompt is None else " ".join(mixed)
+    return mixed if request.prompt is None else " ".join((_FIRST_WORD, *mixed))

@@ -201,8 +201,8 @@ def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
         reasons.append(
             f"the client's users spent {share:.1%} of their time between a stream's end and the next send (median "
             f"{client['turnaround_p50_ms']:.2f} ms, p99 {client['turnaround_p99_ms']:.2f} ms), and the throughput is "
-            f"too low by up to that; the limit is {MAX_TURNAROUND_SHARE:.0%}; give the client a core of its own, or "
-            "use more load processes."
+            f"too low by up to that; the limit is {MAX_TURNAROUND_SHARE:.0%}; give the client a core of its own, use "
+            "more load processes, or ask for longer answers."
         )
     cpu = client["cpu_fraction"]
     if cpu is not None and cpu > MAX_CPU_FRACTION:

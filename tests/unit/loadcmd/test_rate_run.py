@@ -10,7 +10,8 @@ import pytest
 from kvbench.errors import EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.rate_plan import Sizes
 from kvbench.rate_run import _visits
-from kvbench.rate_search import Bounds
+from kvbench.rate_search import Answer, Bounds
+from kvbench.rate_words import say
 from tests.support.rate_queue import SERVICE_S, N, Queue, answer, md1_capacity
 
 
@@ -137,12 +138,26 @@ def test_too_few_requests_for_a_percentile_are_said_and_what_so_short_a_run_cann
     search = new(Queue(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(50, 0.0, enough=False))
     search.run()
     text = answer(search)["answer"]
-    assert "(100 requests in 2 runs that sent for 25 s, fewer than the 130 that a percentile needs)" in text
+    few = "50 completed in the smallest, fewer than the 130 that a percentile needs"
+    assert f"(100 requests in 2 runs that sent for 25 s, {few})" in text
     assert "up to --max-rate 2" in text and "show an overload only from 24% on" in text  # sqrt(3 / 50)
     waiting = Sizes(1, 0.0, tolerance=0.05, patience_s=0.5)
     search = new(Queue(), bounds=Bounds(1.0, 0.1, 2.0), sizes=waiting)
     search.run()
     assert "Runs this short" not in answer(search)["answer"]
+
+
+def test_runs_are_not_added_up_to_what_one_percentile_needs(new):
+    search = new(Queue(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(70, 0.0, enough=False))
+    search.run()
+    assert "(140 requests in 2 runs that sent for 35 s, 70 completed in the smallest, fewer" in answer(search)["answer"]
+
+    def said(requests, failed):
+        rows = [row | {"requests": requests, "failed": failed} for row in search.rows]
+        return say(Answer("found", 2.0, None, True), search.conditions, rows, search.bounds, search.sizes)
+
+    assert "(260 requests in 2 runs that sent for 65 s)" in said(130, 0)
+    assert "129 completed in the smallest, fewer than the 130" in said(130, 1)
 
 
 def test_a_run_that_is_too_short_to_show_a_backlog_is_repeated_longer(new):

@@ -19,16 +19,18 @@ class Server:
     def __init__(self, answers, seconds=0.0):
         self.answers, self.seconds = answers, seconds
         self.now, self.limits, self.numbers = 0.0, [], count(1)
+        self.prompts, self.requests = [], [RequestSpec(i, "a", (1, 2, 3), None, max_tokens=4) for i in range(9)]
 
     def complete(self, prompt, max_tokens, timeout_s):
         self.limits.append(timeout_s)
+        self.prompts.append(prompt)
         self.now += min(self.seconds, timeout_s)
         number = next(self.numbers)
         if not self.answers(number):
             raise MeasurementError(f"refused {number}")
 
     def subject(self):
-        made = [RequestSpec(i, "a", (1, 2, 3), None, max_tokens=4) for i in range(9)]
+        made = self.requests
         load = SimpleNamespace(timeout_s=20.0)
         return SimpleNamespace(seed=1, load=load, target=self, requests=lambda *args: made)
 
@@ -60,3 +62,20 @@ def test_all_attempts_of_a_request_share_its_time_out(run):
     with pytest.raises(MeasurementError, match="all 2 attempts"):
         run(slow)
     assert slow.limits == pytest.approx([20.0, 4.8]) and slow.now <= 20.0
+
+
+@pytest.mark.parametrize("text", ["今天天气很好我们去公园散步吧" * 20, "a" * 100, "one two three", "same same"])
+def test_a_text_that_is_measured_shares_no_beginning_with_its_warm_up(run, text):
+    server = Server(lambda n: True)
+    server.requests = [RequestSpec(0, "a", None, text, max_tokens=4)]
+    run(server)
+    (sent,) = server.prompts
+    assert sent[0] != text[0] and len(text) < len(sent) < len(text) + 12  # a word longer
+
+
+def test_tokens_are_sent_in_another_order(run):
+    server = Server(lambda n: True)
+    server.requests = [RequestSpec(0, "a", tuple(range(50)), None, max_tokens=4)]
+    run(server)
+    (sent,) = server.prompts
+    assert sorted(sent) == list(range(50)) != list(sent)
