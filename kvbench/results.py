@@ -98,8 +98,8 @@ class RunFolder:
         manifest = read_json(self.manifest_path)
         if isinstance(manifest, dict) and manifest.get("kind") == "load":
             raise UsageError(
-                f"{self.path} is the folder of one `kvbench load`, which needs no report: read its metrics.json, or "
-                "search.json of a search; give the folder of a sweep"
+                f"{self.path} is the folder of a `kvbench load` and not of a sweep: read its metrics.json, or search.json "
+                "of a search; it goes on with `kvbench load ... --resume`"
             )
         parts = (manifest.get("workload"), manifest.get("plan")) if isinstance(manifest, dict) else ()
         if [type(part) for part in parts] != [dict, list]:
@@ -165,7 +165,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one sweep may work in a folder. The kernel drops the lock when its holder dies in any way."""
+        """Only one process may work in a folder. The kernel drops the lock when its holder dies in any way."""
         try:
             lock = (self.path / ".lock").open("a+")
         except OSError as error:
@@ -176,7 +176,7 @@ class RunFolder:
             except OSError:
                 file.seek(0)
                 raise UsageError(
-                    f"{self.path} is being written by another sweep (process {file.read().strip() or 'unknown'}): "
+                    f"{self.path} is being written by another kvbench (process {file.read().strip() or 'unknown'}): "
                     "wait for it, or stop it first"
                 ) from None
             with suppress(OSError):  # a disk may be full; the lock holds all the same

@@ -57,9 +57,14 @@ def require_same_workload(manifest: Mapping[str, Any], workload: Workload, run: 
     keys = differing_keys(manifest["workload"], now)
     if keys:
         raise UsageError(
-            f"{run.path} was started with another workload; it differs in {', '.join(keys)}: resume it with "
+            f"{run.path} was started with another workload; it differs in {_first(keys)}: resume it with "
             "`kvbench sweep --resume FOLDER` alone (the stored workload), or start a new run without --resume"
         )
+
+
+def _first(keys: Sequence[str], most: int = 5) -> str:
+    more = len(keys) - most
+    return ", ".join(keys[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -91,6 +91,9 @@ def describe_command(
             if page_size is not None and read.page_ids is None:
                 raise ValueError(f"--page-size {page_size} has no meaning: {files[0]} has no page ids")
             found = count(files, read, asked, kv_bytes_per_token)
+            given = {"--pages": pages, "--kv-bytes-per-token": kv_bytes_per_token}
+            if found.cache is None and (useless := [flag for flag, value in given.items() if value]):
+                raise ValueError(f"{useless[0]} has no meaning: {found.why_no_cache}; leave it out")
     except ValueError as error:
         raise UsageError(str(error)) from None
     if plot is not None:

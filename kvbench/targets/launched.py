@@ -120,7 +120,7 @@ class Launcher:
         return "kv_budget" in self.template.names if self.template else settings.get("kv_budget") is not None
 
     def command(self, settings: Mapping[str, Any], *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
-        """The launch command; ``port`` may be a name. Raises UsageError for a template's placeholder without a value."""
+        """The launch command; ``port``: or a name for it. Raises UsageError for a placeholder without a value."""
         context = self.context(settings)
         if self.template is not None:
             budget = context.capacity.get("kv_budget_bytes")

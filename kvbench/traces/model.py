@@ -95,9 +95,9 @@ def select(
 ) -> Trace:
     """The requests of [start_s, start_s + duration_s) of the trace, re-based to 0 and played rate_scale times as fast.
 
-    ``start_s`` and ``duration_s`` are in the trace's own time; a turn without a time goes with the turn before it.
-    Think times pass as fast as all others. ValueError when nothing is left, or when a window is asked of a trace that
-    has no times.
+    ``start_s`` and ``duration_s`` count from the trace's first request, before ``rate_scale``; a turn without a time
+    goes with the turn before it. Think times pass as fast as all others. ValueError when nothing is left, or when a
+    window is asked of a trace that has no times.
     """
     whole = start_s == 0 and duration_s is None
     if trace.arrival_s is None:
@@ -112,7 +112,7 @@ def select(
     keep = np.flatnonzero((times >= start_s) & (times < end))[:max_requests]
     if not keep.size:
         raise ValueError(
-            f"no request of the trace lies in [{start_s}, {end}) s; it spans 0 to "
+            f"no request of the trace lies in [{start_s}, {end}) s after its first; it spans 0 to "
             f"{times.max():.1f} s, so choose start_s and duration_s inside that."
         )
     part = trace.take(keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ PAGE_ID_SOURCES = (
 )
 
 _SAY_UNIT = "say --format mooncake if its timestamps are in ms, "
+_MOST_KEYS = 6  # of a file in a sentence
 _IN_WORKLOAD = " (in a workload: load.prompts.format)"
 
 
@@ -176,4 +178,6 @@ def _find(source: Source, name: str) -> Format:
 def _begins(source: Source) -> str:
     if source.container in ("csv", "other"):
         return f"its first line is {short(','.join(source.columns))}"
-    return f"its first row has {', '.join(map(short, source.first)) or 'no keys'}"
+    keys = [short(key) for key in itertools.islice(source.first, _MOST_KEYS)]
+    more = len(source.first) - len(keys)
+    return f"its first row has {', '.join(keys) or 'no keys'}{f' and {more} more' if more else ''}"

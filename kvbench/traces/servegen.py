@@ -99,16 +99,16 @@ def _weibull_mean(shape: float) -> float:
 
 
 def _windows(source: Source) -> list[tuple[float, float, float, str, float]]:
-    """Start, end, rate, distribution and shape. Raises ValueError with the line."""
+    """Start, end, rate, distribution and shape; the file has no header. Raises ValueError with the line."""
     table = pd.read_csv(source.path, header=None, names=_COLUMNS, dtype=str, keep_default_na=False, index_col=False)
     found: list[tuple[float, float, str, float]] = []
-    for line, row in enumerate(table.itertuples(index=False), 1):
+    for number, row in enumerate(table.itertuples(index=False)):
         start, rate, shape = (_number(value) for value in (row.start, row.rate, row.shape))
         name = row.distribution.strip()
         if start is None or rate is None or start < 0 or rate < 0 or (found and start <= found[-1][0]):
-            raise source.error(f"line {line}", f"start {row.start!r} and rate {row.rate!r} are no window: mend it")
+            raise source.error(source.line(number), f"start {row.start!r} and rate {row.rate!r} are no window: mend it")
         if rate and (name not in ("Gamma", "Weibull") or shape is None or shape <= 0):
-            raise source.error(f"line {line}", f"{name!r} of shape {row.shape!r} is no Gamma or Weibull: mend it")
+            raise source.error(source.line(number), f"{name!r} of shape {row.shape!r} is no Gamma or Weibull: mend it")
         found.append((start, rate, name, shape or 1.0))
     ends = [start for start, *_ in found[1:]] + [found[-1][0] + _LAST_WINDOW_S]
     return [(start, end, *rest) for (start, *rest), end in zip(found, ends, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -76,8 +77,12 @@ class Source:
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             what = "number of tokens" if whole else "number"
-            raise self.error(f"line {row + 2}", f"{name} {short(table[name].iloc[row])} is not a {what}: mend it")
+            raise self.error(self.line(row + 1), f"{name} {short(table[name].iloc[row])} is not a {what}: mend it")
         return values.astype(np.int64) if whole else values
+
+    def line(self, number: int) -> str:
+        """Where the CSV row of this number stands, the header being 0: blank lines are no rows."""
+        return f"line {next(itertools.islice(lines(self.path), number, None))[0]}"
 
     def error(self, where: str, what: object) -> ValueError:
         """A mistake with its place."""

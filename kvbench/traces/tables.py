@@ -35,7 +35,7 @@ def read_azure(source: Source) -> Trace:
     times = pd.to_datetime(table["TIMESTAMP"], utc=True, format="ISO8601", errors="coerce")
     if times.isna().any():
         row = int(np.flatnonzero(times.isna())[0])
-        raise source.error(f"line {row + 2}", f"TIMESTAMP {table['TIMESTAMP'].iloc[row]!r} is not a time: mend it")
+        raise source.error(source.line(row + 1), f"TIMESTAMP {table['TIMESTAMP'].iloc[row]!r} is not a time: mend it")
     stamps = times.dt.tz_convert(None).to_numpy().astype("datetime64[ns]").astype(np.int64)
     seconds = (stamps - stamps.min()) / 1e9
     return _trace("azure", seconds, *(source.numbers(table, name) for name in AZURE[1:]))

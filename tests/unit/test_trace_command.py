@@ -73,6 +73,14 @@ def test_a_reservation_is_never_used_to_more_than_all_of_it(capsys, tmp_path):
     assert code == 0 and "for the p99 (100), 100.0%." in " ".join(out.split())
 
 
+@pytest.mark.parametrize("flag", ["--pages", "--kv-bytes-per-token"])
+def test_options_of_a_cache_are_refused_where_there_is_nothing_to_cache(capsys, tmp_path, flag):
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,9,9\n2024-01-01 00:00:01,9,9\n")
+    code, out, err = run(capsys, path, flag, 10)
+    assert (code, out) == (2, "") and f"{flag} has no meaning: the trace has no page ids" in " ".join(err.split())
+
+
 def test_json_has_the_same_figures(capsys, pages):
     code, out, _ = run(capsys, pages, *IN_MS, "--page-size", 16, "--json")
     told = json.loads(out)

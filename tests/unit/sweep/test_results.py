@@ -123,7 +123,7 @@ def test_a_run_in_progress_is_left_alone(tmp_path):
     )  # fmt: skip
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UsageError, match=f"another sweep .process {holder.pid}."), run.locked():
+        with pytest.raises(UsageError, match=f"another kvbench .process {holder.pid}."), run.locked():
             pass
         with pytest.raises(UsageError, match="no incomplete run"):
             latest_incomplete(tmp_path, "w")
