@@ -11,7 +11,7 @@ import gevent
 from gevent.event import Event
 from gevent.queue import Queue
 
-from kvbench.api_key import without_key
+from kvbench.api_key import overwritten, without_key
 from kvbench.load.alarms import Alarms
 from kvbench.load.body import http_request
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
@@ -257,14 +257,16 @@ class LoadSession:
         self._tell_locust(sample)
 
     def _parse(self, item: Returned, pause: Callable[[], None]) -> Sample:
-        raw = item.raw
+        raw, secret = item.raw, self.spec.api_key_env
         try:
+            chunks = overwritten(raw.chunks, secret) if secret else raw.chunks
             outcome = judge(
-                raw.times, raw.chunks, item.request.max_tokens, raw.error_kind, raw.error, pause, self.spec.dialect
+                raw.times, chunks, item.request.max_tokens, raw.error_kind, raw.error, pause, self.spec.dialect
             )
         except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
             outcome = Completion(error_kind="client_error", error=repr(error))
-        outcome.error = without_key(outcome.error, self.spec.api_key_env)
+        outcome.error = without_key(outcome.error, secret)
+        outcome.text = without_key(outcome.text, secret) or ""  # it may have come token by token
         return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)
 
     def _tell_locust(self, sample: Sample) -> None:

@@ -247,7 +247,7 @@ class HttpTarget:
         if trouble := key_trouble(response.status_code, self.access.api_key_env):
             raise MeasurementError(f"{self.base_url} {trouble}")
         if response.status_code != 200 or not _is_completion(response):
-            said = without_key(response.text[:300], self.access.api_key_env)
+            said = without_key(response.text, self.access.api_key_env)[:300]
             raise MeasurementError(f"a warm-up request to {self.base_url} was answered {response.status_code}: {said}")
 
     @property

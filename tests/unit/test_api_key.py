@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from kvbench.api_key import api_key, without_key
+from kvbench.api_key import api_key, overwritten, without_key
 from kvbench.cli import main
 from kvbench.targets.base import HttpTarget
 from tests.support.loads import ROOT, LoadRunner, own_mock
@@ -75,7 +77,7 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_sampl
     from kvbench.targets.base import ModelFacts
 
     monkeypatch.setenv("KEY_OF_TEST", KEY)
-    echo = {"error": {"message": f"you sent Bearer {KEY}"}}
+    echo = {"error": {"message": f"you sent Bearer {KEY}{'!' * 225} Bearer {KEY} {KEY}"}}  # and cut within
     with scripted_server({"/v1/completions": (500, echo), "/health": (200, {})}) as server:
         target = HttpTarget(server.url, access=Access("KEY_OF_TEST"))
         target.model = ModelFacts("m", 9, 99)
@@ -84,5 +86,30 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_sampl
         target.close()
         loads = LoadRunner(tmp_path, server.url)
         got = loads.run([RequestSpec(0, "a", (1,), None, 2)], concurrency=1, api_key_env="KEY_OF_TEST")
-    assert KEY not in str(refused.value)
-    assert got.samples["error"][0].endswith("you sent Bearer (the key in KEY_OF_TEST)")
+    assert KEY[:4] not in str(refused.value)
+    said = got.samples["error"][0]
+    assert f"you sent Bearer {'*' * len(KEY)}!" in said and said.endswith("* **********") and KEY[:4] not in said
+
+
+def test_the_key_is_overwritten_across_pieces_that_keep_their_lengths(monkeypatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", f"{KEY}\n")
+    pieces = [b"HTTP/1.1 500 No\r\n", b"x" * 9 + KEY[:5].encode(), KEY[5:].encode() + b"y", b""]
+    got = overwritten(pieces, "KEY_OF_TEST")
+    assert [len(piece) for piece in got] == [len(piece) for piece in pieces]
+    assert b"".join(got) == pieces[0] + b"x" * 9 + b"*" * len(KEY) + b"y"
+    assert overwritten([b"a", b"b"], "KEY_OF_TEST") == [b"a", b"b"] and overwritten(pieces, None) is pieces
+
+
+def test_a_text_that_spells_the_key_token_by_token_is_stored_without_it(tmp_path, monkeypatch) -> None:
+    from kvbench.load.requests import RequestSpec
+
+    monkeypatch.setenv("KEY_OF_TEST", KEY)
+    events = [{"choices": [{"text": text, "finish_reason": None}]} for text in ("it is ", KEY[:7], KEY[7:], ".")]
+    events[-1]["choices"][0]["finish_reason"] = "length"
+    events.append({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 4}})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    with scripted_server({"/v1/completions": (200, body), "/health": (200, {})}) as server:
+        got = LoadRunner(tmp_path, server.url).run(
+            [RequestSpec(0, "a", (1,), None, 4)], concurrency=1, api_key_env="KEY_OF_TEST"
+        )
+    assert got.samples["ok"].all() and got.samples["text"][0] == "it is (the key in KEY_OF_TEST)."
