@@ -1,9 +1,13 @@
-"""The key of a server's API: read from the environment when it is needed, and kept out of every message and file."""
+"""The key of a server's API: read from the environment when it is needed, and told to nobody but its server.
+
+What that server says may repeat the key: it is taken out of every message and of all that is stored.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from typing import overload
 
 _SHORTEST_HIDDEN = 4  # characters; a shorter one is no secret, and is part of many words
 
@@ -27,28 +31,18 @@ def api_key(variable: str) -> str:
     return key
 
 
+@overload
+def without_key(text: str, variable: str | None) -> str: ...
+@overload
+def without_key(text: None, variable: str | None) -> None: ...
 def without_key(text: str | None, variable: str | None) -> str | None:
-    """``text``, in which a server may have repeated the key it was sent, without it. To be cut only afterwards."""
-    key = _hidden(variable)
-    return text if text is None or not key else text.replace(key, f"(the key in {variable})")
+    """``text``, in which a server may have repeated the key it was sent, without it, plain or as JSON writes it.
 
-
-def overwritten(pieces: Sequence[bytes], variable: str | None) -> Sequence[bytes]:
-    """The bytes of an answer with asterisks over the key where a server repeated it, also from piece to piece.
-
-    Each piece keeps its length, and with it what HTTP says of lengths.
+    To be cut only afterwards: the end of a cut text may be a part of the key.
     """
-    key, whole = _hidden(variable).encode(), b"".join(pieces)
-    if not key or key not in whole:
-        return pieces
-    whole, found, at = whole.replace(key, b"*" * len(key)), [], 0
-    for piece in pieces:
-        found.append(whole[at : at + len(piece)])
-        at += len(piece)
-    return found
-
-
-def _hidden(variable: str | None) -> str:
-    """The key that must not be told; empty where there is none."""
     key = os.environ.get(variable, "").strip() if variable else ""
-    return key if len(key) >= _SHORTEST_HIDDEN else ""
+    if text is None or len(key) < _SHORTEST_HIDDEN:
+        return text
+    for form in (key, json.dumps(key)[1:-1]):
+        text = text.replace(form, f"(the key in {variable})")
+    return text

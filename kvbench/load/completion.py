@@ -66,35 +66,45 @@ def judge(
     error: str | None = None,
     pause: Callable[[], None] = lambda: None,
     dialect: Dialect = OPENAI,
+    hide: Callable[[str], str] = lambda text: text,
 ) -> Completion:
     """Parses a stream and decides: success only with a finish_reason, a [DONE] and a usage that matches.
 
     ``times[i]`` stamps ``chunks[i]``; ``error_kind`` is the transport's verdict. ``pause`` is called between
     slices of work, so that the caller's event loop can go on stamping other streams. ``dialect`` says which of these
-    signs its server is known not to send.
+    signs its server is known not to send. ``hide`` takes out of the server's words what nobody may see: of all that is
+    kept, and before it is cut to length. What is judged is what came.
     """
-    out = Completion()
+    out, response = Completion(), read_response(chunks, hide)
     if error_kind is not None:
-        out.fail(error_kind, error or error_kind)
-    response = read_response(chunks)
+        problem = response.problem if error_kind == "malformed" else None  # the same, with a quotation
+        out.fail(error_kind, problem or error or error_kind)
     out.http_status = response.status or None
     if response.problem is not None:
         out.fail("malformed", response.problem)
     if not response.status:
         out.fail("truncated", "no whole response head")
-        return _close(out)
-    if response.status != 200:
-        out.fail("http_error", f"HTTP {response.status}: {_error_text(response.body)}")
-        return _close(out)
-    try:
-        _read_events(out, response, times, pause)
-    except MalformedStream as problem:
-        out.fail("malformed", str(problem))
-    _check(out, max_tokens, dialect)
-    return _close(out)
+    elif response.status != 200:
+        out.fail("http_error", f"HTTP {response.status}: {_error_text(response.body, hide)}")
+    else:
+        try:
+            _read_events(out, response, times, pause, hide)
+        except MalformedStream as problem:
+            out.fail("malformed", problem.told(hide))
+        _check(out, max_tokens, dialect, hide)
+    _close(out, hide)
+    if out.finish_reason not in dialect.finish_reasons:
+        out.finish_reason = None if out.finish_reason is None else hide(out.finish_reason)
+    return out
 
 
-def _read_events(out: Completion, response: Response, times: Sequence[float], pause: Callable[[], None]) -> None:
+def _read_events(
+    out: Completion,
+    response: Response,
+    times: Sequence[float],
+    pause: Callable[[], None],
+    hide: Callable[[str], str],
+) -> None:
     pause()
     found, rest = events(response.body)
     last_read, one_clock = -1, response.boot is not None and response.boot == boot_id()
@@ -105,27 +115,28 @@ def _read_events(out: Completion, response: Response, times: Sequence[float], pa
             out.done = True
             continue
         if out.done:
-            raise MalformedStream(f"{data[:60]!r} came after [DONE]")
+            raise MalformedStream("{} came after [DONE]", data)
         read = bisect_right(response.ends, position - 1)  # the piece that brought the event's last byte
-        if _take(out, data, times[read], one_clock):
+        if _take(out, data, times[read], one_clock, hide):
             out.coalesced += read == last_read and not _sent_together(out)
             last_read = read
     if not (response.complete or response.until_close):
         out.fail("truncated", "the response's last chunk is missing")
     if rest.strip():
-        out.fail("truncated" if not out.done else "malformed", f"the stream ends inside an event: {rest[:60]!r}")
+        inside = MalformedStream("the stream ends inside an event: {}", rest)
+        out.fail("truncated" if not out.done else "malformed", inside.told(hide))
 
 
-def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
+def _take(out: Completion, data: bytes, when: float, one_clock: bool, hide: Callable[[str], str]) -> bool:
     """Adds one event; True when it carried a token. ``one_clock``: the server's stamps are of this machine's clock."""
     try:
         event = json.loads(data.decode())  # of bytes, json would first guess the encoding
     except (ValueError, RecursionError):
-        raise MalformedStream(f"{data[:60]!r} is not JSON") from None
+        raise MalformedStream("{} is not JSON", data) from None
     if not isinstance(event, dict):
-        raise MalformedStream(f"{data[:60]!r} is not an object")
+        raise MalformedStream("{} is not an object", data)
     if event.get("error"):
-        out.fail("server_error", _error_text(data))
+        out.fail("server_error", _error_text(data, hide))
         return False
     if event.get("usage"):
         _take_usage(out, event["usage"])
@@ -139,9 +150,9 @@ def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
             text = (choice.get("delta") or {}).get("content")
         ids, reason = choice.get("token_ids"), choice.get("finish_reason")
     except (AttributeError, KeyError, TypeError):
-        raise MalformedStream(f"{data[:60]!r} has no readable choice") from None
+        raise MalformedStream("{} has no readable choice", data) from None
     if not (isinstance(text, _TEXT) and isinstance(ids, _IDS) and isinstance(reason, _TEXT)):
-        raise MalformedStream(f"a choice of {data[:60]!r} has a field of another type than the API's")
+        raise MalformedStream("a choice of {} has a field of another type than the API's", data)
     out.finish_reason = reason or out.finish_reason
     if not text and not ids:
         return False
@@ -183,15 +194,16 @@ def _take_usage(out: Completion, usage: Any) -> None:
         cached = details.get("cached_tokens")
         out.cached_tokens = None if cached is None else int(cached)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise MalformedStream(f"usage {str(usage)[:80]!r} lacks readable prompt_tokens or completion_tokens") from None
+        lacks = "usage {} lacks readable prompt_tokens or completion_tokens"
+        raise MalformedStream(lacks, str(usage)) from None
 
 
-def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
+def _check(out: Completion, max_tokens: int, dialect: Dialect, hide: Callable[[str], str]) -> None:
     """The definition of success. Each failure's sentence says what was missing."""
     if out.finish_reason is None:
         out.fail("no_finish_reason", "the stream ended without a finish_reason")
     elif out.finish_reason not in dialect.finish_reasons:
-        out.fail("not_finished", f"the server gave up: finish_reason {out.finish_reason[:40]!r}")
+        out.fail("not_finished", f"the server gave up: finish_reason {hide(out.finish_reason)[:40]!r}")
     if not out.done and dialect.done_marker:
         out.fail("no_done", "the stream ended without [DONE]")
     if out.output_tokens is None and not dialect.usage:
@@ -213,19 +225,19 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
         out.fail("usage_mismatch", f"usage says {told} tokens, but no chunk had content")
 
 
-def _close(out: Completion) -> Completion:
+def _close(out: Completion, hide: Callable[[str], str]) -> None:
     """What can be stored: one answer with a wild token id or half a character must not cost the load its file."""
     ids = out.token_ids
     if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < _MOST_TOKENS):
         wild = next(i for i in ids if type(i) is not int or not 0 <= i < _MOST_TOKENS)
-        out.fail("malformed", f"{str(wild)[:40]!r} is no token id")
+        out.fail("malformed", f"{hide(str(wild))[:40]!r} is no token id")
         out.token_ids = []
+    out.text = hide(out.text)
     out.text, out.error, out.finish_reason = map(_storable, (out.text, out.error, out.finish_reason))
     if out.first is None and out.chunk_times:
         out.first = out.chunk_times[0]
     if out.chunk_tokens is not None and len(out.chunk_tokens) != len(out.chunk_times):
         out.chunk_tokens = None
-    return out
 
 
 def _storable(text: Any) -> Any:
@@ -233,12 +245,12 @@ def _storable(text: Any) -> Any:
     return text if text is None or text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _error_text(body: bytes) -> str:
+def _error_text(body: bytes, hide: Callable[[str], str]) -> str:
     """The message of an OpenAI-shaped error, or the body's beginning."""
-    text = body[:4096].decode("utf-8", "replace")
+    text = body.decode("utf-8", "replace")
     try:
         error = json.loads(body)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    return text[:_ERROR_CHARS].strip()
+    return hide(text)[:_ERROR_CHARS].strip()

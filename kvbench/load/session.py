@@ -11,7 +11,7 @@ import gevent
 from gevent.event import Event
 from gevent.queue import Queue
 
-from kvbench.api_key import overwritten, without_key
+from kvbench.api_key import without_key
 from kvbench.load.alarms import Alarms
 from kvbench.load.body import http_request
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
@@ -150,7 +150,7 @@ class LoadSession:
         ``send`` gets a request, its bytes and its intended start (None in closed loop); it returns what came back, or
         None when the load was over. A later turn is due when its user has thought, and not before what the answer
         itself takes to parse: nobody answers what he has not read. However late this process is to do so is slip. A
-        turn that failed ends the conversation: the later ones are never sent, and count as failed
+        turn that failed ends the conversation: the later ones are never sent, and are told apart
         (``session_broken``).
         """
         before: Sample | None = None
@@ -253,21 +253,20 @@ class LoadSession:
     def _keep(self, sample: Sample) -> None:
         self.samples.append(sample)
         self.done += 1
-        self.failed += not sample.completion.ok
+        self.failed += sample.sent and not sample.completion.ok
         self._tell_locust(sample)
 
     def _parse(self, item: Returned, pause: Callable[[], None]) -> Sample:
-        raw, secret = item.raw, self.spec.api_key_env
+        raw = item.raw
+        told, limit = (raw.error_kind, raw.error), item.request.max_tokens
         try:
-            chunks = overwritten(raw.chunks, secret) if secret else raw.chunks
-            outcome = judge(
-                raw.times, chunks, item.request.max_tokens, raw.error_kind, raw.error, pause, self.spec.dialect
-            )
+            outcome = judge(raw.times, raw.chunks, limit, *told, pause, self.spec.dialect, self._hide)
         except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
-            outcome = Completion(error_kind="client_error", error=repr(error))
-        outcome.error = without_key(outcome.error, secret)
-        outcome.text = without_key(outcome.text, secret) or ""  # it may have come token by token
+            outcome = Completion(error_kind="client_error", error=self._hide(repr(error)))
         return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)
+
+    def _hide(self, text: str) -> str:
+        return without_key(text, self.spec.api_key_env)
 
     def _tell_locust(self, sample: Sample) -> None:
         outcome = sample.completion

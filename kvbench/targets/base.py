@@ -148,7 +148,8 @@ class HttpTarget:
         if response.status_code == BAD_REQUEST and self.base_url.startswith("http:"):
             trouble = scheme_trouble(self.base_url)
         if response.has_redirect_location:
-            trouble = f"sends on to {response.headers['location']}: give the URL that it serves at"
+            place = without_key(response.headers["location"], self.access.api_key_env)
+            trouble = f"sends on to {place}: give the URL that it serves at"
         if trouble is not None:
             raise MeasurementError(f"{self.base_url} {trouble}")
         return response
@@ -171,7 +172,8 @@ class HttpTarget:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise MeasurementError(f"{self.base_url}/v1/models does not list models: {error}") from None
         if not isinstance(rows, list) or not all(isinstance(row, dict) and "id" in row for row in rows):
-            raise MeasurementError(f"{self.base_url}/v1/models does not list models: {str(rows)[:100]!r}")
+            said = without_key(str(rows), self.access.api_key_env)[:100]
+            raise MeasurementError(f"{self.base_url}/v1/models does not list models: {said!r}")
         if not rows:
             raise MeasurementError(f"{self.base_url}/v1/models lists no model")
         return rows

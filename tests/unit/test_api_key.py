@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvbench.api_key import api_key, overwritten, without_key
+from kvbench.api_key import api_key, without_key
 from kvbench.cli import main
 from kvbench.targets.base import HttpTarget
 from tests.support.loads import ROOT, LoadRunner, own_mock
@@ -88,16 +88,7 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_sampl
         got = loads.run([RequestSpec(0, "a", (1,), None, 2)], concurrency=1, api_key_env="KEY_OF_TEST")
     assert KEY[:4] not in str(refused.value)
     said = got.samples["error"][0]
-    assert f"you sent Bearer {'*' * len(KEY)}!" in said and said.endswith("* **********") and KEY[:4] not in said
-
-
-def test_the_key_is_overwritten_across_pieces_that_keep_their_lengths(monkeypatch) -> None:
-    monkeypatch.setenv("KEY_OF_TEST", f"{KEY}\n")
-    pieces = [b"HTTP/1.1 500 No\r\n", b"x" * 9 + KEY[:5].encode(), KEY[5:].encode() + b"y", b""]
-    got = overwritten(pieces, "KEY_OF_TEST")
-    assert [len(piece) for piece in got] == [len(piece) for piece in pieces]
-    assert b"".join(got) == pieces[0] + b"x" * 9 + b"*" * len(KEY) + b"y"
-    assert overwritten([b"a", b"b"], "KEY_OF_TEST") == [b"a", b"b"] and overwritten(pieces, None) is pieces
+    assert "you sent Bearer (the key in KEY_OF_TEST)!" in said and KEY[:4] not in said
 
 
 def test_a_text_that_spells_the_key_token_by_token_is_stored_without_it(tmp_path, monkeypatch) -> None:
@@ -113,3 +104,60 @@ def test_a_text_that_spells_the_key_token_by_token_is_stored_without_it(tmp_path
             [RequestSpec(0, "a", (1,), None, 4)], concurrency=1, api_key_env="KEY_OF_TEST"
         )
     assert got.samples["ok"].all() and got.samples["text"][0] == "it is (the key in KEY_OF_TEST)."
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+DONE = b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}\n\ndata: [DONE]\n\n'
+
+
+def event(text: str = "a", reason: str | None = "length") -> bytes:
+    return b"data: " + json.dumps({"choices": [{"text": text, "finish_reason": reason}]}).encode() + b"\n\n"
+
+
+def filled(length: int) -> bytes:
+    """So many bytes, of which the key is the end but for 4 bytes more: a cut there leaves most of it."""
+    return b"x" * (length - len(KEY) + 4) + KEY.encode() + b"x" * 40
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        filled(60),  # sent back by what is no HTTP server
+        HEAD + b"data: " + filled(60) + b"\n\n",
+        HEAD + b"data: " + json.dumps(filled(59).decode()).encode() + b"\n\n",
+        HEAD + filled(60) + b": 1\n\n",
+        HEAD + b"data: [DONE]\n\ndata: " + filled(60) + b"\n\n",
+        HEAD + event() + DONE + filled(60),
+        HEAD + b'data: {"usage": {"prompt_tokens": "' + filled(42) + b'"}}\n\n',
+        HEAD + b'data: {"error": "' + filled(300) + b'"}\n\n',
+        HEAD + event(reason=filled(40).decode()) + DONE,
+        HEAD.replace(b"200", b"401") + b"you sent " + filled(291),
+        HEAD.replace(b"200", b"401") + filled(4096),
+        HEAD + b'data: {"choices": [{"text": "", "token_ids": ["' + filled(40) + b'"]}]}\n\n' + DONE,
+        HEAD + event(KEY) + DONE,
+        HEAD + event(KEY[:7], None) + event(KEY[7:]) + DONE,
+    ],
+)
+@pytest.mark.parametrize("piece", [7, 1 << 20])
+def test_no_part_of_the_key_stays_of_whatever_a_server_says(monkeypatch, wire: bytes, piece: int) -> None:
+    """Neither where a message is cut to length, nor where the bytes came in pieces, nor in what is stored as a text."""
+    from kvbench.load.completion import judge
+
+    monkeypatch.setenv("KEY_OF_TEST", KEY)
+    pieces = [wire[at : at + piece] for at in range(0, len(wire), piece)]
+    times = [float(k) for k in range(len(pieces))]
+    out = judge(times, pieces, 9, hide=lambda text: without_key(text, "KEY_OF_TEST"))
+    kept = repr(out)
+    assert not [KEY[at : at + 4] for at in range(len(KEY) - 3) if KEY[at : at + 4] in kept]
+
+
+@pytest.mark.parametrize("key", ["length", "text", "usage", "data", "1234"])
+def test_a_key_that_is_a_word_of_the_api_changes_no_verdict(monkeypatch, key: str) -> None:
+    """What is judged is what came; only what is kept of it is without the key."""
+    from kvbench.load.completion import judge
+
+    monkeypatch.setenv("KEY_OF_TEST", key)
+    wire = HEAD + event("the text of length 1234") + DONE
+    out = judge([0.0], [wire], 9, hide=lambda text: without_key(text, "KEY_OF_TEST"))
+    assert out.ok, out.error
+    assert out.finish_reason == "length" and key not in out.text.replace("KEY_OF_TEST", "")
