@@ -98,8 +98,8 @@ class RunFolder:
         manifest = read_json(self.manifest_path)
         if isinstance(manifest, dict) and manifest.get("kind") == "load":
             raise UsageError(
-                f"{self.path} is the folder of a `kvbench load` and not of a sweep: read its metrics.json, or search.json "
-                "of a search; it goes on with `kvbench load ... --resume`"
+                f"{self.path} is the folder of a `kvbench load` and not of a sweep: read its metrics.json, or the "
+                "search.json of a search; it goes on with `kvbench load ... --resume`"
             )
         parts = (manifest.get("workload"), manifest.get("plan")) if isinstance(manifest, dict) else ()
         if [type(part) for part in parts] != [dict, list]:

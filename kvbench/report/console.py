@@ -58,11 +58,11 @@ def table(run: Run) -> Table:
 
 
 def _entry(key: str, value: Value, cell: Cell) -> Text:
-    text = f"  {value.text}" if key == "configuration" else value.text
+    text = value.text
+    if key == "configuration":
+        text = f"{' ' if cell.valid else '!'} {value.text}"  # before the name: behind a long one it would be cut off
     if key == "ratio" and "–" in value.note:
         text += f" ({value.note})"
-    if key == "configuration" and not cell.valid:
-        text += " !"
     if key == "failed":
         text = text.split(" ")[0]
     return Text(text, style=STYLES.get(value.mark, ""))

@@ -14,11 +14,12 @@ from kvbench.report.style import Drawing, finish, safe
 from kvbench.report.table import Column, Row, Value
 
 SECTION = "Where did the KV bytes go"
-LEDGER_NOTE = (
-    "The whole KV budget, every byte in one place, averaged over the steady window and the repeats. Saved by sharing: "
-    "what the sequences would have needed on top if no page were shared. Swapped (moved to the host and back) and "
-    "recomputed are totals of all repeats."
-)
+_NOTE = "The whole KV budget, every byte in one place, averaged over the steady window and the repeats."
+_NOTES = {  # columns that are not always there -> what the note says of them
+    "kv_saved": "Saved by sharing: what the sequences would have needed on top if no page were shared.",
+    "swapped": "Swapped: moved to the host and back, in all repeats.",
+    "recomputed": "Recomputed: tokens, in all repeats.",
+}
 # Okabe and Ito's palette again: what is used is dark, what is lost is loud, what is left is pale.
 _FILLS = {
     "tokens": "#0072B2",
@@ -158,8 +159,13 @@ def ledger_columns(run: Run) -> list[Column]:
         Column("swapped", "swapped out", "bytes moved to the host, all repeats; small: back, and lost there", _swapped),
         Column("recomputed", "recom-puted", "tokens computed again after a preemption, all repeats", _recomputed),
     ]
-    optional = {"kv_saved", "swapped", "recomputed"}
-    return [c for c in every if c.key not in optional or any(c.of(run, cell).sort for cell, _ in ledgers(run))]
+    return [c for c in every if c.key not in _NOTES or any(c.of(run, cell).sort for cell, _ in ledgers(run))]
+
+
+def ledger_note(run: Run) -> str:
+    """What stands under the table: of its columns only."""
+    shown = {column.key for column in ledger_columns(run)}
+    return " ".join([_NOTE, *(text for key, text in _NOTES.items() if key in shown)])
 
 
 def ledger_rows(run: Run) -> list[Row]:

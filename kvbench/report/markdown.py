@@ -20,7 +20,7 @@ from kvbench.report.conclusions import conclusions, reservation
 from kvbench.report.data import Run
 from kvbench.report.findings import paging
 from kvbench.report.ledger import ledger_sentence
-from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
+from kvbench.report.ledger_view import SECTION, ledger_columns, ledger_note, ledger_rows
 from kvbench.report.manifest import environment, made_from, reproduce, skipped_notes, warnings
 from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
@@ -109,7 +109,7 @@ def _ledger(run: Run) -> list[str]:
         *([escape(said), ""] if said else []),
         *_table(heads, body),
         "",
-        escape(LEDGER_NOTE),
+        escape(ledger_note(run)),
         "",
     ]
 

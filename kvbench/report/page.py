@@ -24,7 +24,7 @@ from kvbench.report.conclusions import conclusions, reservation, tiles
 from kvbench.report.data import Cell, LoadPoint, Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging
-from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_rows
+from kvbench.report.ledger_view import SECTION, ledger_columns, ledger_note, ledger_rows
 from kvbench.report.manifest import (
     brief,
     code_paths,
@@ -102,7 +102,7 @@ def _tables(run: Run) -> dict[str, Any]:
         "ledger_title": SECTION,
         "ledger_columns": ledger_columns(run),
         "ledger_rows": ledger_rows(run),
-        "ledger_note": LEDGER_NOTE,
+        "ledger_note": ledger_note(run),
         "columns": columns(run),
         "rows": body,
         "looks": looks(run),

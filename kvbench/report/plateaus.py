@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,7 @@ import numpy as np
 from kvbench.report import words
 from kvbench.report.data import Cell, Run, number
 
-PLATEAU_HEADS = (
-    "configuration",
+LOAD_HEADS = (
     "asked for",
     "seconds",
     "requests",
@@ -22,6 +21,7 @@ PLATEAU_HEADS = (
     "TPOT p50",
     "goodput",
 )
+PLATEAU_HEADS = ("configuration", *LOAD_HEADS)
 PLATEAU_NOTE = (
     "The steady part of each step of the rate: median over the repeats. A step that answers far fewer requests/s than "
     "were asked for is beyond what the configuration can serve; random arrivals vary too, 100 of them by about 10 %."
@@ -48,10 +48,12 @@ def _of(cell: Cell) -> list[tuple[str, ...]]:
     told = [list(r.metrics.get("plateaus") or ()) for r in cell.repeats]
     if not told or len({len(plateaus) for plateaus in told}) != 1:
         return []
-    return [_values(cell, each) for each in zip(*told, strict=True)]
+    return [(cell.name, *plateau_values(each)) for each in zip(*told, strict=True)]
 
 
-def _values(cell: Cell, each: tuple[Mapping[str, Any], ...]) -> tuple[str, ...]:
+def plateau_values(each: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The entries of LOAD_HEADS of one plateau. ``each``: it in the metrics of every repeat."""
+
     def median(*path: str) -> float | None:
         found = []
         for plateau in each:
@@ -64,7 +66,6 @@ def _values(cell: Cell, each: tuple[Mapping[str, Any], ...]) -> tuple[str, ...]:
 
     rate, start, end = median("request_rate"), median("start_s"), median("end_s")
     return (
-        cell.name,
         "–" if rate is None else f"{rate:g}/s",
         "–" if start is None or end is None else f"{start:.0f}–{end:.0f}",
         words.count(median("n")),

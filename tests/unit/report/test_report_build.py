@@ -213,6 +213,14 @@ def test_uncertain_percentiles_are_marked(run_of: Callable[[str], Run], page_of:
     assert not cell.percentile("itl_ms", "p95")[1]  # thousands
 
 
+def test_console_marks_what_is_invalid_on_the_line_of_its_name(run_folder: Callable[[str], Path]) -> None:
+    out = io.StringIO()
+    rich.console.Console(file=out, width=80).print(console_table(run_folder("invalid")))
+    rows = [line for line in out.getvalue().splitlines() if "contiguous" in line or "paged" in line]
+    assert rows and all(("! contiguous" in line) == ("contiguous" in line) for line in rows)
+    assert "! invalid measurement" in out.getvalue()
+
+
 def test_console_table_fits_80_columns_and_names_every_configuration(run_folder: Callable[[str], Path]) -> None:
     out = io.StringIO()
     rich.console.Console(file=out, width=80).print(console_table(run_folder("normal")))

@@ -14,7 +14,7 @@ import pytest
 from kvbench.report import build_report
 from kvbench.report.data import Run, read_gauges
 from kvbench.report.ledger import PLACES, SLOT_PLACES, accounting, ledger, ledger_sentence, mean_slots, swapped_bytes
-from kvbench.report.ledger_view import LEDGER_NOTE, SECTION, ledger_columns, ledger_figure, ledger_rows
+from kvbench.report.ledger_view import SECTION, ledger_columns, ledger_figure, ledger_note, ledger_rows
 from kvbench.report.markdown import markdown
 from kvbench.report.reading import read_run
 from tests.support.report_cells import cell
@@ -181,8 +181,17 @@ def test_table_has_percent_bytes_and_what_stands_beside(hand_made: Run) -> None:
     assert (shown["swapped"].text, shown["swapped"].note) == ("684 KiB", "586 KiB back, 100 tokens lost")
     assert shown["recomputed"].text == "130"
     text = markdown(hand_made)
-    assert f"## {SECTION}" in text and LEDGER_NOTE in text
+    assert f"## {SECTION}" in text and ledger_note(hand_made) in text
+    assert all(word in ledger_note(hand_made) for word in ("Saved by sharing:", "Swapped:", "Recomputed:"))
     assert "| 58 % (58.6 KiB, 1.8 KiB of it scales) |" in text
+
+
+def test_the_note_speaks_of_columns_that_are_there_only(tmp_path: Path) -> None:
+    frame = polls([{"t": 0.0, **GAUGES}, {"t": 2.0, **GAUGES, **steps(tokens=60, free=40)}])
+    write(tmp_path / "run" / "cells" / "a", frame, {"recomputed_tokens_total": 0.0})
+    run = read_run(tmp_path / "run")
+    assert not {"kv_saved", "swapped", "recomputed"} & {column.key for column in ledger_columns(run)}
+    assert ledger_note(run).endswith("over the steady window and the repeats.") and ledger_note(run) in markdown(run)
 
 
 def test_bars_add_up_to_the_budget_and_scales_are_part_of_the_tokens(hand_made: Run) -> None:
