@@ -18,7 +18,7 @@ NO_CALIBRATION = click.option(
 
 
 @click.command(name="calibrate-client")
-@click.option("--streams", type=click.IntRange(1, 65536), default=64, show_default=True, help="Streams at once.")
+@click.option("--streams", type=click.IntRange(1, 8192), default=64, show_default=True, help="Streams at once.")
 @click.option("--itl-ms", type=FiniteRange(0.5, 10_000), default=20.0, show_default=True, help="Between chunks.")
 @click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="Load processes.")
 @click.option("--seconds", type=FiniteRange(1, 600), default=10.0, show_default=True, help="Of streaming, each time.")

@@ -30,7 +30,7 @@ import pandas as pd
 from kvbench import loadrun
 from kvbench.calibration_figures import Figures, figures_of
 from kvbench.contention import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, Server
-from kvbench.load.probe import LAG_SHARE_OF_ITL, MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, MIN_LAG_LIMIT_MS
+from kvbench.load.probe import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms
 from kvbench.load.requests import RequestSpec, write_requests
 from kvbench.manifest import machine, versions
 from kvbench.mock.certificate import self_signed
@@ -99,7 +99,7 @@ def aims(settings: CalibrationSettings) -> Limits:
 
 def validity_limits(itl_ms: float) -> Limits:
     """What a load is held to, too; gaps are held to what timestamps are."""
-    lag = max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * itl_ms)
+    lag = lag_limit_ms(itl_ms)
     return Limits(lag, itl_error_p99_ms=lag, coalesced_share=MAX_COALESCED_SHARE, cpu_fraction=MAX_CPU_FRACTION)
 
 

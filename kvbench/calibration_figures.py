@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.load.completion import SENT_TOGETHER_S
+from kvbench.load.probe import percentile_ms
 
 
 @dataclass(frozen=True)
@@ -76,19 +77,15 @@ def figures_of(
         faults=len(faulty),
         faults_counted=len(faulty & ok),
         whole_failed=len((sent.keys() & rows.keys()) - faulty - ok),
-        lag_p50_ms=_ms(lag, 50),
-        lag_p99_ms=_ms(np.abs(lag), 99),
-        itl_error_p99_ms=_ms(error, 99),
+        lag_p50_ms=percentile_ms(lag, 50),
+        lag_p99_ms=percentile_ms(np.abs(lag), 99),
+        itl_error_p99_ms=percentile_ms(error, 99),
         coalesced_share=shared / len(lag) if len(lag) else None,
         turnaround_p50_ms=client.get("turnaround_p50_ms"),
         cpu_us_per_event=client.get("cpu_us_per_chunk"),
         cpu_fraction=client.get("cpu_fraction"),
         loop_lag_p99_ms=client.get("loop_lag_p99_ms"),
-        server_late_p99_ms=_ms(late, 99),
+        server_late_p99_ms=percentile_ms(late, 99),
         priority=str(client.get("priority")),
         unstamped_share=client.get("unstamped_share"),
     )
-
-
-def _ms(seconds: Sequence[float] | np.ndarray, q: float) -> float | None:
-    return float(np.percentile(seconds, q) * 1000) if len(seconds) else None

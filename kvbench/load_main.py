@@ -169,7 +169,7 @@ def _subject(
     settings = {"target": target.base_url}
     return Subject(
         workload.load, workload.seed, target, settings, target.server_info(), None, check,
-        client=shared.client, arguments=shared.arguments,
+        client=shared.client, arguments=shared.arguments, streams_here=shared.streams_here,
         calibrate=lambda demand, before: shared.calibrate(demand, before, calibrator),
     )  # fmt: skip
 

@@ -101,7 +101,7 @@ def lines(kept: Mapping[str, Any]) -> list[str]:
     metrics = kept["metrics"]
     said = [_warm_up(kept), _throughput(metrics), _goodput(kept), _requests(metrics), _cache(kept)]
     said += [_client(metrics), _calibration(kept), _server(kept)]
-    uncertain = any("p95" in (metrics.get(name) or {}).get("uncertain", ()) for name in ("ttft_ms", "e2el_ms"))
+    uncertain = any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS)
     said.append("* too few samples for this percentile: p95 needs 130, p99 662" if uncertain else "")
     return [text for text in said if text]
 
@@ -197,10 +197,12 @@ def _client(metrics: Mapping[str, Any]) -> str:
 
 
 def _calibration(kept: Mapping[str, Any]) -> str:
-    figures = (kept.get("calibration") or {}).get("figures")
-    if not figures:
+    workers = (kept["metrics"].get("client") or {}).get("processes") or ()  # those on other machines have their own
+    every = [each for each in (kept.get("calibration"), *(w.get("calibration") for w in workers)) if each]
+    if not every:
         return "client: not calibrated"
-    settings = kept["calibration"]["settings"]
+    worst = max(every, key=lambda each: each["figures"]["lag_p99_ms"] or 0.0)
+    figures, settings = worst["figures"], worst["settings"]
     parts = [
         words.format(figures[key])
         for key, words in (
@@ -211,7 +213,8 @@ def _calibration(kept: Mapping[str, Any]) -> str:
         )
         if figures.get(key) is not None
     ]
-    return f"calibration at {settings['streams']} streams of {settings['itl_ms']:g} ms ITL: {', '.join(parts)}"
+    of_whom = f" of the worst of {len(every)} workers" if len(every) > 1 else ""
+    return f"calibration{of_whom} at {settings['streams']} streams of {settings['itl_ms']:g} ms ITL: {', '.join(parts)}"
 
 
 def _server(kept: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -39,20 +39,17 @@ SHARING_OPTIONS = (
 class Sharing:
     """``client``: fields of LoadSpec; ``arguments``: of the load process; ``notice``: what the user is told first.
 
-    ``machines``: how many have a share of the streams, each with one load process (1: only this one).
+    ``streams_here``: whether this machine sends requests, not only workers on others.
     """
 
     client: Mapping[str, Any]
     arguments: tuple[str, ...] = ()
     notice: str | None = None
-    machines: int = 1
+    streams_here: bool = True
 
     def calibrate(self, demand: Demand, before: Calibration | None, calibrator: Calibrate) -> Calibration | None:
-        """Calibrates this machine for what one has to bear; workers on other machines see to themselves."""
-        if self.machines > 1:
-            rate = demand.events_per_s and demand.events_per_s / self.machines
-            demand = replace(demand, streams=-(-demand.streams // self.machines), processes=1, events_per_s=rate)
-        return calibrator(demand, before)
+        """Calibrates this machine, where streams are to run on it; workers on other machines see to themselves."""
+        return calibrator(demand, before) if self.streams_here else None
 
 
 def sharing(options: Mapping[str, Any]) -> Sharing:
@@ -76,7 +73,7 @@ def sharing(options: Mapping[str, Any]) -> Sharing:
         f"kvbench load --worker --master-host {'HOST' if host in ('0.0.0.0', '::', '*') else host} --master-port {port}"
     )
     client = {"calibrate_workers": not options["no_calibration"]}
-    return Sharing(client, tuple(str(word) for word in words), notice, count)
+    return Sharing(client, tuple(str(word) for word in words), notice, streams_here=False)
 
 
 def be_worker(options: Mapping[str, Any]) -> NoReturn:

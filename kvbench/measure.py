@@ -38,7 +38,7 @@ class Subject:
     /server_info; ``server_log``: where its output goes, None when that is not ours; ``check``: called twice a second,
     raises when the measurement must end; ``client``: further fields of LoadSpec; ``calibrate``: gives the load client's
     calibration for what a load asks of it, given the one from before the load (None: nobody calibrates);
-    ``arguments``: of the load process.
+    ``arguments``: of the load process; ``streams_here`` False: it only leads workers on other machines.
     """
 
     load: LoadConfig
@@ -50,6 +50,7 @@ class Subject:
     check: Callable[[], None]
     client: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    streams_here: bool = True
     calibrate: Callable[[Demand, Calibration | None], Calibration | None] | None = None
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
@@ -111,7 +112,9 @@ def measure_load(
     cache = server_state.cache_use(load, requests, subject.info, before, after, complete=complete)
     reasons = [*(calibration.reasons if calibration else ()), *reasons]
     reasons += list(told.get("invalid_reasons") or []) + server_state.leak_reasons(after)
-    reasons += _validity(metrics, told, failures_invalidate) + contention_reasons(report) + cache.reasons
+    reasons += _validity(metrics, told, failures_invalidate) + cache.reasons
+    if subject.streams_here or machine.server.local:
+        reasons += contention_reasons(report)
     if unheard and failures_invalidate:
         reasons.append(unheard)
     return {

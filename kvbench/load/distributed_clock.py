@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.load.probe import LAG_SHARE_OF_ITL, MIN_LAG_LIMIT_MS
+from kvbench.load.probe import lag_limit_ms
 
 _ROUNDING_S = 1e-6
 _GOOD_ENOUGH_S = 1e-4
@@ -116,7 +116,7 @@ def _agrees(read: Reading) -> bool:
 
 def clock_reasons(name: str, clock: ClockMap, itl_p50_ms: float | None) -> list[str]:
     """Why this worker's times may not be believed; empty when they may."""
-    limit = max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (itl_p50_ms or 0.0))
+    limit = lag_limit_ms(itl_p50_ms)
     error = clock.error_s * 1000
     if error <= limit:
         return []

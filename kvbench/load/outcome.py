@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.load.probe import client_report, invalid_reasons, percentile_ms, short_outputs
+from kvbench.load.probe import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
 from kvbench.load.requests import RequestList
 from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.session import LoadSession
@@ -105,6 +105,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
     """
     samples, zero, clocked = outcome.samples, outcome.zero, outcome.clocked
     short, too_short = short_outputs(samples, spec.ignore_eos)
+    of_server = too_short + other_prompts(samples, spec.dialect)
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
     load = {
         "started_at": datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
@@ -122,7 +123,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         "incomplete": missing > 0 or not ended_well,
         "max_in_flight": outcome.max_in_flight,
         "client": {**outcome.client, "short_outputs": short},
-        "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons + too_short,
+        "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons + of_server,
         "notes": {**requests.notes, **_clock_note(clocked), **_history_note(samples)},
         "locust": {"num_requests": outcome.locust_totals[0], "num_failures": outcome.locust_totals[1]},
     }

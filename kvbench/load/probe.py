@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.load.dialect import Dialect
 from kvbench.load.samples import Sample
 
 MAX_SLIP_MS = 5.0
@@ -17,12 +18,18 @@ MIN_LAG_LIMIT_MS = 1.0
 LAG_SHARE_OF_ITL = 0.02
 MAX_COALESCED_SHARE = 0.01
 MAX_SHORT_SHARE = 0.01
+MAX_OTHER_PROMPTS, MOST_SPECIAL_TOKENS = 0.01, 4  # a server may put its own tokens around a prompt
 MAX_TURNAROUND_SHARE = 0.02
 MIN_TURNAROUNDS = 10  # with fewer, one stall of the machine decides
 MIN_PLAUSIBLE_ERROR_S, MAX_PLAUSIBLE_ERROR_S = -1.0, 60.0  # beyond them the stamps are of another clock
 SEND_S = 50e-6  # what sending one request may cost: of several due at one moment, each waits for those before it
 MIN_LAG_SAMPLES = 100  # with fewer, the p99 is the worst sample
 _ONE_MOMENT_DIGITS = 6  # of seconds: times that came over another clock differ in the last bits
+
+
+def lag_limit_ms(itl_ms: float | None) -> float:
+    """How wrong a timestamp may be, its p99, where the median ITL is that (None: there is none): 1 ms or 2 % of it."""
+    return max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (itl_ms or 0.0))
 
 
 def percentile_ms(values: Sequence[float], q: float) -> float | None:
@@ -114,14 +121,6 @@ def client_report(
     errors = stamp_errors(samples)
     source = "server stamps" if errors is not None else "kernel stamps" if kernel_stamps else "loop probe"
     lags_used = {"server stamps": errors, "kernel stamps": (), "loop probe": lags}[source]
-    wrong = sum(
-        s.completion.prompt_tokens is not None
-        and s.request.prompt is None  # what tokens a text makes is the server's own business
-        and s.request.prompt_token_ids is not None
-        and not s.request.new_tokens  # how long the server's own answers before it were is not known here
-        and s.completion.prompt_tokens != len(s.request.prompt_token_ids)
-        for s in samples
-    )
     return {
         "cpu_fraction": cpu_s / wall_s if wall_s > 0 else None,
         "cpu_us_per_chunk": cpu_s / chunks * 1e6 if chunks else None,
@@ -143,8 +142,37 @@ def client_report(
         "coalesced_chunks": coalesced,
         "coalesced_share": coalesced / chunks if chunks else None,
         "itl_p50_ms": percentile_ms(itl, 50),
-        "prompt_token_mismatches": int(wrong),
+        "prompt_token_mismatches": sum(map(bool, prompt_differences(samples))),
     }
+
+
+def prompt_differences(samples: Sequence[Sample]) -> list[int]:
+    """By how many tokens the server's count of each prompt differs from what was sent, where both are known.
+
+    What tokens a text makes is the server's own business, and how long its own answers before a turn are is not known
+    here.
+    """
+    return [
+        s.completion.prompt_tokens - len(s.request.prompt_token_ids)
+        for s in samples
+        if s.completion.prompt_tokens is not None
+        and s.request.prompt is None
+        and s.request.prompt_token_ids is not None
+        and not s.request.new_tokens
+    ]
+
+
+def other_prompts(samples: Sequence[Sample], dialect: Dialect) -> list[str]:
+    """Why the server served another load than was sent: its counts of the prompts' tokens are others."""
+    known = prompt_differences([s for s in samples if s.completion.ok]) if dialect.usage else []
+    others = [abs(tokens) for tokens in known if abs(tokens) > MOST_SPECIAL_TOKENS]
+    if len(others) <= MAX_OTHER_PROMPTS * len(known):
+        return []
+    return [
+        f"the server counted {len(others)} of {len(known)} prompts otherwise than they were sent, by up to "
+        f"{max(others)} tokens, the limit is {MAX_OTHER_PROMPTS:.0%} (beyond {MOST_SPECIAL_TOKENS} special tokens of "
+        "its own); it cuts or changes prompts: give it a longer context, or shorter prompts."
+    ]
 
 
 def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, list[str]]:
@@ -171,14 +199,15 @@ def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
     loop keeps the limit of the lag has joined no two chunks that were further apart than that.
     """
     reasons = []
-    limit = max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (client["itl_p50_ms"] or 0.0))
+    limit = lag_limit_ms(client["itl_p50_ms"])
     if client["lag_judged"] and client["lag_p99_ms"] > limit:
         reasons.append(
             f"the client's timestamps {'lagged' if client['lag_p50_ms'] >= 0 else 'were early'}: "
             f"p99 {client['lag_p99_ms']:.2f} ms, the limit is {limit:.2f} ms "
             "(1 ms or 2 % of the median ITL); give the client a core of its own."
         )
-    coalesced, late = client["coalesced_share"] or 0.0, client["loop_lag_p99_ms"] or 0.0
+    judged = client["chunks"] >= MIN_LAG_SAMPLES
+    coalesced, late = client["coalesced_share"] or 0.0 if judged else 0.0, client["loop_lag_p99_ms"] or 0.0
     if client["lag_source"] == "server stamps" and coalesced > MAX_COALESCED_SHARE:
         reasons.append(
             f"{coalesced:.1%} of the chunks were read together with the one before although they were sent apart, the "

@@ -21,7 +21,7 @@ def options(*words: str) -> dict:
 
 def test_alone_nothing_is_said() -> None:
     shared = sharing(options("w.yaml"))
-    assert (shared.client, shared.arguments, shared.notice, shared.machines) == ({}, (), None, 1)
+    assert (shared.client, shared.arguments, shared.notice, shared.streams_here) == ({}, (), None, True)
     assert shared.calibrate(Demand(64, 3), None, lambda *given: given) == (Demand(64, 3), None)
 
 
@@ -39,8 +39,8 @@ def test_a_masters_arguments_are_those_that_the_load_process_reads(monkeypatch: 
     assert shared.client == {"calibrate_workers": True}
     assert sharing(options("w.yaml", *words, "--no-calibration")).client == {"calibrate_workers": False}
     assert "kvbench load --worker --master-host 10.0.0.2 --master-port 6000" in shared.notice
-    asked = shared.calibrate(Demand(64, 1, 300.0, tls=True), None, lambda demand, before: demand)
-    assert asked == Demand(22, 1, 100.0, tls=True)  # what one of three machines has to bear
+    assert not shared.streams_here, "workers calibrate themselves: this machine's client tells nothing of theirs"
+    assert shared.calibrate(Demand(64), None, lambda demand, before: pytest.fail("calibrated")) is None
 
 
 def test_a_worker_becomes_the_load_process(monkeypatch: pytest.MonkeyPatch) -> None:

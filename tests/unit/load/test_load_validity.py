@@ -8,17 +8,20 @@ import pytest
 
 from engine.boot import BOOT_HEADER, boot_id
 from kvbench.load.completion import Completion, judge
-from kvbench.load.outcome import Clocked
+from kvbench.load.dialect import Dialect
+from kvbench.load.outcome import Clocked, Outcome, write_outcome
 from kvbench.load.probe import (
     busiest_second,
     client_report,
     invalid_reasons,
+    other_prompts,
     short_outputs,
     stamp_errors,
     turnarounds,
 )
-from kvbench.load.requests import RequestSpec
+from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.samples import Sample
+from kvbench.load.spec import LoadSpec
 
 
 def sample(sent: list[float], received: list[float], **more) -> Sample:
@@ -105,8 +108,12 @@ def test_cpu_slip_and_coalescing_invalidate():
     assert "used 80% of a core" in reasons([late(0.0)], cpu_s=8.0)
     slipped = Sample(late(0.0).request, 0, 0.0, 0.02, 1.0, Completion())
     assert "arrivals slipped: p99 20.00 ms" in reasons([slipped], mode="open")
-    assert "sent apart" in reasons([sample([0.0, 0.1], [0.2, 0.2], coalesced=1)])
-    assert reasons([sample([0.0, 0.1], [0.0, 0.1], coalesced=0)]) == ""
+    assert "1.3% of the chunks were read together with the one before although they were sent apart" in (
+        reasons([late(0.0, coalesced=4)])
+    )
+    assert reasons([late(0.0, coalesced=3)]) == ""
+    assert "sent apart" in reasons([late(0.0, 100, coalesced=2)])
+    assert reasons([late(0.0, 99, coalesced=50)]) == "", "too few chunks to judge"
 
 
 def stream(sent: list[float], boot: str | None) -> bytes:
@@ -158,6 +165,38 @@ def test_outputs_shorter_than_ignore_eos_asked_for_are_counted(lengths, obeyed, 
     samples += [Sample(request, 0, 0.0, 0.0, 1.0, Completion(error_kind="truncated", output_tokens=1))] * 50
     count, why = short_outputs(samples, obeyed)
     assert count == short and "".join(why).startswith(said) and bool(why) == bool(said)
+
+
+def prompts(*told: int | None, text: str | None = None, new_tokens: int = 0, ok: bool = True) -> list[Sample]:
+    """Prompts of 50 tokens, of which the server says that they have ``told``."""
+    request = RequestSpec(0, "c", tuple(range(50)), text, 2, new_tokens=new_tokens)
+    kind = None if ok else "truncated"
+    return [Sample(request, 0, 0.0, 0.0, 1.0, Completion(error_kind=kind, done=ok, prompt_tokens=n)) for n in told]
+
+
+def test_a_server_that_reads_other_prompts_than_were_sent_is_invalid() -> None:
+    own = [51] * 150 + [46, 54]  # its own tokens around each
+    assert other_prompts(prompts(*own), Dialect()) == []
+    assert other_prompts(prompts(*[50] * 99, 40), Dialect()) == []
+    (said,) = other_prompts(prompts(*[50] * 98, 40, 0), Dialect())
+    assert "counted 2 of 100 prompts otherwise than they were sent, by up to 50 tokens, the limit is 1%" in said
+    for unknown in (prompts(0, text="a text"), prompts(9, new_tokens=5), prompts(None), prompts(0, ok=False)):
+        assert other_prompts(unknown, Dialect()) == []
+    assert other_prompts(prompts(0), Dialect(usage=False)) == []
+    assert client_report(prompts(50, 51, 0), [], 0.1, 1.0, "closed")["prompt_token_mismatches"] == 2
+
+
+def test_what_the_server_did_otherwise_stands_in_load_json(tmp_path) -> None:
+    request = RequestSpec(0, "c", tuple(range(50)), None, 10)
+    samples = [Sample(request, 0, 0.0, 0.0, 1.0, Completion(prompt_tokens=40, output_tokens=3, done=True))] * 2
+    spec = LoadSpec(
+        base_url="http://h", model="m", mode="closed", concurrency=1, requests_file="", out_dir=str(tmp_path),
+        timeout_s=1.0, ignore_eos=True,
+    )  # fmt: skip
+    client = client_report(samples, [], 0.1, 1.0, "closed")
+    write_outcome(spec, RequestList([request] * 2), Outcome(samples, 0.0, 1, Clocked(), client))
+    said = " ".join(json.loads((tmp_path / "load.json").read_text())["invalid_reasons"])
+    assert "2 of 2 outputs ended before their length" in said and "counted 2 of 2 prompts otherwise" in said
 
 
 def test_requests_due_at_once_leave_one_after_the_other_and_that_is_no_slip():

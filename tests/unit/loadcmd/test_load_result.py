@@ -112,3 +112,24 @@ def test_what_a_closed_loops_client_took_between_requests_is_told():
     assert "next send" not in "\n".join(lines(kept))
     kept["metrics"]["client"] = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_share": 0.0123}
     assert "a stream's end to the next send p50 0.20, p99 11.13 ms (1.2% of users' time)" in "\n".join(lines(kept))
+
+
+@pytest.mark.parametrize(("count", "noted"), [(129, True), (200, True), (700, False)])
+def test_the_star_is_explained_where_there_is_one(count, noted):
+    told = result([0.1] * count)
+    text = "\n".join(lines(stored(config(concurrency=2), LoadPoint("c2", "closed", 2, None, 4), TARGET, told)))
+    assert ("* too few samples for this percentile" in text) == noted
+
+
+def test_of_workers_on_other_machines_the_worst_calibration_is_told():
+    def of(streams, lag):
+        settings, figures = {"streams": streams, "itl_ms": 20.0}, {"lag_p99_ms": lag}
+        return {"calibration": {"settings": settings, "figures": figures}}
+
+    kept = stored(config(concurrency=2), LoadPoint("c2", "closed", 2, None, 4), TARGET, result([0.1]))
+    assert "client: not calibrated" in lines(kept)
+    kept["metrics"]["client"] = {"processes": [of(16, 0.2), of(16, 0.7), {}]}
+    assert "calibration of the worst of 2 workers at 16 streams of 20 ms ITL: timestamp lag p99 0.70 ms" in lines(kept)
+    kept |= of(64, 0.1)
+    kept["metrics"]["client"] = {"processes": [{}]}
+    assert "calibration at 64 streams of 20 ms ITL: timestamp lag p99 0.10 ms" in lines(kept)
