@@ -141,8 +141,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         found.append(("KV capacity", "; ".join(capacities)))
     if name := target(run):
         found.insert(0, ("target", name))
-    if command := next((told["command"] for told in _told_of_target(run) if told.get("command")), None):
-        found.append(("launched as", shlex.join(str(word) for word in command)))
+    found += _launches(run)
     quirks = {str(quirk): None for told in _told_of_target(run) for quirk in told.get("quirks") or ()}
     if quirks:
         found.append(("of this target", "; ".join(quirks)))
@@ -150,6 +149,22 @@ def environment(run: Run) -> list[tuple[str, str]]:
     if notes:
         found.append(("requests", "; ".join(notes)))
     return found
+
+
+def _launches(run: Run) -> list[tuple[str, str]]:
+    """The launch commands, each with the configurations that it was for where there are several; baseline first."""
+    names = {c.config_id: c.name for c in sorted(run.cells, key=lambda c: not c.is_baseline)}
+    servers = run.manifest.get("servers")
+    servers = servers if isinstance(servers, Mapping) else {}
+    commands: dict[str, list[str]] = {}
+    for config_id in sorted(servers, key=lambda each: list(names).index(each) if each in names else len(names)):
+        told = servers[config_id].get("server") if isinstance(servers[config_id], Mapping) else None
+        if isinstance(told, Mapping) and told.get("command"):
+            command = shlex.join(map(str, told["command"]))
+            commands.setdefault(command, []).append(names.get(config_id, str(config_id)))
+    if len(commands) == 1:
+        return [("launched as", next(iter(commands)))]
+    return [(f"launched as ({words.listing(of)})", command) for command, of in commands.items()]
 
 
 def made_from(run: Run) -> str:

@@ -177,6 +177,19 @@ def test_the_target_and_its_version_are_in_the_header() -> None:
     assert brief(run(cell(), backend="kvbench", servers={"a": {"versions": {"torch": "2"}}})) == []
 
 
+def test_each_configuration_is_shown_with_its_own_command() -> None:
+    cells = [cell(page_size=64), cell(page_size=32, baseline=True), cell(page_size=32, kv_cache_dtype="int8")]
+    told = {
+        each.config_id: {"server": {"title": "vLLM", "command": ["vllm", "--page", each.settings["page_size"]]}}
+        for each in cells
+    }
+    launched = [(name, text) for name, text in environment(run(*cells, servers=told)) if "launched" in name]
+    assert launched == [
+        ("launched as (paged (page 32) and paged (page 32) + kv_cache_dtype int8)", "vllm --page 32"),
+        ("launched as (paged (page 64))", "vllm --page 64"),
+    ]
+
+
 def test_the_cells_of_a_valid_run_are_folded_and_those_of_an_invalid_one_are_not() -> None:
     assert "<details><summary>Cell by cell" in page(run(cell()))
     assert "<details open><summary>Cell by cell" in page(run(cell(reasons=("repeat 1: it lagged",))))
