@@ -41,7 +41,7 @@ def sweeps(tmp_path_factory) -> Iterator[dict[str, Future[tuple[FireBench, Ended
     def lost(name: str) -> tuple[FireBench, Ended]:
         path, do, more, _, repeats = LOST[name]
         bench = FireBench(tmp_path_factory.mktemp(name.replace(" ", "-")))
-        count = {} if path == "/metrics" else {"count": 1}  # a poll that fails once is only counted
+        count = {} if path in ("/metrics", "plain") else {"count": 1}  # one poll or warm-up that fails is only counted
         rule = {"path": path, "do": do, "once_a_launch": str(bench.folder / "spent"), **count, **more}
         return bench, bench.fire(bench.workload(repeats=repeats), rules=[rule], FAKE_TOKEN_S="0.03")
 
