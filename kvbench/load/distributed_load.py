@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import gevent
 
+from engine.boot import boot_id
 from kvbench.load.distributed import TOKEN_VARIABLE, cap_note
 from kvbench.load.distributed_calibration import calibration_reasons, settings_of
+from kvbench.load.distributed_machines import Seen, machine_reasons, without_ours, worst_machine
 from kvbench.load.distributed_master import Crew
 from kvbench.load.distributed_members import LEFT_S, LoadStopped, Meeting
 from kvbench.load.distributed_wire import WorkerLost
@@ -36,6 +38,7 @@ class SharedLoad:
         self.crew = Crew(spec, requests, meeting, lambda: self.voice.stopped)
         self.requests = RequestList(requests, requests.notes | cap_note(spec, len(self.crew.shards)))
         self.zero: float | None = None
+        self.cpu_s = 0.0  # what this process itself used while the workers streamed
         self.problem: str | None = None  # why the load could not be driven to its end
         self.calibrations: dict[str, Calibration] = {}  # by the worker's name
 
@@ -86,11 +89,13 @@ class SharedLoad:
         if voice.stopped:
             raise LoadStopped
         self.zero = crew.start()
+        used_s = time.process_time()
         started = time.time() + (self.zero - time.perf_counter())
         gevent.sleep(max(0.0, self.zero - time.perf_counter()))
         self._say("begin")
         problem = self._watch()
         wall_s = time.perf_counter() - self.zero
+        self.cpu_s = time.process_time() - used_s
         step_s = time.time() - started - wall_s
         self._say("measured")
         if problem is not None or voice.stopped:
@@ -143,11 +148,8 @@ class SharedLoad:
     def _outcome(self, results: list[WorkerResult], clocked: Clocked, problem: str | None) -> Outcome:
         clocked.cpu_s = sum(r.clocked.cpu_s for r in results)
         client, reasons = merged_client(results, self.spec.mode, clocked.wall_s)
-        if self.calibrations:
-            found = [self.calibrations[r.name] for r in results]
-            reasons += calibration_reasons(found, results, clocked.wall_s)
-            for process, each in zip(client["processes"], found, strict=True):
-                process["calibration"] = each.to_json()
+        if results and not self.meeting.local:
+            reasons += self._judge_workers(results, client, clocked.wall_s)
         samples = [s for r in results for s in r.samples]
         total = self.crew.env.stats.total
         return Outcome(
@@ -159,6 +161,26 @@ class SharedLoad:
             reasons + ([f"{problem.rstrip('.')}."] if problem else []),
             (total.num_requests, total.num_failures),
         )
+
+    def _judge_workers(self, results: list[WorkerResult], client: dict[str, Any], wall_s: float) -> list[str]:
+        """Of the workers' machines, and how well each measures there: adds both to ``client``; what speaks against."""
+        names, reasons = [r.name for r in results], []
+        if self.calibrations:
+            found = [self.calibrations[name] for name in names]
+            reasons += calibration_reasons(found, results, wall_s)
+            for process, each in zip(client["processes"], found, strict=True):
+                process["calibration"] = each.to_json()
+        seen = [Seen(link.name, link.boot, link.machine) for link in self.crew.links if link.name in names]
+        seen = [each for each in seen if each.report is not None]  # not of one that was stopped before its end
+        if seen:
+            told, here = [each.name for each in seen], boot_id()
+            reports = without_ours(seen, here, self.cpu_s / wall_s if wall_s > 0 else 0.0)
+            reasons += machine_reasons(told, reports)
+            for process in client["processes"]:
+                process["machine"] = dict(zip(told, reports, strict=True)).get(process["name"])
+            with_leader = here is not None and here in [each.boot for each in seen]
+            client["machine"] = worst_machine(told, reports) | {"with_leader": with_leader}
+        return reasons
 
     def _say(self, event: str, **more: Any) -> None:
         elapsed = 0.0 if self.zero is None else max(0.0, time.perf_counter() - self.zero)

@@ -159,6 +159,7 @@ def fetch(link: Link, shard: Shard, clock: ClockMap, by_index: Mapping[int, Requ
             if told.get("left", 0) >= left:
                 raise WorkerLost(f"{link.name} left {left} answers unread")
         data = {name: link.pull(name, size) for name, size in told["sizes"].items()}
+        link.machine = told["machine"]
         samples = samples_from_bytes(data["samples"], told["zero"], clock, by_index, shard.first_user)
     except (WorkerLost, ValueError, KeyError) as error:
         link.lose(f"its samples did not come back ({error})")

@@ -78,6 +78,7 @@ class Link:
     gone: str | None = None  # the server stopped answering this worker
     signal: int = 0  # somebody stopped this worker
     error: str | None = None  # it could not go on measuring
+    machine: dict[str, Any] | None = None  # how it saw its machine, once it has handed back what it measured
     mute_s: float = 0.0  # during the load, since it last told its progress
     lost: str | None = None  # the worker stopped answering us
     _numbers: Iterator[int] = field(default_factory=itertools.count)

@@ -26,6 +26,7 @@ from kvbench import __version__
 from kvbench.errors import EXIT_INTERRUPTED
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_calibration import calibrate_here
+from kvbench.load.distributed_machines import OwnMachine
 from kvbench.load.distributed_wire import (
     CALL,
     CALL_LIMIT_S,
@@ -85,6 +86,7 @@ class Worker:
         self._results: dict[str, bytes] = {}
         self._spec: LoadSpec | None = None
         self._measuring: Measuring | None = None
+        self._machine: OwnMachine | None = None
         self._measured: gevent.Greenlet | None = None
         for number in STOP_SIGNALS:
             gevent.signal_handler(number, self._on_signal, number)
@@ -190,6 +192,7 @@ class Worker:
             if k % _ROWS_BETWEEN_PAUSES == 0:
                 gevent.sleep(0)  # heartbeats must go on
         self._rows.clear()
+        self._machine = OwnMachine(self._spec.base_url)
         self.session = session_of(self._spec, RequestList(requests))
         self.session.fire = self.env.events.request.fire
         self.env.user_classes = [user_class(self._spec, self.session)]
@@ -225,6 +228,7 @@ class Worker:
         """Why the server is gone, None when all streams have returned or the load was stopped."""
         with undisturbed(self._spec) as priority:
             armed.set()
+            self._machine.begin()
             early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
             gevent.sleep(max(0.0, zero - early - time.perf_counter()))
             measuring = Measuring(self.session, self.probe)
@@ -232,6 +236,7 @@ class Worker:
             measuring.begin(zero)
             gone = watch(self.session, lambda: self.stopped, lambda: self._tell("progress"))
             measuring.end()
+            self._machine.end()
             self._measuring = measuring
         return gone
 
@@ -265,6 +270,7 @@ class Worker:
         return {
             "zero": self.session.zero,
             "mismatches": wrong,
+            "machine": self._machine.report,
             "sizes": {name: len(data) for name, data in self._results.items()},
         }
 
