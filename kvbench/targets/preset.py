@@ -108,6 +108,18 @@ def absent(why: str) -> Setting:
     return Setting(refuse=lambda value, context: why)
 
 
+def budget_in_tokens(flag: str, why: str = "the budget cannot be worked out for this model and KV dtype") -> Setting:
+    """A KV budget that the server takes in tokens, as many as fit it by our arithmetic; ``why`` ends the refusal."""
+
+    def words(value: Any, context: Context) -> tuple[str, ...]:
+        return (flag, str(context.capacity["capacity_tokens"]))
+
+    def refuse(value: Any, context: Context) -> str | None:
+        return None if context.capacity.get("capacity_tokens") else f"it takes tokens, and how many fit {why}"
+
+    return Setting(words=words, refuse=refuse)
+
+
 def whatever() -> Setting:
     """A setting that is taken care of elsewhere: the model's folder has it, or the prompts keep to it."""
     return Setting()

@@ -58,11 +58,12 @@ def test_each_value_of_a_sweep_is_a_launch_of_its_own_and_all_of_it_ends(bench):
         for cell in ("launched-p4-c2", "launched-p24-c2")
     }
     assert tpot["launched-p4-c2"] >= 3.0 and tpot["launched-p24-c2"] >= 20.0
-    assert tpot["launched-p4-c2"] < 0.7 * tpot["launched-p24-c2"]
+    assert tpot["launched-p4-c2"] < tpot["launched-p24-c2"]  # by how much is the machine's, too
     facts = manifest(run)
     assert facts["model"]["name"] == "mock"  # its own: it was not told another
     assert facts["backend"] == "custom" and facts["serve_cmd"] == line
-    assert "--itl-ms 24" in " ".join(facts["servers"]["launched-p24"]["server"]["command"])
+    for size in (4, 24):
+        assert facts["servers"][f"launched-p{size}"]["server"]["command"][-2:] == ["--itl-ms", str(size)]
     assert facts["servers"]["launched-p24"]["engine"] == {"page_size": 24}
     assert len(pids_of(pids)) == 4 and not any(map(alive, pids_of(pids)))
 

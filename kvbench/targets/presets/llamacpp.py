@@ -8,24 +8,27 @@ tokens; without it each slot owns --ctx-size / --parallel of them: a contiguous 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from kvbench.load.dialect import Dialect
 from kvbench.server_metrics import MetricNames
-from kvbench.targets.preset import Context, Preset, Reset, Setting, Version, absent, always, flag, switch, whatever
+from kvbench.targets.preset import (
+    Context,
+    Preset,
+    Reset,
+    Setting,
+    Version,
+    absent,
+    always,
+    budget_in_tokens,
+    flag,
+    switch,
+    whatever,
+)
 
-
-def _budget_refusal(value: Any, context: Context) -> str | None:
-    if context.capacity.get("capacity_tokens"):
-        return None
-    return (
-        "it takes tokens, and how many fit the budget cannot be worked out from a GGUF file. Take the budget out with "
-        "-o engine.kv_budget=null and give the tokens of all slots with --target-args '--ctx-size N'"
-    )
-
-
-def _budget_words(value: Any, context: Context) -> tuple[str, ...]:
-    return ("--ctx-size", str(context.capacity["capacity_tokens"]))
+_FROM_GGUF = (
+    "the budget cannot be worked out from a GGUF file. Take the budget out with -o engine.kv_budget=null and give the "
+    "tokens of all slots with --target-args '--ctx-size N'"
+)
 
 
 def _environment(context: Context) -> Mapping[str, str | None]:
@@ -59,7 +62,7 @@ LLAMACPP = Preset(
     settings={
         "layout": always("paged", "its unified KV buffer is the nearest to pages; separate slots are not offered here"),
         "page_size": absent("its KV buffer has no pages: cells of one token each"),
-        "kv_budget": Setting(words=_budget_words, refuse=_budget_refusal),
+        "kv_budget": budget_in_tokens("--ctx-size", _FROM_GGUF),
         "kv_cache_dtype": always("auto", "its quantised KV caches (q8_0, q4_0 ...) have other formats"),
         "enable_prefix_caching": switch(("--cache-prompt",), ("--no-cache-prompt",)),
         "enable_chunked_prefill": always(True, "prompts are always cut to its batch size"),

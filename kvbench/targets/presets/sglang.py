@@ -10,17 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 from kvbench.server_metrics import MetricNames
-from kvbench.targets.preset import Context, Preset, Reset, Setting, Version, absent, always, flag, switch
-
-
-def _budget_refusal(value: Any, context: Context) -> str | None:
-    if context.capacity.get("capacity_tokens"):
-        return None
-    return "it takes tokens, and how many fit the budget cannot be worked out for this model and KV dtype"
-
-
-def _budget_words(value: Any, context: Context) -> tuple[str, ...]:
-    return ("--max-total-tokens", str(context.capacity["capacity_tokens"]))
+from kvbench.targets.preset import (
+    Context,
+    Preset,
+    Reset,
+    Setting,
+    Version,
+    absent,
+    always,
+    budget_in_tokens,
+    flag,
+    switch,
+)
 
 
 def _batch_words(value: Any, context: Context) -> tuple[str, ...]:
@@ -54,7 +55,7 @@ SGLANG = Preset(
     settings={
         "layout": always("paged", "its KV cache is always paged"),
         "page_size": flag("--page-size", "{}"),
-        "kv_budget": Setting(words=_budget_words, refuse=_budget_refusal),
+        "kv_budget": budget_in_tokens("--max-total-tokens"),
         "kv_cache_dtype": Setting(
             values={each: ("--kv-cache-dtype", each) for each in ("auto", "fp8_e4m3", "fp8_e5m2")},
             why="it has no such KV cache",

@@ -11,19 +11,9 @@ from typing import Any
 
 from kvbench.load.dialect import Dialect
 from kvbench.server_metrics import MetricNames
-from kvbench.targets.preset import Context, Preset, Setting, Version, absent, always, flag, whatever
+from kvbench.targets.preset import Context, Preset, Setting, Version, absent, always, budget_in_tokens, flag, whatever
 
 _MOST_REQUESTS = 65_536  # its router refuses any above its limit, 128 unless it is told, in place of queueing them
-
-
-def _budget_refusal(value: Any, context: Context) -> str | None:
-    if context.capacity.get("capacity_tokens"):
-        return None
-    return "it takes tokens, and how many fit the budget cannot be worked out for this model and KV dtype"
-
-
-def _budget_words(value: Any, context: Context) -> tuple[str, ...]:
-    return ("--max-batch-total-tokens", str(context.capacity["capacity_tokens"]))
 
 
 def _length_words(value: Any, context: Context) -> tuple[str, ...]:
@@ -46,7 +36,7 @@ TGI = Preset(
     settings={
         "layout": always("paged", "its KV cache is always paged"),
         "page_size": absent("the page size follows from its attention kernels"),
-        "kv_budget": Setting(words=_budget_words, refuse=_budget_refusal),
+        "kv_budget": budget_in_tokens("--max-batch-total-tokens"),
         "kv_cache_dtype": Setting(
             values={
                 "auto": (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 
 import pytest
@@ -111,5 +112,5 @@ def test_on_a_terminal_the_bars_say_which_load_how_far_and_how_long():
         progress.load_progress(5, 8, 1, 61.0)
         progress._bars.refresh()
     shown = out.getvalue()
-    assert f"{cell.cell_id} repeat 1" in shown and "5/8 requests, 1 failed, 0:00" in shown
-    assert "1 of 4, 0:00 elapsed" in shown and "left" in shown
+    assert f"{cell.cell_id} repeat 1" in shown and re.search(r"5/8 requests, 1 failed, 0:\d\d", shown)
+    assert re.search(r"1 of 4, 0:\d\d elapsed", shown) and "left" in shown
