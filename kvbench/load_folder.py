@@ -36,6 +36,7 @@ COMPLETE, INCOMPLETE = "complete", "incomplete"
 _OF_ONE_TIME = ("requests-*", "server.parquet")  # which sending again need not write anew
 _ASIDE = "invalid-"
 _LOCK, _MOVING = ".lock", ".invalid"
+_NAMED = 3  # keys of a difference that are told by name
 _SAME = ("workload", "load", "target", "search")  # what a resumed folder must agree in
 
 
@@ -142,11 +143,13 @@ def _reopened(path: Path, manifest: dict[str, Any]) -> LoadFolder:
     stored = read_json(path / MANIFEST)
     if not isinstance(stored, dict) or stored.get("kind") != "load":
         raise UsageError(f"{path} is not the folder of a load: give the one that --output-dir named")
+    _require_same_sharing(path, stored.get("sharing"), manifest.get("sharing"))
     asked = {key: manifest.get(key) for key in _SAME}
     if keys := differing_keys({key: stored.get(key) for key in _SAME}, json.loads(json.dumps(asked, default=str))):
+        named = ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
         raise UsageError(
-            f"{path} was begun with another load; it differs in {', '.join(keys)}: give the same command again, or a "
-            "new --output-dir"
+            f"{path} was begun with another load; it differs in {named}: give the same command again, or a new "
+            "--output-dir"
         )
     if stored.get("status") == COMPLETE and (stored.get("valid") is not False or stored.get("search")):
         return LoadFolder(path, stored, resumed=True)
@@ -164,6 +167,22 @@ def _reopened(path: Path, manifest: dict[str, Any]) -> LoadFolder:
             "give a new --output-dir"
         )
     return LoadFolder(path, stored, resumed=True)
+
+
+def _require_same_sharing(path: Path, before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+    """Raises UsageError: how many clients send is part of what is measured. Older manifests do not tell it."""
+    if before is None or before == now:
+        return
+    raise UsageError(
+        f"{path} was begun {_sharing_words(before)}, and this command is {_sharing_words(now or {})}: give the same "
+        "command again, or a new --output-dir"
+    )
+
+
+def _sharing_words(sharing: Mapping[str, Any]) -> str:
+    if sharing.get("workers"):
+        return f"with --master --expect-workers {sharing['workers']}"
+    return f"with --processes {sharing['processes']}" if sharing.get("processes") else "without --master or --processes"
 
 
 def _tells(kept: Mapping[str, Any]) -> bool:

@@ -28,9 +28,10 @@ from kvbench.interruption import Interruption
 from kvbench.load_conflicts import check_named_load, check_words
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped
-from kvbench.load_result import show, stored
-from kvbench.load_shared import Sharing, be_worker, sharing
+from kvbench.load_result import lengths_of, show, stored
+from kvbench.load_shared import Sharing, be_worker, require_free, sharing
 from kvbench.measure import Subject, measure_load, requests_for
+from kvbench.metrics import too_many_failed
 from kvbench.progress import status_line
 from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.results import read_json, write_json
@@ -60,6 +61,8 @@ def load_command(
         be_worker(options)
     if workload is None:
         raise UsageError("the workload is missing: write for example `kvbench load workloads/mixed.yaml --url URL`")
+    if options["master"]:
+        require_free(options["bind_host"], options["bind_port"])
     shared = sharing(options)
     how = {key: options[key] for key in ("profile", "overrides", "seed")}
     asked = Asked(
@@ -81,7 +84,10 @@ def load_command(
     console = Console()
     try:
         made = _requests(loaded, point, target)
-        with Interruption() as interruption, _folder(output_dir, loaded, point, target, search, resume) as folder:
+        with (
+            Interruption() as interruption,
+            _folder(output_dir, resume, _manifest(loaded, point, target, search, shared)) as folder,
+        ):
             calibrator = Calibrator(folder.path, not options["no_calibration"], console.print, console.print)
             subject = _subject(loaded, target, interruption, calibrator, shared)
             if shared.notice:
@@ -126,18 +132,16 @@ def _requests(workload: Workload, point: LoadPoint, target: HttpTarget) -> list[
         raise UsageError(str(error)) from None
 
 
-@contextmanager
-def _folder(
-    output_dir: Path | None,
-    workload: Workload,
-    point: LoadPoint,
-    target: HttpTarget,
-    search: SearchPlan | None,
-    resume: bool,
-) -> Iterator[LoadFolder]:
-    """The folder asked for, or one that is gone afterwards."""
+def _manifest(
+    workload: Workload, point: LoadPoint, target: HttpTarget, search: SearchPlan | None, shared: Sharing
+) -> dict[str, Any]:
     asked = dataclasses.asdict(search) if search else None
-    manifest = describe(workload, point, target_facts(target), search=asked)
+    return describe(workload, point, target_facts(target), search=asked, sharing=shared.facts)
+
+
+@contextmanager
+def _folder(output_dir: Path | None, resume: bool, manifest: dict[str, Any]) -> Iterator[LoadFolder]:
+    """The folder asked for, or one that is gone afterwards."""
     if output_dir is not None:
         with opened(output_dir, manifest, resume=resume) as folder:
             yield folder
@@ -206,10 +210,13 @@ class Session:
         show(self.console, self.point.load_id, kept)
         if kept["valid"]:
             return EXIT_OK
+        failing = too_many_failed(kept["metrics"])
+        if failing:
+            self._print("the server failed requests: see what the first failure says, and its log, and mend it first")
         if self.keeps:
             self._print(
-                "to measure again give the same command and --resume: this load is then kept as "
-                f"{self.folder.next_aside}"
+                f"to measure again{' then' if failing else ''} give the same command and --resume: this load is then "
+                f"kept as {self.folder.next_aside}"
             )
         return EXIT_INVALID
 
@@ -275,7 +282,11 @@ class Session:
         self.measured += 1
         kept = stored(subject.load, point, self.folder.manifest["target"], result)
         told = {"warm_up": warm.to_json()} if warm else {}
-        return kept | told | {"requests_file": path.name, "requests_sha256": digest}
+        facts = {
+            "lengths": lengths_of(subject.load, requests, subject.target.model.max_model_len),
+            "prefix_caching": ((subject.info or {}).get("engine") or {}).get("enable_prefix_caching"),
+        }
+        return kept | told | facts | {"requests_file": path.name, "requests_sha256": digest}
 
     def _warm_up(self, subject: Subject, point: LoadPoint) -> WarmUp:
         with status_line(self.console, "warming up"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +12,7 @@ from rich.table import Table
 from kvbench.aggregate import vllm_burstiness
 from kvbench.design import LoadPoint
 from kvbench.load.schema import LoadConfig
+from kvbench.report.plateaus import LOAD_HEADS, plateau_values
 from kvbench.report.words import slo_words
 
 _ROWS = (
@@ -84,10 +85,25 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
             table.add_row(title, *(_percentile(values, which) for which in _SHOWN), str(values["n"]))
     if table.row_count:
         console.print(table)
+    if plateaus := metrics.get("plateaus"):
+        console.print(_plateaus(plateaus))
     for line in lines(kept):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for reason in kept["invalid_reasons"]:
         console.print(f"INVALID: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _plateaus(plateaus: Sequence[Mapping[str, Any]]) -> Table:
+    """The steady part of each step of the rate, in the order of time."""
+    table = Table(
+        title="each plateau of the rate · ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+    for name in LOAD_HEADS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for plateau in plateaus:
+        table.add_row(*plateau_values([plateau]))
+    return table
 
 
 def _percentile(values: Mapping[str, Any], which: str) -> str:
@@ -99,7 +115,7 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What the table does not hold, one sentence each."""
     metrics = kept["metrics"]
-    said = [_warm_up(kept), _throughput(metrics), _goodput(kept), _requests(metrics), _cache(kept)]
+    said = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics), _cache(kept)]
     said += [_client(metrics), _calibration(kept), _server(kept)]
     uncertain = any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS)
     said.append("* too few samples for this percentile: p95 needs 130, p99 662" if uncertain else "")
@@ -113,6 +129,32 @@ def _warm_up(kept: Mapping[str, Any]) -> str:
         return ""
     text = f"warm-up: {warm['answered']} of {warm['requests']} requests were answered"
     return f"{text}, after {warm['failures']} failed attempts (the last: {warm['last']})"
+
+
+def _lengths(kept: Mapping[str, Any]) -> str:
+    """By what the file's or the trace's lengths were multiplied: with ``auto`` that depends on the server."""
+    lengths = kept.get("lengths")
+    if not lengths:
+        return ""
+    text = f"lengths x {lengths['scale']:.4g}"
+    if lengths["auto"]:
+        text += f" (length_scale: auto, for the server's max_model_len {lengths['max_model_len']:,})"
+    return text + f", longest prompt with its output: {lengths['longest_total_tokens']:,} tokens"
+
+
+def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int) -> dict[str, Any] | None:
+    """metrics.json's ``lengths``: how those of ``requests`` were scaled; None where nothing was or could be."""
+    asked = getattr(load.prompts, "length_scale", 1.0)
+    scale = getattr(requests, "notes", {}).get("length_scale")  # not of a trace's texts, which are never cut
+    if asked == 1.0 or (scale is None and load.prompts.kind == "trace"):
+        return None
+    totals = [len(r.prompt_token_ids) + r.max_tokens for r in requests if r.prompt_token_ids is not None]
+    return {
+        "scale": 1.0 if scale is None else scale,
+        "auto": asked == "auto",
+        "max_model_len": max_model_len,
+        "longest_total_tokens": max(totals, default=None),
+    }
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:
@@ -131,13 +173,13 @@ def _goodput(kept: Mapping[str, Any]) -> str:
     if metrics.get("goodput") is None or not words:
         return ""
     share = goodput_share(metrics)
-    text = f"goodput: {metrics['goodput']:.2f} requests/s ({share or 0:.1%} of the requests) met {words}"
+    text = f"goodput: {metrics['goodput']:.2f} requests/s ({share or 0:.1%} of the requests sent) met {words}"
     steady = metrics.get("steady_goodput")
     return text + (f"; {steady:.2f} requests/s over the steady window" if steady is not None else "")
 
 
 def goodput_share(metrics: Mapping[str, Any]) -> float | None:
-    """Share of all requests, failed ones included, that met every SLO; None without an SLO."""
+    """Share of all requests sent, failed ones included, that met every SLO; None without an SLO."""
     sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
     rate, duration = metrics.get("goodput"), metrics.get("duration_s")
     return rate * duration / sent if rate is not None and duration and sent else None
@@ -154,14 +196,17 @@ _LAG_NOT_JUDGED = {
 }
 
 
-def _requests(metrics: Mapping[str, Any]) -> str:
+def _requests(metrics: Mapping[str, Any]) -> list[str]:
     text = f"requests: {metrics['completed']} completed, {metrics['failed']} failed"
     kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
     text += f" ({kinds})" if kinds else ""
+    if unsent := metrics.get("not_sent"):
+        text += f"; {unsent} later turns of their conversations were not sent"
     client = metrics.get("client") or {}
     for figure, words in _COUNTS.items():
         text += f"; {client[figure]} {words}" if client.get(figure) else ""
-    return text
+    first = metrics.get("first_failure")
+    return [text, f"the first failure: {first}" if first else ""]
 
 
 def _cache(kept: Mapping[str, Any]) -> str:
@@ -169,8 +214,10 @@ def _cache(kept: Mapping[str, Any]) -> str:
     hits, asked, bounds = cache.get("hits"), cache.get("queries"), kept.get("prefix_cache_bounds")
     doubt = cache.get("unverified")
     text = f"prefix cache, declared {kept['cache_state']}{f', not verified ({doubt})' if doubt else ''}: "
+    if kept.get("prefix_caching") is False:
+        return text + "none, the server has prefix caching off"
     if hits is None or not asked:
-        return text + "hit rate not known"
+        return text + ("hit rate not known" if hits is None else "no token was looked up")
     text += f"{hits / asked:.1%} of {asked:,.0f} prompt tokens hit"
     return text + (f", possible {bounds['low'] / asked:.1%} to {bounds['high'] / asked:.1%}" if bounds else "")
 
@@ -218,5 +265,7 @@ def _calibration(kept: Mapping[str, Any]) -> str:
 
 
 def _server(kept: Mapping[str, Any]) -> str:
-    foreign = (kept.get("machine") or {}).get("foreign_cpu_cores")
-    return "" if foreign is None else f"other processes on this machine used {foreign:.2f} of a core"
+    machine = kept.get("machine") or {}
+    foreign, of = machine.get("foreign_cpu_cores"), machine.get("of")
+    where = f"the machine of {of}, the most disturbed one," if of else "this machine"
+    return "" if foreign is None else f"other processes on {where} used {foreign:.2f} of a core"

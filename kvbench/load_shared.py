@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from kvbench.errors import UsageError
 from kvbench.load.run_arguments import ARRIVE_S, DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -39,13 +42,19 @@ SHARING_OPTIONS = (
 class Sharing:
     """``client``: fields of LoadSpec; ``arguments``: of the load process; ``notice``: what the user is told first.
 
-    ``streams_here``: whether this machine sends requests, not only workers on others.
+    ``streams_here``: whether this machine sends requests, not only workers on others: so many ``workers``.
     """
 
     client: Mapping[str, Any]
     arguments: tuple[str, ...] = ()
     notice: str | None = None
     streams_here: bool = True
+    workers: int | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For a manifest: processes of this machine (None: as the workload says), or workers of others."""
+        return {"processes": self.client.get("processes"), "workers": self.workers}
 
     def calibrate(self, demand: Demand, before: Calibration | None, calibrator: Calibrate) -> Calibration | None:
         """Calibrates this machine, where streams are to run on it; workers on other machines see to themselves."""
@@ -73,7 +82,23 @@ def sharing(options: Mapping[str, Any]) -> Sharing:
         f"kvbench load --worker --master-host {'HOST' if host in ('0.0.0.0', '::', '*') else host} --master-port {port}"
     )
     client = {"calibrate_workers": not options["no_calibration"]}
-    return Sharing(client, tuple(str(word) for word in words), notice, streams_here=False)
+    return Sharing(client, tuple(str(word) for word in words), notice, streams_here=False, workers=count)
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises UsageError where a master cannot listen: known before anything is sent, or waited for."""
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        place = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        what = f"--bind-port {port} cannot be used at {host}" if place else f"--bind-host {host} cannot be used"
+        next_step = "give a free --bind-port" if place else "give an address of this machine"
+        raise UsageError(f"{what} ({error.strerror}): {next_step}") from None
 
 
 def be_worker(options: Mapping[str, Any]) -> NoReturn:

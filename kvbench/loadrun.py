@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from kvbench import processes
 from kvbench.design import LoadPoint
-from kvbench.errors import MeasurementError
+from kvbench.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import conversations, notes_path, write_requests
 from kvbench.load.run_arguments import ARRIVE_S
@@ -24,6 +24,8 @@ from kvbench.load.schema import LoadConfig
 from kvbench.results import write_json
 from kvbench.settings import effective
 
+_OWN_WORDS = "kvbench load: "  # before what the client says of an end that it foresaw
+_TELLING = (EXIT_USAGE, EXIT_INVALID)
 _MARGIN_S = 60.0  # start of the client, its last writes, a slow machine
 _WATCH_S = 0.5
 _LAST_BREATH_S = 10.0
@@ -144,7 +146,8 @@ def drive(
     if code != 0:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         said = processes.last_lines(log, 4) or listener.error or "(it said nothing)"
-        raise MeasurementError(f"the load client {how}: {said}")
+        _, own, sentence = said.rpartition(_OWN_WORDS)
+        raise MeasurementError(sentence if own and code in _TELLING else f"the load client {how}: {said}")
 
 
 def _watch(process: subprocess.Popen[bytes], limit_s: float, check: Callable[[], None], listener: _Listener) -> int:

@@ -18,16 +18,14 @@ import pandas as pd
 from kvbench import loadrun, server_state
 from kvbench.calibration import Calibration
 from kvbench.calibrator import UNKNOWN_STREAMS, Demand
-from kvbench.contention import MachineWatch, contention_reasons
+from kvbench.contention import MachineWatch, as_judged
 from kvbench.design import LoadPoint
 from kvbench.errors import MeasurementError
 from kvbench.load.schema import LoadConfig
-from kvbench.metrics import summarise
+from kvbench.metrics import summarise, too_many_failed
 from kvbench.results import read_json, utc_now, write_json
 from kvbench.server_metrics import MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.targets.base import Target
-
-_MAX_FAILED_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
             load, point, vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, seed=seed, repeat=repeat
         )
     except ValueError as error:
-        raise MeasurementError(f"no requests can be made for this server: {error}") from None
+        raise MeasurementError(f"no requests can be made: {error}") from None
     return target.as_sent(made)
 
 
@@ -105,16 +103,15 @@ def measure_load(
     _copy_tail(subject.server_log, log_from, out / "server.log")
     told = read_json(out / "load.json")
     metrics, unheard = _metrics(out, load, told, poller, before, after)
-    report = machine.report()
+    away = None if subject.streams_here else metrics["client"].get("machine") or {"with_leader": False}
+    report, disturbed = as_judged(machine.report(), away, machine.server)
     calibration = _calibrated_as_it_was(subject, calibration, told, metrics)
     metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
     complete = int(metrics.get("completed") or 0) == len(requests)
     cache = server_state.cache_use(load, requests, subject.info, before, after, complete=complete)
     reasons = [*(calibration.reasons if calibration else ()), *reasons]
     reasons += list(told.get("invalid_reasons") or []) + server_state.leak_reasons(after)
-    reasons += _validity(metrics, told, failures_invalidate) + cache.reasons
-    if subject.streams_here or machine.server.local:
-        reasons += contention_reasons(report)
+    reasons += _validity(metrics, told, failures_invalidate) + disturbed + cache.reasons
     if unheard and failures_invalidate:
         reasons.append(unheard)
     return {
@@ -242,8 +239,8 @@ def _validity(metrics: Mapping[str, Any], told: Mapping[str, Any], failures_inva
     reasons = []
     if told.get("incomplete"):
         reasons.append("the load client was stopped before its last request")
-    failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
-    if failures_invalidate and failed > _MAX_FAILED_SHARE * (failed + completed):
+    if failures_invalidate and too_many_failed(metrics):
+        failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
         kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
         reasons.append(f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})")
     return reasons

@@ -37,6 +37,7 @@ from kvbench.request_rows import (
     sessions_of,
     successful,
     times_of,
+    unsent,
 )
 from kvbench.steady import Plateau, SteadyState, comes_at, steady_state
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 CONFIDENCE = 0.99
+MAX_FAILED_SHARE = 0.01  # of the requests sent: a server that answers fewer does less work
 CLIENT_QUEUE = "client_queue_ms"
 LATENCIES = ("ttft_ms", "ttft_send_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
@@ -196,10 +198,11 @@ def summarise(
 ) -> dict[str, Any]:
     """All metrics of one load. ``requests``: rows of requests.parquet; ``load``: load.json as a dict.
 
-    Times [s since load start], results in ms and per second; see the module's docstring for definitions.
+    Times [s since load start], results in ms and per second; see the module's docstring for definitions. ``failed``
+    counts requests that were sent; ``not_sent`` the turns of a conversation after one of its turns had failed.
     """
     good = successful(requests)
-    failed = requests[~requests["ok"].astype(bool)]
+    failed = requests[~requests["ok"].astype(bool) & ~unsent(requests)]
     ends = ends_of(requests)
     finish = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
     begin = float(requests["ts"].min()) if len(requests) else 0.0
@@ -210,7 +213,9 @@ def summarise(
     return {
         "completed": len(good),
         "failed": len(failed),
+        "not_sent": int(unsent(requests).sum()),
         "failure_kinds": {str(k): int(v) for k, v in failed["error_kind"].value_counts().items()},
+        "first_failure": _first_failure(failed),
         "incomplete": bool(load.get("incomplete", False)),
         "duration_s": duration,
         "steady_start_s": window[0] if window else None,
@@ -228,6 +233,20 @@ def summarise(
         "goodput": goodput(requests, slo, duration),
         "client": dict(load.get("client") or {}),
     }
+
+
+def _first_failure(failed: pd.DataFrame) -> str | None:
+    """Kind and text of the failure of the request that was due first."""
+    if failed.empty or "error" not in failed:
+        return None
+    row = failed.loc[failed["t0"].idxmin()]
+    return f"{row['error_kind']}: {row['error']}"
+
+
+def too_many_failed(metrics: Mapping[str, Any]) -> bool:
+    """Whether more than ``MAX_FAILED_SHARE`` of the requests sent failed; ``metrics``: of ``summarise``."""
+    failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
+    return failed > MAX_FAILED_SHARE * (failed + completed)
 
 
 def _plateau(requests: pd.DataFrame, plateau: Plateau, slo: Mapping[str, float | None] | None) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.backlog import Backlog
-from kvbench.metrics import QUANTILES, samples_needed
+from kvbench.metrics import QUANTILES, samples_needed, too_many_failed
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el", "client_queue")
 STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}
-MAX_FAILED_SHARE = 0.01
 ATTEMPTS = 2  # at one rate, one after the other, which tell nothing
 INVALID_ATTEMPTS = 3  # where something disturbed them: other work comes and goes
 _LATENCY = re.compile(
@@ -110,8 +109,8 @@ def unmet(
         if not condition.met(metrics):
             value = condition.value(metrics)
             reasons.append(f"{condition.text}: {_shown(condition, value)}")
-    failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
-    if failed > MAX_FAILED_SHARE * (failed + completed):
+    if too_many_failed(metrics):
+        failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
         reasons.append(f"{failed} of {failed + completed} requests failed")
     if backlog is not None and backlog.grows:
         reasons.append(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MS = 1000.0
+SESSION_BROKEN = "session_broken"  # the error kind of a turn that was not sent because an earlier one failed
 
 
 def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
@@ -84,6 +85,11 @@ def sessions_of(requests: pd.DataFrame) -> np.ndarray | None:
     if "session" not in requests or not requests["session"].notna().any():
         return None
     return requests["session"].to_numpy(dtype=float)
+
+
+def unsent(requests: pd.DataFrame) -> pd.Series:
+    """Which rows are turns that were never sent, as one before them failed. bool [requests]"""
+    return requests["error_kind"] == SESSION_BROKEN
 
 
 def successful(requests: pd.DataFrame) -> pd.DataFrame:

@@ -119,7 +119,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         "request_rate": spec.request_rate,
         "num_requests": len(requests),
         "completed": sum(s.completion.ok for s in samples),
-        "failed": sum(not s.completion.ok for s in samples),
+        "failed": sum(s.sent and not s.completion.ok for s in samples),
         "incomplete": missing > 0 or not ended_well,
         "max_in_flight": outcome.max_in_flight,
         "client": {**outcome.client, "short_outputs": short},

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 
 from kvbench.load.completion import Completion
 from kvbench.load.requests import RequestSpec
+from kvbench.request_rows import SESSION_BROKEN
 
-SESSION_BROKEN = "session_broken"  # the error kind of a turn that was not sent because an earlier one failed
 SCHEMA = pa.schema(
     [
         ("index", pa.int64()),

@@ -90,7 +90,7 @@ def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, wo
     assert {p.name for p in out.iterdir()} >= {"requests.parquet", "load.json", "counters.json", "server.parquet"}
     assert not any(b"s3cr3t-value" in p.read_bytes() for p in out.rglob("*") if p.is_file())
     told = capsys.readouterr().out
-    assert "100.0% of the requests) met ttft <= 2000 ms and tpot <= 500 ms" in told
+    assert "100.0% of the requests sent) met ttft <= 2000 ms and tpot <= 500 ms" in told
     assert "CPU seconds per 1,000 output tokens" in told and "prefix cache, declared cold" in told
     with pytest.raises(UsageError, match="is not empty"):
         load(workload, *words)
@@ -159,7 +159,7 @@ def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measure
 
 def test_requests_that_the_server_cannot_take_are_refused_before_anything_is_sent_or_written(url, workload, tmp_path):
     for words in ((), ("--find-max-rate", "p95_ttft<=1s")):
-        with pytest.raises(UsageError, match=r"no requests can be made for this server: .* max_model_len 20"):
+        with pytest.raises(UsageError, match=r"no requests can be made: .* max_model_len 20"):
             load(workload, "--url", url, "--max-model-len", 20, "--output-dir", tmp_path / "out", *words)
     with pytest.raises(UsageError, match=r"--vocab-size 9000 is more than the 8192 that .* tells"):
         load(workload, "--url", url, "--vocab-size", 9000)

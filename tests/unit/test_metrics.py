@@ -234,8 +234,23 @@ def test_turns_and_classes_have_latencies_of_their_own() -> None:
     assert got["per_turn"]["later"]["ttft_ms"]["p50"] == pytest.approx(100)
     assert got["per_turn"]["first"]["ttft_ms"]["max"] == pytest.approx(500)
     assert {name: c["priority"] for name, c in got["per_class"].items()} == {"a": 3, "b": 0}
-    assert got["failure_kinds"] == {"session_broken": 1}
+    assert (got["completed"], got["failed"], got["not_sent"], got["failure_kinds"]) == (3, 0, 1, {})
     assert "per_turn" not in metrics.summarise(frame(row()), {"mode": "closed", "concurrency": 1})
+
+
+def test_turns_that_were_never_sent_are_no_failures_and_the_first_failure_is_the_first_due() -> None:
+    rows = frame(
+        row(t0=2.0, ok=False, error_kind="truncated", error="cut"),
+        row(t0=1.0, ok=False, error_kind="http_error", error="HTTP 500: out of memory"),
+        *(row(t0=0.5, ok=False, error_kind="session_broken", error="turn 1 failed") for _ in range(200)),
+        *(row() for _ in range(198)),
+    )
+    got = metrics.summarise(rows, {"mode": "closed", "concurrency": 1})
+    assert (got["completed"], got["failed"], got["not_sent"]) == (198, 2, 200)
+    assert got["failure_kinds"] == {"truncated": 1, "http_error": 1}
+    assert got["first_failure"] == "http_error: HTTP 500: out of memory"
+    assert not metrics.too_many_failed(got) and metrics.too_many_failed(got | {"failed": 3})
+    assert metrics.summarise(frame(row()), {"mode": "closed", "concurrency": 1})["first_failure"] is None
 
 
 def test_each_plateau_of_steps_has_figures_of_its_own() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import pytest
 from click.testing import CliRunner
 
 from kvbench.calibrator import Demand
+from kvbench.errors import UsageError
 from kvbench.load.run_arguments import parse
 from kvbench.load_command import load
-from kvbench.load_shared import be_worker, sharing
+from kvbench.load_shared import be_worker, require_free, sharing
 
 
 def options(*words: str) -> dict:
@@ -63,3 +65,18 @@ def test_the_load_process_wants_a_spec_or_to_be_a_worker() -> None:
         with pytest.raises(SystemExit) as ended:
             parse(wrong)
         assert ended.value.code == 2
+
+
+def test_a_master_that_cannot_listen_is_refused_before_anything_is_waited_for():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UsageError, match=f"--bind-port {port} cannot be used at 127.0.0.1 .*give a free --bind-port"
+        ):
+            require_free("127.0.0.1", port)
+    require_free("127.0.0.1", port)
+    for host in ("192.0.2.1", "no-such-host.invalid"):  # TEST-NET-1: no machine has it
+        with pytest.raises(UsageError, match=f"--bind-host {host} cannot be used .*an address of this machine"):
+            require_free(host, port)

@@ -85,6 +85,36 @@ def test_another_load_is_not_resumed(tmp_path, key, value, named):
         pass
 
 
+def test_a_load_is_not_resumed_by_another_number_of_clients(tmp_path):
+    alone, three = ({"processes": None, "workers": n} for n in (None, 3))
+    with opened(tmp_path / "out", manifest(sharing=three), resume=False):
+        pass
+    said = "was begun with --master --expect-workers 3, and this command is without --master or --processes"
+    with pytest.raises(UsageError, match=said), opened(tmp_path / "out", manifest(sharing=alone), resume=True):
+        pass
+    with opened(tmp_path / "out", manifest(sharing=three), resume=True) as folder:
+        assert folder.resumed
+    two = alone | {"processes": 2}
+    with (
+        pytest.raises(UsageError, match="--processes 2: give"),
+        opened(folder.path, manifest(sharing=two), resume=True),
+    ):
+        pass
+    with opened(tmp_path / "old", manifest(), resume=False):
+        pass  # a manifest that does not tell
+    with opened(tmp_path / "old", manifest(sharing=two), resume=True) as folder:
+        assert folder.resumed
+
+
+def test_of_many_differences_a_few_are_named(tmp_path):
+    with opened(tmp_path / "out", manifest(), resume=False):
+        pass
+    other = manifest(workload={"load": dict.fromkeys("abcdefgh", 1)})
+    said = r"differs in workload.load.a, workload.load.b, workload.load.c and 6 more: give"
+    with pytest.raises(UsageError, match=said), opened(tmp_path / "out", other, resume=True):
+        pass
+
+
 def test_runs_of_other_conditions_are_not_mixed_but_a_load_that_left_nothing_is_begun_anew(tmp_path):
     later = manifest(git={"sha": "2", "short_sha": "2", "dirty": False})
     with opened(tmp_path / "out", manifest(), resume=False) as folder:

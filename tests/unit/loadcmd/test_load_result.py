@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from kvbench.design import LoadPoint
+from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.schema import LoadConfig
-from kvbench.load_result import goodput_share, lines, show, stored
+from kvbench.load_result import goodput_share, lengths_of, lines, show, stored
 from kvbench.measure import client_cost
 from kvbench.metrics import summarise
 
@@ -66,7 +67,7 @@ def test_failed_requests_lower_the_share_that_met_the_slo():
     assert goodput_share(result([0.1])["metrics"]) is None
     kept = stored(config(concurrency=2, slo=slo), LoadPoint("c2", "closed", 2, None, 4), TARGET, told)
     text = "\n".join(lines(kept))
-    assert "(50.0% of the requests) met ttft <= 250 ms" in text and "3 completed, 1 failed (truncated 1)" in text
+    assert "(50.0% of the requests sent) met ttft <= 250 ms" in text and "3 completed, 1 failed (truncated 1)" in text
 
 
 def test_hits_stand_beside_what_was_possible():
@@ -81,16 +82,12 @@ def test_hits_stand_beside_what_was_possible():
 
 
 def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last():
-    def shown(told):
-        console = Console(file=io.StringIO(), width=100)
-        show(console, "r4", stored(config(concurrency=2), LoadPoint("r4", "open", None, 4.0, 4), TARGET, told))
-        return console.file.getvalue()
-
-    waited = shown(result([0.3, 0.4], queued=0.2, invalid_reasons=["other processes used 2 cores"], valid=False))
+    load = config(concurrency=2)
+    waited = shown(load, result([0.3, 0.4], queued=0.2, invalid_reasons=["other processes used 2 cores"], valid=False))
     row = next(line for line in waited.splitlines() if "queued in the client" in line)
     assert row.split()[4:6] == ["200.0", "200.0*"]
     assert waited.rstrip().endswith("INVALID: other processes used 2 cores")
-    assert "queued" not in shown(result([0.3, 0.4]))
+    assert "queued" not in shown(load, result([0.3, 0.4]))
 
 
 def test_the_clients_cost_counts_processes_on_other_machines():
@@ -133,3 +130,59 @@ def test_of_workers_on_other_machines_the_worst_calibration_is_told():
     kept |= of(64, 0.1)
     kept["metrics"]["client"] = {"processes": [{}]}
     assert "calibration at 64 streams of 20 ms ITL: timestamp lag p99 0.10 ms" in lines(kept)
+
+
+def shown(load, told):
+    console = Console(file=io.StringIO(), width=100)
+    show(console, "r", stored(load, LoadPoint("r", "open", None, None, 4), TARGET, told))
+    return console.file.getvalue()
+
+
+def test_each_plateau_of_the_rate_has_a_row():
+    told = result([0.1, 0.2])
+    assert "each plateau" not in shown(config(concurrency=2), told)
+    figures = {"start_s": 0.0, "end_s": 4.0, "n": 18, "steady_request_throughput": 4.93, "ttft_ms": {"p95": 61.2}}
+    later = {"start_s": 4.0, "end_s": 8.0, "request_rate": 20.0, "n": 77, "tpot_ms": {"p50": 5.1}}
+    told["metrics"]["plateaus"] = [figures | {"request_rate": 5.0}, later]
+    text = shown(config(concurrency=2), told).splitlines()
+    head = next(i for i, line in enumerate(text) if "asked for" in line)
+    first, second = (line.split() for line in text[head + 2 : head + 4])
+    assert first[:4] == ["5/s", "0–4", "18", "4.93"] and second[:3] == ["20/s", "4–8", "77"]
+    assert "61.2" in first and "5.1" in second
+
+
+def test_turns_that_were_not_sent_stand_beside_the_failures_and_the_first_of_those_is_told():
+    told = result([0.1, 0.2], failed=1)
+    told["metrics"] |= {"not_sent": 31, "first_failure": "truncated: the stream was cut"}
+    text = lines(stored(config(concurrency=2), LoadPoint("c2", "closed", 2, None, 4), TARGET, told))
+    said = "requests: 2 completed, 1 failed (truncated 1); 31 later turns of their conversations were not sent"
+    assert said in text and "the first failure: truncated: the stream was cut" in text
+
+
+def test_a_server_with_prefix_caching_off_is_told():
+    cache = {"prefix_cache": {"hits": 0.0, "queries": 0.0}, "prefix_caching": False}
+    text = lines(stored(config(concurrency=2), LoadPoint("c2", "closed", 2, None, 4), TARGET, result([0.1], **cache)))
+    assert "prefix cache, declared cold: none, the server has prefix caching off" in text
+
+
+def trace_load(**prompts):
+    given = {"kind": "trace", "path": "t.csv", **prompts}
+    return LoadConfig.model_validate({"mode": "open", "arrivals": "trace", "prompts": given})
+
+
+def of_lengths(*totals, **notes):
+    return RequestList([RequestSpec(i, "a", (1,) * (n - 2), None, 2) for i, n in enumerate(totals)], notes)
+
+
+def test_by_what_lengths_were_scaled_is_told_where_they_were_or_could_have_been():
+    found = lengths_of(trace_load(), of_lengths(900, 7979, length_scale=1.0), 32768)
+    told = result([0.1], lengths=found)
+    text = lines(stored(config(concurrency=2), LoadPoint("c2", "closed", 2, None, 4), TARGET, told))
+    auto = "lengths x 1 (length_scale: auto, for the server's max_model_len 32,768), longest prompt with its output: "
+    assert auto + "7,979 tokens" in text
+    half = lengths_of(trace_load(length_scale=0.5), of_lengths(50, length_scale=0.5), 256)
+    assert (half["scale"], half["auto"], half["longest_total_tokens"]) == (0.5, False, 50)
+    assert lengths_of(trace_load(), of_lengths(50), 256) is None  # texts, which are not cut
+    assert lengths_of(config(concurrency=2), of_lengths(50), 256) is None
+    fits = config(concurrency=2, prompts=PROMPTS | {"length_scale": "auto"})
+    assert lengths_of(fits, of_lengths(50), 256)["scale"] == 1.0

@@ -134,6 +134,16 @@ def test_a_client_whose_log_cannot_be_written_is_believed_on_its_output(tmp_path
         drive(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("code", "said"), [(4, "^the worker b was lost$"), (1, "ended with exit code 1: a note\nkvbench load: the worker")]
+)
+def test_what_a_client_says_itself_is_passed_on_as_it_is_and_a_crash_is_not(tmp_path, monkeypatch, code, said):
+    text = "a note\\nkvbench load: the worker b was lost"
+    client(monkeypatch, f"""import sys; print("{text}", file=sys.stderr); raise SystemExit({code})""")
+    with pytest.raises(MeasurementError, match=said):
+        drive(tmp_path)
+
+
 def test_a_process_that_outlives_kill_is_given_up(monkeypatch):
     class Stuck:
         pid = 2**22 + 5  # no such process
