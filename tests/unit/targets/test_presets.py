@@ -181,3 +181,8 @@ def test_presets_that_need_a_python_say_so():
     for preset in PRESETS.values():
         assert (preset.module is None) != (preset.program is None)
         assert preset.sources and preset.title
+
+
+def test_a_value_that_is_a_list_is_refused_as_any_other():
+    (refused,) = PRESETS["vllm"].refusals(context(layout=["paged"]))
+    assert refused.startswith("vLLM cannot have layout ['paged']: its KV cache is always paged")
