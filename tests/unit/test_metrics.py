@@ -125,6 +125,11 @@ def test_throughput_counts_what_arrived_inside_the_window() -> None:
     assert got["duration_s"] == pytest.approx(9.0)
 
 
+def test_a_request_counts_in_the_window_in_which_it_ends_not_in_that_of_its_last_token() -> None:
+    got = metrics.throughput(frame(row(ts=1.0, chunk_times=[2.0, 3.0], output_tokens=2, end=5.0)), (1.0, 4.0))
+    assert (got["request_throughput"], got["output_throughput"]) == (0.0, pytest.approx(2 / 3))
+
+
 def test_chunks_of_unknown_size_share_the_tokens_evenly() -> None:
     times, weights = metrics.chunk_weights(frame(row(output_tokens=6), row(chunk_times=[3.0, 4.0], output_tokens=2)))
     assert times.tolist() == [1.5, 1.7, 2.0, 3.0, 4.0]

@@ -75,6 +75,14 @@ def test_timeouts_are_told_apart_and_bounded(exchange: Exchange) -> None:
     assert slow["chunk_times"]  # a stream that is alive is ended by the total limit only
 
 
+def test_a_long_stream_is_not_idle(exchange: Exchange) -> None:
+    """No gap is near the limit, which counts from the newest byte, while the stream takes longer than it."""
+    job = {"model": "mock?itl_ms=50", "prompt": [4], "max_tokens": 40}
+    outcome = exchange([job | {"timeouts": {"first_byte": 5.0, "idle": 1.0, "total": 20.0}}])[0][0]
+    assert outcome["ok"], outcome["error"]
+    assert outcome["end"] - outcome["ts"] > 1.9
+
+
 def test_refused_connection(exchange: Exchange) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

@@ -1,0 +1,31 @@
+"""What is made of a load that has ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvbench.measure import _metrics
+from kvbench.results import read_json
+from kvbench.server_metrics import MetricsSample
+from tests.unit.test_metrics import frame, row
+
+
+def counters(folder, readings: dict[float, float]) -> dict[str, float]:
+    """counters.json of a load from 100.0 to 102.0 s of the process's clock; ``readings``: a gauge's, at these times."""
+    frame(row(ts=0.0, t0=0.0, end=2.0)).to_parquet(folder / "requests.parquet")
+    told = {"mode": "closed", "concurrency": 1, "zero_perf_counter": 100.0, "client": {}}
+    poller = SimpleNamespace(samples=[MetricsSample(at, {"running": n}, {}) for at, n in readings.items()], failures=0)
+    _metrics(folder, SimpleNamespace(slo=None), told, poller, None, None)
+    return read_json(folder / "counters.json")
+
+
+def test_gauges_are_those_read_while_the_load_ran(tmp_path) -> None:
+    """A warm-up before it and the next load's priming after it are none of its doing."""
+    told = counters(tmp_path, {99.0: 50.0, 99.9: 40.0, 100.5: 2.0, 101.5: 4.0, 102.5: 60.0, 110.0: 70.0})
+    assert told["running_peak"] == 4.0 and told["running_mean"] == pytest.approx(3.0)
+
+
+def test_of_a_load_shorter_than_a_reading_they_are_those_nearby(tmp_path) -> None:
+    assert counters(tmp_path, {99.9: 3.0})["running_peak"] == 3.0
