@@ -82,15 +82,16 @@ _ALL = (
                  help="Set a value of the workload after the profile. Repeatable."),
     click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of the prompts (default: the file's)."),
     click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first)."),
-    click.option("--request-rate", metavar="R", help="Open loop at R requests/s, whatever the server does; inf: all "
-                 "at once."),
+    click.option("--request-rate", metavar="R", help="Open loop at R requests/s (conversations/s where the workload "
+                 "has them), whatever the server does; inf: all at once."),
     click.option("--burstiness", type=FiniteRange(min=0, min_open=True), metavar="B",
                  help="Gamma-distributed gaps: below 1 burstier than Poisson, above 1 more regular."),
     click.option("--max-concurrency", type=click.IntRange(1), metavar="N",
                  help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
                  "client is in their TTFT, and shown apart."),
     click.option("--num-prompts", type=click.IntRange(1), metavar="N",
-                 help="Requests of the load (--find-max-rate: of a run, at least)."),
+                 help="Requests of the load, or conversations where the workload has them (--find-max-rate: of a run, "
+                 "at least)."),
     click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
                  help="Warm-up requests, never measured."),
     click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,24 @@ _EXCLUDE = {  # each pair: the same said twice, in two ways
     ("find_max_rate", "master"): "a worker ends with its load, and a search has many; share each with --processes",
 }
 _TLS = ("tls_ca_file", "no_tls_verify")
+_OF_A_LAUNCHED_SERVER = ("model", "engine", "sweep", "design")  # sections of a workload
 _OF_A_WORKER = ("worker", "master_host", "master_port")
 
 
 def flag(name: str) -> str:
     """``max_runs`` as it is typed."""
     return f"--{name.replace('_', '-')}"
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Raises UsageError for a value of the workload that only servers take which kvbench launches."""
+    for text in overrides:
+        section = text.partition("=")[0].strip().partition(".")[0]
+        if section in _OF_A_LAUNCHED_SERVER:
+            raise UsageError(
+                f"-o {text} says how `kvbench sweep` launches servers, and this one runs already: set it there, or "
+                "leave it out"
+            )
 
 
 def check_words(given: Collection[str], options: Mapping[str, Any]) -> None:
@@ -51,6 +63,7 @@ def check_words(given: Collection[str], options: Mapping[str, Any]) -> None:
     for name, needed in _NEEDS.items():
         if name in given and needed not in given:
             raise UsageError(f"{flag(name)} goes with {flag(needed)} only: give both, or neither")
+    _check_overrides(options["overrides"])
     if (tls := [name for name in _TLS if name in given]) and str(options["url"]).lower().startswith("http://"):
         raise UsageError(f"{flag(tls[0])} goes with https://, and --url is {options['url']}: change one of them")
 

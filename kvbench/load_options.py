@@ -77,10 +77,25 @@ def _changes(workload: Workload, point: LoadPoint, asked: Asked) -> dict[str, An
     else:
         if asked.burstiness is not None:
             raise UsageError(f"--burstiness {asked.burstiness:g} needs --request-rate: a closed loop draws no gaps")
-        changes["concurrency"] = [asked.max_concurrency or point.concurrency]
+        users = asked.max_concurrency or point.concurrency
+        _require_enough(workload, asked, count, users)
+        changes["concurrency"] = [users]
     if asked.goodput:
         changes["slo"] = parse_goodput(asked.goodput)
     return changes
+
+
+def _require_enough(workload: Workload, asked: Asked, count: int | None, users: int | None) -> None:
+    """Raises UsageError where there are more users of a closed loop than requests, or conversations."""
+    if count is None or users is None or count >= users:
+        return
+    unit = "requests" if workload.load.sessions is None else "conversations"
+    counted = f"--num-prompts {count}: so many {unit}" if asked.num_prompts else f"{count} {unit} of the workload"
+    busy = f"--max-concurrency {users}" if asked.max_concurrency else f"the workload's {users} users"
+    raise UsageError(
+        f"{counted} never keep {busy} busy at once: give --num-prompts {users} or more, or --max-concurrency {count} "
+        "or less"
+    )
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:

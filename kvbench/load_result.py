@@ -12,6 +12,7 @@ from rich.table import Table
 from kvbench.aggregate import vllm_burstiness
 from kvbench.design import LoadPoint
 from kvbench.load.schema import LoadConfig
+from kvbench.rate_words import print_table
 from kvbench.report.plateaus import LOAD_HEADS, plateau_values
 from kvbench.report.words import slo_words
 
@@ -86,7 +87,7 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
     if table.row_count:
         console.print(table)
     if plateaus := metrics.get("plateaus"):
-        console.print(_plateaus(plateaus))
+        print_table(console, _plateaus(plateaus))
     for line in lines(kept):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     for reason in kept["invalid_reasons"]:
@@ -116,6 +117,8 @@ def lines(kept: Mapping[str, Any]) -> list[str]:
     """What the table does not hold, one sentence each."""
     metrics = kept["metrics"]
     said = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics), _cache(kept)]
+    if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
+        said.append("a plateau without figures was too short to become steady: make its step longer")
     said += [_client(metrics), _calibration(kept), _server(kept)]
     uncertain = any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS)
     said.append("* too few samples for this percentile: p95 needs 130, p99 662" if uncertain else "")

@@ -51,6 +51,7 @@ def mock_server(**options: Any) -> int:
     Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.
     """
     import asyncio
+    import errno
 
     from kvbench.api_key import api_key
     from kvbench.errors import UsageError
@@ -66,7 +67,8 @@ def mock_server(**options: Any) -> int:
     try:
         asyncio.run(serve(settings, host=host, port=port, tls=tls, api_key=secret))
     except OSError as error:
-        raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port") from None
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another {option}") from None
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from kvbench.backlog import arrivals_to_tell, share_told
@@ -61,7 +62,7 @@ class Sizes:
         if self.fixed or not self.enough or not self.seconds or count <= math.ceil(rate * self.seconds):
             return ""
         why = next(why for needed, why in self._needed(rate, conditions) if needed == count)
-        return f"--run-seconds {self.seconds:g} are only {math.ceil(rate * self.seconds)}, but {why}"
+        return f"--run-seconds {self.seconds:g} are only {math.ceil(rate * self.seconds)} arrivals, but {why}"
 
     def seconds_of(self, rate: float, conditions: Sequence[Condition]) -> float:
         """Seconds for which a run at ``rate`` [1/s] sends."""
@@ -115,12 +116,15 @@ class SearchPlan:
 
     def bounds(self, start: float | None) -> Bounds:
         """``start``: the workload's own rate [1/s]. Raises UsageError for rates that do not fit each other."""
+        named = {"--min-rate": self.min_rate, "--request-rate": self.start, "--max-rate": self.max_rate}
+        given = [(name, rate) for name, rate in named.items() if rate is not None]
+        for (one, below), (other, above) in pairwise(given):
+            if below > above:
+                raise UsageError(f"{one} {below:g} is above {other} {above:g}: change one of them")
         first = self.start or start or _FIRST_RATE
+        first = min(first, self.max_rate or first)  # what was asked for wins over what the file begins with
+        first = max(first, self.min_rate or first)
         low, high = self.min_rate or first / _BELOW, self.max_rate or first * _ABOVE
-        if self.max_rate is not None and first > high:  # what was asked for wins over what the file begins with
-            first = high
-        if self.min_rate is not None and first < low:
-            first = low
         try:
             return Bounds(first, low, high, self.tolerance, max_runs=self.max_runs)
         except ValueError as error:

@@ -79,7 +79,7 @@ class RateSearch:
                 try:
                     self._one(step)
                 except OutOfTimeError:
-                    reason = f"{self._allowed}, and the run at {step.rate:g} requests/s was cut"
+                    reason = f"{self._allowed}, and the run at {step.rate:g} {self.sizes.unit}/s was cut"
             if reason is not None:
                 return self._conclude(Answer(OUT_OF_TIME, *bracket(self.trials), False, reason))
         return self._conclude(step)
@@ -98,7 +98,7 @@ class RateSearch:
         left, needed = self._ends_at - time.monotonic(), self.sizes.seconds_of(rate, self.conditions)
         if needed <= left:
             return None
-        return f"{self._allowed}; the next run, at {rate:g} requests/s, sends for {needed / 60:.3g} minutes"
+        return f"{self._allowed}; the next run, at {rate:g} {self.sizes.unit}/s, sends for {needed / 60:.3g} minutes"
 
     def _take_finished(self) -> None:
         """What a stopped search has measured. Invalid runs at its end are run again: they may be what ended it."""
@@ -125,7 +125,7 @@ class RateSearch:
         kept["trial"] = {"rate": ask.rate, "confirms": ask.confirms} | self._judged(kept, path)
         write_json(path / METRICS, kept)
         self._note(path, kept)
-        self._print(told(number, ask, self.trials[-1]))
+        self._print(told(number, ask, self.trials[-1], self.sizes))
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -133,7 +133,7 @@ class RateSearch:
     def _judged(self, kept: Mapping[str, Any], run: Path) -> dict[str, Any]:
         """met (None: not told, with the cause), why not, the values, the backlog.
 
-        ``seconds``: how long a run must be to tell. ``overload_told``: the least overload that this one shows.
+        ``seconds``: how long a run must be to tell. ``arrivals``: requests, or conversations.
         """
         metrics = kept["metrics"] | {"goodput_share": goodput_share(kept["metrics"])}
         starts, ends = _visits(run / "requests.parquet")
@@ -154,6 +154,7 @@ class RateSearch:
             "values": {c.text: c.value(metrics) for c in self.conditions},
             "backlog": None if backlog is None else {"early": backlog.early, "late": backlog.late},
             "seconds": seconds,
+            "arrivals": len(starts),
         }
 
     def _note(self, path: Path, kept: Mapping[str, Any]) -> None:
@@ -162,7 +163,9 @@ class RateSearch:
         if trial["seconds"] is not None:  # from here on
             self.sizes = replace(self.sizes, seconds=max(self.sizes.seconds, trial["seconds"]))
         sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
-        self.rows.append({"run": path.name, "requests": sent, "failed": metrics.get("failed"), **trial})
+        self.rows.append(
+            {"run": path.name, "requests": sent, "arrivals": sent, "failed": metrics.get("failed"), **trial}
+        )
 
     def _conclude(self, answer: Answer) -> int:
         self.outcome = answer.outcome

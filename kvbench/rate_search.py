@@ -129,7 +129,7 @@ def _shown(condition: Condition, value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run at ``rate`` [requests/s]. ``met``: None for a run that tells nothing; ``reasons``: of None and False.
+    """One run at ``rate`` [arrivals/s]. ``met``: None for a run that tells nothing; ``reasons``: of None and False.
 
     ``cause`` of one that tells nothing: INVALID, TOO_SHORT or CLIENT_LIMIT.
     """
@@ -208,7 +208,7 @@ def advance(trials: Sequence[Trial], bounds: Bounds) -> Ask | Answer:
     if ask is None and limited and ceiling:
         return answer(
             CLIENT_LIMIT,
-            f"at {ceiling.rate:g} requests/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})",
+            f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})",
         )
     if ask is None:
         return answer(NEVER if met is None else ALWAYS if missed is None else FOUND)
@@ -284,7 +284,7 @@ def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
     last = trials[-(ATTEMPTS if causes == {TOO_SHORT} else INVALID_ATTEMPTS) :]
     if len(last) < ATTEMPTS or (causes != {TOO_SHORT} and len(last) < INVALID_ATTEMPTS) or not _tells_nothing(last):
         return None
-    at, reasons = f"{len(last)} runs at {last[-1].rate:g} requests/s", "; ".join(last[-1].reasons)
+    at, reasons = f"{len(last)} runs at {last[-1].rate:g}/s", "; ".join(last[-1].reasons)
     if causes == {TOO_SHORT}:
         return TOO_SHORT, f"{at} were too short to tell: {reasons}"
     return INVALID, f"{at} were invalid, the last because {reasons}"

@@ -30,16 +30,16 @@ _UNTOLD = {INVALID: "INVALID", TOO_SHORT: "TOO SHORT TO TELL", CLIENT_LIMIT: "NO
 def ahead(number: int, ask: Ask, sizes: Sizes, conditions: Sequence[Condition]) -> str:
     """What the next run is, and how long it sends; and why for longer than was asked for."""
     count, seconds = sizes.requests(ask.rate, conditions), sizes.seconds_of(ask.rate, conditions)
-    text = f"run {number}: {ask.rate:g} requests/s{_again(ask)}, {count} {sizes.unit}, about {clock(seconds)}"
+    text = f"run {number}: {ask.rate:g} {sizes.unit}/s{_again(ask)}, {count} {sizes.unit}, about {clock(seconds)}"
     why = sizes.why_longer(ask.rate, conditions)
     return text + (f" ({why})" if why else "")
 
 
-def told(number: int, ask: Ask, trial: Trial) -> str:
+def told(number: int, ask: Ask, trial: Trial, sizes: Sizes) -> str:
     """What became of a run."""
     what = _UNTOLD[trial.cause or INVALID] if trial.met is None else "met" if trial.met else "not met"
     reasons = f": {'; '.join(trial.reasons)}" if trial.reasons else ""
-    return f"run {number}: {ask.rate:g} requests/s{_again(ask)}: {what}{reasons}"
+    return f"run {number}: {ask.rate:g} {sizes.unit}/s{_again(ask)}: {what}{reasons}"
 
 
 def _again(ask: Ask) -> str:
@@ -55,15 +55,17 @@ def say(
         text = f"Not known whether any rate meets {slo}: no run told."
     elif answer.met is None and answer.outcome == NEVER:
         text = (
-            f"No rate met {slo}; the lowest that was tried is {answer.unmet:g} requests/s. "
+            f"No rate met {slo}; the lowest that was tried is {answer.unmet:g} {sizes.unit}/s. "
             "Lower --min-rate to look further down."
         )
     elif answer.met is None:
-        text = f"Not known which rate meets {slo}; {answer.unmet:g} requests/s, the lowest that was judged, did not."
+        text = (
+            f"Not known which rate meets {slo}; {answer.unmet:g} {sizes.unit}/s, the lowest that was judged, did not."
+        )
     else:
-        text = f"Highest rate that met {slo}: {answer.met:g} requests/s ({_behind(answer.met, conditions, rows)})"
+        text = f"Highest rate that met {slo}: {answer.met:g} {sizes.unit}/s ({_behind(answer.met, conditions, rows)})"
         if answer.unmet is not None:
-            text += f"; the lowest that did not: {answer.unmet:g} requests/s."
+            text += f"; the lowest that did not: {answer.unmet:g} {sizes.unit}/s."
         elif answer.outcome == ALWAYS:
             text += f"; every rate that was tried met it, up to --max-rate {bounds.high:g}."
         else:
@@ -79,7 +81,7 @@ def _behind(rate: float, conditions: Sequence[Condition], rows: Sequence[Mapping
     met = [r for r in rows if r["rate"] == rate and r["met"]]
     requests = sum(r["requests"] for r in met)
     runs = "1 run" if len(met) == 1 else f"{len(met)} runs"
-    text = f"{requests} requests in {runs} that sent for {min(r['requests'] for r in met) / rate:.0f} s"
+    text = f"{requests} requests in {runs} that sent for {min(r['arrivals'] for r in met) / rate:.0f} s"
     needed = max((c.samples_needed for c in conditions), default=1)
     fewest = min(r["requests"] - (r["failed"] or 0) for r in met)
     of_run = "" if fewest == requests else f"{fewest} completed in the smallest, "
@@ -88,7 +90,7 @@ def _behind(rate: float, conditions: Sequence[Condition], rows: Sequence[Mapping
 
 def _unseen(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, sizes: Sizes) -> str:
     """That the runs were too short to show a small overload, where they were."""
-    share = max(sizes.overload_told(rate, r["requests"]) for r in rows if r["rate"] == rate and r["met"])
+    share = max(sizes.overload_told(rate, r["arrivals"]) for r in rows if r["rate"] == rate and r["met"])
     if share <= bounds.tolerance * 1.01:
         return ""
     return (

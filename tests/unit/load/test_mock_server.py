@@ -142,7 +142,7 @@ def test_kvbench_load_measures_it(mock_url: str, tmp_path, capsys) -> None:
         (["--api-key-env", "KVBENCH_NO_SUCH_KEY"], "KVBENCH_NO_SUCH_KEY"),
         (["--tls-key", __file__], "--tls-cert"),
         (["--tls-cert", __file__, "--tls-key", __file__], "cannot be used"),
-        (["--host", "192.0.2.1"], "cannot be listened on"),
+        (["--host", "192.0.2.1"], "choose another --host"),
         (["--ttft-ms", "nan"], "nan is not a finite number"),
         (["--itl-ms", "inf"], "inf is not a finite number"),
         (["--jitter", "nan"], "nan is not a finite number"),

@@ -53,6 +53,8 @@ def load(tmp_path):
         (("--at", "c8", "--request-rate", "4"), "--at c8 is a closed loop of 8 users, and --request-rate 4 an open"),
         (("--at", "c8", "--max-concurrency", "4"), "and --max-concurrency says 4"),
         (("--at", "c8", *SLO), "--find-max-rate searches in open loop"),
+        (("-o", "engine.page_size=0"), "-o engine.page_size=0 says how `kvbench sweep` launches servers, and this one"),
+        (("-o", "load.timeout_s=9", "-o", "sweep={}"), "-o sweep={} says how"),
         (("--request-rate", "inf", "--burstiness", "2"), "--burstiness 2 shapes gaps, and --request-rate inf has none"),
     ],
 )

@@ -116,3 +116,15 @@ def test_rates_are_numbers_above_0_or_inf():
     for text in ("0", "-1", "nan", "fast", ""):
         with pytest.raises(UsageError, match="--request-rate"):
             parse_rate(text)
+
+
+def test_fewer_conversations_than_users_are_refused_by_what_was_typed(shape):
+    talk = {"num_requests": None, "sessions": {"num_sessions": [3, 8], "turns": 2}}
+    said = "--num-prompts 5: so many conversations never keep the workload's 8 users busy at once: give --num-prompts 8"
+    with pytest.raises(UsageError, match=said):
+        shape(Asked(at="c8", num_prompts=5), talk)
+    with pytest.raises(UsageError, match="--num-prompts 1: so many requests never keep the workload's 2 users"):
+        shape(Asked(num_prompts=1))
+    with pytest.raises(UsageError, match=r"^20 requests of the workload never keep --max-concurrency 30 busy"):
+        shape(Asked(max_concurrency=30))
+    assert shape(Asked(num_prompts=1, max_concurrency=1))[1].num_requests == 1

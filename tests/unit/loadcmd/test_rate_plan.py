@@ -73,5 +73,21 @@ def test_bounds_follow_from_the_first_rate_and_what_is_given_wins():
     assert plan.bounds(None).start == 1.0
     tight = SearchPlan("p95_ttft<=1s", None, 6.0, 8.0, 0.05, 9, 20.0, None, 60.0)
     assert tight.bounds(4.0).start == 6.0 and tight.bounds(40.0).start == 8.0
+    low = SearchPlan("p95_ttft<=1s", None, None, 0.01, 0.05, 9, 20.0, None, 60.0).bounds(4.0)
+    assert (low.start, low.low, low.high) == (0.01, 0.01 / 64, 0.01)
     with pytest.raises(UsageError, match="--find-max-rate: 'p95' is no condition"):
         _ = SearchPlan("p95", None, None, None, 0.05, 9, 20.0, None, 60.0).parsed
+
+
+@pytest.mark.parametrize(
+    ("start", "low", "high", "said"),
+    [
+        (5.0, None, 2.0, "--request-rate 5 is above --max-rate 2"),
+        (1.0, 2.0, None, "--min-rate 2 is above --request-rate 1"),
+        (None, 5.0, 2.0, "--min-rate 5 is above --max-rate 2"),
+    ],
+)
+def test_rates_that_do_not_fit_are_refused_by_the_words_that_were_given(start, low, high, said):
+    plan = SearchPlan("p95_ttft<=1s", start, low, high, 0.05, 9, 20.0, None, 60.0)
+    with pytest.raises(UsageError, match=f"^{said}: change one of them$"):
+        plan.bounds(4.0)

@@ -113,7 +113,7 @@ def test_a_run_is_announced_before_it_begins_with_its_length_and_why_it_is_longe
     before: list[str] = []
     search = new(Watched(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(10, 3.0))
     search.run()
-    first = "run 1: 1 requests/s, 130 requests, about 2:10 (--run-seconds 3 are only 3, but p95 needs 130)"
+    first = "run 1: 1 requests/s, 130 requests, about 2:10 (--run-seconds 3 are only 3 arrivals, but p95 needs 130)"
     assert before[0].strip() == first
     assert "run 2: 2 requests/s, 130 requests, about 1:05" in before[1] and "about 1:05" not in before[0]
 
@@ -153,11 +153,21 @@ def test_runs_are_not_added_up_to_what_one_percentile_needs(new):
     assert "(140 requests in 2 runs that sent for 35 s, 70 completed in the smallest, fewer" in answer(search)["answer"]
 
     def said(requests, failed):
-        rows = [row | {"requests": requests, "failed": failed} for row in search.rows]
+        rows = [row | {"requests": requests, "arrivals": requests, "failed": failed} for row in search.rows]
         return say(Answer("found", 2.0, None, True), search.conditions, rows, search.bounds, search.sizes)
 
     assert "(260 requests in 2 runs that sent for 65 s)" in said(130, 0)
     assert "129 completed in the smallest, fewer than the 130" in said(130, 1)
+
+
+def test_a_rate_of_conversations_is_called_one_and_a_run_sends_as_long_as_they_begin(new):
+    search = new(Queue(), bounds=Bounds(1.0, 0.1, 2.0), sizes=Sizes(200, 0.0, unit="conversations"))
+    search.run()
+    assert "run 1: 1 conversations/s, 200 conversations" in search.told.getvalue()
+    assert "run 1: 1 conversations/s: met" in search.told.getvalue() and "requests/s" not in search.told.getvalue()
+    rows = [row | {"requests": 800} for row in search.rows]  # four turns each
+    text = say(Answer("found", 2.0, None, True), search.conditions, rows, search.bounds, search.sizes)
+    assert "2 conversations/s (1600 requests in 2 runs that sent for 100 s)" in text
 
 
 def test_a_run_that_is_too_short_to_show_a_backlog_is_repeated_longer(new):

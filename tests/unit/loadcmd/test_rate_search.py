@@ -148,7 +148,9 @@ def test_an_end_that_the_client_does_not_bear_again_ends_the_search(rate):
         if not isinstance(step, Ask):
             break
         trials.append(Trial(step.rate, True))
-    assert step.outcome == CLIENT_LIMIT and step.confirmed and step.met < rate and f"at {rate} requests" in step.reason
+    assert (
+        step.outcome == CLIENT_LIMIT and step.confirmed and step.met < rate and f"at {rate}/s the client" in step.reason
+    )
 
 
 def test_runs_that_are_too_short_have_an_outcome_of_their_own():
