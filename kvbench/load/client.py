@@ -157,7 +157,8 @@ class StreamingClient:
             if left <= 0:
                 self._fail("timeout", what)
                 return
-            if self._done.wait(left):
+            # No byte wakes this greenlet, so that the nearest time-out may be the idle one meanwhile.
+            if self._done.wait(min(left, self.timeouts.idle)):
                 return
 
     def _deadline(self) -> tuple[float, str]:

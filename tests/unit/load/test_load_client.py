@@ -75,12 +75,18 @@ def test_timeouts_are_told_apart_and_bounded(exchange: Exchange) -> None:
     assert slow["chunk_times"]  # a stream that is alive is ended by the total limit only
 
 
-def test_a_long_stream_is_not_idle(exchange: Exchange) -> None:
-    """No gap is near the limit, which counts from the newest byte, while the stream takes longer than it."""
-    job = {"model": "mock?itl_ms=50", "prompt": [4], "max_tokens": 40}
-    outcome = exchange([job | {"timeouts": {"first_byte": 5.0, "idle": 1.0, "total": 20.0}}])[0][0]
-    assert outcome["ok"], outcome["error"]
-    assert outcome["end"] - outcome["ts"] > 1.9
+def test_idle_is_counted_from_the_newest_byte(exchange: Exchange) -> None:
+    """A stream without a long gap may take longer than that limit; one that stalls is ended by it and no other."""
+    limits = {"first_byte": 20.0, "idle": 1.0, "total": 30.0}
+    jobs = [
+        {"model": "mock?itl_ms=50", "prompt": [4], "max_tokens": 40, "timeouts": limits},
+        {"model": "mock?fault=stall", "prompt": [5], "max_tokens": 4, "timeouts": limits},
+    ]
+    long, stalled = (outcomes[0] for outcomes in exchange(jobs))
+    assert long["ok"], long["error"]
+    assert long["end"] - long["ts"] > 1.9
+    assert stalled["error_kind"] == "timeout" and "nothing more came for 1 s" in stalled["error"]
+    assert stalled["end"] - stalled["ts"] < 15
 
 
 def test_refused_connection(exchange: Exchange) -> None:
