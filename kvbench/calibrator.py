@@ -76,7 +76,7 @@ class Calibrator:
         if before is not None and demand.covered_by(before.settings):
             return before
         settings = settings_for(demand)
-        found = self._at(settings)
+        found = self._at(settings, again=before is not None)
         if demand.covered_by(settings):
             return found
         too_much = (
@@ -85,8 +85,8 @@ class Calibrator:
         )
         return dataclasses.replace(found, reasons=(*found.reasons, too_much))
 
-    def _at(self, settings: CalibrationSettings) -> Calibration:
-        """Known to be good, else measured now."""
+    def _at(self, settings: CalibrationSettings, again: bool) -> Calibration:
+        """Known to be good, else measured now; ``again``: the load asked more than was expected before it."""
         key = (machine_key(), settings)
         stored = _stored(self.folder)
         if key not in self._good:
@@ -95,7 +95,9 @@ class Calibrator:
             return self._good[key]
         failed = [c for c in stored if (c.machine, c.settings) == key]
         where = f"{settings.streams} streams{' through TLS' if settings.tls else ''}"
-        self.say(f"calibrating the load client at {where} (about {settings.seconds + 2:.0f} s, once)")
+        why = "again, as the load asked more of it than expected, " if again else ""
+        at = f"{where} of {settings.itl_ms:.4g} ms ITL"
+        self.say(f"calibrating the load client {why}at {at} (about {settings.seconds + 2:.0f} s, once)")
         new = calibrate(settings, attempts=1 if failed else ATTEMPTS)
         for reason in new.reasons:
             self.warn(f"loads of {where} will be invalid: {reason}")

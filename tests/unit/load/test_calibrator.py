@@ -102,7 +102,8 @@ def test_what_disturbed_a_calibration_that_failed_is_told(tmp_path, machine, mon
 
 
 def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(tmp_path, machine) -> None:
-    calibrator = Calibrator(tmp_path)
+    said: list[str] = []
+    calibrator = Calibrator(tmp_path, say=said.append)
     before = calibrator(Demand(64))
     for enough in (Demand(3, 1, 10.0), Demand(64, 1, 3_900.0)):
         assert calibrator(enough, before) is before
@@ -110,6 +111,9 @@ def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(
     faster, more = calibrator(Demand(64, 1, 32_000.0), before), calibrator(Demand(1500, 1, 1000.0), before)
     assert faster.settings.streams == 64 and faster.settings.itl_ms <= 2.5
     assert more.settings.streams == 2048 and more.reasons == ()
+    assert said[0].startswith("calibrating the load client at 64 streams of 20 ms ITL (about")
+    why = "calibrating the load client again, as the load asked more of it than expected, at"
+    assert said[1].startswith(f"{why} 64 streams of") and said[2].startswith(f"{why} 2048 streams of")
     too_many = calibrator(Demand(9000), before)
     assert "up to 9000 streams at once, and the client can be calibrated at 8192 at most" in too_many.reasons[0]
 
