@@ -24,7 +24,7 @@ from kvbench.mock.answer import Answer
 from kvbench.mock.pacer import Pacer
 from kvbench.mock.settings import MockSettings
 
-_KEPT_STAMPS = 20_000  # of the newest requests
+KEPT_STAMPS = 20_000  # of the newest requests
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 _STAMPED = re.compile(rb"\r\nx-kvbench-stamp:[ \t]*1", re.IGNORECASE)
 _KEY = re.compile(rb"\r\nauthorization:[ \t]*bearer[ \t]+([^\r\n]*)", re.IGNORECASE)
@@ -38,7 +38,7 @@ class MockState:
     settings: MockSettings
     pacer: Pacer
     api_key: str | None = None
-    stamps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STAMPS))
+    stamps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_STAMPS))
     requests: int = 0
     running: int = 0
     tokens: int = 0

@@ -12,7 +12,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from kvbench.calibrate_command import calibrate_client
+from kvbench.calibration import CalibrationSettings
 from kvbench.cli import main
+from kvbench.mock.server import KEPT_STAMPS
 from kvbench.mock.settings import MockSettings
 from tests.support.loads import ROOT, stamps_of
 
@@ -171,3 +174,9 @@ def test_sigterm_ends_it_with_streams_open() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_as_many_streams_as_the_command_takes_all_have_their_stamps() -> None:
+    """Of a request whose stamp the mock server had dropped, the calibration would say that the client lost it."""
+    (streams,) = (option for option in calibrate_client.params if option.name == "streams")
+    assert CalibrationSettings(streams.type.max).requests <= KEPT_STAMPS
