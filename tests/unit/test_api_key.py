@@ -68,6 +68,8 @@ def test_what_a_server_repeats_of_the_key_is_taken_out(monkeypatch) -> None:
     assert without_key(None, "KEY_OF_TEST") is None
     monkeypatch.setenv("KEY_OF_TEST", "a")
     assert without_key("a model", "KEY_OF_TEST") == "a model"
+    monkeypatch.setenv("KEY_OF_TEST", 'with"a\\quote')
+    assert without_key(json.dumps('no with"a\\quote!'), "KEY_OF_TEST") == '"no (the key in KEY_OF_TEST)!"'
 
 
 def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_samples(tmp_path, monkeypatch) -> None:
