@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvbench.steady import in_system
+
 GROWTH_SHARE = 0.05  # of the arrivals meanwhile: fewer were served than came
 GROWTH_DEVIATIONS = 3.0  # of a Poisson count: what the number in flight of a server that keeps up swings by
 _CERTAINTY = 3.0  # a settled part of 3/4 has then 1.5 deviations, and two of three runs decide
@@ -83,13 +85,9 @@ def backlog_of(starts: Sequence[float], ends: Sequence[float]) -> Backlog | None
         return None
     third = (last - settled) / 3
 
-    def mean_in_flight(low: float, high: float) -> float:
-        """Time average: each request's share of the window, added up."""
-        return float(np.clip(np.minimum(end, high) - np.maximum(start, low), 0.0, None).sum() / (high - low))
-
     meanwhile = ((start > settled + third / 2) & (start <= last - third / 2)).sum()
-    early, late = mean_in_flight(settled, settled + third), mean_in_flight(last - third, last)
-    return Backlog(early, late, int(meanwhile), *_came_and_ended(start, end))
+    early, _, late = in_system(start, end, np.array([settled, settled + third, last - third, last]))
+    return Backlog(float(early), float(late), int(meanwhile), *_came_and_ended(start, end))
 
 
 def _came_and_ended(start: np.ndarray, end: np.ndarray) -> tuple[int, int]:

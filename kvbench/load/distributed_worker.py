@@ -39,7 +39,7 @@ from kvbench.load.distributed_wire import (
     send_statistics,
 )
 from kvbench.load.lag import LagProbe
-from kvbench.load.merge import samples_to_bytes
+from kvbench.load.merge import in_slices, samples_to_bytes
 from kvbench.load.probe import client_report
 from kvbench.load.process import (
     EXIT_NOT_DRIVEN,
@@ -63,7 +63,6 @@ MASTER_LIMIT_S = 10.0  # Locust's master answers a heartbeat every second
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.25
 _OPEN_LEAD_S = 0.05
-_ROWS_BETWEEN_PAUSES = 200
 _PARSE_TURN_S = 5.0
 
 
@@ -186,11 +185,8 @@ class Worker:
 
     def _do_prepare(self) -> dict[str, Any]:
         """The requests are complete: make them ready to send, see that the server is there."""
-        requests = []
-        for k, line in enumerate(b"".join(self._rows).splitlines()):
-            requests.append(RequestSpec.from_row(json.loads(line)))
-            if k % _ROWS_BETWEEN_PAUSES == 0:
-                gevent.sleep(0)  # heartbeats must go on
+        lines = b"".join(self._rows).splitlines()
+        requests = [RequestSpec.from_row(json.loads(line)) for line in in_slices(lines)]
         self._rows.clear()
         self._machine = OwnMachine(self._spec.base_url)
         self.session = session_of(self._spec, RequestList(requests))

@@ -42,7 +42,7 @@ class WorkerResult:
 def samples_to_bytes(samples: Sequence[Sample], zero: float) -> bytes:
     """The rows of requests.parquet as msgpack, with times in seconds since ``zero``."""
     columns = SCHEMA.names
-    rows = [[row[name] for name in columns] for row in (s.to_row(zero) for s in _in_slices(samples))]
+    rows = [[row[name] for name in columns] for row in (s.to_row(zero) for s in in_slices(samples))]
     return msgpack.packb([columns, rows], unicode_errors="surrogatepass")
 
 
@@ -60,11 +60,11 @@ def samples_from_bytes(
         raise ValueError(f"the samples cannot be read: {error!r}") from error
     if columns != SCHEMA.names:
         raise ValueError("the samples have other columns; run the same version of kvbench on every machine.")
-    found = (dict(zip(columns, row, strict=True)) for row in _in_slices(rows))
+    found = (dict(zip(columns, row, strict=True)) for row in in_slices(rows))
     return [_sample(row, zero, clock, requests[row["index"]], first_user) for row in found]
 
 
-def _in_slices(rows: Sequence[Any]) -> Iterator[Any]:
+def in_slices(rows: Sequence[Any]) -> Iterator[Any]:
     """``rows``, with pauses: master and workers take each other for lost when they stand still for seconds."""
     for k, row in enumerate(rows):
         if k % _ROWS_BETWEEN_PAUSES == 0:

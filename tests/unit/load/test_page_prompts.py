@@ -142,7 +142,7 @@ def test_pages_too_short_to_tell_apart_and_requests_too_long_are_refused(tmp_pat
                    for i in range(20)))  # fmt: skip
     with pytest.raises(ValueError, match=r"pages of 1 tokens are too short to tell 100 pages apart with 84"):
         build(tmp_path / "t", many, load={"build": {"max_model_len": 7, "vocab_size": 100}}, **IN_MS)
-    with pytest.raises(ValueError, match=r"4 pages, .* need 5 tokens, more than max_model_len 4"):
+    with pytest.raises(ValueError, match=r"has 4 pages: .* need 5 tokens, more than max_model_len 4"):
         build(tmp_path / "t", many, load={"build": {"max_model_len": 4}}, **IN_MS)
     crowded = build(tmp_path / "t", many, load={"build": {"max_model_len": 9, "vocab_size": 40}}, **IN_MS)
     pages = [r.prompt_token_ids[at : at + 2] for r in crowded for at in range(0, 8, 2)]
