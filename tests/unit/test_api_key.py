@@ -135,7 +135,8 @@ def filled(length: int) -> bytes:
         HEAD + event(reason=filled(40).decode()) + DONE,
         HEAD.replace(b"200", b"401") + b"you sent " + filled(291),
         HEAD.replace(b"200", b"401") + filled(4096),
-        HEAD + b'data: {"choices": [{"text": "", "token_ids": ["' + filled(40) + b'"]}]}\n\n' + DONE,
+        HEAD + event().replace(b'"text"', b'"token_ids": ["' + filled(40) + b'"], "text"') + DONE,
+        b"HTTP/1.1 200 OK\r\nX-Echoed: " + KEY.encode() + b"\0\r\n\r\n",  # one piece begins within the key
         HEAD + event(KEY) + DONE,
         HEAD + event(KEY[:7], None) + event(KEY[7:]) + DONE,
     ],
