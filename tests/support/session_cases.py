@@ -185,7 +185,7 @@ class Worker:
     def call(self, op: str) -> dict:
         left = next(self.left, 0)
         sizes = {name: len(data) for name, data in self.data.items()}
-        return {"left": left} if left else {"sizes": sizes, "zero": 0.0, "mismatches": 0}
+        return {"left": left} if left else {"sizes": sizes, "zero": 0.0, "mismatches": 0, "machine": None}
 
     def pull(self, name: str, size: int) -> bytes:
         return self.data[name]
