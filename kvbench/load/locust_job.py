@@ -29,7 +29,11 @@ _WORKLOAD = Path(__file__).resolve().parents[2] / "workloads" / "mixed.yaml"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """kvbench's own options of Locust's command line."""
-    group = parser.add_argument_group("kvbench", "what is sent to --host; --users is the concurrency in closed loop")
+    group = parser.add_argument_group(
+        "kvbench",
+        "what is sent to --host; --users is the concurrency in closed loop; the test ends when the workload's requests "
+        "are used up, or at --run-time, if that is sooner",
+    )
     group.add_argument("--kvbench-workload", default=str(_WORKLOAD), help="workload file (default: mixed.yaml)")
     group.add_argument("--kvbench-at", default="", help="which of the workload's loads, e.g. c32 (default: the first)")
     group.add_argument("--kvbench-profile", default="", help="cpu or gpu (default: what this machine has)")

@@ -5,10 +5,10 @@
     locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000 --headless --processes 4
 
 Beside each request (POST) there are rows TTFT, ITL and TPOT for each class; the row Aggregated is that of the requests
-alone. In closed loop ``--users`` is the concurrency; the test ends when the workload's requests are used up.
-``--kvbench-spec SPEC.json`` drives the load of ``python -m kvbench.load`` in its place, which remains the way to
-measure: it also raises its priority, keeps the garbage collector out and checks clocks. The spec's files are written
-then, by a test of one process.
+alone. In closed loop ``--users`` is the concurrency; the test ends when the workload's requests are used up, or
+at ``--run-time``, if that is sooner. ``--kvbench-spec SPEC.json`` drives the load of ``python -m kvbench.load`` in its
+place, which remains the way to measure: it also raises its priority, keeps the garbage collector out and checks clocks.
+The spec's files are written then, by a test of one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from locust import events
 from locust.dispatch import UsersDispatcher
 from locust.env import Environment
 from locust.rpc import Message
-from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
+from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from kvbench.errors import MeasurementError
@@ -33,7 +33,7 @@ from kvbench.load.lag import LagProbe
 from kvbench.load.locust_job import Job, add_arguments, add_rows, job_of, session_for
 from kvbench.load.locust_shares import DealtOnce, fixed_shares
 from kvbench.load.outcome import outcome_of, write_outcome
-from kvbench.load.process import EXIT_NOT_DRIVEN, START_LIMIT_S, Measuring, wait_ready, watch
+from kvbench.load.process import EXIT_BAD_INPUT, EXIT_NOT_DRIVEN, START_LIMIT_S, Measuring, wait_ready, watch
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 
@@ -92,7 +92,8 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
     try:
         job = NODE.job = job_of(options)
     except _MISTAKES as error:
-        sys.exit(f"kvbench: {error}")
+        print(f"kvbench: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
     if isinstance(runner, WorkerRunner):
         NODE.shard = None
         runner.register_message(_SHARD, _on_shard)
@@ -142,9 +143,10 @@ def _on_start(environment: Environment, **_: Any) -> None:
     try:
         session = session_for(NODE.job, environment.host, options, users, NODE.shard, NODE.test)
     except _MISTAKES as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        environment.process_exit_code = 2
-        gevent.spawn(_leave, environment)
+        if options.headless and isinstance(runner, LocalRunner):  # Locust need not spawn users that have nothing to do
+            print(f"kvbench: {error}", file=sys.stderr)
+            sys.exit(EXIT_BAD_INPUT)
+        gevent.spawn(_leave, environment, str(error))
         return
     NODE.session, NODE.measuring = session, Measuring(session, LagProbe())
     fire = environment.events.request.fire
@@ -160,7 +162,7 @@ def _deal_out(environment: Environment, master: MasterRunner) -> None:
     nodes, users = sorted(master.clients, key=master.get_worker_index), master.target_user_count
     if NODE.job.mode == "closed" and users < len(nodes):
         print(f"kvbench: {users} users cannot be shared by {len(nodes)} workers; give each one.", file=sys.stderr)
-        environment.process_exit_code = 2
+        environment.process_exit_code = EXIT_BAD_INPUT
         gevent.spawn(_end, environment)
         return
     NODE.ended.clear()
@@ -173,6 +175,7 @@ def _await_workers(environment: Environment, master: MasterRunner, nodes: set[st
     """Ends the test when every one of ``nodes`` that is still there has nothing more to do."""
     while {node.id for node in master.clients.all if node.state != STATE_MISSING} & nodes - NODE.ended:
         gevent.sleep(0.25)
+    _say_used_up(environment)
     _end(environment)
 
 
@@ -196,6 +199,8 @@ def _drive(environment: Environment, line_up: int) -> None:
         problem = str(failure)
     except Exception as error:  # whatever it was: a node that says nothing would be waited for without end
         problem = f"this node could not go on measuring: {error!r}"
+    if problem is None and not isinstance(environment.runner, WorkerRunner):
+        _say_used_up(environment)
     _leave(environment, problem)
 
 
@@ -208,6 +213,13 @@ def _leave(environment: Environment, problem: str | None = None) -> None:
         environment.runner.send_message(_ENDED, problem)
     else:
         _end(environment)
+
+
+def _say_used_up(environment: Environment) -> None:
+    """Else a test that ends before its --run-time looks cut short."""
+    if environment.process_exit_code is None:
+        cap = " before --run-time is over" if environment.parsed_options.run_time else ""
+        print(f"kvbench: the workload's requests are used up, so the test ends{cap}.", file=sys.stderr)
 
 
 def _end(environment: Environment) -> None:

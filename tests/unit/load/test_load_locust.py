@@ -139,7 +139,20 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     done = locust(tmp_path, *arguments)
-    assert done.returncode != 0
+    assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("kvbench: ")]
     assert len(said) == 1 and words in said[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and "Ramping" not in done.stderr and done.stdout == ""
+
+
+def test_workers_that_find_no_server_fail_the_test(tmp_path: Path) -> None:
+    port = str(free_port())
+    place = ("--processes", "2", "--master-bind-port", port, "--master-port", port)
+    done = locust(tmp_path, "--host", "http://127.0.0.1:9", "--kvbench-at", "c4", *place)
+    assert done.returncode != 0 and "does not serve" in done.stderr and "used up" not in done.stderr
+
+
+def test_why_a_test_ends_before_its_time_is_told(steady_url: str, tmp_path: Path) -> None:
+    done = locust(tmp_path, "--host", steady_url, "--run-time", "50s")
+    assert done.returncode == 0
+    assert "kvbench: the workload's requests are used up, so the test ends before --run-time is over." in done.stderr
