@@ -125,4 +125,5 @@ def test_wrong_gaps_are_caught_by_the_commands_limits(mutants: dict[str, Calibra
 
     figures = mutants["jittery"].figures
     assert validity_limits(20.0).itl_error_p99_ms == 1.0
-    assert "it sees wrong gaps: p99 error 0.9" in " ".join(judge_figures(figures, aims(SETTINGS), SETTINGS))
+    assert figures.itl_error_p99_ms > 0.85  # and more where the machine is busy
+    assert "it sees wrong gaps: p99 error " in " ".join(judge_figures(figures, aims(SETTINGS), SETTINGS))
