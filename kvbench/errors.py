@@ -42,6 +42,10 @@ class MeasurementError(RuntimeError):
     exit_code = EXIT_INVALID
 
 
+class RefusedError(MeasurementError):
+    """The server refused a request as wrong, and would refuse the same one again."""
+
+
 class Interrupted(KeyboardInterrupt):
     """SIGINT or SIGTERM arrived; a KeyboardInterrupt so that no ``except Exception`` swallows it."""
 

@@ -21,6 +21,7 @@ from kvbench.errors import (
     EXIT_OK,
     Interrupted,
     MeasurementError,
+    RefusedError,
     UsageError,
     storage_sentence,
 )
@@ -210,8 +211,7 @@ class Session:
         show(self.console, self.point.load_id, kept)
         if kept["valid"]:
             return EXIT_OK
-        failing = too_many_failed(kept["metrics"])
-        if failing:
+        if failing := too_many_failed(kept["metrics"]):
             self._print("the server failed requests: see what the first failure says, and its log, and mend it first")
         if self.keeps:
             self._print(
@@ -292,6 +292,8 @@ class Session:
         with status_line(self.console, "warming up"):
             try:
                 warm = warm_up(subject, point, self.warmups)
+            except RefusedError:
+                raise
             except MeasurementError as error:
                 raise MeasurementError(f"{error}, or leave warm-ups out with --num-warmups 0") from error
         self.folder.update(warm_up=warm.to_json())

@@ -118,7 +118,9 @@ def lines(kept: Mapping[str, Any]) -> list[str]:
     metrics = kept["metrics"]
     said = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
-        said.append("a plateau without figures was too short to become steady: make its step longer")
+        said.append(
+            "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
+        )
     said += [_client(metrics), _calibration(kept), _server(kept)]
     uncertain = any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS)
     said.append("* too few samples for this percentile: p95 needs 130, p99 662" if uncertain else "")

@@ -102,7 +102,7 @@ def _unseen(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, size
 def table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> Table:
     """All runs, in their order."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    heads = ("run", "req/s", "requests", *(c.title for c in conditions), "failed", "in flight", "")
+    heads = ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", "")
     for name in heads:
         made.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in rows:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.design import LoadPoint
-from kvbench.errors import MeasurementError
+from kvbench.errors import MeasurementError, RefusedError
 
 if TYPE_CHECKING:
     from kvbench.measure import Subject
@@ -69,12 +69,14 @@ def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
             raise result
         answered += result[0]
         failures += result[1]
+    if not answered and isinstance(failures[-1], RefusedError):
+        raise RefusedError(f"the server takes no request of this load: {failures[-1]}")
     if not answered:
         raise MeasurementError(
             f"all {len(failures)} attempts to warm the server up failed; the last: {failures[-1]}; see what the "
             "server's own log says of it"
         )
-    return WarmUp(len(chosen), answered, len(failures), failures[-1] if failures else None)
+    return WarmUp(len(chosen), answered, len(failures), str(failures[-1]) if failures else None)
 
 
 def _send(subject: Subject, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
@@ -101,18 +103,20 @@ def _send(subject: Subject, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
     return results
 
 
-def _complete(subject: Subject, request: Any) -> tuple[bool, list[str]]:
-    """Whether it was answered, and why not each time that it was not."""
+def _complete(subject: Subject, request: Any) -> tuple[bool, list[MeasurementError]]:
+    """Whether it was answered, and why not each time that it was not. What was refused for good is not sent again."""
     ends_at = time.monotonic() + subject.load.timeout_s
     tokens = min(_TOKENS, request.max_tokens)
-    failures: list[str] = []
+    failures: list[MeasurementError] = []
     while len(failures) < ATTEMPTS and (left := ends_at - time.monotonic()) > 0:
         if failures:
             time.sleep(min(_PAUSE_S, left))
         try:
             subject.target.complete(_shuffled(request), tokens, max(0.001, ends_at - time.monotonic()))
+        except RefusedError as error:
+            return False, [*failures, error]
         except MeasurementError as error:
-            failures.append(str(error))
+            failures.append(error)
         else:
             return True, failures
     return False, failures

@@ -12,7 +12,7 @@ import httpx
 
 from kvbench.api_key import without_key
 from kvbench.contention import Server, server_at
-from kvbench.errors import MeasurementError
+from kvbench.errors import MeasurementError, RefusedError
 from kvbench.load.dialect import Dialect
 from kvbench.load.requests import RequestSpec
 from kvbench.server_metrics import MetricsSample, parse_metrics
@@ -26,6 +26,7 @@ from kvbench.targets.trouble import BAD_REQUEST, connection_trouble, key_trouble
 _READ_TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _NOT_THERE = (404, 405, 501)
+_REFUSED = (400, 404, 405, 413, 422)  # of a request that would fare no better a second time
 _PLAIN = Access()
 
 
@@ -238,7 +239,7 @@ class HttpTarget:
         raise MeasurementError(f"{self.base_url}{path} answered {response.status_code}")
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
-        """One unmeasured completion (warm-up, priming). Raises MeasurementError when it fails."""
+        """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError where it fails for good."""
         if isinstance(prompt, list) and not self.dialect.token_id_prompts:
             prompt = self._texts_or_refuse().text(prompt)
         body = {"model": self.model_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
@@ -250,7 +251,8 @@ class HttpTarget:
             raise MeasurementError(f"{self.base_url} {trouble}")
         if response.status_code != 200 or not _is_completion(response):
             said = without_key(response.text, self.access.api_key_env)[:300]
-            raise MeasurementError(f"a warm-up request to {self.base_url} was answered {response.status_code}: {said}")
+            kind = RefusedError if response.status_code in _REFUSED else MeasurementError
+            raise kind(f"a warm-up request to {self.base_url} was answered {response.status_code}: {said}")
 
     @property
     def model_name(self) -> str:

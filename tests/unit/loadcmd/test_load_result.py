@@ -141,7 +141,14 @@ def shown(load, told):
 def test_each_plateau_of_the_rate_has_a_row():
     told = result([0.1, 0.2])
     assert "each plateau" not in shown(config(concurrency=2), told)
-    figures = {"start_s": 0.0, "end_s": 4.0, "n": 18, "steady_request_throughput": 4.93, "ttft_ms": {"p95": 61.2}}
+    figures = {
+        "start_s": 0.0,
+        "end_s": 4.0,
+        "steady_start_s": 1.0,
+        "n": 18,
+        "steady_request_throughput": 4.93,
+        "ttft_ms": {"p95": 61.2},
+    }
     later = {"start_s": 4.0, "end_s": 8.0, "request_rate": 20.0, "n": 77, "tpot_ms": {"p50": 5.1}}
     told["metrics"]["plateaus"] = [figures | {"request_rate": 5.0}, later]
     text = shown(config(concurrency=2), told).splitlines()
@@ -149,6 +156,10 @@ def test_each_plateau_of_the_rate_has_a_row():
     first, second = (line.split() for line in text[head + 2 : head + 4])
     assert first[:4] == ["5/s", "0–4", "18", "4.93"] and second[:3] == ["20/s", "4–8", "77"]
     assert "61.2" in first and "5.1" in second
+    why = "a plateau without figures had no steady part"
+    assert why in "\n".join(text)
+    told["metrics"]["plateaus"].pop()
+    assert why not in shown(config(concurrency=2), told)
 
 
 def test_turns_that_were_not_sent_stand_beside_the_failures_and_the_first_of_those_is_told():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench import warm_up as warming
-from kvbench.errors import MeasurementError
+from kvbench.errors import MeasurementError, RefusedError
 from kvbench.load.requests import RequestSpec
 from kvbench.warm_up import ATTEMPTS, WarmUp, warm_up
 
@@ -16,8 +16,8 @@ from kvbench.warm_up import ATTEMPTS, WarmUp, warm_up
 class Server:
     """``answers(n)``: whether attempt n of all (from 1) is answered; each takes ``seconds`` of the fake clock."""
 
-    def __init__(self, answers, seconds=0.0):
-        self.answers, self.seconds = answers, seconds
+    def __init__(self, answers, seconds=0.0, error=MeasurementError):
+        self.answers, self.seconds, self.error = answers, seconds, error
         self.now, self.limits, self.numbers = 0.0, [], count(1)
         self.prompts, self.requests = [], [RequestSpec(i, "a", (1, 2, 3), None, max_tokens=4) for i in range(9)]
 
@@ -27,7 +27,7 @@ class Server:
         self.now += min(self.seconds, timeout_s)
         number = next(self.numbers)
         if not self.answers(number):
-            raise MeasurementError(f"refused {number}")
+            raise self.error(f"refused {number}")
 
     def subject(self):
         made = self.requests
@@ -48,6 +48,13 @@ def run(monkeypatch):
 def test_one_that_fails_is_sent_again_and_told(run):
     assert run(Server(lambda n: n == 3)) == WarmUp(1, 1, 2, "refused 2")
     assert run(Server(lambda n: True), 4) == WarmUp(4, 4) and run(Server(lambda n: False), 0) == WarmUp(0, 0)
+
+
+def test_what_was_refused_for_good_is_not_sent_again(run):
+    server = Server(lambda n: False, error=RefusedError)
+    with pytest.raises(RefusedError, match=r"^the server takes no request of this load: refused 1$"):
+        run(server)
+    assert len(server.limits) == 1
 
 
 def test_a_server_that_answers_some_is_measured_and_one_that_answers_none_is_not(run):
