@@ -239,7 +239,7 @@ class HttpTarget:
         raise MeasurementError(f"{self.base_url}{path} answered {response.status_code}")
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
-        """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError where it fails for good."""
+        """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it fails for good."""
         if isinstance(prompt, list) and not self.dialect.token_id_prompts:
             prompt = self._texts_or_refuse().text(prompt)
         body = {"model": self.model_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
