@@ -166,6 +166,22 @@ def test_requests_that_the_server_cannot_take_are_refused_before_anything_is_sen
     assert not (tmp_path / "out").exists()
 
 
+def test_a_server_that_fails_requests_is_to_be_mended_before_the_load_is_measured_again(workload, tmp_path, capsys):
+    out = tmp_path / "out"
+    with own_mock("--ttft-ms", "5", "--itl-ms", "1", "--fail-rate", "0.5") as (_, url):
+        words = ("--url", url, "-o", "load.cache_state=steady", "--num-prompts", 20, "--output-dir", out)
+        assert load(workload, *words) == 4
+    kept, told = stored(out, "metrics.json"), capsys.readouterr().out
+    assert kept["failed"] == 10 and complaints(kept) == ["10 of 20 requests failed (http_error 10)"]
+    assert (
+        f"the first failure: {kept['metrics']['first_failure']}" in told and "500" in kept["metrics"]["first_failure"]
+    )
+    assert told.index("the server failed requests") < told.index(
+        "to measure again then give the same command and --res"
+    )
+    assert stored(out)["sharing"] == {"processes": None, "workers": None}
+
+
 def test_a_models_query_reaches_a_server_that_lists_the_name_before_it(workload, tmp_path):
     with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (_, url):
         words = ("--url", url, "-o", "load.cache_state=steady", "--output-dir", tmp_path / "out")
