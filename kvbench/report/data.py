@@ -134,7 +134,7 @@ class Cell:
     def percentile(self, metric: str, which: str) -> tuple[float | None, bool]:
         """A latency percentile over the pooled raw samples, and whether too few samples make it uncertain.
 
-        `metric` may be "steady_latency.ttft_ms": the same of the requests sent in the steady window.
+        `metric` may be "steady_latency.ttft_ms": the same of the requests due in the steady window.
         """
         summary = _dig(self.pooled, metric) or {}
         value = number(summary.get(which))

@@ -148,7 +148,7 @@ def _cells(run: Run) -> list[str]:
     lines += [
         "",
         escape(
-            f'Ratios are paired by repeat: {RATIO_MARKS}. TTFT is of the whole run; "steady" of the requests sent '
+            f'Ratios are paired by repeat: {RATIO_MARKS}. TTFT is of the whole run; "steady" of the requests due '
             "in the steady window only."
         ),
     ]

@@ -79,7 +79,7 @@ def _client_columns(run: Run) -> list[Column]:
     whole = "whole run, raw samples of all repeats"
     steady = ("ttft_ms",)
     hints = {
-        "ttft_ms": f"{whole}; small: of the requests sent in the steady window",
+        "ttft_ms": f"{whole}; small: of the requests due in the steady window",
         CLIENT_QUEUE: f"the part of TTFT for which requests waited in the client for a place under the cap; {whole}",
     }
     return [
