@@ -207,7 +207,7 @@ def test_server_means_are_over_time_where_readings_are_rarer_under_load(run_of: 
 
 
 def test_uncertain_percentiles_are_marked(run_of: Callable[[str], Run], page_of: Callable[[str], str]) -> None:
-    assert "sent in the steady window. * too few samples" in page_of("single_repeat")
+    assert "due in the steady window. * too few samples" in page_of("single_repeat")
     cell = run_of("single_repeat").cells[0]
     assert cell.percentile("ttft_ms", "p95")[1]  # 48 samples
     assert not cell.percentile("itl_ms", "p95")[1]  # thousands
