@@ -40,7 +40,7 @@ lint: install
 	@$(BIN)/lint-imports
 
 test: lint
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: install
 	@$(if $(QUICK),KVBENCH_BENCH=quick )$(BIN)/python -m kvbench.bench_run $(ARGS)
