@@ -36,6 +36,7 @@ def run(tmp_path_factory):
         patch.setenv("KVBENCH_BENCH", "smoke")
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # other tests' threads may want the cores as well
         patch.delenv("VLLM_PYTHON", raising=False)
+        patch.delenv("PYTEST_XDIST_WORKER", raising=False)  # under which pytest-benchmark measures nothing
         assert bench_run.main([], output_dir) == 0
     (folder,) = (output_dir / "bench").iterdir()
     return folder
