@@ -24,9 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kvbench import processes
 from kvbench.contention import tree_cpu_s
 from kvbench.errors import EXIT_INVALID
 from kvbench.server_metrics import parse_metrics
+from kvbench.watchdog import Watchdog
 
 REQUESTS, CONCURRENCY, INPUT, OUTPUT = 128, 16, 128, 64
 _SERVER = ("time_to_first_token_seconds", "inter_token_latency_seconds")
@@ -156,9 +158,8 @@ def run_watched(command: list[str], log: Path) -> tuple[int, np.ndarray, float]:
     done = threading.Event()
     before = os.times()
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-        )
+        process = processes.launch(command, stdout=file, stderr=subprocess.STDOUT, env={"HF_HUB_OFFLINE": "1"})
+        watchdog = Watchdog(process.pid, process.mark)  # a client's own workers outlive it when it is killed
 
         def watch() -> None:
             while not done.wait(_SAMPLE_S):
@@ -170,16 +171,14 @@ def run_watched(command: list[str], log: Path) -> tuple[int, np.ndarray, float]:
         watcher.start()
         try:
             code = process.wait(timeout=_LIMIT_S)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
+            after = os.times()
         finally:
             done.set()
             watcher.join()
+            processes.stop(process)
+            watchdog.release()
     if code not in (0, EXIT_INVALID):
         raise SystemExit(f"{command[0]} ... ended with exit code {code}: see {log}")
-    after = os.times()
     total = after.children_user + after.children_system - before.children_user - before.children_system
     return code, np.array(samples), total
 

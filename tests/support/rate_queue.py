@@ -60,3 +60,18 @@ class Queue:
 
 def answer(search):
     return json.loads((search.folder.path / "search.json").read_text())
+
+
+class AllAtOnce(Queue):
+    """As many at once as come, ``seconds`` each: a backlog shows only in a run that is longer than that."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def measure(self, rate, count, number, out):
+        kept = super().measure(rate, count, number, out)
+        rows = pd.read_parquet(out / "requests.parquet")
+        rows["end"] = rows["t0"] + self.seconds
+        rows.to_parquet(out / "requests.parquet")
+        return kept

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 
 from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK
@@ -13,7 +12,7 @@ from kvbench.load.probe import client_report, invalid_reasons
 from kvbench.rate_plan import Sizes
 from kvbench.rate_run import client_alone
 from kvbench.rate_search import Bounds
-from tests.support.rate_queue import Queue, answer, md1_capacity
+from tests.support.rate_queue import AllAtOnce, Queue, answer, md1_capacity
 
 
 def test_the_number_of_runs_is_bounded(new):
@@ -62,15 +61,7 @@ def test_a_run_that_outlasts_the_time_is_cut_and_run_again_on_resume(new, monkey
 
 
 def test_a_trace_that_is_too_short_to_tell_is_not_called_invalid(new):
-    class Long(Queue):
-        def measure(self, rate, count, number, out):
-            kept = super().measure(rate, count, number, out)
-            rows = pd.read_parquet(out / "requests.parquet")
-            rows["end"] = rows["t0"] + 500.0
-            rows.to_parquet(out / "requests.parquet")
-            return kept
-
-    long = Long()
+    long = AllAtOnce(500.0)
     search = new(long, "p95_ttft<=3600s", bounds=Bounds(1.0, 0.5, 2.0), sizes=Sizes(60, 0.0, fixed=True))
     assert search.run() == EXIT_INCONCLUSIVE
     assert [(rate, count) for rate, count, _ in long.asked] == [(1, 60), (1, 60)]

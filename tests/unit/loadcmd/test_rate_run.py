@@ -12,7 +12,7 @@ from kvbench.rate_plan import Sizes
 from kvbench.rate_run import _visits
 from kvbench.rate_search import Answer, Bounds
 from kvbench.rate_words import say
-from tests.support.rate_queue import SERVICE_S, N, Queue, answer, md1_capacity
+from tests.support.rate_queue import SERVICE_S, AllAtOnce, N, Queue, answer, md1_capacity
 
 
 def test_the_capacity_of_a_queue_is_found(new):
@@ -171,23 +171,13 @@ def test_a_rate_of_conversations_is_called_one_and_a_run_sends_as_long_as_they_b
 
 
 def test_a_run_that_is_too_short_to_show_a_backlog_is_repeated_longer(new):
-    class Slow(Queue):
-        """As many at once as come, 40 s each: nothing of a backlog shows in 20 s of arrivals."""
-
-        def measure(self, rate, count, number, out):
-            kept = super().measure(rate, count, number, out)
-            rows = pd.read_parquet(out / "requests.parquet")
-            rows["end"] = rows["t0"] + 40.0
-            rows.to_parquet(out / "requests.parquet")
-            return kept
-
-    slow = Slow()
+    slow = AllAtOnce(40.0)
     search = new(slow, "p95_ttft<=3600s", bounds=Bounds(1.0, 0.5, 2.0), sizes=Sizes(20, 20.0, enough=False))
     assert search.run() == EXIT_OK
     assert [(rate, count) for rate, count, _ in slow.asked] == [(1, 20), (1, 160), (2, 320), (2, 320)]
     assert "too short to tell" in answer(search)["runs"][0]["reasons"][0]
     (search.folder.path / "runs" / "04-r2" / "metrics.json").unlink()
-    rest = Slow()
+    rest = AllAtOnce(40.0)
     new(rest, "p95_ttft<=3600s", bounds=Bounds(1.0, 0.5, 2.0), sizes=Sizes(20, 20.0, enough=False)).run()
     assert [(rate, count) for rate, count, _ in rest.asked] == [(2, 320)]  # it still knows how long is long enough
 
