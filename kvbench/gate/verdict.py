@@ -1,0 +1,129 @@
+"""What a gate found: one ``Verdict`` of ``Finding``s, the same for counters, paired timings and absolute limits.
+
+Whoever judges makes one; whoever writes (verdict.json, JUnit, the GitHub summary, the terminal) reads nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION
+
+FORMAT = "kvbench-verdict/1"
+
+Outcome = Literal["pass", "fail", "inconclusive", "invalid"]
+PASS, FAIL, INCONCLUSIVE, INVALID, EMPTY = "pass", "fail", "inconclusive", "invalid", "empty"
+EXIT_CODES = {
+    PASS: EXIT_OK,
+    FAIL: EXIT_REGRESSION,
+    INCONCLUSIVE: EXIT_INCONCLUSIVE,
+    INVALID: EXIT_INVALID,
+    EMPTY: EXIT_NOTHING,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One hypothesis, limit or scenario, and what came of it.
+
+    ``id`` is unique in its verdict and the same in every run of the same gate; ``suite`` groups: ``overall``,
+    ``class``, ``cell``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers, in one line.
+    ``base`` and ``candidate`` in ``unit``; ``change`` is candidate / base - 1 and ``interval`` its 95 % interval;
+    ``p`` is adjusted for all hypotheses of the gate. ``figures``: further numbers by name (floor, margin,
+    smallest_detectable, pairs_needed ...). ``details``: further lines for who reads on. ``series``: the change in each
+    pair, in the order of the pairs.
+    """
+
+    id: str
+    suite: str
+    title: str
+    outcome: Outcome
+    sentence: str
+    metric: str | None = None
+    unit: str | None = None
+    higher_is_better: bool | None = None
+    base: float | None = None
+    candidate: float | None = None
+    change: float | None = None
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+    series: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A counter or a step phase that differs between base and candidate beyond chance, beside what was judged.
+
+    ``change`` is candidate / base - 1 (None where the base is 0) and ``interval`` its 95 % interval over the pairs;
+    ``share``: which part of the judged latency's difference it makes up (0..1), where times can be set beside it.
+    """
+
+    name: str
+    title: str
+    where: str  # cell
+    unit: str
+    base: float
+    candidate: float
+    change: float | None
+    interval: tuple[float, float] | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate says. ``outcome`` ``empty``: nothing was compared, which is never a pass.
+
+    ``base`` and ``candidate``: each side in words and numbers (``name``, ``sha``, ``command`` ...). ``reproduce``: one
+    command that does it all again; ``accept``: the command that makes an intended change the new baseline, where there
+    is one. ``facts``: pairs, looks, times, machine.
+    """
+
+    kind: Literal["counters", "compare", "limits"]
+    outcome: str
+    sentence: str
+    findings: tuple[Finding, ...] = ()
+    base: Mapping[str, Any] = field(default_factory=dict)
+    candidate: Mapping[str, Any] = field(default_factory=dict)
+    moved: tuple[Moved, ...] = ()
+    reproduce: str = ""
+    accept: str | None = None
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]
+
+    def of(self, *outcomes: str) -> tuple[Finding, ...]:
+        """The findings with one of these outcomes, in their order."""
+        return tuple(finding for finding in self.findings if finding.outcome in outcomes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **dataclasses.asdict(self), "exit_code": self.exit_code}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Verdict:
+        """The verdict that ``to_json`` wrote. ValueError for another format."""
+        if data.get("format") != FORMAT:
+            raise ValueError(f"a verdict of format {data.get('format')!r}: this kvbench reads {FORMAT}")
+        fields = {key: value for key, value in data.items() if key not in ("format", "exit_code")}
+        fields["findings"] = tuple(_made(Finding, each) for each in data["findings"])
+        fields["moved"] = tuple(_made(Moved, each) for each in data["moved"])
+        fields["notes"] = tuple(data["notes"])
+        return cls(**fields)
+
+
+def worst(outcomes: Sequence[str]) -> str:
+    """The outcome of a whole from its parts: a regression that was shown stays one whatever else is not known."""
+    if not outcomes:
+        return EMPTY
+    return next(each for each in (FAIL, INVALID, INCONCLUSIVE, PASS) if each in outcomes)
+
+
+def _made(kind: type, values: Mapping[str, Any]) -> Any:
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
