@@ -83,9 +83,9 @@ def measure_load(
 
     ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests are a result
     (a server under more than it can take), not a fault of the measurement, as are its /metrics that do not answer then.
-    Returns ``valid``, ``invalid_reasons``,
-    ``calibration``, ``metrics``, ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``,
-    ``ended_at`` and ``wall_s``.
+    Returns ``valid``, ``invalid_reasons``, ``server_faults`` (those of the reasons that are the server's own doing, not
+    the client's or the machine's), ``calibration``, ``metrics``, ``machine``, ``prefix_cache`` and
+    ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
 
     Raises:
         MeasurementError: the load could not be driven to its end.
@@ -110,13 +110,16 @@ def measure_load(
     complete = int(metrics.get("completed") or 0) == len(requests)
     cache = server_state.cache_use(load, requests, subject.info, before, after, complete=complete)
     reasons = [*(calibration.reasons if calibration else ()), *reasons]
-    reasons += list(told.get("invalid_reasons") or []) + server_state.leak_reasons(after)
-    reasons += _validity(metrics, told, failures_invalidate) + disturbed + cache.reasons
+    faults = server_state.leak_reasons(after) + _failures(metrics, failures_invalidate) + cache.reasons
+    reasons += list(told.get("invalid_reasons") or []) + faults + disturbed
+    if told.get("incomplete"):
+        reasons.append("the load client was stopped before its last request")
     if unheard and failures_invalidate:
         reasons.append(unheard)
     return {
         "valid": not reasons,
         "invalid_reasons": reasons,
+        "server_faults": faults,
         "calibration": calibration.to_json() if calibration else None,
         "metrics": metrics,
         "machine": report,
@@ -235,15 +238,12 @@ def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float
     return (max(known) + (client.get("parse_cpu_s") or 0.0)) / tokens * 1000.0 if tokens and known else None
 
 
-def _validity(metrics: Mapping[str, Any], told: Mapping[str, Any], failures_invalidate: bool) -> list[str]:
-    reasons = []
-    if told.get("incomplete"):
-        reasons.append("the load client was stopped before its last request")
-    if failures_invalidate and too_many_failed(metrics):
-        failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-        kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
-        reasons.append(f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})")
-    return reasons
+def _failures(metrics: Mapping[str, Any], failures_invalidate: bool) -> list[str]:
+    if not failures_invalidate or not too_many_failed(metrics):
+        return []
+    failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
+    kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
+    return [f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})"]
 
 
 def _size(log: Path | None) -> int:

@@ -1,0 +1,76 @@
+"""The folder of a comparison: a run folder of each side and workload, the pairs as their repeats.
+
+results/compare/<UTC time>-<git short sha>/
+  manifest.json                                 what is compared, how, on what; kind "compare"
+  base/<workload>/cells/<cell id>/loads/<pair>/ one load, as in a sweep's folder; candidate/ the same
+  set-aside/                                    loads of attempts that were no measurement, kept for reading
+  pairs.csv                                     one row a pair, cell and metric
+  verdict.json junit.xml summary.md ...         what kvbench/gate/outputs.py writes
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.gate.plan import SIDES, Match
+from kvbench.results import DONE, MANIFEST, RunFolder, read_json
+
+KIND = "compare"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class CompareFolder:
+    """Paths of one comparison."""
+
+    path: Path
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / MANIFEST
+
+    def manifest(self) -> dict[str, Any]:
+        """Raises UsageError when it is none of a comparison, or of another format."""
+        manifest = read_json(self.manifest_path)
+        if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
+            raise UsageError(f"{self.path} is not the folder of a comparison: give one such as results/compare/<time>")
+        if manifest.get("format") != FORMAT:
+            raise UsageError(
+                f"{self.path} has the format {manifest.get('format')!r}, and this kvbench reads {FORMAT}: use the "
+                "kvbench that measured it, or measure again"
+            )
+        return manifest
+
+    def run(self, side: str, workload: str) -> RunFolder:
+        return RunFolder(self.path / side / workload)
+
+    def is_whole(self, match: Match, pair: int) -> bool:
+        """Whether both sides of the pair are there and are measurements."""
+        wanted = len(match.names)
+        loads = [done for side in SIDES for done in self.loads(match, side, pair)]
+        return len(loads) == 2 * wanted and all(done["valid"] for done in loads)
+
+    def loads(self, match: Match, side: str, pair: int) -> Iterator[dict[str, Any]]:
+        """done.json of each finished load of one side."""
+        run = self.run(side, match.workload)
+        for cell in match.cells(side):
+            if run.is_done(cell.cell_id, pair):
+                yield read_json(run.load(cell.cell_id, pair) / DONE)
+
+    def set_aside(self, match: Match, pair: int) -> None:
+        """Out of the way, and kept: what there is of a pair that is to be measured anew."""
+        for side in SIDES:
+            run = self.run(side, match.workload)
+            for cell in match.cells(side):
+                load = run.load(cell.cell_id, pair)
+                if not load.exists():
+                    continue
+                kept = self.path / "set-aside" / side / match.workload / cell.cell_id
+                kept.mkdir(parents=True, exist_ok=True)
+                place = next(p for n in itertools.count(1) if not (p := kept / f"{pair}-{n}").exists())
+                load.rename(place)
