@@ -28,7 +28,10 @@ class ServerRefusedError(UsageError):
 
 
 class BuiltinTarget(OwnServer):
-    """One server process. ``command`` may be another server that takes the same flags and prints ``ready URL``."""
+    """One server process. ``command`` may be another server that takes the same flags and prints ``ready URL``.
+
+    ``env``: added to our environment, as ``processes.launch`` does.
+    """
 
     def __init__(
         self,
@@ -36,9 +39,10 @@ class BuiltinTarget(OwnServer):
         command: Sequence[str] = BUILTIN_COMMAND,
         port: int = 0,
         start_timeout_s: float = 180.0,
+        env: Mapping[str, str | None] | None = None,
     ) -> None:
         super().__init__(port=port, start_timeout_s=start_timeout_s)
-        self.command = tuple(command)
+        self.command, self.env = tuple(command), dict(env or {})
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Launch and wait until it serves. Raises ServerRefusedError (bad settings) or MeasurementError."""
@@ -47,7 +51,7 @@ class BuiltinTarget(OwnServer):
         if self.port:
             require_free_port("127.0.0.1", self.port)
         command = [*self.command, *command_line(settings), "--host", "127.0.0.1", "--port", str(self.port)]
-        with self._launched(command, log):
+        with self._launched(command, log, env=self.env):
             self._connect(self._wait_ready(lambda: _READY.search(log.read_bytes()))[1].decode())
             try:
                 self.model = model_facts(self.server_info() or {}, self.models()[0])
