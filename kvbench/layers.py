@@ -42,17 +42,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{str(path)!r} is a folder: give a workload file, {_other_workloads(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the workload file {str(path)!r} cannot be read: {error}") from None
+    data = parse_yaml(text, path)
+    if not isinstance(data, dict):
+        kind = "empty" if data is None else f"a {type(data).__name__}"
+        raise UsageError(f"{path}: a workload is a mapping of name, model, engine, load ...; this file is {kind}")
+    return data
+
+
+def parse_yaml(text: str, path: Path) -> Any:
+    """``text`` of the file ``path`` as plain data. Raises UsageError, also for a key that stands twice."""
     try:
-        data = yaml.load(text, Loader=_UniqueKeyLoader)
+        return yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "it does not parse"
         raise UsageError(f"{path}{at}: not valid YAML: {problem}") from None
-    if not isinstance(data, dict):
-        kind = "empty" if data is None else f"a {type(data).__name__}"
-        raise UsageError(f"{path}: a workload is a mapping of name, model, engine, load ...; this file is {kind}")
-    return data
 
 
 def _other_workloads(path: Path) -> str:

@@ -1,0 +1,133 @@
+"""What a limit may hold: short names beside the dotted ones of summary.json, their units and which way is better.
+
+A value is of one repeat (one fresh server): ``metrics`` of its entry in summary.json, and its counters under
+``server.``. ``pooled.`` and ``capacity.`` are of the cell and have one value.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.aggregate import flatten
+from kvbench.load_result import goodput_share
+from kvbench.report.data import Cell
+
+LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el")
+_STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}
+_PARTS_OF_A_CELL = ("pooled", "capacity")
+
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric of one cell: a value a repeat in ``values``, or one of the cell as a whole under ``None``."""
+
+    values: Mapping[int | None, float]
+    uncertain: bool = False  # a percentile of fewer samples than one of its confidence needs
+
+
+def _share(part: str, whole: str) -> Callable[[Values], float | None]:
+    def of(values: Values) -> float | None:
+        return values[part] / values[whole] if part in values and values.get(whole) else None
+
+    return of
+
+
+def _failure_rate(values: Values) -> float | None:
+    sent = values.get("completed", 0.0) + values.get("failed", 0.0)
+    return values["failed"] / sent if sent and "failed" in values else None
+
+
+_COMPUTED: Mapping[str, Callable[[Values], float | None]] = {
+    "failure_rate": _failure_rate,  # of the requests sent
+    "goodput_share": goodput_share,  # of the requests sent, failed ones included, that met every SLO
+    "kv_waste_share": _share("server.kv_waste_slots_mean", "server.kv_slots_reserved_mean"),
+    "prefix_cache_hit_rate": _share("server.prefix_cache_hits_total", "server.prefix_cache_queries_total"),
+}
+_SHORT: Mapping[str, str] = {
+    **{
+        f"{when}{short}_{latency}_ms": f"{section}{latency}_ms.{statistic}"
+        for latency in LATENCIES
+        for short, statistic in _STATISTICS.items()
+        for when, section in (("", ""), ("steady_", "steady_latency."))
+    },
+    "peak_rss_bytes": "server.process_resident_bytes_peak",
+    "kv_cache_usage_perc": "server.kv_cache_usage_perc_peak",
+    "page_table_bytes": "server.page_table_bytes_peak",
+    "num_preemptions": "server.num_preemptions_total",
+    "recomputed_tokens": "server.recomputed_tokens_total",
+    "swapped_out_slots": "server.swapped_out_slots_total",
+    "copied_pages": "server.copied_pages_total",
+    "prefix_cache_evictions": "server.prefix_cache_evictions_total",
+    "pages_owned_after": "server.pages_owned_after",
+}
+_PLAIN = (
+    *(f"{when}{kind}_throughput" for kind in ("output", "request", "total_token") for when in ("", "steady_")),
+    "goodput", "steady_goodput", "completed", "failed", "duration_s", "total_input_tokens", "total_output_tokens",
+    "total_cached_tokens", "multi_token_chunks",
+)  # fmt: skip
+SHORT_NAMES = (*_PLAIN, *_COMPUTED, *_SHORT)
+_HIGHER_IS_BETTER = ("throughput", "goodput", "hit_rate", "completed", "max_concurrency", "capacity_tokens")
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for a name without a dot that is none of ours; dotted ones are as the server has counters."""
+    if name not in SHORT_NAMES and "." not in name:
+        near = difflib.get_close_matches(name, SHORT_NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "use one such as p95_ttft_ms, or a dotted name of summary.json."
+        raise ValueError(f"{name!r} is not a metric; {hint}")
+
+
+def measured(cell: Cell, name: str) -> Measured:
+    """The metric in each repeat that has it; no values where nobody measured it."""
+    path = _SHORT.get(name, name)
+    section, _, rest = path.partition(".")
+    if section in _PARTS_OF_A_CELL:
+        values = flatten(getattr(cell, section))
+        return Measured({None: values[rest]} if rest in values else {}, _is_uncertain([getattr(cell, section)], rest))
+    found = {}
+    for repeat in cell.repeats:
+        values = flatten({**repeat.metrics, "server": repeat.server})
+        value = _COMPUTED[name](values) if name in _COMPUTED else values.get(path)
+        if value is not None:
+            found[repeat.repeat] = value
+    return Measured(found, _is_uncertain([repeat.metrics for repeat in cell.repeats], path))
+
+
+def nearest(cell: Cell, name: str) -> str | None:
+    """The metric of ``cell`` whose dotted name is most like ``name``."""
+    known = [key for repeat in cell.repeats for key in flatten({**repeat.metrics, "server": repeat.server})]
+    return next(iter(difflib.get_close_matches(name, sorted(set(known)), n=1)), None)
+
+
+def higher_is_better(name: str) -> bool:
+    return any(part in name for part in _HIGHER_IS_BETTER)
+
+
+def unit_of(name: str) -> str:
+    """``ms``, ``bytes``, ``share`` (0 to 1), ``tokens/s``, ``requests/s``, or empty for a count."""
+    path = name.split(".")
+    if any(part.endswith("_ms") for part in path):
+        return "ms"
+    last = path[-1].removesuffix("_peak").removesuffix("_mean")
+    if last.endswith(("_share", "_rate", "_perc", "_fraction")) and last != "request_rate":
+        return "share"
+    if last.endswith("bytes"):
+        return "bytes"
+    if last.endswith("request_throughput") or last.endswith("goodput"):
+        return "requests/s"
+    return "tokens/s" if last.endswith("throughput") else ""
+
+
+def _is_uncertain(sections: list[Mapping[str, Any]], path: str) -> bool:
+    *parents, statistic = path.split(".")
+    for node in sections:
+        for part in parents:
+            node = node.get(part) if isinstance(node.get(part), Mapping) else {}
+        if statistic in (node.get("uncertain") or ()):
+            return True
+    return False
