@@ -1,0 +1,250 @@
+"""The counter gate's workload file: which engines are replayed, and which requests reach them at which step.
+
+    streams      waves of requests by step number; lengths are drawn once, from the file's seed
+    scenarios    a stream, and the engines that get it: the full cross of each row of ``matrix``
+
+Every length, token and arrival follows from the file alone, so its digest says whether two replays may be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from engine.config import EngineConfig
+from engine.kv_budget import KVCapacity, capacity_of
+from engine.model_spec import find_model
+from engine.replay import mixed, name_number
+from engine.sequence import Request, SamplingParams
+from kvbench.config_names import config_id_of
+from kvbench.errors import UsageError
+from kvbench.layers import read_yaml
+from kvbench.load.strict import StrictModel, explain
+
+_PROMPT, _OUTPUT, _OWN, _SHARED = range(4)  # what a number is drawn for
+
+
+class SharedStart(StrictModel):
+    """The first ``tokens`` of a prompt, the same for every request of the file that draws the same member."""
+
+    family: str = Field(min_length=1)
+    tokens: int = Field(ge=1, le=100_000)
+    members: int = Field(default=1, ge=1, le=10_000)  # request i has member i modulo this
+
+
+class Wave(StrictModel):
+    """``count`` requests, the first at step ``start``, one ``every`` so many steps (0: all at once).
+
+    ``prompt`` and ``output``: tokens, one number or [low, high]; ``prefix`` comes on top of ``prompt``. ``abort_after``:
+    steps from its arrival at which the client is gone; ``abort_index``: of only this one of its ``n`` sequences.
+    """
+
+    count: int = Field(default=1, ge=1, le=10_000)
+    start: int = Field(default=1, ge=1, le=1_000_000)
+    every: int = Field(default=1, ge=0, le=100_000)
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    prefix: SharedStart | None = None
+    n: int = Field(default=1, ge=1)
+    best_of: int | None = None
+    beam_width: int | None = None
+    priority: int = Field(default=0, ge=0)
+    cache_salt: str | None = None
+    ignore_eos: bool = True
+    abort_after: int | None = Field(default=None, ge=1)
+    abort_index: int | None = Field(default=None, ge=0)
+
+    @field_validator("prompt", "output", mode="before")
+    @classmethod
+    def _span(cls, value: Any) -> tuple[int, int]:
+        span = list(value) if isinstance(value, list | tuple) else [value, value]
+        if len(span) != 2 or not all(isinstance(each, int) and not isinstance(each, bool) for each in span):
+            raise ValueError(f"{value!r} is not a length; write a whole number of tokens or [low, high].")
+        if not 1 <= span[0] <= span[1]:
+            raise ValueError(f"{span} is not a range of lengths; write [low, high] with 1 <= low <= high.")
+        return span[0], span[1]
+
+    @model_validator(mode="after")
+    def _of_something(self) -> Wave:
+        if self.abort_index is not None and self.abort_after is None:
+            raise ValueError(f"abort_index {self.abort_index} needs abort_after; say how many steps after its arrival.")
+        return self
+
+
+class ScenarioGroup(StrictModel):
+    """One stream on many engines. ``engine``: settings of all of them; ``matrix``: rows whose lists are crossed."""
+
+    stream: str
+    engine: dict[str, Any] = Field(default_factory=dict)
+    matrix: list[dict[str, list[Any]]] = Field(min_length=1)
+
+    @field_validator("matrix")
+    @classmethod
+    def _filled(cls, rows: list[dict[str, list[Any]]]) -> list[dict[str, list[Any]]]:
+        for row in rows:
+            for key, values in row.items():
+                if not values:
+                    raise ValueError(f"{key} is an empty list; give at least one value or remove the line.")
+        return rows
+
+
+class CounterFile(StrictModel):
+    """The whole file. ``swap_space`` applies to the engines that swap: the others refuse it."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    vocab_size: int = Field(default=1024, ge=2, le=2**31)
+    num_eos: int = Field(default=1, ge=0)
+    engine: dict[str, Any] = Field(default_factory=dict)
+    swap_space: str | int | None = None
+    streams: dict[str, list[Wave]] = Field(min_length=1)
+    scenarios: dict[str, ScenarioGroup] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _known_streams(self) -> CounterFile:
+        for name, group in self.scenarios.items():
+            if group.stream not in self.streams:
+                raise ValueError(
+                    f"scenarios.{name}.stream {group.stream!r} is none of the streams {', '.join(self.streams)}."
+                )
+        return self
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """``request`` is sent before step ``step``; before step ``abort_step``, if that is set, its client is gone."""
+
+    step: int
+    request: Request
+    abort_step: int | None
+    abort_index: int | None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One engine and its requests. ``digest``: of all that defines it, so of all that its counters may depend on
+    besides the engine's code."""
+
+    name: str
+    config: EngineConfig
+    capacity: KVCapacity
+    arrivals: tuple[Arrival, ...]
+    seed: int
+    vocab_size: int
+    num_eos: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class CounterWorkload:
+    """``digest`` is of what the file says, not of its comments."""
+
+    path: Path
+    name: str
+    digest: str
+    scenarios: tuple[Scenario, ...]
+
+
+def read_counter_workload(path: Path) -> CounterWorkload:
+    """Raises UsageError: no such file, or one sentence for each mistake in it."""
+    try:
+        file = CounterFile.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise UsageError("\n".join(f"{path}: {sentence}" for sentence in explain(error, ""))) from None
+    scenarios = tuple(_scenarios(path, file))
+    names = [scenario.name for scenario in scenarios]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{path}: two rows of a matrix give the same scenario {twice!r}: remove one of them")
+    return CounterWorkload(path, file.name, _digest(file.model_dump(mode="json", exclude={"description"})), scenarios)
+
+
+def _scenarios(path: Path, file: CounterFile) -> Iterator[Scenario]:
+    streams = {name: _arrivals(file, waves) for name, waves in file.streams.items()}
+    for group_name, group in file.scenarios.items():
+        for varied in _crossed(group.matrix):
+            settings = {"device": "cpu", "async_scheduling": False, **file.engine, **group.engine, **varied}
+            if settings.get("preemption_mode") == "swap" and file.swap_space is not None:
+                settings.setdefault("swap_space", file.swap_space)
+            name = f"{group_name}/{config_id_of(settings, varied)}"
+            waves = [wave.model_dump(mode="json") for wave in file.streams[group.stream]]
+            try:
+                config, capacity = _built(settings)
+            except ValueError as error:
+                raise UsageError(f"{path}: scenario {name}: {error}") from None
+            defined = [settings, waves, file.seed, file.vocab_size, file.num_eos]
+            yield Scenario(
+                name=name,
+                config=config,
+                capacity=capacity,
+                arrivals=streams[group.stream],
+                seed=file.seed,
+                vocab_size=file.vocab_size,
+                num_eos=file.num_eos,
+                digest=_digest(defined)[:16],
+            )
+
+
+def _crossed(rows: list[dict[str, list[Any]]]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        for values in itertools.product(*row.values()):
+            yield dict(zip(row, values, strict=True))
+
+
+def _built(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
+    """Raises ValueError."""
+    config = EngineConfig.from_mapping(settings)
+    spec = find_model(config.model, "dummy")
+    config = config.check_against_model(spec.max_positions)
+    if config.kv_budget is None:
+        raise ValueError("kv_budget is missing: without a tight one nothing is ever preempted")
+    return config, capacity_of(config, spec.kv_shape(spec.default_dtype), config.kv_budget)
+
+
+def _arrivals(file: CounterFile, waves: list[Wave]) -> tuple[Arrival, ...]:
+    """In the order of their steps; of one step, in the order of the file."""
+    arrivals = [
+        _arrival(file, wave, place, index) for place, wave in enumerate(waves) for index in range(wave.count)
+    ]
+    return tuple(sorted(arrivals, key=lambda arrival: arrival.step))
+
+
+def _arrival(file: CounterFile, wave: Wave, place: int, index: int) -> Arrival:
+    drawn = (file.seed, place, index)
+    prompt: tuple[int, ...] = ()
+    if wave.prefix is not None:
+        who = (name_number(wave.prefix.family), index % wave.prefix.members)
+        prompt = tuple(mixed(file.seed, _SHARED, *who, at) % file.vocab_size for at in range(wave.prefix.tokens))
+    own = _length(wave.prompt, _PROMPT, drawn)
+    prompt += tuple(mixed(*drawn, _OWN, at) % file.vocab_size for at in range(own))
+    params = SamplingParams(
+        max_tokens=_length(wave.output, _OUTPUT, drawn),
+        temperature=0.0,
+        ignore_eos=wave.ignore_eos,
+        n=wave.n,
+        best_of=wave.best_of,
+        beam_width=wave.beam_width,
+    )
+    step = wave.start + index * wave.every
+    return Arrival(
+        step=step,
+        request=Request(f"w{place}-{index}", prompt, params, priority=wave.priority, cache_salt=wave.cache_salt),
+        abort_step=None if wave.abort_after is None else step + wave.abort_after,
+        abort_index=wave.abort_index,
+    )
+
+
+def _length(span: tuple[int, int], what: int, drawn: tuple[int, ...]) -> int:
+    low, high = span
+    return low + mixed(*drawn, what) % (high - low + 1)
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
