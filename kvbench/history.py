@@ -1,0 +1,339 @@
+"""Stored runs of sweeps, in the order in which they were measured, and what each cell of them gave.
+
+A run is a folder with a manifest.json: ``results/<workload>/<run>/`` of a sweep, or what ``kvbench history add`` keeps
+of one. Only manifest.json and cells/*/summary.json are read, so both look the same from here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.results import FORMAT, MANIFEST
+
+RELEASE = "release.json"
+"""Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""
+
+VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
+
+Server = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is followed. ``better``: +1 when more is better, -1 when less is, 0 when neither is.
+
+    ``read``: its value in one repeat of a summary.json, None where it is not measured.
+    """
+
+    name: str
+    title: str
+    unit: str
+    better: int
+    read: Callable[[Mapping[str, Any]], float | None]
+
+
+def _client(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda repeat: _number(_dig(repeat, ("metrics", *path)))
+
+
+def _peak_kv(repeat: Mapping[str, Any]) -> float | None:
+    return _number(_dig(repeat, ("server", "kv_cache_usage_perc_peak")))
+
+
+def _share(part: str, whole: str) -> Callable[[Mapping[str, Any]], float | None]:
+    def of(repeat: Mapping[str, Any]) -> float | None:
+        some, all_ = (_number(_dig(repeat, ("server", name))) for name in (part, whole))
+        return some / all_ if some is not None and all_ else None
+
+    return of
+
+
+METRICS = (
+    Metric("output_throughput", "output throughput", "tokens/s", +1, _client("output_throughput")),
+    Metric("p95_ttft_ms", "p95 TTFT", "ms", -1, _client("ttft_ms", "p95")),
+    Metric("p95_itl_ms", "p95 ITL", "ms", -1, _client("itl_ms", "p95")),
+    Metric("kv_peak", "peak KV use", "share", 0, _peak_kv),
+    Metric("kv_waste", "reserved and empty KV", "share", -1, _share("kv_waste_slots_mean", "kv_slots_reserved_mean")),
+    Metric(
+        "prefix_hit_rate",
+        "prefix hit rate",
+        "share",
+        +1,
+        _share("prefix_cache_hits_total", "prefix_cache_queries_total"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell in one run: metric name -> its value in each repeat that has one.
+
+    ``definition``: a fingerprint of its settings, its load and the workload's requests: what is asked of the engine.
+    """
+
+    valid: bool
+    definition: str
+    values: Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRun:
+    """One run. ``place``: what it was measured on, by name: values of two places are never compared."""
+
+    folder: Path
+    workload: str
+    started: datetime
+    complete: bool
+    sha: str | None
+    dirty: bool
+    release: str | None
+    versions: Mapping[str, str]
+    place: tuple[tuple[str, str], ...]
+    cells: Mapping[str, Measured]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def commit(self) -> str:
+        """Short, with a + where files differed from it."""
+        return f"{self.sha[:7] if self.sha else 'no commit'}{'+' if self.dirty else ''}"
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A metric of a cell in one run. ``state``: only ``valid`` counts; ``values``: one a repeat."""
+
+    run: StoredRun
+    state: str
+    values: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        """The median over the repeats."""
+        return statistics.median(self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """One metric of one cell on one machine, oldest run first. No point: the run did not measure it."""
+
+    workload: str
+    cell: str
+    metric: Metric
+    place: tuple[tuple[str, str], ...]
+    definition: str
+    points: tuple[Point, ...]
+
+    @property
+    def counted(self) -> tuple[Point, ...]:
+        """What a trend is made of: valid cells of complete runs."""
+        return tuple(point for point in self.points if point.state == VALID)
+
+    @property
+    def machine(self) -> str:
+        return place_words(self.place)
+
+    @property
+    def change(self) -> float | None:
+        """Of the last counted run against the one before: new / old - 1."""
+        return relative(*(point.value for point in self.counted[-2:])) if len(self.counted) > 1 else None
+
+
+def relative(old: float, new: float) -> float | None:
+    """new / old - 1; None where the old one is 0."""
+    return new / old - 1 if old else None
+
+
+def place_words(place: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(value for _, value in place)
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Folders with a manifest.json under ``paths``, none of them inside another. Links to folders are not followed.
+
+    Raises UsageError for a path that is no folder.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise UsageError(f"there is no folder {str(path)!r}: give one that holds runs, such as results/")
+        for folder, names, files in os.walk(path):
+            if MANIFEST in files:
+                found[Path(folder).resolve()] = None
+                names.clear()
+            names[:] = sorted(name for name in names if not name.startswith("."))
+    return list(found)
+
+
+def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
+    """The runs of sweeps among ``folders``, by their start; and a line for each that is passed over, with why.
+
+    A run that is in two folders (results and history) is taken once.
+    """
+    runs: dict[tuple[str, str, datetime], StoredRun] = {}
+    notes: list[str] = []
+    for folder in folders:
+        try:
+            run = read_run(folder, notes)
+        except ValueError as error:
+            notes.append(f"{folder} is passed over: {error}")
+            continue
+        key = (run.workload, run.name, run.started)
+        known = runs.get(key)
+        if known is None or (run.release and not known.release):
+            runs[key] = run
+    return sorted(runs.values(), key=lambda run: (run.started, run.name)), notes
+
+
+def read_run(folder: Path, notes: list[str]) -> StoredRun:
+    """Raises ValueError for what is no sweep's run; a cell that cannot be read is put down in ``notes``."""
+    manifest = read_object(folder / MANIFEST)
+    if (kind := manifest.get("kind")) is not None:
+        raise ValueError(f"it is a {kind!r} run, and only runs of `kvbench sweep` have a trend")
+    if not isinstance(manifest.get("plan"), list) or not isinstance(manifest.get("workload"), Mapping):
+        raise ValueError("its manifest.json is not that of a sweep")
+    if (written := manifest.get("format", FORMAT)) != FORMAT:
+        raise ValueError(f"it has the format {written!r}, and this kvbench reads {FORMAT}")
+    asked = _definition(manifest["workload"])
+    cells = {}
+    for path in sorted((folder / "cells").glob("*/summary.json")):
+        try:
+            summary = read_object(path)
+            cells[str(summary.get("cell_id", path.parent.name))] = _measured(summary, asked)
+        except ValueError as error:
+            notes.append(f"cell {path.parent.name} of {folder} is passed over: {error}")
+    git, versions = _mapping(manifest.get("git")), _mapping(manifest.get("versions"))
+    return StoredRun(
+        folder=folder,
+        workload=str(manifest.get("workload_name") or manifest["workload"].get("name") or folder.parent.name),
+        started=_time(manifest.get("started")),
+        complete=manifest.get("status") == "complete",
+        sha=str(git["sha"]) if git.get("sha") else None,
+        dirty=bool(git.get("dirty")),
+        release=_release(folder / RELEASE),
+        versions={str(name): str(value) for name, value in versions.items() if value is not None},
+        place=_place(manifest),
+        cells=cells,
+    )
+
+
+def all_series(runs: Iterable[StoredRun]) -> list[Series]:
+    """Every metric of every cell that any run has a value of, machine by machine, in the order first met."""
+    points: dict[tuple[Any, ...], list[Point]] = {}
+    for run in runs:
+        for cell, measured in run.cells.items():
+            state = INCOMPLETE if not run.complete else VALID if measured.valid else INVALID
+            for metric in METRICS:
+                if values := measured.values.get(metric.name):
+                    key = (run.workload, run.place, cell, measured.definition, metric.name)
+                    points.setdefault(key, []).append(Point(run, state, values))
+    names = [metric.name for metric in METRICS]
+    found = [
+        Series(workload, cell, METRICS[names.index(name)], place, definition, tuple(each))
+        for (workload, place, cell, definition, name), each in points.items()
+    ]
+    first = {series.definition: rank for rank, series in reversed(list(enumerate(found)))}
+    return sorted(found, key=lambda s: (s.workload, s.place, s.cell, first[s.definition], names.index(s.metric.name)))
+
+
+def _measured(summary: Mapping[str, Any], asked: Mapping[str, Any]) -> Measured:
+    repeats = summary.get("repeats")
+    if not isinstance(repeats, list) or not all(isinstance(repeat, Mapping) for repeat in repeats):
+        raise ValueError("it has no repeats")
+    values = {
+        metric.name: tuple(value for repeat in repeats if (value := metric.read(repeat)) is not None)
+        for metric in METRICS
+    }
+    what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": asked}
+    return Measured(
+        valid=bool(summary.get("valid", False)),
+        definition=sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8],
+        values={name: found for name, found in values.items() if found},
+    )
+
+
+def _definition(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the requests of every cell. Repeats and objectives do not; a cell has its own load and settings."""
+    load = _mapping(workload.get("load"))
+    own = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
+    return {"seed": workload.get("seed"), "load": {key: value for key, value in load.items() if key not in own}}
+
+
+def _place(manifest: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What two runs must share to be one trend; kvbench's, the engine's and all other versions are what is compared."""
+    cpu, workload = _mapping(manifest.get("cpu")), _mapping(manifest.get("workload"))
+    gpus = manifest.get("gpus") if isinstance(manifest.get("gpus"), list) else []
+    model = manifest.get("model") or _mapping(workload.get("model"))
+    named = (
+        [model.get(key) for key in ("name", "config", "path") if model.get(key)] if isinstance(model, Mapping) else []
+    )
+    facts = {
+        "cpu": cpu.get("model"),
+        "cores": f"{cpu['cores']} cores" if cpu.get("cores") else None,
+        "gpu": " + ".join(str(_mapping(gpu).get("name")) for gpu in gpus) or None,
+        "device": manifest.get("device") if manifest.get("device") != cpu.get("model") else None,
+        "backend": manifest.get("backend") if manifest.get("backend") != "kvbench" else None,
+        "model": named[0] if named else (model if isinstance(model, str) else None),
+        "dtype": _mapping(workload.get("model")).get("dtype"),
+        "profile": f"profile {manifest['profile']}" if manifest.get("profile") else None,
+    }
+    return tuple((name, str(value)) for name, value in facts.items() if value)
+
+
+def _release(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    name = read_object(path).get("release")
+    if not isinstance(name, str):
+        raise ValueError(f"{path.name} names no release")
+    return name
+
+
+def _time(text: Any) -> datetime:
+    """A time with its zone (UTC where it says none). ValueError for anything else."""
+    try:
+        time = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        raise ValueError(f"its manifest says {text!r} for its start, which is no time") from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. ValueError for anything else."""
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
+    return data
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _dig(node: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _number(value: Any) -> float | None:
+    """A finite float, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < float("inf") else None

@@ -1,0 +1,155 @@
+"""``kvbench history``: stored runs over time, drift since the last release, and keeping runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbench.default_group import DefaultGroup
+from kvbench.option_types import OutputFile
+
+
+@click.group(cls=DefaultGroup, default="show")
+def history() -> None:
+    """Follow stored runs over time, and keep them.
+
+    \b
+      kvbench history results/                        what changed from run to run, and since the last release
+      kvbench history results/ --html trend.html      the same as a page
+      kvbench history add results/mixed/<run> --to history/ [--release v1.2]
+    `kvbench history FOLDERS` is short for `kvbench history show FOLDERS`: see `kvbench history show --help`.
+    """
+
+
+@history.command()
+@click.argument("folders", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--workload", "workloads", multiple=True, metavar="GLOB", help="Only these workloads. Repeatable.")
+@click.option("--cell", "cells", multiple=True, metavar="GLOB", help="Only these cells, e.g. 'paged-*'. Repeatable.")
+@click.option("--metric", "metrics", multiple=True, metavar="GLOB", help="Only these metrics. Repeatable.")
+@click.option("--machine", "machines", multiple=True, metavar="TEXT", help="Only machines with this in their name.")
+@click.option("--last", type=click.IntRange(1), metavar="N", help="Show the newest N runs of each series.")
+@click.option(
+    "--release", metavar="REF",
+    help="Drift since this release, tag or commit (default: the newest run marked as a release, else the newest git tag"
+    " v* that has a run).",
+)  # fmt: skip
+@click.option("--fail-on-drift", is_flag=True, help="End with 1, 3 or 5 as the drift says.")
+@click.option("--otava", metavar="PATH", help="Apache Otava's program, for change points (default: otava on PATH).")
+@click.option("--no-change-points", is_flag=True, help="Do not look for change points.")
+@click.option("--html", type=OutputFile(), metavar="OUT.html", help="Write the trends as a page, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
+def show(**options: Any) -> int:
+    """Show how the runs in FOLDERS changed over time, and since the last release.
+
+    FOLDERS: results/, or what `kvbench history add` keeps; both at once, too. Runs on another machine, GPU, device,
+    model or profile are a series of their own, as are cells whose settings or load were changed; versions of kvbench
+    and of the engine are what is compared. Cells that are not valid and runs that are not complete are shown and not
+    counted. A value is the median over the repeats of a run.
+
+    Drift: the newest run against the release, with the 95 % interval that the repeats give, beside the margins of
+    `kvbench compare` for a cell. Change points are advisory.
+
+    \b
+    Exit codes:
+      0  shown
+      1  --fail-on-drift only: a metric of a cell is worse than the release by more than its margin
+      2  usage or bad input
+      3  --fail-on-drift only: the repeats vary too much, or are too few, to say
+      5  no run was found; with --fail-on-drift: nothing could be compared with a release
+    """
+    return show_command(**options)
+
+
+@history.command()
+@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--to", type=click.Path(path_type=Path, file_okay=False), required=True, help="The history's folder.")
+@click.option("--release", metavar="NAME", help="Mark the runs as those of a release, e.g. v1.2.")
+@click.option("--incomplete", is_flag=True, help="Keep incomplete runs, too.")
+def add(**options: Any) -> int:
+    """Keep RUNS (folders of runs, or folders that hold some) in a history: small files only, never changed again.
+
+    Of each run: manifest.json, summary.csv, verdict.json and the figures of each cell that trends are made of, in
+    DIR/<workload>/<run>/. No prompts, no outputs, no logs. A run that is there already is left alone; an incomplete
+    one is passed over.
+
+    \b
+    Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was found.
+    """
+    return add_command(**options)
+
+
+def show_command(
+    *,
+    folders: tuple[Path, ...],
+    fail_on_drift: bool,
+    html: Path | None,
+    as_json: bool,
+    no_change_points: bool,
+    **asked: Any,
+) -> int:
+    """Raises UsageError."""
+    from kvbench.errors import EXIT_NOTHING, EXIT_OK
+    from kvbench.history_drift import drift_exit_code
+    from kvbench.history_view import Asked, check_metrics, view
+    from kvbench.house import say
+
+    check_metrics(asked["metrics"])
+    found = view(folders, Asked(**asked, change_points=not no_change_points))
+    for note in found.notes:
+        say(f"note: {note}")
+    if not found.groups:
+        say(f"there is nothing to show in {', '.join(map(str, folders))}: no run of `kvbench sweep` that can be read")
+        return EXIT_NOTHING
+    if html is not None:
+        _write_page(html, found)
+    if as_json:
+        from kvbench.history_table import as_dict
+
+        print(json.dumps(as_dict(found), indent=1))
+    else:
+        _print(found, html)
+    return drift_exit_code(found.drifts) if fail_on_drift else EXIT_OK
+
+
+def _print(found: Any, html: Path | None) -> None:
+    from rich.console import Console
+
+    from kvbench.history_table import legend, tables
+
+    console = Console()
+    for table in tables(found):
+        console.print(table)
+    told = [*legend(found), found.drift_sentence, found.change_point_note, f"page: {html}" if html else ""]
+    for line in told:
+        if line:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _write_page(path: Path, found: Any) -> None:
+    from kvbench.history_page import page
+    from kvbench.results import write_text
+
+    write_text(path, page(found))
+
+
+def add_command(*, runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool) -> int:
+    """Raises UsageError."""
+    from kvbench.errors import EXIT_NOTHING, EXIT_OK, UsageError
+    from kvbench.history import find_runs
+    from kvbench.history_store import add_run
+    from kvbench.house import say
+
+    if release is not None and not release.strip():
+        raise UsageError("--release '' is no name: give one such as v1.2, or leave it out")
+    folders = find_runs(runs)
+    for folder in folders:
+        done, place, notes = add_run(folder, to, release, incomplete=incomplete)
+        for note in notes:
+            say(f"note: {note}")
+        print(f"{done}: {place}")
+    if not folders:
+        say(f"there is no run in {', '.join(map(str, runs))}: give the folder of one, such as results/mixed/<run>")
+    return EXIT_OK if folders else EXIT_NOTHING

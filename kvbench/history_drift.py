@@ -1,0 +1,177 @@
+"""Drift since the last release: what many changes, each too small for a gate, have added up to.
+
+Each cell's newest counted run is set beside the newest counted run of the release. The change is the ratio of the
+geometric means over the repeats; its 95 % interval is Welch's, on logarithms (a repeat is a fresh server, so repeats
+are independent draws). What differs from day to day on one machine is not in that interval: a flag asks for
+``kvbench compare`` of the two commits, which measures both on one day.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
+from kvbench.history import Point, Series, StoredRun
+
+DRIFTED, WITHIN, UNCLEAR = "drifted", "within", "unclear"
+CONFIDENCE = 0.95
+_MIN_SHA = 7
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One judged metric of one cell since the release. ``change``: new / old - 1, ``interval`` its 95 % interval.
+
+    ``outcome``: ``drifted`` when it is worse by more than ``margin`` and the interval shuts out no change; ``within``
+    when the interval shuts out a drift beyond the margin; else ``unclear``: the repeats vary too much, or are too few.
+    """
+
+    series: Series
+    release: Point
+    last: Point
+    change: float
+    interval: tuple[float, float] | None
+    margin: float
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Releases:
+    """Which runs are of a release: by name and commit, the newest release first.
+
+    ``asked``: only this one counts; otherwise a run that was marked as a release in its history comes before git tags.
+    """
+
+    tags: tuple[tuple[str, str], ...] = ()  # (name, full sha)
+    asked: str | None = None
+
+    def of(self, series: Series) -> tuple[str, Point] | None:
+        """The release's name and its newest counted run in this series."""
+        counted = series.counted
+        if self.asked is None and (marked := [point for point in counted if point.run.release]):
+            return str(marked[-1].run.release), marked[-1]
+        for name, sha in self.tags:
+            if points := [point for point in counted if point.run.sha == sha and not point.run.dirty]:
+                return name, points[-1]
+        if self.asked is not None and (named := [p for p in counted if _is(p.run, self.asked)]):
+            return self.asked, named[-1]
+        return None
+
+
+def find_releases(runs: Sequence[StoredRun], asked: str | None) -> Releases:
+    """Raises UsageError when ``asked`` is neither a marked release, nor a git ref, nor the start of a commit's name."""
+    if asked is None:
+        return Releases(tuple(_tags()))
+    if any(run.release == asked for run in runs):
+        return Releases(asked=asked)
+    sha = _git("rev-parse", "--verify", "--quiet", f"{asked}^{{commit}}") if not asked.startswith("-") else ""
+    found = Releases(((asked, sha.strip()),) if sha.strip() else (), asked)
+    shas = {sha for _, sha in found.tags}
+    if not any((run.sha in shas and not run.dirty) or _is(run, asked) for run in runs):
+        known = sorted({run.release for run in runs if run.release})
+        raise UsageError(
+            f"--release {asked!r}: no run is of that commit or release; "
+            + (f"marked releases: {', '.join(known)}" if known else "mark one with `kvbench history add ... --release`")
+        )
+    return found
+
+
+def find_drifts(series: Iterable[Series], releases: Releases, margins: Mapping[str, float]) -> list[Drift]:
+    """The change since the release of every series that has a margin, a run of the release and a newer one."""
+    found = []
+    for each in series:
+        release = releases.of(each)
+        if each.metric.name not in margins or release is None or release[1] is each.counted[-1]:
+            continue
+        if drift := compare(each, release[1], each.counted[-1], margins[each.metric.name]):
+            found.append(drift)
+    return found
+
+
+def compare(series: Series, release: Point, last: Point, margin: float) -> Drift | None:
+    """None where a value is not positive, so that there is no ratio."""
+    if min(release.values + last.values) <= 0:
+        return None
+    old, new = ([math.log(value) for value in point.values] for point in (release, last))
+    difference = statistics.fmean(new) - statistics.fmean(old)
+    half = _half_width(old, new)
+    interval = None if half is None else (math.expm1(difference - half), math.expm1(difference + half))
+    worse = sorted(-series.metric.better * change for change in interval) if interval else (-math.inf, math.inf)
+    change = math.expm1(difference)
+    if -series.metric.better * change > margin and worse[0] > 0:
+        outcome = DRIFTED
+    else:
+        outcome = WITHIN if worse[1] <= margin else UNCLEAR
+    return Drift(series, release, last, change, interval, margin, outcome)
+
+
+def _half_width(old: Sequence[float], new: Sequence[float]) -> float | None:
+    """Of Welch's interval of the difference of two means; None with fewer than two values on a side."""
+    if min(len(old), len(new)) < 2:
+        return None
+    from scipy.stats import t
+
+    parts = [statistics.variance(side) / len(side) for side in (old, new)]
+    if not (total := sum(parts)):
+        return 0.0
+    freedom = total**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (old, new), strict=True))
+    return float(t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(total)
+
+
+def drift_exit_code(drifts: Sequence[Drift]) -> int:
+    """What ``--fail-on-drift`` ends with."""
+    outcomes = {drift.outcome for drift in drifts}
+    if DRIFTED in outcomes:
+        return EXIT_REGRESSION
+    if not outcomes:
+        return EXIT_NOTHING
+    return EXIT_INCONCLUSIVE if UNCLEAR in outcomes else EXIT_OK
+
+
+def drift_sentence(drifts: Sequence[Drift]) -> str:
+    """What became of the metrics since the release, in one line."""
+    if not drifts:
+        return (
+            "Drift since a release: nothing to compare; mark a release's run with `kvbench history add ... --release "
+            "NAME`, name one with --release, or measure a commit with a tag v*."
+        )
+    counts = {outcome: sum(drift.outcome == outcome for drift in drifts) for outcome in (DRIFTED, WITHIN, UNCLEAR)}
+    whole = f"of {len(drifts)} cell metrics"
+    parts = [
+        f"{counts[DRIFTED]} {whole} got worse by more than their margin" if counts[DRIFTED] else "",
+        f"{counts[WITHIN]}{'' if counts[DRIFTED] else f' {whole}'} held within it" if counts[WITHIN] else "",
+        f"for {counts[UNCLEAR]} the repeats vary too much or are too few to say" if counts[UNCLEAR] else "",
+    ]
+    return f"Drift since the release: {', '.join(part for part in parts if part)}."
+
+
+def default_margins() -> dict[str, float]:
+    """Metric -> how much worse a cell may be, as a share: those of the timing gate."""
+    from kvbench.gate.rules import DEFAULT_RULES
+
+    return {metric.name: metric.margins["cell"] for metric in DEFAULT_RULES.metrics}
+
+
+def _is(run: StoredRun, asked: str) -> bool:
+    starts = len(asked) >= _MIN_SHA and run.sha is not None and run.sha.startswith(asked.lower()) and not run.dirty
+    return run.release == asked or starts
+
+
+def _tags() -> list[tuple[str, str]]:
+    """Tags v* of the repository in this folder, newest first, with their commits."""
+    text = _git("tag", "--list", "v*", "--sort=-creatordate", "--format=%(refname:short) %(objectname) %(*objectname)")
+    rows = [line.split() for line in text.splitlines()]
+    return [(row[0], row[-1]) for row in rows if len(row) > 1]  # the last one is the commit of an annotated tag
+
+
+def _git(*arguments: str) -> str:
+    """Its output; empty without git, outside a repository, or when it says no."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout

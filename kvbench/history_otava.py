@@ -1,0 +1,160 @@
+"""Change points of stored series, found by Apache Otava as a program of its own.
+
+Otava pins versions of numpy and scipy that kvbench cannot live with, so it has its own environment: it is given CSV
+files and a configuration in a scratch folder, and answers with one JSON object a series on its output. Whatever goes
+wrong there is a note and no error: change points are advisory.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.history import Point, Series
+
+ADVISORY = "advisory: in histories whose runs resemble their neighbours, 55 % of such points are false"
+GET = (
+    "Change points: not looked for, there is no program `otava`; get it into an environment of its own (python -m venv "
+    "otava-venv && otava-venv/bin/pip install apache-otava) and name it: --otava otava-venv/bin/otava."
+)
+LEAST = 8  # counted runs; of fewer, no permutation reaches Otava's p of 0.001
+LIMIT_S = 120.0
+_GROUP = "all"
+_METRIC = "value"
+_SPAN = (
+    "1970-01-01T00:00:00+00:00",
+    "2200-01-01T00:00:00+00:00",
+)  # Otava's own default forgets what is over a year old
+
+
+class OtavaError(Exception):
+    """Otava failed or said something else than it does: one clause that says what."""
+
+
+@dataclass(frozen=True)
+class ChangePoint:
+    """From ``point`` on, the mean is another one: ``change`` is mean after / mean before - 1, ``p`` Otava's."""
+
+    point: Point
+    change: float
+    p: float
+
+
+def find_change_points(
+    series: Sequence[Series], program: str | None, limit_s: float = LIMIT_S
+) -> tuple[dict[Series, tuple[ChangePoint, ...]], str]:
+    """Change points by series, of those that have any, and one line on how they were looked for."""
+    long = [each for each in series if len(each.counted) >= LEAST]
+    if not long:
+        return {}, f"Change points: not looked for, no series has the {LEAST} counted runs that they take."
+    if (path := shutil.which(program or "otava")) is None:
+        return {}, GET if program is None else f"Change points: not looked for, --otava {program!r} is no program."
+    try:
+        found = _asked(path, long, limit_s)
+    except OtavaError as error:
+        return {}, f"Change points: not found out, {path} {error}."
+    count = sum(map(len, found.values()))
+    return found, f"Change points by Apache Otava: {count} in {len(long)} series of {LEAST} or more runs; {ADVISORY}."
+
+
+def _asked(path: str, series: Sequence[Series], limit_s: float) -> dict[Series, tuple[ChangePoint, ...]]:
+    by_name = {f"s{index}": each for index, each in enumerate(series)}
+    with tempfile.TemporaryDirectory(prefix="kvbench-otava-") as name:
+        folder = Path(name)
+        _write_inputs(folder, by_name)
+        command = [os.path.abspath(path), "analyze", _GROUP, "--config-file", "otava.yaml", "--output", "json"]
+        command += ["--since", _SPAN[0], "--until", _SPAN[1]]
+        output = _run(command, folder, limit_s)
+    answers = _parsed(output)
+    if set(answers) != set(by_name):
+        raise OtavaError(f"answered for {len(answers)} series where it was asked for {len(by_name)}")
+    found = {each: _change_points(answers[name], each) for name, each in by_name.items()}
+    return {each: points for each, points in found.items() if points}
+
+
+def _write_inputs(folder: Path, by_name: Mapping[str, Series]) -> None:
+    """A CSV file a series, counted runs only, and the configuration (JSON is YAML)."""
+    tests: dict[str, Any] = {}
+    for name, series in by_name.items():
+        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(["time", _METRIC])
+            rows.writerows((point.run.started.isoformat(), repr(point.value)) for point in series.counted)
+        tests[name] = {
+            "type": "csv",
+            "file": f"{name}.csv",
+            "time_column": "time",
+            "attributes": [],
+            "metrics": {_METRIC: {"column": _METRIC, "direction": series.metric.better or 1, "scale": 1}},
+        }
+    config = {"tests": tests, "test_groups": {_GROUP: list(tests)}}
+    (folder / "otava.yaml").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _run(command: Sequence[str], folder: Path, limit_s: float) -> str:
+    """What it printed. Of this environment it gets the path only: Otava reads BRANCH and tokens of services from it."""
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder), "LC_ALL": "C.UTF-8"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        raise OtavaError(f"took more than {limit_s:g} s") from None
+    except OSError as error:
+        raise OtavaError(f"cannot be run ({error.strerror})") from None
+    said = done.stderr.decode(errors="replace").strip().splitlines()
+    if done.returncode:
+        raise OtavaError(f"ended with {done.returncode}" + (f" ({said[-1][:200]})" if said else ""))
+    try:
+        return done.stdout.decode()
+    except UnicodeDecodeError:
+        raise OtavaError("printed what is no UTF-8") from None
+
+
+def _parsed(output: str) -> dict[str, Any]:
+    """Test name -> its groups of changes: an object a line."""
+    answers: dict[str, Any] = {}
+    for line in output.splitlines():
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            raise OtavaError(f"printed a line that is not JSON: {line[:80]!r}") from None
+        if not isinstance(answer, dict) or len(answer) != 1 or set(answer) & set(answers):
+            raise OtavaError("printed something else than one object for each series")
+        answers |= answer
+    return answers
+
+
+def _change_points(groups: Any, series: Series) -> tuple[ChangePoint, ...]:
+    counted, found = series.counted, []
+    for change in _changes(groups):
+        try:
+            index, before, after, p = (
+                change["index"], float(change["mean_before"]), float(change["mean_after"]), float(change["pvalue"])
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError):
+            raise OtavaError(f"printed a change that lacks its numbers: {str(change)[:80]}") from None
+        if change.get("metric") != _METRIC or type(index) is not int or not 0 < index < len(counted):
+            raise OtavaError(f"found a change at {index!r} of {len(counted)} runs")
+        if not 0 <= p <= 1 or not before:
+            raise OtavaError(f"printed a change with p {p:g} from a mean of {before:g}")
+        found.append(ChangePoint(counted[index], after / before - 1, p))
+    return tuple(found)
+
+
+def _changes(groups: Any) -> Iterable[Mapping[str, Any]]:
+    try:
+        changes = [change for group in groups for change in group["changes"]]
+    except (KeyError, TypeError):
+        raise OtavaError("printed changes in another form than Otava 0.8's") from None
+    if not all(isinstance(change, dict) for change in changes):
+        raise OtavaError("printed changes in another form than Otava 0.8's")
+    return changes

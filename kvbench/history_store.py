@@ -1,0 +1,124 @@
+"""Keeping runs: the small files of each in a folder of its own, never changed once there.
+
+    DIR/<workload>/<run>/manifest.json  summary.csv  cells/<cell>/summary.json  release.json
+
+A sweep's summary.json holds every percentile of every class; what a trend is made of is a thirtieth of it, and only
+that is kept: the identity of the cell, whether it is valid, and of each repeat the client's totals and latencies and
+the server's counters. Made to lie on an orphan branch, where every byte stays for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.history import RELEASE, StoredRun, read_object, read_run
+from kvbench.results import MANIFEST, write_text
+
+COPIED = (MANIFEST, "summary.csv", "verdict.json")
+_OF_CELL = ("cell_id", "config_id", "label", "is_baseline", "varied", "settings", "load", "valid", "invalid_reasons")
+_OF_REPEAT = ("repeat", "started_at", "requests_sha256")
+_OF_METRICS = (
+    "completed", "failed", "duration_s", "output_throughput", "steady_output_throughput", "request_throughput",
+    "goodput", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "total_input_tokens", "total_output_tokens",
+)  # fmt: skip
+ADDED, THERE, MARKED = "added", "there already", "marked"
+
+
+def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = False) -> tuple[str, Path, list[str]]:
+    """Keep the run in ``source`` under ``to``: what was done, where it lies, and notes on what is not in it.
+
+    Raises UsageError when it is no sweep's run, is not complete (unless ``incomplete``), or when its place holds
+    something else; then nothing is written.
+    """
+    notes: list[str] = []
+    try:
+        run = read_run(source, notes)
+    except ValueError as error:
+        raise UsageError(f"{source} cannot be kept: {error}") from None
+    if not run.complete and not incomplete:
+        raise UsageError(f"{source} is incomplete: finish it with --resume, or keep it as it is with --incomplete")
+    files = kept_files(source, run)
+    target = to / _file_name(run.workload) / source.resolve().name
+    if target.exists():
+        _must_be_same(target, files)
+        if release is None or run_release(target) == release:
+            return THERE, target, notes
+        if (other := run_release(target)) is not None:
+            raise UsageError(f"{target} is kept as release {other!r} already: a history is not changed")
+        write_text(target / RELEASE, _release_text(release))
+        return MARKED, target, notes
+    if release is not None:
+        files[RELEASE] = _release_text(release).encode()
+    _write_whole(target, files)
+    return ADDED, target, notes
+
+
+def kept_files(source: Path, run: StoredRun) -> dict[str, bytes]:
+    """Path in the history's folder -> content; equal for equal runs."""
+    files = {name: (source / name).read_bytes() for name in COPIED if (source / name).is_file()}
+    for path in sorted((source / "cells").glob("*/summary.json")):
+        with suppress(ValueError):  # said by read_run
+            files[f"cells/{path.parent.name}/summary.json"] = _cell_text(read_object(path)).encode()
+    if (source / RELEASE).is_file() and run.release is not None:
+        files[RELEASE] = _release_text(run.release).encode()
+    return files
+
+
+def run_release(folder: Path) -> str | None:
+    return read_object(folder / RELEASE).get("release") if (folder / RELEASE).is_file() else None
+
+
+def _cell_text(summary: Mapping[str, Any]) -> str:
+    repeats = [
+        {key: repeat[key] for key in _OF_REPEAT if key in repeat}
+        | {"metrics": {key: repeat["metrics"][key] for key in _OF_METRICS if key in repeat.get("metrics", {})}}
+        | {"server": repeat.get("server", {})}
+        for repeat in summary.get("repeats", ())
+        if isinstance(repeat, Mapping)
+    ]
+    kept = {key: summary[key] for key in _OF_CELL if key in summary} | {"repeats": repeats}
+    return json.dumps(kept, separators=(",", ":")) + "\n"
+
+
+def _must_be_same(target: Path, files: Mapping[str, bytes]) -> None:
+    """Raises UsageError when a file there has another content, or one is more or less; the release's name aside."""
+    there = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} - {RELEASE}
+    wanted = set(files) - {RELEASE}
+    different = sorted(there ^ wanted) or sorted(name for name in wanted if (target / name).read_bytes() != files[name])
+    if different:
+        raise UsageError(
+            f"{target} holds another content ({different[0]} differs): a history is not changed; keep this run in "
+            "another folder, or look at which of the two is right"
+        )
+
+
+def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:
+    """All of them or nothing: written beside the place and renamed into it."""
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        for name, content in files.items():
+            path = scratch / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        scratch.rename(target)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise UsageError(f"{target} cannot be written: {error.strerror}; give a folder that can be") from None
+
+
+def _release_text(release: str) -> str:
+    return json.dumps({"release": release}) + "\n"
+
+
+def _file_name(workload: str) -> str:
+    return workload.replace("/", "_").lstrip(".") or "workload"
