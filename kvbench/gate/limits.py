@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 from kvbench.gate import metric_names
 from kvbench.gate.verdict import FAIL, INVALID, PASS, Finding
 from kvbench.gate.wording import number
+from kvbench.quality_result import QualityResult
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import paging_pair
 from kvbench.report.words import data_size, ms
@@ -63,6 +64,11 @@ class Limit:
         """Whether higher is better; None where the limit has two ends."""
         return None if self.low is not None and self.high is not None else self.high is None
 
+    def bounds(self, unit: str) -> str:
+        """at least 1 ms and at most 2 ms"""
+        both = (("at least", self.low), ("at most", self.high))
+        return " and ".join(f"{how} {_words(bound, unit)}" for how, bound in both if bound is not None)
+
     def excess(self, value: float) -> float:
         """By how much ``value`` is beyond the limit; 0 or less within it."""
         over = -math.inf if self.high is None else value - self.high
@@ -76,18 +82,27 @@ def matches(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name if "/" in glob else last, glob) for glob in globs)
 
 
-def judge_limits(run: Run, limits: Sequence[Limit], quality: Mapping[str, Any] | None) -> tuple[Finding, ...]:
-    """Every limit against each cell, pair of cells or configuration that it names. ``quality``: quality.json."""
+def judge_limits(
+    run: Run, limits: Sequence[Limit], quality: QualityResult | None = None, doubt: str | None = None
+) -> tuple[Finding, ...]:
+    """Every limit against each cell, pair of cells or configuration that it names.
+
+    ``quality``: the KLD measured for this run; ``doubt``: why it does not belong to it.
+    """
     found: dict[str, Finding] = {}
     for limit in limits:
-        for finding in _JUDGES[limit.kind](run, limit, quality):
+        if limit.kind == "kld":
+            made = _judge_kld(run, limit, quality, doubt)
+        else:
+            made = (_judge_metric if limit.kind == "metric" else _judge_ratio)(run, limit)
+        for finding in made:
             same = sum(key == finding.id or key.startswith(f"{finding.id} (") for key in found)
             kept = replace(finding, id=f"{finding.id} ({same + 1})") if same else finding
             found[kept.id] = kept
     return tuple(found.values())
 
 
-def _judge_metric(run: Run, limit: Limit, _: Any) -> list[Finding]:
+def _judge_metric(run: Run, limit: Limit) -> list[Finding]:
     cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
     if not cells:
         return [_no_cell(run, limit)]
@@ -111,7 +126,7 @@ def _of_cell(run: Run, cell: Cell, limit: Limit) -> Finding:
     return _invalid(limit, where, _reasons(cell))
 
 
-def _judge_ratio(run: Run, limit: Limit, _: Any) -> list[Finding]:
+def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
     pairs = [pair for pair in _pairs(run, limit) if matches(_name(run, pair[0]), limit.cells)]
     if not pairs:
         if limit.of:
@@ -168,7 +183,7 @@ def _of_pair(run: Run, limit: Limit, a: Cell, b: Cell) -> Finding:
     )
 
 
-def _judge_kld(run: Run, limit: Limit, quality: Mapping[str, Any] | None) -> list[Finding]:
+def _judge_kld(run: Run, limit: Limit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
     quantised = dict.fromkeys(
         cell.config_id
         for cell in run.cells
@@ -176,20 +191,21 @@ def _judge_kld(run: Run, limit: Limit, quality: Mapping[str, Any] | None) -> lis
     )
     if not quantised:
         return [_no_cell(run, limit, " with a quantised KV")]
-    return [_of_configuration(run, limit, config_id, quality) for config_id in quantised]
+    return [_of_configuration(run, limit, config_id, quality, doubt) for config_id in quantised]
 
 
-def _of_configuration(run: Run, limit: Limit, config_id: str, quality: Mapping[str, Any] | None) -> Finding:
+def _of_configuration(
+    run: Run, limit: Limit, config_id: str, quality: QualityResult | None, doubt: str | None
+) -> Finding:
     where = f"{run.workload}/{config_id}"
-    known = ((quality or {}).get("configurations") or {}).get(config_id)
-    value = (known or {}).get(limit.what)
-    if value is None:
-        return _invalid(limit, where, f"not measured: run `kvbench quality {run.folder}` first")
-    details = (f"over {known['positions']:,} positions, weights: {quality['weights']}",) if known else ()
-    return _held(limit, where, [float(value)], "" if limit.what == "same_argmax" else "nats", details)
-
-
-_JUDGES = {"metric": _judge_metric, "ratio": _judge_ratio, "kld": _judge_kld}
+    known = quality.configurations.get(config_id) if quality is not None else None
+    if quality is None or known is None or known.get(limit.what) is None:
+        return _invalid(limit, where, f"not measured: run `kvbench quality {run.folder}`")
+    if doubt:
+        return _invalid(limit, where, doubt)
+    unit = "share" if limit.what == "same_argmax" else "nats"
+    details = [f"over {known['positions']:,} positions; weights: {quality.weights}"]
+    return _held(limit, where, [float(known[limit.what])], unit, details)
 
 
 def _held(limit: Limit, where: str, values: Sequence[float], unit: str, details: Sequence[str]) -> Finding:
@@ -202,7 +218,7 @@ def _held(limit: Limit, where: str, values: Sequence[float], unit: str, details:
     return Finding(
         id=_id(limit, where),
         suite=SUITE,
-        title=f"{limit.label} of {where}",
+        title=f"{limit.label} of {where}, {limit.bounds('' if unit == 'ms' else unit)}",
         outcome=FAIL if broken else PASS,
         sentence=f"{limit.label} of {where}: {which}{_words(judged, unit)}, {_bounds(limit, judged, unit)}",
         metric=limit.what,
@@ -250,8 +266,7 @@ def _bounds(limit: Limit, value: float, unit: str) -> str:
         return f"below the limit of {_words(limit.low, unit)}"
     if limit.high is not None and value > limit.high:
         return f"above the limit of {_words(limit.high, unit)}"
-    bounds = (("at least", limit.low), ("at most", limit.high))
-    return "the limit is " + " and ".join(f"{how} {_words(b, unit)}" for how, b in bounds if b is not None)
+    return f"the limit is {limit.bounds(unit)}"
 
 
 def _words(value: float, unit: str) -> str:

@@ -1,0 +1,148 @@
+"""`kvbench gate RESULTS`: the absolute limits of a policy on a sweep's run, or a comparison judged again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.gate.limits import SUITE, judge_limits
+from kvbench.gate.policy import Policy
+from kvbench.gate.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
+from kvbench.quality_result import QualityResult, read_quality
+from kvbench.report.data import Run
+from kvbench.report.reading import read_run
+from kvbench.report.words import listing, plural
+from kvbench.results import MANIFEST, read_json
+
+_NAMED = 5  # cells in one sentence
+
+
+def gate_results(results: Path, policy: Policy, *, force: bool = False) -> Verdict:
+    """The verdict on a folder. ``force``: also where what is compared does not come from the same code and versions.
+
+    Raises:
+        UsageError: it is no folder of a sweep or of a comparison, or a sweep's without a policy.
+    """
+    manifest = results / MANIFEST
+    told = read_json(manifest) if manifest.is_file() else {}
+    if isinstance(told, Mapping) and told.get("kind") == "compare":
+        from kvbench.gate.compare import judge_folder
+
+        return judge_folder(results, policy, force=force)
+    if policy.source is None:
+        raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
+    try:
+        run = read_run(results)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return judge_run(run, policy, read_quality(results), force=force)
+
+
+def judge_run(run: Run, policy: Policy, quality: QualityResult | None, *, force: bool = False) -> Verdict:
+    """The verdict of the policy's limits on one run; without a limit or a cell it is ``empty``."""
+    if not policy.limits:
+        said = f"nothing was compared: {policy.source} has no limits; write some under limits:"
+        return _verdict(run, policy, EMPTY, said, ())
+    if not run.cells:
+        said = f"nothing was compared: {run.folder} has no finished cell; go on with `{_resume(run)}`"
+        return _verdict(run, policy, EMPTY, said, ())
+    doubt = None if quality is None or force else _other_code(run, quality)
+    findings = (*_of_run(run), *judge_limits(run, policy.limits, quality, doubt))
+    outcome = worst([finding.outcome for finding in findings])
+    notes = [*_unjudged(run, findings), *([] if quality is None else [quality.note])]
+    return _verdict(run, policy, outcome, _sentence(run, outcome, findings), findings, notes)
+
+
+def _of_run(run: Run) -> list[Finding]:
+    """What is wrong with the run as a whole."""
+    wrong = []
+    if run.missing:
+        wrong.append(f"{plural(len(run.missing), 'cell')} without a finished load ({_some(run.missing)})")
+    if run.short:
+        wrong.append(f"too few repeats ({_some(run.short)})")
+    if not wrong and run.status != "complete":
+        wrong.append(f"its status is {run.status}")
+    if wrong:
+        said = f"the run is incomplete: {' and '.join(wrong)}; go on with `{_resume(run)}`"
+        return [_run_finding(run, "complete run", said, run.problems)]
+    if run.problems:
+        return [_run_finding(run, "readable run", f"the run has problems: {run.problems[0]}", run.problems[1:])]
+    return []
+
+
+def _run_finding(run: Run, what: str, sentence: str, details: Sequence[str]) -> Finding:
+    title = f"{what} of {run.workload}"
+    return Finding(f"{SUITE}/{run.workload}/{what}", SUITE, title, INVALID, sentence, details=tuple(details))
+
+
+def _unjudged(run: Run, findings: Sequence[Finding]) -> list[str]:
+    """Invalid cells that no limit was about: not judged, and not to be overlooked either."""
+    said = " ".join(finding.id for finding in findings)
+    silent = [cell.cell_id for cell in run.cells if not cell.valid and f"/{cell.cell_id}" not in said]
+    return [f"no limit holds these cells, whose measurement is invalid: {_some(silent)}"] if silent else []
+
+
+def _other_code(run: Run, quality: QualityResult) -> str | None:
+    """Why a KLD does not belong to the run: it was measured with other code, versions or weights."""
+    different = quality.differs_from(run.manifest)
+    if not different:
+        return None
+    return (
+        f"measured with another {listing(different)} than the run: run `kvbench quality {run.folder}` again, or take "
+        "it all the same with --force"
+    )
+
+
+def _sentence(run: Run, outcome: str, findings: Sequence[Finding]) -> str:
+    broken, invalid = ([f for f in findings if f.outcome == kind] for kind in (FAIL, INVALID))
+    if outcome == PASS:
+        return f"all {plural(len(findings), 'limit')} hold on {plural(len(run.cells), 'cell')} of {run.workload}"
+    if outcome == FAIL:
+        first = f"{len(broken)} of {plural(len(findings), 'limit')} of {run.workload} broken: {broken[0].sentence}"
+    else:
+        first = f"{len(invalid)} of {plural(len(findings), 'limit')} could not be judged: {invalid[0].sentence}"
+    return first
+
+
+def _verdict(
+    run: Run, policy: Policy, outcome: str, sentence: str, findings: Sequence[Finding], notes: Sequence[str] = ()
+) -> Verdict:
+    manifest = run.manifest
+    git, cpu, command = (manifest.get(key) or {} for key in ("git", "cpu", "command"))
+    facts = {
+        "workload": run.workload,
+        "cells": len(run.cells),
+        "repeats": max((len(cell.repeats) for cell in run.cells), default=0),
+        "device": manifest.get("device"),
+        "machine": cpu.get("model") if isinstance(cpu, Mapping) else None,
+        "started": manifest.get("started"),
+        "ended": manifest.get("ended"),
+        "measured_by": shlex.join(map(str, command)) if command else None,
+        "policy": str(policy.source) if policy.source else None,
+    }
+    policy_words = ["--policy", str(policy.source)] if policy.source else []
+    return Verdict(
+        "limits",
+        outcome,
+        sentence,
+        tuple(findings),
+        candidate={"name": f"{run.workload}/{run.folder.name}", "sha": git.get("sha"), "command": facts["measured_by"]},
+        reproduce=shlex.join(["kvbench", "gate", os.path.relpath(run.folder), *policy_words]),
+        notes=tuple(notes),
+        facts={key: value for key, value in facts.items() if value is not None},
+    )
+
+
+def _resume(run: Run) -> str:
+    return shlex.join(["kvbench", "sweep", "--resume", str(run.folder)])
+
+
+def _some(names: Sequence[Any]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(map(str, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")

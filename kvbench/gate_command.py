@@ -1,0 +1,96 @@
+"""``kvbench gate``: `kvbench gate counters ...`, and anything else is a folder of results. Imports are lazy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbench.default_group import DefaultGroup
+
+
+@click.group(cls=DefaultGroup, default="results", context_settings={"help_option_names": ["-h", "--help"]})
+def gate() -> None:
+    """Judge results, or the engine's counters, and say it to CI.
+
+    \b
+    kvbench gate RESULTS [--policy FILE] [--output-dir DIR] [--force]
+      RESULTS is the folder of a sweep, held to the absolute limits of the policy, or that of a comparison, whose
+      stored pairs are judged again by the policy's rules. More: kvbench gate results --help
+    kvbench gate counters [WORKLOAD]
+      Replays fixed workloads by step, without arithmetic, and compares every counter with ci/counters.lock.json.
+
+    \b
+    Examples:
+      kvbench gate results/mixed/20260101T120000Z-1a2b3c4 --policy ci/gates.yaml
+      kvbench gate results/compare/20260101T120000Z-1a2b3c4
+      kvbench gate counters workloads/ci_counters.yaml
+
+    \b
+    Exit codes:
+      0  pass
+      1  a regression: a limit is broken, the candidate is slower, a counter differs
+      2  usage or bad input, such as a mistake in the policy
+      3  inconclusive (comparisons): too few pairs to tell
+      4  invalid: an invalid cell, an incomplete run, a metric that nobody measured
+      5  nothing was compared: no limit, no cell
+    """
+
+
+@gate.command(name="results", hidden=True)
+@click.argument("results", type=click.Path(path_type=Path))
+@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="The limits and rules: ci/gates.yaml.")
+@click.option(
+    "--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    help="Where verdict.json, junit.xml and summary.md go (default: RESULTS).",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Judge although what is compared differs in code, versions or machine.")
+def results(**options: Any) -> int:
+    """Hold a sweep's run to the absolute limits of a policy, or judge the pairs of a comparison again.
+
+    A limit holds the median over a cell's repeats; with `every: true` in the policy, each repeat. Which limits there
+    are: ci/gates.yaml, which is commented and made to be copied.
+
+    \b
+    Examples:
+      kvbench gate results/mixed/20260101T120000Z-1a2b3c4 --policy ci/gates.yaml
+      kvbench gate results/mixed/20260101T120000Z-1a2b3c4 --policy ci/gates.yaml --output-dir verdict
+    \b
+    Files written: verdict.json, junit.xml, summary.md and the JSON of github-action-benchmark; in GitHub Actions the
+    step summary and up to 5 annotations.
+    Exit codes: 0 all hold, 1 one is broken, 2 usage, 3 inconclusive, 4 invalid, 5 nothing was compared.
+    """
+    return results_command(**options)
+
+
+def results_command(results: Path, policy: Path | None, output_dir: Path | None, force: bool) -> int:
+    """Judge, print and write. Raises UsageError."""
+    from rich.console import Console
+
+    from kvbench.errors import UsageError
+    from kvbench.gate.github import publish
+    from kvbench.gate.outputs import write_outputs
+    from kvbench.gate.policy import load_policy
+    from kvbench.gate.results_gate import gate_results
+    from kvbench.gate.terminal import print_verdict
+
+    rules = load_policy(policy)
+    if not results.is_dir():
+        raise UsageError(f"there is no folder {str(results)!r}: give the folder of a sweep or of a comparison")
+    verdict = gate_results(results, rules, force=force)
+    console = Console()
+    print_verdict(verdict, console)
+    folder = output_dir or results
+    for path in write_outputs(verdict, folder):
+        console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+    publish(verdict, folder)
+    return verdict.exit_code
+
+
+try:
+    from kvbench.gate_counters_command import counters
+except ModuleNotFoundError:
+    pass
+else:
+    gate.add_command(counters)

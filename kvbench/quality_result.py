@@ -1,0 +1,58 @@
+"""quality.json: how far a quantised KV cache moves the model's predictions, as `kvbench quality` measured it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.results import read_json
+
+QUALITY, FORMAT = "quality.json", "kvbench-quality/1"
+_VERSIONS = ("kvbench", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class QualityResult:
+    """``configurations``: by configuration id ``kv_cache_dtype``, ``positions``, and the KLD in nats over them: mean,
+    p95, p99, max, and same_argmax, the share of positions whose likeliest token is the same."""
+
+    workload: str
+    weights: str  # which weights: of which folder, or random ones of which seed
+    configurations: Mapping[str, Mapping[str, Any]]
+    model: Mapping[str, Any] = field(default_factory=dict)  # the workload's model section
+    git: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # device, prompts, time
+
+    def differs_from(self, manifest: Mapping[str, Any]) -> list[str]:
+        """In what the code, versions and model differ from those of a run's manifest; what one does not tell is no
+        difference."""
+        workload = manifest.get("workload")
+        model = workload.get("model") if isinstance(workload, Mapping) else None
+        sides = [
+            ("commit", self.git.get("sha"), (manifest.get("git") or {}).get("sha")),
+            ("model", dict(self.model) or None, model),
+            *((name, self.versions.get(name), (manifest.get("versions") or {}).get(name)) for name in _VERSIONS),
+        ]
+        return [name for name, here, there in sides if None not in (here, there) and here != there]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **self.__dict__}
+
+
+def read_quality(folder: Path) -> QualityResult | None:
+    """What was measured for the run in ``folder``; None if nothing was. Raises UsageError for a damaged file."""
+    path = folder / QUALITY
+    if not path.is_file():
+        return None
+    data = read_json(path)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UsageError(f"{path} is not of the format {FORMAT}: run `kvbench quality {folder}` again")
+    try:
+        return QualityResult(**{key: value for key, value in data.items() if key != "format"})
+    except TypeError:
+        raise UsageError(f"{path} is damaged: run `kvbench quality {folder}` again") from None
