@@ -1,0 +1,71 @@
+"""The files of a verdict: all there, conforming to the schema, and read back as they were."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from kvbench.gate.outputs import read_verdict, schema, write_outputs
+from kvbench.gate.verdict import Verdict
+from tests.support import verdicts
+from tests.support.json_schema import errors
+
+
+@pytest.mark.parametrize("name", verdicts.EVERY)
+def test_every_verdict_is_written_whole_and_conforms(name: str, tmp_path: Path) -> None:
+    written = write_outputs(verdicts.EVERY[name](), tmp_path)
+    assert sorted(written) == sorted(tmp_path.iterdir())
+    assert [path.name for path in written[:3]] == ["verdict.json", "junit.xml", "summary.md"]
+    document = json.loads((tmp_path / "verdict.json").read_bytes())
+    assert errors(document, schema()) == []
+    assert document["exit_code"] == verdicts.EVERY[name]().exit_code
+    for path in written:
+        assert path.read_bytes().decode("utf-8")
+
+
+@pytest.mark.parametrize("name", ["failed", "passed", "inconclusive", "empty", "counters"])
+def test_a_verdict_is_read_back_as_it_was(name: str, tmp_path: Path) -> None:
+    verdict = verdicts.EVERY[name]()
+    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    write_outputs(verdict, tmp_path)
+    assert read_verdict(tmp_path) == verdict
+
+
+def test_a_number_that_could_not_be_had_is_null(tmp_path: Path) -> None:
+    verdict = verdicts.invalid()
+    assert math.isnan(verdict.findings[1].figures["kld"] or 0)
+    write_outputs(verdict, tmp_path)
+    assert read_verdict(tmp_path).findings[1].figures["kld"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"outcome": "green"}, "$.outcome"),
+        ({"exit_code": 2}, "$.exit_code"),
+        ({"format": "kvbench-verdict/2"}, "$.format"),
+        ({"more": 1}, "$.more"),
+        ({"findings": [{"id": "a"}]}, "$.findings[0]"),
+        ({"accept": 3}, "$.accept"),
+        ({"moved": [{"interval": [1.0]}]}, "$.moved[0]"),
+    ],
+)
+def test_the_schema_refuses_what_is_no_verdict(change: dict[str, object], where: str) -> None:
+    found = errors({**json.loads(json.dumps(verdicts.failed().to_json())), **change}, schema())
+    assert found and all(each.startswith(where) for each in found)
+
+
+def test_files_of_an_earlier_verdict_do_not_stay(tmp_path: Path) -> None:
+    write_outputs(verdicts.failed(), tmp_path)
+    assert (tmp_path / "pairs.html").exists() and (tmp_path / "benchmark-bigger-is-better.json").exists()
+    write_outputs(verdicts.empty(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"verdict.json", "junit.xml", "summary.md"}
+
+
+def test_a_place_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="file"):
+        write_outputs(verdicts.failed(), tmp_path / "file")
