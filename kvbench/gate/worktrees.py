@@ -89,6 +89,11 @@ def find_sha(top: Path, ref: str) -> str | None:
         return None
 
 
+def names(top: Path) -> list[str]:
+    """Its branches and tags."""
+    return _git(top, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes", "refs/tags").split()
+
+
 def check_out(commit: Commit, folder: Path) -> None:
     """Writes the files of ``commit`` into ``folder``, which is not there yet. Raises UsageError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
