@@ -63,7 +63,7 @@ class ReplayExecutor:
         return bits % self.model_info.vocab_size
 
     def _continuations(self, seq: Sequence) -> Drawn:
-        """A beam's best, best first. How good they are depends on its last token, so that beams are dropped and forked."""
+        """A beam's best, best first. How good they are depends on its last token: beams are dropped, and forked."""
         vocab = self.model_info.vocab_size
         bits = mixed(self.seed, name_number(seq.request_id), seq.token_ids[-1], len(seq.token_ids))
         count = min(seq.num_candidates, vocab)

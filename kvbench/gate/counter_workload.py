@@ -42,8 +42,9 @@ class SharedStart(StrictModel):
 class Wave(StrictModel):
     """``count`` requests, the first at step ``start``, one ``every`` so many steps (0: all at once).
 
-    ``prompt`` and ``output``: tokens, one number or [low, high]; ``prefix`` comes on top of ``prompt``. ``abort_after``:
-    steps from its arrival at which the client is gone; ``abort_index``: of only this one of its ``n`` sequences.
+    ``prompt`` and ``output``: tokens, one number or [low, high]; ``prefix`` comes on top of ``prompt``.
+    ``abort_after``: steps from its arrival at which the client is gone; ``abort_index``: only this one of its ``n``
+    sequences goes.
     """
 
     count: int = Field(default=1, ge=1, le=10_000)
@@ -210,9 +211,7 @@ def _built(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
 
 def _arrivals(file: CounterFile, waves: list[Wave]) -> tuple[Arrival, ...]:
     """In the order of their steps; of one step, in the order of the file."""
-    arrivals = [
-        _arrival(file, wave, place, index) for place, wave in enumerate(waves) for index in range(wave.count)
-    ]
+    arrivals = [_arrival(file, wave, place, index) for place, wave in enumerate(waves) for index in range(wave.count)]
     return tuple(sorted(arrivals, key=lambda arrival: arrival.step))
 
 

@@ -23,6 +23,7 @@ from engine.step_plan import StepPlan
 from kvbench.gate.counter_workload import Scenario
 
 _STALLED = 64  # steps without anything done or expected after which an engine is given up
+_NO_COLUMN = ("prefix_queries", "copied_slots")  # tokens admitted, pages copied: other columns show the step
 _TIMES_OVER = 8  # so many times the tokens of all requests may be computed before it is given up
 
 
@@ -84,7 +85,7 @@ class _Replay:
                 self._take(output)
             row = self._record()
             idle = 0 if row["prefill_tokens"] or row["decode_tokens"] or outputs or self._arrivals else idle + 1
-            if idle > _STALLED and not self._aborts or self.step > limit:
+            if (idle > _STALLED and not self._aborts) or self.step > limit:
                 return (
                     f"the engine makes no progress: at step {self.step} {self._waiting} sequences wait and "
                     f"{self._running} run"
@@ -134,9 +135,9 @@ class _Replay:
         row = {name: now - was for (name, now), was in zip(_grown(stats).items(), _grown(before).values(), strict=True)}
         row["running"], row["waiting"] = self._running, self._waiting
         if self.scenario.config.layout == "paged":
-            row["owned_pages"], row["cached_pages"], row["free_pages"] = kv.pages_owned, kv.pages_cached, kv.pages_free
+            row["free_pages"], row["cached_pages"] = kv.pages_free, kv.pages_cached
         else:
-            row["reservations"], row["free_slots"] = kv.pages_owned, kv.slots_free
+            row["free_slots"] = kv.slots_free
         row["wasted_slots"] = stats.kv_waste_slots
         row["host_slots"] = kv.host_slots_used
         self.rows.append(row)
@@ -183,7 +184,7 @@ class _Replay:
         return totals
 
     def _history(self) -> dict[str, tuple[int, ...]]:
-        names = self.rows[0] if self.rows else ()
+        names = [name for name in self.rows[0] if name not in _NO_COLUMN] if self.rows else []
         return {name: tuple(row[name] for row in self.rows) for name in names}
 
     def _outputs(self) -> str:

@@ -1,0 +1,149 @@
+"""``kvbench gate counters`` and ``kvbench accept counters``."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvbench.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageError
+
+if TYPE_CHECKING:
+    from kvbench.gate.counter_workload import CounterWorkload
+    from kvbench.gate.lock import CounterLock
+    from kvbench.gate.replay import Replayed
+    from kvbench.gate.verdict import Verdict
+
+WORKLOAD, LOCK = Path("workloads/ci_counters.yaml"), Path("ci/counters.lock.json")
+
+_WORKLOAD = click.argument("workload", type=click.Path(path_type=Path), default=WORKLOAD)
+_LOCK = click.option(
+    "--lock", type=click.Path(path_type=Path), default=LOCK, show_default=True, help="What was accepted."
+)
+
+
+@click.command()
+@_WORKLOAD
+@_LOCK
+@click.option("--only", multiple=True, metavar="GLOB", help="Only scenarios whose name matches. Repeatable.")
+@click.option(
+    "--output-dir", type=click.Path(path_type=Path), help="Write verdict.json, junit.xml and summaries to this folder."
+)
+def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path | None) -> int:
+    """Replay WORKLOAD on the engine and compare every counter with the lock file, exactly.
+
+    The scheduler, the page pool, the prefix cache and the swap space work for real and no model is computed: it takes
+    seconds, needs no GPU, and gives the same numbers on any machine. Each scenario runs twice.
+
+    \b
+    Examples:
+      kvbench gate counters
+      kvbench gate counters --only 'forks/paged-*' --output-dir results/gate
+    \b
+    Exit codes:
+      0  every counter of every step is as accepted
+      1  something differs from the lock file: which counter, from which step on
+      2  usage, or a workload or lock file that cannot be read
+      4  two runs of this very code differ, or the second run failed
+      5  nothing was compared
+    """
+    from rich.console import Console
+
+    from kvbench.gate.lock import read_lock
+
+    chosen = _read(workload, only)
+    known = read_lock(lock)
+    if known is not None and only:
+        known = known.model_copy(update={"scenarios": _matching(known.scenarios, only)})
+    verdict = _judged(chosen, known, workload, lock, only)
+    if output_dir is not None:
+        from kvbench.gate.outputs import write_outputs
+
+        write_outputs(verdict, output_dir)
+    _print(verdict, Console())
+    return verdict.exit_code
+
+
+@click.group()
+def accept() -> None:
+    """Make an intended change the new baseline, with its reason."""
+
+
+@accept.command(name="counters")
+@_WORKLOAD
+@_LOCK
+@click.option("--reason", required=True, help="Why the counters changed: kept in the lock file, for whoever reads it.")
+def accept_counters(workload: Path, lock: Path, reason: str) -> int:
+    """Write what this code counts into the lock file, with the reason, the commit and the date.
+
+    \b
+    Example:
+      kvbench accept counters --reason "admission keeps 8 tokens of room instead of 16"
+    \b
+    Exit codes: 0 written (or nothing to write), 1 the engine breaks or leaks, which cannot be accepted, 2 usage,
+    4 two runs of this very code differ.
+    """
+    from kvbench.gate.accept import accept as accept_runs
+    from kvbench.gate.counters import nondeterminism
+    from kvbench.gate.twice import replay_twice
+
+    if not (reason := " ".join(reason.split())):
+        raise UsageError("--reason is empty: say in a few words why the counters changed")
+    chosen = _read(workload, ())
+    first, second = replay_twice(chosen)
+    for name, run in first.items():
+        if words := nondeterminism(run, second[name]):
+            click.echo(f"nothing was accepted: {name}: {words}", err=True)
+            return EXIT_INVALID
+    for name, run in first.items():
+        if run.trouble:
+            click.echo(f"nothing was accepted: {name}: {run.trouble}", err=True)
+            return EXIT_REGRESSION
+    for line in accept_runs(chosen, first, lock, reason):
+        click.echo(line)
+    return EXIT_OK
+
+
+def _read(path: Path, only: tuple[str, ...]) -> CounterWorkload:
+    import dataclasses
+
+    from kvbench.gate.counter_workload import read_counter_workload
+
+    workload = read_counter_workload(path)
+    if not only:
+        return workload
+    names = _matching({scenario.name: scenario for scenario in workload.scenarios}, only)
+    return dataclasses.replace(workload, scenarios=tuple(names.values()))
+
+
+def _matching(scenarios: dict, only: tuple[str, ...]) -> dict:
+    return {name: each for name, each in scenarios.items() if any(fnmatchcase(name, glob) for glob in only)}
+
+
+def _judged(
+    chosen: CounterWorkload, known: CounterLock | None, workload: Path, lock: Path, only: tuple[str, ...]
+) -> Verdict:
+    from kvbench.gate.counters import Commands, judge
+    from kvbench.gate.twice import replay_twice
+    from kvbench.manifest import git_state
+
+    first: dict[str, Replayed] = {}
+    second: dict[str, Replayed] = {}
+    if known is not None and chosen.scenarios:  # else there is nothing to compare, and nothing to wait for
+        first, second = replay_twice(chosen)
+    state = git_state()
+    name = f"{state['short_sha']}{' and changes' if state['dirty'] else ''}"
+    return judge(chosen, known, first, second, Commands(workload, lock, only), {"name": name, **state})
+
+
+def _print(verdict: Verdict, console) -> None:
+    """Scenarios that pass are counted in the sentence: nobody reads a hundred of them."""
+    import dataclasses
+
+    from kvbench.gate.terminal import print_verdict
+    from kvbench.gate.verdict import PASS
+
+    shown = tuple(finding for finding in verdict.findings if finding.outcome != PASS)
+    print_verdict(dataclasses.replace(verdict, findings=shown), console)
