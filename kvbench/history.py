@@ -62,7 +62,7 @@ METRICS = (
     Metric("p95_ttft_ms", "p95 TTFT", "ms", -1, _client("ttft_ms", "p95")),
     Metric("p95_itl_ms", "p95 ITL", "ms", -1, _client("itl_ms", "p95")),
     Metric("kv_peak", "peak KV use", "share", 0, _peak_kv),
-    Metric("kv_waste", "reserved and empty KV", "share", -1, _share("kv_waste_slots_mean", "kv_slots_reserved_mean")),
+    Metric("kv_waste", "reserved, empty KV", "share", -1, _share("kv_waste_slots_mean", "kv_slots_reserved_mean")),
     Metric(
         "prefix_hit_rate",
         "prefix hit rate",

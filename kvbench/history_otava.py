@@ -1,7 +1,7 @@
 """Change points of stored series, found by Apache Otava as a program of its own.
 
 Otava pins versions of numpy and scipy that kvbench cannot live with, so it has its own environment: it is given CSV
-files and a configuration in a scratch folder, and answers with one JSON object a series on its output. Whatever goes
+files and a configuration in a scratch folder, and answers with one JSON object a file on its output. Whatever goes
 wrong there is a note and no error: change points are advisory.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ GET = (
 LEAST = 8  # counted runs; of fewer, no permutation reaches Otava's p of 0.001
 LIMIT_S = 120.0
 _GROUP = "all"
-_METRIC = "value"
 _SPAN = (
     "1970-01-01T00:00:00+00:00",
     "2200-01-01T00:00:00+00:00",
@@ -66,37 +66,56 @@ def find_change_points(
 
 
 def _asked(path: str, series: Sequence[Series], limit_s: float) -> dict[Series, tuple[ChangePoint, ...]]:
-    by_name = {f"s{index}": each for index, each in enumerate(series)}
+    tests = _tests(series)
     with tempfile.TemporaryDirectory(prefix="kvbench-otava-") as name:
         folder = Path(name)
-        _write_inputs(folder, by_name)
+        _write_inputs(folder, tests)
         command = [os.path.abspath(path), "analyze", _GROUP, "--config-file", "otava.yaml", "--output", "json"]
         command += ["--since", _SPAN[0], "--until", _SPAN[1]]
         output = _run(command, folder, limit_s)
     answers = _parsed(output)
-    if set(answers) != set(by_name):
-        raise OtavaError(f"answered for {len(answers)} series where it was asked for {len(by_name)}")
-    found = {each: _change_points(answers[name], each) for name, each in by_name.items()}
-    return {each: points for each, points in found.items() if points}
+    if set(answers) != set(tests):
+        raise OtavaError(f"answered for {len(answers)} tests where it was asked for {len(tests)}")
+    found: dict[Series, tuple[ChangePoint, ...]] = {}
+    for test, columns in tests.items():
+        for column, change in _change_points(answers[test], columns):
+            found[columns[column]] = (*found.get(columns[column], ()), change)
+    return found
 
 
-def _write_inputs(folder: Path, by_name: Mapping[str, Series]) -> None:
-    """A CSV file a series, counted runs only, and the configuration (JSON is YAML)."""
-    tests: dict[str, Any] = {}
-    for name, series in by_name.items():
+def _tests(series: Sequence[Series]) -> dict[str, dict[str, Series]]:
+    """Test -> column -> series. Those of the same runs share a file: to read times is what Otava spends its time on."""
+    by_runs: dict[tuple[int, ...], list[Series]] = {}
+    for each in series:
+        by_runs.setdefault(tuple(id(point.run) for point in each.counted), []).append(each)
+    return {
+        f"t{index}": {f"c{column}": each for column, each in enumerate(some)}
+        for index, some in enumerate(by_runs.values())
+    }
+
+
+def _write_inputs(folder: Path, tests: Mapping[str, Mapping[str, Series]]) -> None:
+    """A CSV file a test, counted runs only, and the configuration (JSON is YAML)."""
+    config: dict[str, Any] = {}
+    for name, columns in tests.items():
+        counted = [series.counted for series in columns.values()]
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
-            rows.writerow(["time", _METRIC])
-            rows.writerows((point.run.started.isoformat(), repr(point.value)) for point in series.counted)
-        tests[name] = {
+            rows.writerow(["time", *columns])
+            for points in zip(*counted, strict=True):
+                rows.writerow([points[0].run.started.isoformat(), *(repr(point.value) for point in points)])
+        config[name] = {
             "type": "csv",
             "file": f"{name}.csv",
             "time_column": "time",
             "attributes": [],
-            "metrics": {_METRIC: {"column": _METRIC, "direction": series.metric.better or 1, "scale": 1}},
+            "metrics": {
+                column: {"column": column, "direction": series.metric.better or 1, "scale": 1}
+                for column, series in columns.items()
+            },
         }
-    config = {"tests": tests, "test_groups": {_GROUP: list(tests)}}
-    (folder / "otava.yaml").write_text(json.dumps(config), encoding="utf-8")
+    text = json.dumps({"tests": config, "test_groups": {_GROUP: list(config)}})
+    (folder / "otava.yaml").write_text(text, encoding="utf-8")
 
 
 def _run(command: Sequence[str], folder: Path, limit_s: float) -> str:
@@ -128,26 +147,27 @@ def _parsed(output: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             raise OtavaError(f"printed a line that is not JSON: {line[:80]!r}") from None
         if not isinstance(answer, dict) or len(answer) != 1 or set(answer) & set(answers):
-            raise OtavaError("printed something else than one object for each series")
+            raise OtavaError("printed something else than one object for each test")
         answers |= answer
     return answers
 
 
-def _change_points(groups: Any, series: Series) -> tuple[ChangePoint, ...]:
-    counted, found = series.counted, []
+def _change_points(groups: Any, columns: Mapping[str, Series]) -> Iterator[tuple[str, ChangePoint]]:
+    """(column, change point), oldest first. Raises OtavaError for what Otava would not print."""
     for change in _changes(groups):
         try:
-            index, before, after, p = (
-                change["index"], float(change["mean_before"]), float(change["mean_after"]), float(change["pvalue"])
-            )  # fmt: skip
+            before, after, p = (float(change[name]) for name in ("mean_before", "mean_after", "pvalue"))
+            column, index = change["metric"], change["index"]
         except (KeyError, TypeError, ValueError):
             raise OtavaError(f"printed a change that lacks its numbers: {str(change)[:80]}") from None
-        if change.get("metric") != _METRIC or type(index) is not int or not 0 < index < len(counted):
+        if not isinstance(column, str) or column not in columns:
+            raise OtavaError(f"found a change of {column!r}, which it was not asked for")
+        counted = columns[column].counted
+        if type(index) is not int or not 0 < index < len(counted):
             raise OtavaError(f"found a change at {index!r} of {len(counted)} runs")
-        if not 0 <= p <= 1 or not before:
-            raise OtavaError(f"printed a change with p {p:g} from a mean of {before:g}")
-        found.append(ChangePoint(counted[index], after / before - 1, p))
-    return tuple(found)
+        if not 0 <= p <= 1 or not before or not math.isfinite(before + after):
+            raise OtavaError(f"printed a change with p {p:g} from a mean of {before:g} to {after:g}")
+        yield column, ChangePoint(counted[index], after / before - 1, p)
 
 
 def _changes(groups: Any) -> Iterable[Mapping[str, Any]]:

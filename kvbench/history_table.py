@@ -57,7 +57,7 @@ def tables(view: View) -> list[Table]:
 def _table(view: View, group: Sequence[Series]) -> Table:
     made = Table(
         title=Text(f"{group[0].workload} on {group[0].machine}"), title_justify="left", box=SIMPLE_HEAD,
-        pad_edge=False, padding=(0, 1, 0, 0), header_style="bold",
+        pad_edge=False, padding=(0, 0), header_style="bold",
     )  # fmt: skip
     made.add_column("cell", min_width=22, overflow="fold")
     made.add_column("trend", no_wrap=True, min_width=min(WIDTH, max(len(series.points) for series in group)))
