@@ -1,6 +1,6 @@
 """The noise of a runner, from pairs of one build against itself (A/A), and whether the gate's limits suit it.
 
-For each metric and level: how pairs scatter, whether they lean to one side, whether one pair resembles the next, the
+For each metric and level: how pairs scatter, whether they lean to one side, whether one pair hangs on the one before, the
 smallest regression that each look shows with 80 % power, and the smallest margin within which each look shows an
 unchanged candidate with 80 % power (kvbench/gate/detectable.py). A sd from 20 pairs is known to within -22 % and +43 %
 (95 %, chi-squared with 19 degrees of freedom), one from 8 pairs to within -33 % and +100 %: hence 20 or more.
@@ -127,7 +127,7 @@ def _noise(
     leaning, worst = int(np.abs(t).argmax()), int(sd.argmax())
     apart = y - mean
     moving = (apart[1:] * apart[:-1]).sum(axis=0)
-    resembling = np.divide(moving, (apart**2).sum(axis=0), out=np.zeros_like(mean), where=sd > 0)
+    hanging = np.divide(moving, (apart**2).sum(axis=0), out=np.zeros_like(mean), where=sd > 0)
 
     def by_look(of_sd: float) -> tuple[dict[int, float | None], dict[int, float | None]]:
         shown, within = {}, {}
@@ -148,7 +148,7 @@ def _noise(
         where=tested.each[columns[worst]].where,
         bias=float(np.expm1(mean[leaning])),
         bias_p=min(1.0, float(2 * stats.t.sf(abs(t[leaning]), len(y) - 1)) * len(tested.each)),
-        autocorrelation=float(np.median(resembling)),
+        autocorrelation=float(np.median(hanging)),
         detectable=detectable,
         worst_detectable=worst_detectable,
         margin=margin,
@@ -203,8 +203,8 @@ def _leaning(line: Noise, pairs: int) -> str | None:
         )
     if line.level == OVERALL and abs(line.autocorrelation) > 3 / np.sqrt(pairs):
         return (
-            f"{line.metric} {_AT[line.level]}: a pair hangs on the one before (autocorrelation {line.autocorrelation:+.2f}), "
-            "which it cannot if the order within each pair is tossed for: look at the order"
+            f"{line.metric} {_AT[line.level]}: a pair hangs on the one before (autocorrelation "
+            f"{line.autocorrelation:+.2f}), which it cannot if the order within each pair is tossed for: look at it"
         )
     return None
 

@@ -1,0 +1,155 @@
+"""Comparisons that were never measured, to see how often the timing gate errs: noise by launch, looks, decisions.
+
+A run of the matrix is a series of launches in time, two a pair, with the noise of each cell and metric; a coin for each
+pair says which of the two is the candidate's. ``PAIR_SD``: what differences of pairs scatter by, in logs.
+
+Decisions are those of kvbench.gate.judge, for thousands of runs at once: the flips come in random order, and a run is
+left as soon as more of them reach what was observed than its alpha allows. That changes no decision, as the count only
+grows. ``tests/unit/gate/test_judge_rates.py`` holds them against ``judge`` itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbench.gate.pairs import Hypothesis, PairTable, hypotheses
+from kvbench.gate.rules import DEFAULT_RULES, Look, TimingRules
+from kvbench.gate.signflip import adjusted_p, scaled
+
+CELLS, CLASSES = 24, 4
+NAMES = tuple(f"w{cell // (CELLS // CLASSES)}/c{cell}" for cell in range(CELLS))
+OF_CLASS = tuple(name.split("/")[0] for name in NAMES)
+PAIR_SD = np.array([0.01, 0.04, 0.015])  # of log output throughput, p95 TTFT, p95 ITL
+NOISES = ("normal", "t4", "ar1", "bimodal", "drifting")
+_TIE = 1e-9
+_AT_ONCE = 6_000_000  # signed sums in memory
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """``failed`` and ``passed`` [runs]: the look (1, 2, ...) that said so, 0 for none; whichever came first stands.
+
+    ``rejected``: the look at which some hypothesis had a p small enough, whatever its size (a FAIL with floors of 0).
+    """
+
+    failed: np.ndarray
+    passed: np.ndarray
+    rejected: np.ndarray
+
+
+def table(log_ratio: np.ndarray) -> PairTable:
+    """One run's table from [pairs, cells, metrics]."""
+    return PairTable(log_ratio, NAMES, OF_CLASS, DEFAULT_RULES.metrics)
+
+
+def _unit(noise: str, rng: np.random.Generator, runs: int, launches: int, parts: int) -> np.ndarray:
+    """[runs, launches, parts] launch noise whose pair differences have sd 1 (drift comes on top)."""
+    shape = (runs, launches, parts)
+    if noise == "normal":
+        return rng.normal(size=shape) / np.sqrt(2)
+    if noise == "t4":
+        return rng.standard_t(4, size=shape) / 2  # its variance is 2
+    if noise == "bimodal":  # one launch in four is in the machine's slow mode, six of its own sds away
+        slow = (rng.random(shape) < 0.25) * 6.0
+        return (rng.normal(size=shape) + slow) / np.sqrt(2 * (1 + 36 * 0.25 * 0.75))
+    if noise == "drifting":  # up and down by several sds of a pair within a run
+        time = np.linspace(0, 1, launches)[None, :, None]
+        slope, swing, phase = rng.normal(size=(3, runs, 1, parts))
+        return rng.normal(size=shape) / np.sqrt(2) + 8 * slope * time + 3 * swing * np.sin(2 * np.pi * (time + phase))
+    if noise == "ar1":
+        rho = 0.8
+        series = rng.normal(size=shape)
+        for i in range(1, launches):
+            series[:, i] = rho * series[:, i - 1] + np.sqrt(1 - rho**2) * series[:, i]
+        return series / np.sqrt(2 * (1 - rho))
+    raise ValueError(noise)
+
+
+def log_ratios(noise: str, rng: np.random.Generator, runs: int, pairs: int, shared: float = 0.0) -> np.ndarray:
+    """[runs, pairs, cells, metrics] of a candidate that is the base.
+
+    ``shared``: the part of each metric's variance that all cells of a launch have in common.
+    """
+    shape = (runs, 2 * pairs, CELLS, len(PAIR_SD))
+    series = np.sqrt(1 - shared) * _unit(noise, rng, runs, 2 * pairs, CELLS * len(PAIR_SD)).reshape(shape)
+    if shared:
+        series += np.sqrt(shared) * _unit(noise, rng, runs, 2 * pairs, len(PAIR_SD))[:, :, None]
+    coin = rng.choice([-1.0, 1.0], size=(runs, pairs, 1, 1))
+    return coin * (series[:, 1::2] - series[:, ::2]) * PAIR_SD
+
+
+def harms(log_ratio: np.ndarray) -> tuple[tuple[Hypothesis, ...], np.ndarray]:
+    """The hypotheses, and [runs, pairs, hypotheses]; they are sums of log ratios: what one is made of is asked once."""
+    runs, pairs, cells, metrics = log_ratio.shape
+    made = hypotheses(table(np.eye(cells * metrics).reshape(-1, cells, metrics)))
+    return made.each, (log_ratio.reshape(runs * pairs, -1) @ made.harm).reshape(runs, pairs, -1)
+
+
+def at_most(x: np.ndarray, alpha: float, jointly: bool) -> np.ndarray:
+    """[runs] whether the largest u of ``x`` [runs, pairs, hypotheses] has a max-T p of at most ``alpha``.
+
+    Not ``jointly``: whether each hypothesis alone has one. Exact.
+    """
+    pairs = x.shape[1]
+    x = scaled(x)
+    observed = x.sum(axis=1)
+    if jointly:
+        observed = observed.max(axis=1, keepdims=True)
+    observed = observed[:, None, :] - _TIE
+    most = int(alpha * 2**pairs + _TIE)
+    reached = np.ones((len(x), observed.shape[2]), dtype=int)  # the pattern that was observed
+    open_ = np.arange(len(x)) if most else np.empty(0, dtype=int)
+    order = np.random.default_rng(0).permutation(np.arange(1, 2**pairs))
+    begin = 0
+    while begin < len(order) and len(open_):
+        many = max(32, min(8192, _AT_ONCE // (len(open_) * x.shape[2])))
+        patterns = 1.0 - 2.0 * ((order[begin : begin + many, None] >> np.arange(pairs)) & 1)
+        sums = patterns @ x[open_]  # [runs, patterns, hypotheses]
+        if jointly:
+            sums = sums.max(axis=2, keepdims=True)
+        reached[open_] += (sums >= observed[open_]).sum(axis=1)
+        open_ = open_[(reached[open_] <= most).all(axis=1)]
+        begin += many
+    result = np.zeros(len(x), dtype=bool)
+    result[open_] = True
+    return result
+
+
+def _failed(harm: np.ndarray, floors: np.ndarray, look: Look, rejected: np.ndarray) -> np.ndarray:
+    """[runs] whether a hypothesis that is rejected reaches its floor; further steps only where the first does not."""
+    mean = harm.mean(axis=1)
+    largest = scaled(harm).sum(axis=1).argmax(axis=1)
+    first = mean[np.arange(len(harm)), largest] >= floors[largest]
+    failed = rejected & first
+    for run in np.flatnonzero(rejected & ~first & (mean >= floors).any(axis=1)):
+        failed[run] = ((adjusted_p(harm[run]) <= look.alpha) & (mean[run] >= floors)).any()
+    return failed
+
+
+def decide(log_ratio: np.ndarray, rules: TimingRules = DEFAULT_RULES, passes: bool = True) -> Decisions:
+    """Each run of [runs, pairs, cells, metrics] through all looks. Not ``passes``: no run ends with a PASS."""
+    each, harm = harms(log_ratio)
+    floors, margins = np.array([h.floor for h in each]), np.array([h.margin for h in each])
+    failed, passed, rejected = (np.zeros(len(harm), dtype=int) for _ in range(3))
+    for number, look in enumerate(rules.looks, start=1):
+        open_ = np.flatnonzero((failed == 0) & (passed == 0))
+        x = harm[open_, : look.pairs]
+        small = at_most(x, look.alpha, jointly=True)
+        fails = _failed(x, floors, look, small)
+        failed[open_[fails]] = number
+        rejected[open_[small & (rejected[open_] == 0)]] = number
+        if passes:
+            left = open_[~fails]
+            fine = at_most(margins - harm[left, : look.pairs], look.alpha_pass, jointly=False)
+            passed[left[fine]] = number
+    return Decisions(failed, passed, rejected)
+
+
+def worsened(log_ratio: np.ndarray, metric: int, share: float, cells: slice | int) -> np.ndarray:
+    """[runs, pairs, cells, metrics] with a metric worse by ``share`` (0.05: 5 %) in some cells."""
+    rule = DEFAULT_RULES.metrics[metric]
+    changed = log_ratio.copy()
+    changed[:, :, cells, metric] += rule.harm_of(share) * (-1 if rule.higher_is_better else 1)
+    return changed
