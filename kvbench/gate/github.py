@@ -84,5 +84,5 @@ def _attempt(what: str, write: Callable[[], None]) -> None:
         write()
     except BrokenPipeError:
         raise
-    except OSError as error:
-        say(f"warning: {what} could not be written: {error.strerror or error}")
+    except (OSError, UnicodeError) as error:
+        say(f"warning: {what} could not be written: {getattr(error, 'strerror', None) or error}")

@@ -18,6 +18,7 @@ from kvbench.gate.verdict import Finding, Verdict
 ROWS = 80  # of one panel; the best of those that passed are left out
 _LABELS, _PLOT, _SAID, _ROW, _HEAD, _FOOT = 300, 640, 230, 34, 26, 30  # px
 _WIDTH = _LABELS + _PLOT + _SAID
+_DOTS = {"compare": "pair of fresh servers", "limits": "repeat"}
 _STYLE = """
 svg { width: 100%; min-width: 900px; height: auto; }
 svg { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -32,8 +33,8 @@ svg .interval { stroke-width: 3; stroke-linecap: round; }
 svg text.fail, svg text.invalid, svg text.inconclusive, svg text.pass { stroke: none; font-weight: 600; }
 svg text.fail { fill: var(--bad); } svg text.pass { fill: var(--soft); }
 svg text.invalid, svg text.inconclusive { fill: var(--warn); }
-.key { display: inline-block; width: 16px; border-top: 2px solid var(--bad); margin: 0 6px 4px 16px; }
-.key.dashed { border-top: 2px dashed var(--warn); }
+.key { display: inline-block; width: 16px; border-top: 2px solid var(--bad); margin: 0 6px 4px 0; }
+.key.dashed { margin-left: 20px; border-top: 2px dashed var(--warn); }
 .banner.fail, .banner.invalid, .banner.empty { border-color: var(--bad); }
 .banner.fail strong, .banner.invalid strong { color: var(--bad); }
 .banner.inconclusive { border-color: var(--warn); } .banner.inconclusive strong { color: var(--warn); }
@@ -59,11 +60,10 @@ def pair_page(verdict: Verdict) -> str | None:
             f'<p class="kicker">kvbench {verdict.kind}{": " if known else ""}{_text(known)}</p>',
             f'<h1>{_text(verdict.sentence)}</h1><div class="banner {verdict.outcome}"><strong>{label}</strong>',
             f"{_text(wording.counted(verdict))}</div>",
-            '<p class="caption">A dot is one pair of fresh servers: the candidate against the base. The diamond is the '
-            "effect and the bar its 95 % interval; worse is to the right."
-            '<span class="key"></span>floor: a smaller effect never fails'
-            '<span class="key dashed"></span>'
-            "margin: an interval wholly left of it passes</p>",
+            f'<p class="caption">A dot is one {_DOTS.get(verdict.kind, "pair")}: the candidate against the base. The '
+            "diamond is the effect and the bar its 95 % interval; worse is to the right.</p>",
+            '<p class="caption"><span class="key"></span>floor: a smaller effect never fails'
+            '<span class="key dashed"></span>margin: to pass, a worse effect must be ruled out</p>',
             *(_panel(metric, findings) for metric, findings in panels.items()),
             "</main></body></html>\n",
         ]
@@ -84,7 +84,7 @@ def _panel(metric: str, findings: Sequence[Finding]) -> str:
         x = axis.x(tick)
         kind = "zero" if tick == 0 else "grid"
         parts.append(f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_HEAD - 6}" y2="{foot + 4}"/>')
-        words = wording.percent(tick) if tick else "0"
+        words = f"{tick * 100:+.6g} %" if tick else "0"
         parts.append(f'<text class="soft" x="{x:.1f}" y="{foot + 20}" text-anchor="middle">{words}</text>')
     for i, finding in enumerate(shown):
         parts += _row(finding, axis, _HEAD + _ROW * i)
@@ -121,8 +121,7 @@ def _row(finding: Finding, axis: _Axis, top: float) -> list[str]:
             y = middle + (i % 3 - 1) * 6  # side by side where values are equal; the order says which
             told = f"<title>pair {i + 1}: {wording.percent(value)}</title>"
             parts.append(
-                f'<circle class="pair {finding.outcome}" cx="{axis.x(value):.1f}" cy="{y:.1f}" r="3.4" '
-                f'stroke="none">{told}</circle>'
+                f'<circle class="pair {finding.outcome}" cx="{axis.x(value):.1f}" cy="{y:.1f}" r="3.4">{told}</circle>'
             )
     bounds = finding.interval or ()
     if len(bounds) == 2 and all(map(wording.is_number, bounds)):

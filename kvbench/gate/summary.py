@@ -98,7 +98,7 @@ _NAMES = {FAIL: "failed", INVALID: "invalid", INCONCLUSIVE: "inconclusive"}
 
 
 def _table(findings: Sequence[Finding], rows: int) -> list[str]:
-    heads = ("what", "base", "candidate", "change", "95 % interval (%)", "p", "limit", "floor", "margin")
+    heads = ("what", "base", "candidate", "change", "95 % interval (%)", "p", "floor", "margin", "limit")
     body = [
         (
             escape(wording.line(f.title or f.id, _NAME)),
@@ -106,7 +106,8 @@ def _table(findings: Sequence[Finding], rows: int) -> list[str]:
             wording.percent(f.change),
             wording.interval(f.interval),
             escape(wording.probability(f.p)),
-            *(escape(wording.figure(name, f.figures.get(name), f)) for name in ("limit", "floor", "margin")),
+            *(escape(wording.figure(name, f.figures.get(name), f)) for name in ("floor", "margin")),
+            escape(wording.bounds(f)),
         )
         for f in findings[:rows]
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -39,8 +40,8 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 
 def _print_findings(findings: list[Finding], console: Console) -> None:
-    if not findings:
-        return
+    """What did not pass, and what passed with numbers; other passes are only counted."""
+    shown = [f for f in findings if f.outcome != PASS or f.candidate is not None or f.change is not None][:ROWS]
     heads = ("", "what", "base", "candidate", "change", "95 %")
     rows = [
         (
@@ -50,16 +51,18 @@ def _print_findings(findings: list[Finding], console: Console) -> None:
             Text(wording.percent(finding.change)),
             Text(wording.interval(finding.interval)),
         )
-        for finding in findings[:ROWS]
+        for finding in shown
     ]
-    console.print(_table(heads, rows))
-    _print_rest(findings[ROWS:], console)
+    if rows:
+        console.print(_table(heads, rows))
+    _print_rest(findings, shown, console)
 
 
-def _print_rest(rest: list[Finding], console: Console) -> None:
-    counts = [(sum(finding.outcome == outcome for finding in rest), name) for outcome, name in wording.NAMES.items()]
-    told = [f"{count:,} more {name}" for count, name in counts if count]
-    if told:
+def _print_rest(findings: list[Finding], shown: list[Finding], console: Console) -> None:
+    """How many were left out, by outcome."""
+    left = Counter(f.outcome for f in findings) - Counter(f.outcome for f in shown)
+    told = [f"{left[outcome]:,} more {name}" for outcome, name in wording.NAMES.items() if left[outcome]]
+    if told and shown:
         console.print(Text(f"… and {', '.join(told)}"))
 
 

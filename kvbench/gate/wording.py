@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Moved, Verdict
+from kvbench.report.words import data_size
 
 LABELS = {FAIL: "FAIL", INVALID: "INVALID", INCONCLUSIVE: "INCONCLUSIVE", PASS: "PASS", EMPTY: "NOTHING COMPARED"}
 NAMES = {FAIL: "failed", INVALID: "invalid", INCONCLUSIVE: "inconclusive", PASS: "passed"}
@@ -49,7 +50,9 @@ def number(value: float | None) -> str:
 
 
 def quantity(value: float | None, unit: str | None) -> str:
-    """12.3 ms"""
+    """12.3 ms; bytes in the largest unit that keeps a whole: 2 GiB."""
+    if unit == "bytes" and is_number(value):
+        return data_size(value)
     words = number(value)
     return words if words == NONE or not unit else f"{words} {line(unit)}"
 
@@ -70,9 +73,9 @@ def percent_number(fraction: float | None, signed: bool = True) -> str:
     return words.lstrip("+-") if float(words.replace(",", "")) == 0 else words
 
 
-def interval(bounds: tuple[float, float] | None) -> str:
+def interval(ends: tuple[float, float] | None) -> str:
     """[+9.20, +11.0] in percent; empty without one."""
-    return "" if bounds is None else "[" + ", ".join(percent_number(bound) for bound in bounds) + "]"
+    return "" if ends is None else "[" + ", ".join(percent_number(end) for end in ends) + "]"
 
 
 def change(found: Finding | Moved) -> str:
@@ -89,7 +92,18 @@ def figure(name: str, value: float | None, finding: Finding) -> str:
     """A further number of a finding: a part of the base where it is about a change, else in the finding's unit."""
     if name in FRACTIONS and finding.change is not None:
         return percent(value, signed=False)
-    return quantity(value, finding.unit if name in ("limit", "floor", "margin") else None)
+    return quantity(value, finding.unit if name in ("min", "max") else None)
+
+
+def bounds(finding: Finding) -> str:
+    """The limits that it was held to: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
+    found = [
+        f"{sign} {figure(name, finding.figures[name], finding)}"
+        for end, sign in (("min", ">="), ("max", "<="))
+        for name in (end, f"{end}_ratio")
+        if is_number(finding.figures.get(name))
+    ]
+    return " and ".join(found)
 
 
 def figure_name(name: str) -> str:

@@ -98,7 +98,7 @@ def invalid() -> Verdict:
     finding = Finding("limit/slo", "limit", "p95 TTFT of mixed/a", INVALID, "the load was not driven: 12 % late")
     held = Finding(
         "limit/memory", "limit", "peak memory", PASS, "1,024 of 2,048 MiB", unit="MiB", candidate=1024.0,
-        figures={"limit": 2048.0, "kld": float("nan")},
+        figures={"max": 2048.0, "kld": float("nan")},
     )  # fmt: skip
     return Verdict("limits", INVALID, "1 of 2 limits could not be checked", (finding, held), reproduce="kvbench gate r")
 

@@ -1,0 +1,88 @@
+"""github-action-benchmark's files: one a direction, in the form that the action reads."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.gate.benchmark_action import BIGGER, SMALLER, sweep_points, verdict_points, write_benchmarks
+from kvbench.gate.verdict import FAIL, PASS, Verdict
+from tests.support import verdicts
+
+_RANGE = re.compile(r"(?P<prefix>(\+-|±)\s*)(?P<value>\d.*)")  # extractRangeInfo.js; the value must be a number
+
+
+def check(path: Path) -> list[dict[str, Any]]:
+    """The entries, each of the form that the action's extract.js takes; it refuses an empty list."""
+    entries = json.loads(path.read_bytes())
+    assert entries
+    for entry in entries:
+        assert {"name", "unit", "value"} <= set(entry) <= {"name", "unit", "value", "range", "extra"}
+        assert isinstance(entry["value"], float) and isinstance(entry["name"], str) and entry["name"]
+        if "range" in entry:
+            match = _RANGE.search(entry["range"])
+            assert match and float(match["value"]) > 0
+    assert len({entry["name"] for entry in entries}) == len(entries)
+    return entries
+
+
+def test_candidate_values_go_to_the_file_of_their_direction(tmp_path: Path) -> None:
+    written = write_benchmarks(verdict_points(verdicts.failed()), tmp_path)
+    assert written == [tmp_path / BIGGER, tmp_path / SMALLER]
+    bigger, smaller = (check(path) for path in written)
+    assert {entry["unit"] for entry in bigger} == {"tokens/s"} and len(bigger) == 3
+    assert {entry["unit"] for entry in smaller} == {"ms"} and len(smaller) == 5
+    overall = next(entry for entry in smaller if entry["name"] == "overall/p95_itl_ms")
+    assert overall["value"] == pytest.approx(22.02)
+    assert overall["range"] == "± 0.18"  # 20 ms by (11.0 - 9.2) / 2 %
+    assert overall["extra"].startswith("FAIL\n")
+
+
+def test_a_direction_without_values_has_no_file_and_loses_an_old_one(tmp_path: Path) -> None:
+    (tmp_path / BIGGER).write_text("[]")
+    assert write_benchmarks(verdict_points(verdicts.passed()), tmp_path) == [tmp_path / SMALLER]
+    assert not (tmp_path / BIGGER).exists()
+
+
+@pytest.mark.parametrize("name", ["counters", "invalid", "empty"])
+def test_gates_without_timings_have_nothing_to_chart(name: str) -> None:
+    assert verdict_points(verdicts.EVERY[name]()) == []
+
+
+def test_a_value_that_could_not_be_had_is_left_out() -> None:
+    good = verdicts.timing("a", PASS)
+    bad = verdicts.timing("b", FAIL, float("nan"))
+    assert [point.name for point in verdict_points(Verdict("compare", FAIL, "s", (bad, good)))] == ["a/p95_itl_ms"]
+
+
+def test_a_sweep_gives_its_valid_cells(tmp_path: Path) -> None:
+    rows = [
+        {"cell_id": "p8-c8", "configuration": "paged", "valid": "True", "repeats": 3, "output_tokens_per_s": 221.5,
+         "ttft_ms_p95": 4867.25, "itl_ms_p95": "", "output_tokens_per_s_min": 219.5, "output_tokens_per_s_max": 224.5},
+        {"cell_id": "p16-c8", "configuration": "paged", "valid": "False", "repeats": 3, "output_tokens_per_s": 1.0},
+    ]  # fmt: skip
+    with (tmp_path / "summary.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    write_benchmarks(sweep_points(tmp_path / "summary.csv", "mixed"), tmp_path)
+    assert check(tmp_path / BIGGER) == [
+        {"name": "mixed/p8-c8/output_throughput", "unit": "tokens/s", "value": 221.5, "range": "± 2.5",
+         "extra": "paged\n3 repeats"}
+    ]  # fmt: skip
+    assert check(tmp_path / SMALLER) == [
+        {"name": "mixed/p8-c8/p95_ttft_ms", "unit": "ms", "value": 4867.25, "extra": "paged\n3 repeats"}
+    ]
+
+
+def test_a_stored_sweep_is_read() -> None:
+    found = Path("results/reference/vllm-cpu/sweep/summary.csv")
+    with found.open(newline="") as file:
+        valid = [row for row in csv.DictReader(file) if row["valid"] == "True"]
+    points = sweep_points(found, "vllm-cpu")
+    assert len(points) == 3 * len(valid) > 0
