@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -159,6 +161,10 @@ def place_words(place: Iterable[tuple[str, str]]) -> str:
     return ", ".join(value for _, value in place)
 
 
+class OtherKind(ValueError):
+    """A run of another command than ``kvbench sweep``; its text is the kind."""
+
+
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Folders with a manifest.json under ``paths``, none of them inside another. Links to folders are not followed.
 
@@ -183,9 +189,13 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
     """
     runs: dict[tuple[str, str, datetime], StoredRun] = {}
     notes: list[str] = []
+    others: Counter[str] = Counter()
     for folder in folders:
         try:
             run = read_run(folder, notes)
+        except OtherKind as kind:
+            others[str(kind)] += 1
+            continue
         except ValueError as error:
             notes.append(f"{folder} is passed over: {error}")
             continue
@@ -193,14 +203,18 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
         known = runs.get(key)
         if known is None or (run.release and not known.release):
             runs[key] = run
+    notes += [
+        f"{count} of `kvbench {kind}` {'is' if count == 1 else 'are'} passed over: a trend is of runs of `kvbench sweep`"
+        for kind, count in sorted(others.items())
+    ]
     return sorted(runs.values(), key=lambda run: (run.started, run.name)), notes
 
 
 def read_run(folder: Path, notes: list[str]) -> StoredRun:
-    """Raises ValueError for what is no sweep's run; a cell that cannot be read is put down in ``notes``."""
+    """Raises ValueError for what is no sweep's run (OtherKind for another command's); a cell that cannot be read is put down in ``notes``."""
     manifest = read_object(folder / MANIFEST)
     if (kind := manifest.get("kind")) is not None:
-        raise ValueError(f"it is a {kind!r} run, and only runs of `kvbench sweep` have a trend")
+        raise OtherKind(str(kind))
     if not isinstance(manifest.get("plan"), list) or not isinstance(manifest.get("workload"), Mapping):
         raise ValueError("its manifest.json is not that of a sweep")
     if (written := manifest.get("format", FORMAT)) != FORMAT:
@@ -245,6 +259,11 @@ def all_series(runs: Iterable[StoredRun]) -> list[Series]:
     ]
     first = {series.definition: rank for rank, series in reversed(list(enumerate(found)))}
     return sorted(found, key=lambda s: (s.workload, s.place, s.cell, first[s.definition], names.index(s.metric.name)))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts c4 before c32."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _measured(summary: Mapping[str, Any], asked: Mapping[str, Any]) -> Measured:

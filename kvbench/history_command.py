@@ -72,11 +72,11 @@ def add(**options: Any) -> int:
     """Keep RUNS (folders of runs, or folders that hold some) in a history: small files only, never changed again.
 
     Of each run: manifest.json, summary.csv, verdict.json and the figures of each cell that trends are made of, in
-    DIR/<workload>/<run>/. No prompts, no outputs, no logs. A run that is there already is left alone; an incomplete
-    one is passed over.
+    DIR/<workload>/<run>/. No prompts, no outputs, no logs. A run that is there already is left alone; what is not
+    complete is passed over.
 
     \b
-    Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was found.
+    Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was kept.
     """
     return add_command(**options)
 
@@ -139,17 +139,27 @@ def add_command(*, runs: tuple[Path, ...], to: Path, release: str | None, incomp
     """Raises UsageError."""
     from kvbench.errors import EXIT_NOTHING, EXIT_OK, UsageError
     from kvbench.history import find_runs
-    from kvbench.history_store import add_run
+    from kvbench.history_store import PassedOver, add_run
     from kvbench.house import say
 
     if release is not None and not release.strip():
         raise UsageError("--release '' is no name: give one such as v1.2, or leave it out")
-    folders = find_runs(runs)
-    for folder in folders:
-        done, place, notes = add_run(folder, to, release, incomplete=incomplete)
+    kept, conflicts = 0, []
+    for folder in find_runs(runs):
+        try:
+            done, place, notes = add_run(folder, to, release, incomplete=incomplete)
+        except PassedOver as why:
+            say(f"note: {why}")
+            continue
+        except UsageError as conflict:
+            conflicts.append(str(conflict))
+            continue
         for note in notes:
             say(f"note: {note}")
         print(f"{done}: {place}")
-    if not folders:
-        say(f"there is no run in {', '.join(map(str, runs))}: give the folder of one, such as results/mixed/<run>")
-    return EXIT_OK if folders else EXIT_NOTHING
+        kept += 1
+    if conflicts:
+        raise UsageError("; ".join(conflicts))
+    if not kept:
+        say(f"there is no run to keep in {', '.join(map(str, runs))}: give the folder of one, results/mixed/<run>")
+    return EXIT_OK if kept else EXIT_NOTHING

@@ -140,13 +140,12 @@ def drift_sentence(drifts: Sequence[Drift]) -> str:
             "NAME`, name one with --release, or measure a commit with a tag v*."
         )
     counts = {outcome: sum(drift.outcome == outcome for drift in drifts) for outcome in (DRIFTED, WITHIN, UNCLEAR)}
-    whole = f"of {len(drifts)} cell metrics"
     parts = [
-        f"{counts[DRIFTED]} {whole} got worse by more than their margin" if counts[DRIFTED] else "",
-        f"{counts[WITHIN]}{'' if counts[DRIFTED] else f' {whole}'} held within it" if counts[WITHIN] else "",
-        f"for {counts[UNCLEAR]} the repeats vary too much or are too few to say" if counts[UNCLEAR] else "",
+        f"{counts[DRIFTED]} got worse by more than the margin",
+        f"{counts[WITHIN]} held within it",
+        f"for {counts[UNCLEAR]} the repeats are too few or vary too much to say",
     ]
-    return f"Drift since the release: {', '.join(part for part in parts if part)}."
+    return f"Drift since the release, {len(drifts)} metrics of cells: {', '.join(parts)}."
 
 
 def default_margins() -> dict[str, float]:

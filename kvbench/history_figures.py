@@ -15,7 +15,7 @@ from kvbench.history_view import View
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, Look, finish, safe
 
 _COLUMNS = 3
-_PANEL = 150  # px
+_PANEL = 172  # px
 _FULL_MARKS = 60  # runs; of more, points are small
 _TICKS = 4
 
@@ -77,7 +77,12 @@ def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.S
         )
     )  # fmt: skip
     if hollow := [p for p in series.points if p.state != VALID]:
-        marker = {"symbol": "circle-open", "size": 8, "color": OTHERS[4], "line": {"width": 1.5}}
+        marker = {
+            "symbol": "circle-open",
+            "size": 8 if len(at) <= _FULL_MARKS else 5,
+            "color": OTHERS[4],
+            "line": {"width": 1.5},
+        }
         traces.append(_marks(series, hollow, at, "does not count", marker))
     if release and release[1] in series.points:
         marker = {"symbol": "diamond", "size": 10, "color": OTHERS[0]}
@@ -124,12 +129,12 @@ def _band(series: Series, at: dict[StoredRun, float], fill: str) -> list[go.Scat
 
 def _release_lines(series: Series, release: tuple[str, Point], drift: Drift | None, count: int) -> list[go.Scatter]:
     """The release's value across the panel, and what is worse by the margin."""
-    levels = [("release", release[1].value, "dot")]
+    levels = [("level of the release", release[1].value, "dot")]
     if drift is not None:
         levels.append(("margin", release[1].value * (1 - series.metric.better * drift.margin), "dash"))
     return [
         go.Scatter(
-            x=[-0.6, count - 0.4], y=[level, level], mode="lines", name=f"{name} level",
+            x=[-0.6, count - 0.4], y=[level, level], mode="lines", name=name,
             line={"color": OTHERS[4], "width": 1.2, "dash": dash}, hoverinfo="skip", legendgroup=name,
         )
         for name, level, dash in levels

@@ -2,8 +2,8 @@
 
     DIR/<workload>/<run>/manifest.json  summary.csv  cells/<cell>/summary.json  release.json
 
-A sweep's summary.json holds every percentile of every class; what a trend is made of is a thirtieth of it, and only
-that is kept: the identity of the cell, whether it is valid, and of each repeat the client's totals and latencies and
+A sweep's summary.json holds every percentile of every class; what a trend is made of is a small part, and only that
+is kept: the identity of the cell, whether it is valid, and of each repeat the client's totals and latencies and
 the server's counters. Made to lie on an orphan branch, where every byte stays for ever.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.history import RELEASE, StoredRun, read_object, read_run
+from kvbench.history import RELEASE, OtherKind, StoredRun, read_object, read_run
 from kvbench.results import MANIFEST, write_text
 
 COPIED = (MANIFEST, "summary.csv", "verdict.json")
@@ -31,19 +31,25 @@ _OF_METRICS = (
 ADDED, THERE, MARKED = "added", "there already", "marked"
 
 
+class PassedOver(Exception):
+    """No complete run of a sweep: says why; the others are kept."""
+
+
 def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = False) -> tuple[str, Path, list[str]]:
     """Keep the run in ``source`` under ``to``: what was done, where it lies, and notes on what is not in it.
 
-    Raises UsageError when it is no sweep's run, is not complete (unless ``incomplete``), or when its place holds
-    something else; then nothing is written.
+    Raises PassedOver for what is no run of a sweep, or is not complete (unless ``incomplete``), and UsageError when its
+    place holds something else; then nothing is written.
     """
     notes: list[str] = []
     try:
         run = read_run(source, notes)
+    except OtherKind as kind:
+        raise PassedOver(f"{source} is of `kvbench {kind}`: a history is of runs of `kvbench sweep`") from None
     except ValueError as error:
-        raise UsageError(f"{source} cannot be kept: {error}") from None
+        raise PassedOver(f"{source} cannot be kept: {error}") from None
     if not run.complete and not incomplete:
-        raise UsageError(f"{source} is incomplete: finish it with --resume, or keep it as it is with --incomplete")
+        raise PassedOver(f"{source} is not complete: finish it with --resume, or keep it as it is with --incomplete")
     files = kept_files(source, run)
     target = to / _file_name(run.workload) / source.resolve().name
     if target.exists():

@@ -83,6 +83,11 @@ def view(paths: Sequence[Path], asked: Asked) -> View:
         shown = [dataclasses.replace(series, points=series.points[-asked.last :]) for series in chosen]
     found, said = find_change_points(shown, asked.otava) if asked.change_points and shown else ({}, "")
     groups = [list(group) for _, group in groupby(shown, key=lambda series: (series.workload, series.place))]
+    notes += [
+        f"release {run.release} is of {run.folder}, which is not complete: nothing is compared with that run"
+        for run in runs
+        if run.release and not run.complete
+    ]
     if runs and not chosen:
         notes.append("no run has what was asked for: leave out --workload, --cell, --metric or --machine")
     return View(runs, groups, drifts, releases, found, said, notes)
@@ -91,7 +96,7 @@ def view(paths: Sequence[Path], asked: Asked) -> View:
 def _wanted(series: Series, asked: Asked) -> bool:
     return (
         _matches(series.workload, asked.workloads)
-        and _matches(series.cell, asked.cells)
+        and (_matches(series.cell, asked.cells) or _matches(f"{series.workload}/{series.cell}", asked.cells))
         and _matches(series.metric.name, asked.metrics)
         and (not asked.machines or any(text.lower() in series.machine.lower() for text in asked.machines))
     )
