@@ -22,11 +22,11 @@ _LEVELS = {FAIL: "error", INVALID: "error", EMPTY: "error", INCONCLUSIVE: "warni
 _YES = {"true", "1"}
 
 
-def publish(verdict: Verdict, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
+def publish(verdict: Verdict, folder: Path | None, environ: Mapping[str, str] = os.environ) -> None:
     """The step summary, where ``$GITHUB_STEP_SUMMARY`` names its file, and annotations, where GitHub Actions runs.
 
-    ``folder``: where the verdict's files lie, which the last annotation names. What cannot be written is said on
-    stderr and changes nothing else: the verdict and its exit code stand.
+    ``folder``: where the verdict's files lie, if anywhere; the first annotation names it. What cannot be written is
+    said on stderr and changes nothing else: the verdict and its exit code stand.
     """
     if path := environ.get("GITHUB_STEP_SUMMARY"):
         _attempt(f"the step summary {path}", lambda: append_summary(verdict, Path(path)))
@@ -46,11 +46,11 @@ def append_summary(verdict: Verdict, path: Path) -> None:
         file.write(gap + text)
 
 
-def annotations(verdict: Verdict, folder: Path) -> list[str]:
+def annotations(verdict: Verdict, folder: Path | None) -> list[str]:
     """At most five workflow commands, worst first: the verdict, then what failed, was invalid or could not be told."""
     level = _LEVELS[verdict.outcome]
     title = f"kvbench {verdict.kind}: {wording.LABELS[verdict.outcome]}"
-    ends = f" (see {folder})" if verdict.outcome != PASS else ""
+    ends = f" (see {folder})" if folder and verdict.outcome != PASS else ""
     commands = [_command(level, title, wording.line(verdict.sentence, _MESSAGE) + ends)]
     bad = wording.worst_first(verdict.of(FAIL, INVALID, INCONCLUSIVE))
     for finding in bad[: ANNOTATIONS - 1]:

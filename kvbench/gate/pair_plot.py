@@ -110,7 +110,7 @@ def _row(finding: Finding, axis: _Axis, top: float) -> list[str]:
     middle = top + _ROW / 2
     title = wording.line(finding.title, 200)
     parts = [
-        f'<text x="8" y="{middle + 4.5}">{_text(wording.line(title, 42))}<title>{_text(title)}</title></text>',
+        f'<text x="8" y="{middle + 4.5}">{_text(wording.shortened(title, 42))}<title>{_text(title)}</title></text>',
         *(
             f'<line class="{name}" x1="{axis.x(at):.1f}" x2="{axis.x(at):.1f}" y1="{top + 3}" y2="{top + _ROW - 3}"/>'
             for name, at in thresholds(finding).items()

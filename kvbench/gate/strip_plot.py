@@ -42,7 +42,7 @@ def strip(finding: Finding, width: int = WIDTH) -> list[str]:
         axis[column(change)] = letter
     ends = [wording.percent(end) for end in ((low, high) if worse > 0 else (high, low))]
     lines += ["".join(axis), ends[0] + ends[1].rjust(width - len(ends[0]))]
-    head = f"{wording.line(finding.title, 60)}: {wording.LABELS[finding.outcome]}, {wording.change(finding)}"
+    head = f"{wording.shortened(finding.title, 60)}: {wording.LABELS[finding.outcome]}, {wording.change(finding)}"
     return [head, *(each.rstrip() for each in lines)]
 
 

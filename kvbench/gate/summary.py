@@ -59,14 +59,12 @@ def _summary(verdict: Verdict, rows: int) -> str:
         lines += _findings(verdict, outcome, title, rows)
     if verdict.outcome == EMPTY or not verdict.findings:
         lines += ["Nothing was compared, which is not a pass.", ""]
-    lines += [*_moved(verdict, rows), *_plots(verdict, rows), *_commands(verdict)]
-    if verdict.notes:
-        notes = [f"- {escape(wording.line(note, _SENTENCE))}" for note in verdict.notes[:rows]]
-        lines += ["### Notes", "", *notes, *_more(len(verdict.notes) - rows, "notes"), ""]
+    lines += [*_moved(verdict, rows), *_notes(verdict, rows), *_plots(verdict, rows), *_commands(verdict)]
     passed = wording.worst_first(verdict.of(PASS))
     if passed:
+        left = _more(len(passed) - rows, "that passed")
         lines += [f"<details><summary>{len(passed):,} passed</summary>", "", *_table(passed, rows), ""]
-        lines += [*_more(len(passed) - rows, "that passed"), "", "</details>", ""]
+        lines += [*([*left, ""] if left else []), "</details>", ""]
     return "\n".join([*lines, *_facts(verdict)])
 
 
@@ -131,8 +129,16 @@ def _moved(verdict: Verdict, rows: int) -> list[str]:
         )
         for m in moved[:rows]
     ]
-    found = table(heads, body, numbers_from=2) if body else []
-    return ["### What moved with it", "", *found, "", *_more(len(moved) - rows, "that moved"), ""]
+    found = [*table(heads, body, numbers_from=2), ""] if body else []
+    left = _more(len(moved) - rows, "that moved")
+    return ["### What moved with it", "", *found, *([*left, ""] if left else [])]
+
+
+def _notes(verdict: Verdict, rows: int) -> list[str]:
+    if not verdict.notes:
+        return []
+    notes = [f"- {escape(wording.line(note, _SENTENCE))}" for note in verdict.notes[:rows]]
+    return ["### Notes", "", *notes, *_more(len(verdict.notes) - rows, "notes"), ""]
 
 
 def _plots(verdict: Verdict, rows: int) -> list[str]:
@@ -145,7 +151,8 @@ def _plots(verdict: Verdict, rows: int) -> list[str]:
         return []
     text = [line for lines in drawn for line in ("", *lines)]
     left = _more(len(chosen) - len(drawn), "in pairs.html")
-    return ["### The pairs (worse to the right)", "", *fence([strip_plot.LEGEND, *text]), "", *left, ""]
+    title = "### The pairs (worse to the right)"
+    return [title, "", *fence([strip_plot.LEGEND, *text]), "", *([*left, ""] if left else [])]
 
 
 def _commands(verdict: Verdict) -> list[str]:

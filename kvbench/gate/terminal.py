@@ -97,7 +97,7 @@ def _print_moved(verdict: Verdict, console: Console) -> None:
 
 
 def _titled(title: str, unit: str | None) -> Text:
-    return Text(wording.line(title, 120) + (f" ({wording.line(unit, 16)})" if unit else ""))
+    return Text(wording.shortened(title, 120) + (f" ({wording.line(unit, 16)})" if unit else ""))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:

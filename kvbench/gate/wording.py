@@ -32,6 +32,13 @@ def line(text: object, limit: int | None = None) -> str:
     return flat if limit is None or len(flat) <= limit else flat[: limit - 2].rstrip() + " …"
 
 
+def shortened(text: object, limit: int) -> str:
+    """`line` with its middle left out: names of cells differ at the end."""
+    flat = line(text)
+    end = (limit - 1) * 2 // 3
+    return flat if len(flat) <= limit else f"{flat[: limit - 1 - end]}…{flat[-end:]}"
+
+
 def is_number(value: object) -> bool:
     """Whether it is a finite number: NaN stands for one that could not be had, as None does."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
