@@ -13,7 +13,7 @@ from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Findi
 
 SUMMARY_BYTES = 1024 * 1024  # GitHub refuses a step's summary beyond it, all of it
 ROWS = 200  # of each table
-PLOTS = 12
+PLOTS = 8
 _FEWER_ROWS = (ROWS, 50, 20, 5, 1, 0)
 _SENTENCE, _NAME, _DETAIL, _COMMAND = 2_000, 200, 400, 4_000  # characters
 _FULL = "verdict.json and junit.xml have all"
@@ -85,7 +85,7 @@ def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str
     if not findings:
         return []
     lines = [f"### {title} ({len(findings):,})", "", *_table(findings, rows), ""]
-    for finding in findings[: min(rows, 20)]:
+    for finding in wording.explained(findings, min(rows, 20)):
         lines.append(f"- {escape(wording.line(finding.sentence, _SENTENCE))}")
         lines += [f"  - {escape(wording.line(detail, _DETAIL))}" for detail in finding.details[:8]]
         lines += [f"  {each}" for each in _more(len(finding.details) - 8, "lines")]

@@ -68,7 +68,7 @@ def _print_rest(findings: list[Finding], shown: list[Finding], console: Console)
 
 def _print_reasons(findings: list[Finding], console: Console) -> None:
     """The sentence and the details of the worst that did not pass."""
-    for finding in [finding for finding in findings if finding.outcome != PASS][:5]:
+    for finding in wording.explained([f for f in findings if f.outcome != PASS], 5):
         console.print(Text(f"- {wording.line(finding.sentence, _SENTENCE)}"))
         for detail in finding.details[:6]:
             console.print(Text(f"    {wording.line(detail, 400)}"))

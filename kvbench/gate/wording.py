@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Moved, Verdict
 from kvbench.report.words import data_size
@@ -133,6 +133,15 @@ def badness(finding: Finding) -> float:
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Failures first, then the wider before the narrower, then the greater change."""
     return sorted(findings, key=lambda f: (RANKS[f.outcome], SUITES.get(f.suite, len(SUITES)), -badness(f)))
+
+
+def explained(findings: Sequence[Finding], most: int) -> list[Finding]:
+    """Those whose sentences are shown below their table: the first, and all that say more than their rows do."""
+    return [
+        finding
+        for i, finding in enumerate(findings)
+        if i == 0 or finding.details or finding.change is None or finding.outcome != FAIL
+    ][:most]
 
 
 def moved_most_first(moved: Iterable[Moved]) -> list[Moved]:

@@ -189,3 +189,9 @@ def test_an_invalid_run_is_an_error_that_names_its_cause() -> None:
     assert annotations(verdict, Path("f")) == [
         "::error title=kvbench compare%3A INVALID::the machines differ: cores 2 and 8 (see f)"
     ]
+
+
+def test_sentences_that_only_repeat_their_rows_are_left_out() -> None:
+    text = summary(verdicts.failed())
+    assert "- p95\\_itl\\_ms of overall changed" in text and "p95\\_itl\\_ms of mixed/paged-p32-c8 changed" not in text
+    assert "- p95\\_ttft\\_ms of mixed/paged-p8-c8 changed" in text  # how many pairs it needs stands only here
