@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvbench.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageError
+from kvbench.gate.counter_commands import LOCK, WORKLOAD, Commands
 
 if TYPE_CHECKING:
     from kvbench.gate.counter_workload import CounterWorkload
     from kvbench.gate.lock import CounterLock
     from kvbench.gate.replay import Replayed
     from kvbench.gate.verdict import Verdict
-
-WORKLOAD, LOCK = Path("workloads/ci_counters.yaml"), Path("ci/counters.lock.json")
 
 _WORKLOAD = click.argument("workload", type=click.Path(path_type=Path), default=WORKLOAD)
 _LOCK = click.option(
@@ -51,6 +50,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     """
     from rich.console import Console
 
+    from kvbench.gate.counter_terminal import print_counters
     from kvbench.gate.lock import read_lock
 
     chosen = _read(workload, only)
@@ -62,7 +62,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
         from kvbench.gate.outputs import write_outputs
 
         write_outputs(verdict, output_dir)
-    _print(verdict, Console())
+    print_counters(verdict, Console())
     return verdict.exit_code
 
 
@@ -125,7 +125,7 @@ def _matching(scenarios: dict, only: tuple[str, ...]) -> dict:
 def _judged(
     chosen: CounterWorkload, known: CounterLock | None, workload: Path, lock: Path, only: tuple[str, ...]
 ) -> Verdict:
-    from kvbench.gate.counters import Commands, judge
+    from kvbench.gate.counters import judge
     from kvbench.gate.twice import replay_twice
     from kvbench.manifest import git_state
 
@@ -136,14 +136,3 @@ def _judged(
     state = git_state()
     name = f"{state['short_sha']}{' and changes' if state['dirty'] else ''}"
     return judge(chosen, known, first, second, Commands(workload, lock, only), {"name": name, **state})
-
-
-def _print(verdict: Verdict, console) -> None:
-    """Scenarios that pass are counted in the sentence: nobody reads a hundred of them."""
-    import dataclasses
-
-    from kvbench.gate.terminal import print_verdict
-    from kvbench.gate.verdict import PASS
-
-    shown = tuple(finding for finding in verdict.findings if finding.outcome != PASS)
-    print_verdict(dataclasses.replace(verdict, findings=shown), console)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvbench.errors import UsageError
+from kvbench.gate.counter_commands import Commands
 from kvbench.gate.counter_workload import CounterWorkload
-from kvbench.gate.counters import Commands, judge
+from kvbench.gate.counters import judge
 from kvbench.gate.lock import Accepted, CounterLock, read_lock, write_lock
 from kvbench.gate.replay import COUNTERS, Replayed
 from kvbench.gate.verdict import PASS, Verdict

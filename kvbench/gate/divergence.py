@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ _CAUSES = (
     "prefix_evictions", "prefix_hits", "prefix_queries", "refused_fragmented", "forks", "finished", "allocated_pages",
     "freed_pages", "prefill_tokens", "decode_tokens", "recomputed_tokens", "running", "waiting",
 )  # fmt: skip
-_SUMS = ("slot_steps_", "shared_slot_steps", "running_steps", "waiting_steps")  # move with almost anything
+_SUMS = ("slot_steps_", "shared_slot_steps", "running_steps", "waiting_steps")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Change:
     def ratio(self) -> float | None:
         """now / was - 1; None when it was 0."""
         return self.now / self.was - 1 if self.was else None
+
+    @property
+    def size(self) -> float:
+        """How much it changed for what it was; anything is infinitely more than 0."""
+        return math.inf if self.ratio is None else abs(self.ratio)
 
     def __str__(self) -> str:
         return f"{self.words} {self.was:,} -> {self.now:,} ({percent(self)})"
@@ -72,8 +78,12 @@ def changed_counters(was: Mapping[str, int], now: Mapping[str, int]) -> list[Cha
 
 
 def _weight(change: Change) -> tuple[bool, float]:
-    ratio = change.ratio
-    return change.name.startswith(_SUMS), -(float("inf") if ratio is None else abs(ratio))
+    return is_sum(change.name), -change.size
+
+
+def is_sum(counter: str) -> bool:
+    """Whether it adds something up over the steps, so that it moves with almost anything."""
+    return counter.startswith(_SUMS)
 
 
 def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]) -> Parting | None:

@@ -112,7 +112,7 @@ def locked(scenario: Scenario, run: Replayed) -> dict[str, Any]:
     """A scenario as the file keeps it."""
     return {
         "definition": scenario.digest,
-        "steps": max(map(len, run.history.values()), default=0),
+        "steps": run.steps,
         "outputs": run.outputs,
         "counters": {name: run.counters[name] for name in COUNTERS if run.counters[name]},
         "history": {name: encode(values) for name, values in run.history.items() if any(values)},

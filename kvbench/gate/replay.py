@@ -39,6 +39,10 @@ class Replayed:
     outputs: str
     trouble: str | None
 
+    @property
+    def steps(self) -> int:
+        return max(map(len, self.history.values()), default=0)
+
 
 def replay(scenario: Scenario) -> Replayed:
     """Run ``scenario`` to its end, or until its engine breaks or stands still."""
