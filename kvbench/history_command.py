@@ -138,7 +138,7 @@ def _write_page(path: Path, found: Any) -> None:
 def add_command(*, runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool) -> int:
     """Raises UsageError."""
     from kvbench.errors import EXIT_NOTHING, EXIT_OK, UsageError
-    from kvbench.history import find_runs
+    from kvbench.history_runs import find_runs
     from kvbench.history_store import PassedOver, add_run
     from kvbench.house import say
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.history import RELEASE, OtherKind, StoredRun, read_object, read_run
+from kvbench.history import StoredRun
+from kvbench.history_runs import RELEASE, OtherKind, read_object, read_run
 from kvbench.results import MANIFEST, write_text
 
 COPIED = (MANIFEST, "summary.csv", "verdict.json")
