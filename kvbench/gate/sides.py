@@ -162,7 +162,11 @@ def _options_of(side: Side, options: Mapping[str, Any]) -> dict[str, Any]:
     place = _place(side, options)
     kept = {name: options.get(name) if place in where else None for name, where in APPLIES.items()}
     of_side = {"target": side.kind == SET, "serve_cmd": side.kind in (SET, REF)}
-    return kept | {name: options.get(name) if used else None for name, used in of_side.items()}
+    return (
+        kept
+        | {name: options.get(name) if used else None for name, used in of_side.items()}
+        | {"repo": options.get("repo")}
+    )
 
 
 def _place(side: Side, options: Mapping[str, Any]) -> str:
