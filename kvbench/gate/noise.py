@@ -1,9 +1,9 @@
 """The noise of a runner, from pairs of one build against itself (A/A), and whether the gate's limits suit it.
 
-For each metric and level: how pairs scatter, whether they lean to one side, whether one pair hangs on the one before, the
+For each metric and level: how pairs scatter, whether they lean to one side, whether a pair hangs on the one before, the
 smallest regression that each look shows with 80 % power, and the smallest margin within which each look shows an
-unchanged candidate with 80 % power (kvbench/gate/detectable.py). A sd from 20 pairs is known to within -22 % and +43 %
-(95 %, chi-squared with 19 degrees of freedom), one from 8 pairs to within -33 % and +100 %: hence 20 or more.
+unchanged candidate with 80 % power (kvbench/gate/detectable.py). A sd from 20 pairs is known to within -24 % and +46 %
+(95 %, chi-squared with 19 degrees of freedom), one from 8 pairs to within -34 % and +104 %: hence 20 or more.
 
 Which side of a pair goes first is tossed for, so even a drifting or autocorrelated machine gives pairs that lean to no
 side and do not hang on each other. If they do, the two sides differ in more than the build.

@@ -99,17 +99,16 @@ def at_most(x: np.ndarray, alpha: float, jointly: bool) -> np.ndarray:
         observed = observed.max(axis=1, keepdims=True)
     observed = observed[:, None, :] - _TIE
     most = int(alpha * 2**pairs + _TIE)
-    reached = np.ones((len(x), observed.shape[2]), dtype=int)  # the pattern that was observed
+    reached = np.zeros((len(x), observed.shape[2]), dtype=int)
     open_ = np.arange(len(x)) if most else np.empty(0, dtype=int)
-    order = np.random.default_rng(0).permutation(np.arange(1, 2**pairs))
+    order = np.random.default_rng(0).permutation(2 ** (pairs - 1))  # the other half of the patterns: minus these
     begin = 0
     while begin < len(order) and len(open_):
         many = max(32, min(8192, _AT_ONCE // (len(open_) * x.shape[2])))
         patterns = 1.0 - 2.0 * ((order[begin : begin + many, None] >> np.arange(pairs)) & 1)
         sums = patterns @ x[open_]  # [runs, patterns, hypotheses]
-        if jointly:
-            sums = sums.max(axis=2, keepdims=True)
-        reached[open_] += (sums >= observed[open_]).sum(axis=1)
+        highest, lowest = (sums.max(2, keepdims=True), sums.min(2, keepdims=True)) if jointly else (sums, sums)
+        reached[open_] += ((highest >= observed[open_]).sum(axis=1)) + (-lowest >= observed[open_]).sum(axis=1)
         open_ = open_[(reached[open_] <= most).all(axis=1)]
         begin += many
     result = np.zeros(len(x), dtype=bool)
@@ -153,3 +152,11 @@ def worsened(log_ratio: np.ndarray, metric: int, share: float, cells: slice | in
     changed = log_ratio.copy()
     changed[:, :, cells, metric] += rule.harm_of(share) * (-1 if rule.higher_is_better else 1)
     return changed
+
+
+def passes_at_margin(noise: str, rng: np.random.Generator, runs: int, rules: TimingRules = DEFAULT_RULES) -> int:
+    """How many runs one hypothesis passes at some look though its true harm is its margin, the others aside."""
+    y = log_ratios(noise, rng, runs // CELLS + 1, rules.looks[-1].pairs)[..., 1]  # each cell of a run alone
+    noise_alone = y.transpose(0, 2, 1).reshape(-1, rules.looks[-1].pairs, 1)[:runs]  # margin - harm
+    small = [at_most(noise_alone[:, : look.pairs], look.alpha_pass, jointly=True) for look in rules.looks]
+    return int(np.any(small, axis=0).sum())

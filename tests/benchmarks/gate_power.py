@@ -1,0 +1,140 @@
+"""How often the timing gate errs, by simulation: writes tests/benchmarks/gate_power.md beside this file.
+
+    python -m tests.benchmarks.gate_power [--runs 400] [--seed 6]
+
+False alarms of a candidate that is the base, what the gate catches of a true slowdown, and what it passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from kvbench.gate.rules import DEFAULT_RULES
+from tests.support.gate_simulation import (
+    NOISES,
+    PAIR_SD,
+    Decisions,
+    decide,
+    log_ratios,
+    passes_at_margin,
+    worsened,
+)
+
+A_A_RUNS = 2000
+SHARED = (0.0, 0.5)
+WHERE = {"all 24 cells": slice(None), "one class of 6": slice(0, 6), "one cell": 0}
+TITLES = [metric.title for metric in DEFAULT_RULES.metrics]
+LAST = DEFAULT_RULES.looks[-1].pairs
+
+
+def upper(count: int, runs: int) -> float:
+    """Upper bound of the two-sided 95 % Clopper-Pearson interval."""
+    return float(stats.binomtest(count, runs).proportion_ci(0.95, "exact").high)
+
+
+def looks(found: np.ndarray) -> str:
+    """Share of runs by look: 55 + 35 + 7 %."""
+    shares = (f"{(found == look + 1).mean() * 100:.3g}" for look in range(len(DEFAULT_RULES.looks)))
+    return " + ".join(shares) + " %"
+
+
+def _rng(seed: int, *of: int) -> np.random.Generator:
+    return np.random.default_rng([seed, *of])
+
+
+def false_alarms(seed: int) -> Iterator[str]:
+    yield "| noise | cells share | smallest p alone | 95 % bound | FAIL | 95 % bound |"
+    yield "|---|---|---|---|---|---|"
+    for i, noise in enumerate(NOISES):
+        for j, shared in enumerate(SHARED):
+            found = decide(log_ratios(noise, _rng(seed, 1, i, j), A_A_RUNS, LAST, shared), passes=False)
+            counts = [int((x > 0).sum()) for x in (found.rejected, found.failed)]
+            cells = (f"{n / A_A_RUNS * 100:.2f} % | {upper(n, A_A_RUNS) * 100:.2f} %" for n in counts)
+            yield f"| {noise} | {shared * 100:.0f} % | {' | '.join(cells)} |"
+
+
+def power(seed: int, runs: int) -> Iterator[str]:
+    yield "| metric | worse by | where | FAIL, cells share 0 % | at look 1 + 2 + 3 | FAIL, 50 % | at look 1 + 2 + 3 |"
+    yield "|---|---|---|---|---|---|---|"
+    for m, title in enumerate(TITLES):
+        for share in (0.03, 0.05, 0.10):
+            for w, (place, cells) in enumerate(WHERE.items()):
+                row = []
+                for j, shared in enumerate(SHARED):
+                    y = log_ratios("normal", _rng(seed, 2, m, round(share * 100), w, j), runs, LAST, shared)
+                    failed = decide(worsened(y, m, share, cells), passes=False).failed
+                    row += [f"{(failed > 0).mean() * 100:.3g} %", looks(failed)]
+                yield f"| {title} | {share * 100:.0f} % | {place} | {' | '.join(row)} |"
+
+
+def passes(seed: int, runs: int) -> Iterator[str]:
+    yield "| cells share | PASS | at look 1 + 2 + 3 | FAIL | inconclusive after look 3 |"
+    yield "|---|---|---|---|---|"
+    for j, shared in enumerate(SHARED):
+        found: Decisions = decide(log_ratios("normal", _rng(seed, 3, j), runs, LAST, shared))
+        fine, bad = (x > 0 for x in (found.passed, found.failed))
+        rest = (~fine & ~bad).mean()
+        yield (
+            f"| {shared * 100:.0f} % | {fine.mean() * 100:.3g} % | {looks(found.passed)} | {bad.mean() * 100:.3g} % "
+            f"| {rest * 100:.3g} % |"
+        )
+
+
+def at_margin(seed: int) -> Iterator[str]:
+    yield "| noise | PASS | 95 % bound |"
+    yield "|---|---|---|"
+    for i, noise in enumerate(NOISES):
+        count = passes_at_margin(noise, _rng(seed, 4, i), A_A_RUNS)
+        yield f"| {noise} | {count / A_A_RUNS * 100:.2f} % | {upper(count, A_A_RUNS) * 100:.2f} % |"
+
+
+def page(seed: int, runs: int) -> str:
+    rules = DEFAULT_RULES
+    spread = ", ".join(f"{title} {sd * 100:g} %" for title, sd in zip(TITLES, PAIR_SD, strict=True))
+    alphas = ", ".join(f"{look.alpha:g} after {look.pairs}" for look in rules.looks)
+    return "\n".join(
+        [
+            "# How often the timing gate errs",
+            "",
+            f"Simulated by `python -m tests.benchmarks.gate_power --runs {runs} --seed {seed}`: 24 cells in 4 classes,",
+            "3 metrics (87 hypotheses), launches in time order with a coin for each pair, the default rules (alpha",
+            f"{alphas} pairs). Pairs scatter by {spread} (sd of the log ratio). *Cells share*: the part of the noise's",
+            "variance that all cells of a launch have in common.",
+            "",
+            f"## False alarms: a candidate that is the base, {A_A_RUNS:,} runs a row",
+            "",
+            "*Smallest p alone*: without the floors, which is what the looks' alphas (1 % in all) are the limit of.",
+            "Bounds: upper ends of 95 % Clopper-Pearson intervals.",
+            "",
+            *false_alarms(seed),
+            "",
+            f"## Power: a candidate that is slower, {runs} runs a row, normal noise",
+            "",
+            *power(seed, runs),
+            "",
+            f"## What passes: a candidate that is the base, {runs} runs a row, normal noise",
+            "",
+            *passes(seed, runs),
+            "",
+            f"## What passes wrongly: one hypothesis with a harm of exactly its margin, {A_A_RUNS:,} runs a row",
+            "",
+            "The others aside; they can only make a PASS rarer. The limit is "
+            f"{sum(look.alpha_pass for look in rules.looks) * 100:g} %.",
+            "",
+            *at_margin(seed),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=400, help="of each row of power")
+    parser.add_argument("--seed", type=int, default=6)
+    given = parser.parse_args()
+    Path(__file__).with_suffix(".md").write_text(page(given.seed, given.runs), encoding="utf-8")
