@@ -12,6 +12,8 @@ import click
 from kvbench import __version__
 from kvbench.calibrate_command import NO_CALIBRATION, calibrate_client
 from kvbench.cli_tools import cache_sim, tune
+from kvbench.compare_command import calibrate, compare
+from kvbench.gate_command import gate
 from kvbench.house import check_house, guarded
 from kvbench.load_command import load
 from kvbench.mock_command import mock_server
@@ -207,6 +209,9 @@ def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
 
 
 cli.add_command(load)
+cli.add_command(compare)
+cli.add_command(gate)
+cli.add_command(calibrate)
 cli.add_command(cache_sim)
 cli.add_command(tune)
 cli.add_command(trace)

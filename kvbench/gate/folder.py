@@ -11,8 +11,9 @@ results/compare/<UTC time>-<git short sha>/
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,16 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class CompareFolder:
-    """Paths of one comparison."""
+    """Paths of one comparison. ``stored``: by side, the run that was measured before, where that is compared."""
 
     path: Path
+    stored: Mapping[str, Path] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> CompareFolder:
+        """The comparison that lies there. Raises UsageError."""
+        stored = cls(path).manifest().get("stored") or {}
+        return cls(path, {side: Path(run) for side, run in stored.items()})
 
     @property
     def manifest_path(self) -> Path:
@@ -46,8 +54,12 @@ class CompareFolder:
             )
         return manifest
 
+    def run_lock(self) -> AbstractContextManager[None]:
+        """Only one process may work in a folder."""
+        return RunFolder(self.path).locked()
+
     def run(self, side: str, workload: str) -> RunFolder:
-        return RunFolder(self.path / side / workload)
+        return RunFolder(self.stored.get(side) or self.path / side / workload)
 
     def is_whole(self, match: Match, pair: int) -> bool:
         """Whether both sides of the pair are there and are measurements."""

@@ -82,6 +82,11 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name!r} is not a metric; {hint}")
 
 
+def value_of(values: Values, name: str) -> float | None:
+    """The metric of one load; ``values``: its flattened metrics, with its counters under ``server.``."""
+    return _COMPUTED[name](values) if name in _COMPUTED else values.get(_SHORT.get(name, name))
+
+
 def measured(cell: Cell, name: str) -> Measured:
     """The metric in each repeat that has it; no values where nobody measured it."""
     path = _SHORT.get(name, name)
@@ -92,8 +97,7 @@ def measured(cell: Cell, name: str) -> Measured:
     found = {}
     for repeat in cell.repeats:
         values = flatten({**repeat.metrics, "server": repeat.server})
-        value = _COMPUTED[name](values) if name in _COMPUTED else values.get(path)
-        if value is not None:
+        if (value := value_of(values, name)) is not None:
             found[repeat.repeat] = value
     return Measured(found, _is_uncertain([repeat.metrics for repeat in cell.repeats], path))
 

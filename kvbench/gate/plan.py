@@ -33,6 +33,11 @@ class Match:
     candidate_cells: tuple[Cell, ...]
     names: tuple[str, ...]
 
+    @property
+    def key(self) -> str:
+        """Names it in a manifest."""
+        return f"{self.workload}/{self.base.config_id}"
+
     def cells(self, side: str) -> tuple[Cell, ...]:
         return self.base_cells if side == BASE else self.candidate_cells
 
@@ -54,6 +59,15 @@ class Turn:
     @property
     def sides(self) -> tuple[str, str]:
         return (BASE, CANDIDATE) if self.first == BASE else (CANDIDATE, BASE)
+
+
+def cell_rows(matches: Sequence[Match]) -> list[dict[str, str]]:
+    """For the manifest: each cell's name, workload and turn, and its id on either side."""
+    return [
+        {"name": name, "workload": match.workload, "turn": match.key, BASE: a.cell_id, CANDIDATE: b.cell_id}
+        for match in matches
+        for name, a, b in zip(match.names, match.base_cells, match.candidate_cells, strict=True)
+    ]
 
 
 def match_designs(workload: str, base: Design, candidate: Design) -> tuple[Match, ...]:

@@ -30,7 +30,7 @@ def gate_results(results: Path, policy: Policy, *, force: bool = False) -> Verdi
     manifest = results / MANIFEST
     told = read_json(manifest) if manifest.is_file() else {}
     if isinstance(told, Mapping) and told.get("kind") == "compare":
-        from kvbench.gate.compare import judge_folder
+        from kvbench.gate.conclude import judge_folder
 
         return judge_folder(results, policy, force=force)
     if policy.source is None:

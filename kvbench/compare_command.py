@@ -1,0 +1,127 @@
+"""``kvbench compare`` and ``kvbench calibrate``: pairs of freshly launched servers, judged or taken as noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbench.calibrate_command import NO_CALIBRATION
+from kvbench.option_types import FiniteRange
+from kvbench.target_options import target_options
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+_SHARED = (
+    click.option("--workload", "workloads", multiple=True, metavar="FILE",
+                 help="What is measured: a workload file. Repeatable; each is a class of its own in the verdict."),
+    click.option("--profile", metavar="NAME", help="cpu or gpu: which of the files' profiles to use."),
+    click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE",
+                 help="Set a value of every workload after the profile. Repeatable."),
+    click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of the prompts (default: the file's)."),
+    click.option("--only", multiple=True, metavar="GLOB", help="Only cells whose id matches. Repeatable."),
+    click.option("--policy", type=_FILE, metavar="FILE",
+                 help="Looks, floors, margins and classes, such as ci/gates.yaml (default: kvbench's own)."),
+    click.option("--repo", type=_FOLDER, metavar="DIR", help="Where git refs are looked for (default: kvbench's own)."),
+    click.option("--build-cmd", metavar="CMD", help="How a git ref of --repo is built, in its folder; {python} and "
+                 "{worktree} are replaced (default: pip install)."),
+    click.option("--rebuild", is_flag=True, help="Build git refs anew, though a build of them is kept."),
+    click.option("--start-timeout", type=FiniteRange(min=1), help="Seconds for a server to be ready."),
+    click.option("--max-minutes", type=FiniteRange(min=0, min_open=True), metavar="N",
+                 help="No pair is begun that would not end by then; builds do not count."),
+    NO_CALIBRATION,
+    click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
+                 help="The comparison goes to OUTPUT_DIR/compare/<UTC time>-<git sha>/."),
+    click.option("--order-seed", type=click.IntRange(0, 2**32 - 1),
+                 help="Seed of the order within the pairs (default: a new one each time, which is stored)."),
+    click.option("--force", is_flag=True, help="Compare though model, device or versions of the sides differ."),
+    click.option("--resume", type=_FOLDER, metavar="DIR", help="Go on with the interrupted comparison in DIR."),
+    click.option("--runner-class", metavar="NAME",
+                 help="Which machines have the noise of this one (default: processor, cores and GPUs)."),
+)  # fmt: skip
+
+
+def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
+    function = target_options(function)
+    for option in reversed(_SHARED):
+        function = option(function)
+    return function
+
+
+@click.command()
+@click.argument("base", required=False)
+@click.argument("candidate", required=False)
+@_shared
+@click.option(
+    "--noise", type=_FILE, metavar="FILE",
+    help="What `kvbench calibrate` wrote for this runner class (default: ci/noise/<class>.json, if there).",
+)  # fmt: skip
+def compare(**options: Any) -> int:
+    """Say whether CANDIDATE is slower than BASE: FAIL, PASS or INCONCLUSIVE, and why.
+
+    Each side is a git ref (built in a worktree and environment of its own; `.` is the working tree), a launch command
+    with {port}, a URL, settings (page_size=16,enable_prefix_caching=true), or the folder of a stored run.
+
+    A pair is one freshly launched server of each side under the same requests, in random order. After 8, 12 and 16
+    pairs p95 TTFT, p95 ITL and throughput are judged per cell, class and overall by sign-flip max-T, held against
+    floors and margins; the first look that decides ends the comparison.
+
+    \b
+    Examples:
+      kvbench compare main HEAD --workload workloads/ci_timing.yaml
+      kvbench compare v1.2 . --workload workloads/mixed.yaml --max-minutes 60 --policy ci/gates.yaml
+      kvbench compare page_size=16 page_size=32 --workload workloads/mixed.yaml -o 'sweep={}'
+      kvbench compare 'vllm serve {model} --port {port}' 'vllm serve {model} --port {port} --block-size 32'
+          --preset vllm --workload workloads/mixed.yaml -o 'sweep={}'
+      kvbench compare results/mixed/<run> results/mixed/<other run>
+      kvbench compare --resume results/compare/<run>
+
+    \b
+    Files written, in results/compare/<UTC time>-<git sha>/:
+      verdict.json, junit.xml, summary.md   the verdict for programs, for CI, for people; pairs.html: the pairs drawn
+      pairs.csv                             one row a pair, cell and metric
+      manifest.json                         both sides, the order, the machine
+      base/, candidate/                     raw samples and counters of every load, laid out as a sweep's
+
+    \b
+    Exit codes:
+      0    PASS: every change is shown to be within its margin
+      1    FAIL: a slowdown is shown, and it is above its floor
+      2    usage or bad input, or the sides differ in model, device or versions (see --force)
+      3    INCONCLUSIVE, with the smallest slowdown that would have been seen and the pairs that are needed
+      4    a pair could not be measured, or a build failed
+      5    nothing was compared
+      130  interrupted; go on with --resume
+    """
+    from kvbench.compare_main import compare_command
+
+    return compare_command(**options)
+
+
+@click.command()
+@click.argument("side", required=False)
+@_shared
+@click.option("--pairs", type=click.IntRange(4, 20), default=20, show_default=True, help="A/A pairs.")
+@click.option("--store", type=click.Path(path_type=Path, file_okay=False), default="ci/noise", show_default=True,
+              help="The noise goes to STORE/<runner class>.json.")  # fmt: skip
+def calibrate(**options: Any) -> int:
+    """Measure the noise of this machine: SIDE (default: HEAD) against itself, in A/A pairs as `compare` runs them.
+
+    What is left between two equal sides is what a gate cannot see through. The noise of this class of runners is
+    stored, and warnings say which floors and margins are below what it can see; `compare` repeats them.
+
+    \b
+    Examples:
+      kvbench calibrate --workload workloads/ci_timing.yaml
+      kvbench calibrate 'vllm serve {model} --port {port}' --preset vllm --workload workloads/mixed.yaml -o 'sweep={}'
+
+    \b
+    Exit codes: 0 stored, 2 usage or bad input, 4 a pair could not be measured, 130 interrupted (go on with --resume).
+    Files written: STORE/<runner class>.json, and the pairs as `compare` does.
+    """
+    from kvbench.compare_main import calibrate_pairs_command
+
+    return calibrate_pairs_command(**options)

@@ -1,0 +1,198 @@
+"""A comparison from its plan to its verdict: pair after pair, a look after some of them, an end in time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from kvbench.block import BlockRunner
+from kvbench.calibrator import Calibrator
+from kvbench.design import Block, Cell
+from kvbench.errors import Interrupted, MeasurementError, storage_sentence
+from kvbench.gate.conclude import conclude, pair_line
+from kvbench.gate.folder import CompareFolder
+from kvbench.gate.lanes import Lane
+from kvbench.gate.pair_runner import PairRunner, PairVoid
+from kvbench.gate.plan import SIDES, Match, turns
+from kvbench.gate.policy import Policy
+from kvbench.gate.same_server import require_comparable
+from kvbench.gate.verdict import FAIL, PASS, Verdict
+from kvbench.interruption import Interruption
+from kvbench.progress import Speaker, clock
+from kvbench.results import utc_now, write_json
+from kvbench.targets.base import Target
+
+
+@dataclass
+class _Quiet:
+    """What a BlockRunner tells of its loads: kept for the line that says where a comparison is."""
+
+    text: str = "starting"
+
+    def load_started(self, cell: Cell, repeat: int, total: int) -> None:
+        self.text = f"pair {repeat}: {cell.cell_id}"
+
+    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None: ...
+
+    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None: ...
+
+    def load_failed(self, cell: Cell, repeat: int, reason: str) -> None: ...
+
+    def status(self, text: str) -> None:
+        self.text = text
+
+
+@dataclass
+class Comparison:
+    """One execution in one folder, which holds its manifest already.
+
+    ``stop_early`` False: all pairs are measured whatever they say, as A/A pairs that calibrate a gate are.
+    ``max_minutes``: of measuring, counted from here; None: no limit.
+    """
+
+    folder: CompareFolder
+    manifest: dict[str, Any]
+    lanes: Sequence[Lane]
+    policy: Policy
+    console: Console
+    pairs: int
+    max_minutes: float | None = None
+    stop_early: bool = True
+    calibrate: bool = True
+    force: bool = False
+    _listener: _Quiet = field(default_factory=_Quiet, init=False)
+
+    def execute(self) -> Verdict | None:
+        """Measure what is not there yet; the verdict, None when it was interrupted (``resume_command`` goes on)."""
+        with self.folder.run_lock():
+            self._write("incomplete")
+            try:
+                with Interruption() as interruption, Speaker(self.console, lambda: self._listener.text):
+                    stopped, void = self._measure(interruption.check)
+                return self._conclude(stopped, void)
+            except (Interrupted, KeyboardInterrupt) as interrupt:
+                name = getattr(interrupt, "signal_name", "SIGINT")
+                self.say(f"stopped by {name}; what was measured is kept. Go on with:\n  {self.resume_command()}")
+                return None
+            except OSError as error:
+                sentence = storage_sentence(error, self.folder.path)
+                if sentence is None:
+                    raise
+                way = f"what was measured is kept. Go on then with:\n  {self.resume_command()}"
+                raise MeasurementError(f"{sentence}; {way}") from error
+
+    def judge_stored(self) -> Verdict:
+        """The verdict on runs that were measured before."""
+        with self.folder.run_lock():
+            return self._conclude(None, None)
+
+    def resume_command(self) -> str:
+        return shlex.join(["kvbench", self.manifest["subcommand"], "--resume", os.path.relpath(self.folder.path)])
+
+    def say(self, text: str) -> None:
+        """As it is, unwrapped: commands are copied from it."""
+        with suppress(OSError):
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    @property
+    def matches(self) -> tuple[Match, ...]:
+        return tuple(match for lane in self.lanes for match in lane.matches)
+
+    def _measure(self, check: Callable[[], None]) -> tuple[str | None, PairVoid | None]:
+        """Pair after pair. Why it ended before a look decided (None: it did not), and the pair that could not be."""
+        runner = PairRunner(self.folder, self._runners(check), self.say)
+        looks = [look.pairs for look in self.policy.timing.looks]
+        began, seconds = time.monotonic(), []
+        known = sum(1 for pair in range(1, self.pairs + 1) if self._is_whole(pair))
+        for pair in range(1, self.pairs + 1):
+            if not self._is_whole(pair):
+                left = None if self.max_minutes is None else self.max_minutes * 60 - (time.monotonic() - began)
+                if left is not None and left < (max(seconds) if seconds else 0.0):
+                    return f"--max-minutes {self.max_minutes:g} were over after {pair - 1} pairs", None
+                started = time.monotonic()
+                drawn = turns(self.matches, pair, self.manifest["order_seed"])
+                self.manifest["order"][str(pair)] = {turn.match.key: turn.first for turn in drawn}
+                try:
+                    runner.run(drawn, pair)
+                except PairVoid as void:
+                    return f"pair {pair} could not be measured", void
+                finally:
+                    self.manifest["voids"] += [dataclasses.asdict(void) for void in runner.voids]
+                    runner.voids.clear()
+                seconds.append(time.monotonic() - started)
+                ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
+                left_s = (ahead - pair) * sum(seconds) / len(seconds)
+                where = f"pair {pair} of {'up to ' if self.stop_early else ''}{self.pairs}"
+                after = f"the next look, after {ahead}," if self.stop_early and ahead > pair else "the end"
+                self.say(
+                    f"{where}: {pair_line(self.folder, self.manifest, self.policy, pair)}  "
+                    f"(elapsed {clock(time.monotonic() - began)}"
+                    + (f", {after} in about {clock(left_s)})" if ahead > pair else ")")
+                )
+                self.manifest["pairs"] = pair
+                self._write("incomplete")
+            if self.stop_early and pair in looks and pair >= known:
+                found = conclude(self.folder, self.manifest, self.policy, pairs=pair)
+                if found.outcome in (PASS, FAIL):
+                    return None, None
+        return None, None
+
+    def _is_whole(self, pair: int) -> bool:
+        return all(self.folder.is_whole(match, pair) for match in self.matches)
+
+    def _conclude(self, stopped: str | None, void: PairVoid | None) -> Verdict:
+        if stopped:
+            self.manifest["stopped"] = stopped
+        verdict = conclude(self.folder, self.manifest, self.policy, void=void)
+        self._write("complete")
+        return verdict
+
+    def _write(self, status: str) -> None:
+        calibrator = Calibrator(self.folder.path, self.calibrate)
+        self.manifest |= {"status": status, "ended": utc_now(), "calibration": calibrator.facts()}
+        write_json(self.folder.manifest_path, self.manifest)
+
+    def _runners(self, check: Callable[[], None]) -> dict[tuple[str, str], BlockRunner]:
+        calibrator = Calibrator(self.folder.path, self.calibrate, self._listener.status, self.say)
+        runners = {}
+        for lane in self.lanes:
+            for side in SIDES:
+                run = self.folder.run(side, lane.name)
+                run.path.mkdir(parents=True, exist_ok=True)
+                opened = lane.sides[side]
+                runners[side, lane.name] = BlockRunner(
+                    opened.workload,
+                    run,
+                    opened.new_target,
+                    self._listener,
+                    self._on_server(side, lane),
+                    check,
+                    calibrate=calibrator,
+                    capacity=lane.capacity[side],
+                )
+        return runners
+
+    def _on_server(self, side: str, lane: Lane) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
+        """Keeps what the first server of each configuration says of itself; refuses sides that are not comparable."""
+
+        def hear(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
+            name = f"{lane.name}/{block.configuration.config_id}"
+            servers = self.manifest["servers"]
+            known = servers[side].setdefault(name, {**(info or {}), "served_model": dataclasses.asdict(target.model)})
+            other = SIDES[1 - SIDES.index(side)]
+            match = next(m for m in lane.matches if block.configuration in (m.base, m.candidate))
+            partner = match.candidate if side == SIDES[0] else match.base
+            there = servers[other].get(f"{lane.name}/{partner.config_id}")
+            if there is not None:
+                found = require_comparable(known, there, match, force=self.force)
+                self.manifest["differences"] = sorted({*self.manifest["differences"], *found})
+
+        return hear

@@ -1,0 +1,150 @@
+"""From the folder of a comparison to its verdict; run once more on a stored folder it gives the same, or another
+policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbench.errors import UsageError
+from kvbench.gate.folder import CompareFolder
+from kvbench.gate.judge import Judgement, findings_of, judge, sentence
+from kvbench.gate.moved import moved_between, where_it_went
+from kvbench.gate.pair_runner import PairVoid
+from kvbench.gate.pairs import PairTable, hypotheses
+from kvbench.gate.plan import BASE, CANDIDATE
+from kvbench.gate.policy import Policy
+from kvbench.gate.rules import CELL, OVERALL, TimingRules
+from kvbench.gate.values import read_counters, read_values, whole_pairs
+from kvbench.gate.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict, worst
+
+
+def table_of(values: Mapping[str, np.ndarray], manifest: Mapping[str, Any], rules: TimingRules) -> PairTable:
+    """The pairs as the statistics take them; ``values`` as ``read_values`` gives them."""
+    names = [cell["name"] for cell in manifest["cells"]]
+    classes = [rules.class_of(name) for name in names]
+    return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
+
+
+def look_at(table: PairTable, rules: TimingRules) -> Judgement:
+    """The first look that decides, else the last that there are pairs for: what a run that stopped there had said."""
+    judgement = None
+    for index, look in enumerate(rules.looks):
+        if index and table.pairs <= rules.looks[index - 1].pairs:
+            break
+        judgement = judge(table.first(min(look.pairs, table.pairs)), rules, index)
+        if judgement.outcome != INCONCLUSIVE:
+            break
+    assert judgement is not None, "rules without a look"
+    return judgement
+
+
+def conclude(
+    folder: CompareFolder,
+    manifest: Mapping[str, Any],
+    policy: Policy,
+    *,
+    pairs: int | None = None,
+    void: PairVoid | None = None,
+) -> Verdict:
+    """The verdict on the first ``pairs`` pairs (None: all that are whole). ``void``: a pair that could not be measured.
+
+    Raises UsageError where a metric of the policy cannot be compared.
+    """
+    rules = policy.timing
+    there = whole_pairs(folder, manifest)
+    measured = there if pairs is None else min(pairs, there)
+    facts = _facts(manifest) | {"pairs": measured}
+    notes = [*manifest.get("notes", ()), *(f"base and candidate differ: {d}" for d in manifest["differences"])]
+    if stopped := manifest.get("stopped"):
+        notes.append(f"{stopped}.")
+    extra = _void_findings(void)
+    made = {"base": manifest["base"], "candidate": manifest["candidate"], "reproduce": manifest["reproduce"]}
+    if not measured or not manifest["cells"]:
+        outcome = worst([f.outcome for f in extra])
+        said = extra[0].sentence if extra else "nothing was compared: no pair was measured"
+        return Verdict("compare", outcome, said, extra, **made, notes=tuple(notes), facts=facts)
+    values = read_values(folder, manifest, rules.metrics, range(1, measured + 1))
+    try:
+        table = table_of(values, manifest, rules)
+    except ValueError as error:
+        raise UsageError(f"{folder.path}: {error}") from None
+    judgement = look_at(table, rules)
+    values = {side: array[: judgement.pairs] for side, array in values.items()}
+    facts |= {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
+    findings = (*extra, *findings_of(judgement, values[BASE], values[CANDIDATE]))
+    moved, where = (), ""
+    if judgement.outcome == FAIL:
+        counters = read_counters(folder, manifest, judgement.pairs)
+        moved = moved_between(counters, findings)
+        where = where_it_went(moved, findings)
+    outcome = worst([judgement.outcome, *(f.outcome for f in extra)])
+    said = extra[0].sentence if extra and outcome != judgement.outcome else sentence(judgement)
+    if where:
+        notes.insert(0, where)
+    notes += judgement.notes
+    return Verdict("compare", outcome, said, findings, **made, moved=moved, notes=tuple(notes), facts=facts)
+
+
+def judge_folder(path: Path, policy: Policy, *, force: bool = False) -> Verdict:
+    """The verdict on a stored comparison by ``policy``.
+
+    Raises UsageError for a folder that is none, and where base and candidate differ in what must be equal, unless
+    ``force``.
+    """
+    folder = CompareFolder.open(path)
+    manifest = folder.manifest()
+    if manifest["differences"] and not force:
+        raise UsageError(f"base and candidate differ: {'; '.join(manifest['differences'])}; --force judges them so")
+    return conclude(folder, manifest, policy)
+
+
+def pair_line(folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy, pair: int) -> str:
+    """What one pair says, overall: each metric's change. For the progress of a run; it decides nothing."""
+    rules = policy.timing
+    try:
+        table = table_of(read_values(folder, manifest, rules.metrics, [pair]), manifest, rules)
+    except ValueError as error:
+        return str(error)
+    tested = hypotheses(table)
+    ratios = tested.log_ratio()[0]
+    one_cell = len(manifest["cells"]) == 1
+    return ", ".join(
+        f"{h.metric.title} {100 * np.expm1(ratio):+.1f} %"
+        for h, ratio in zip(tested.each, ratios, strict=True)
+        if h.level == (CELL if one_cell else OVERALL)
+    )
+
+
+def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    cpu = manifest.get("cpu") or {}
+    return {
+        "started": manifest.get("started"),
+        "ended": manifest.get("ended"),
+        "machine": f"{cpu.get('model')}, {cpu.get('cores')} cores",
+        "gpus": [gpu.get("name") for gpu in manifest.get("gpus") or ()],
+        "order_seed": manifest["order_seed"],
+        "voids": len(manifest["voids"]),
+    }
+
+
+def _void_findings(void: PairVoid | None) -> tuple[Finding, ...]:
+    """A candidate whose server fails alone, every time, is a regression; anything else could not be measured."""
+    if void is None:
+        return ()
+    last, attempts = void.voids[-1], len(void.voids)
+    where = f"{last.workload}/{last.config_id}"
+    if void.guilty == CANDIDATE:
+        why = "; ".join(last.faults[CANDIDATE])
+        said = f"the candidate's server failed in all {attempts} attempts at {where} and base's in none: {why}"
+        outcome = FAIL
+    else:
+        whose = "base's server failed" if void.guilty == BASE else "no attempt was a measurement"
+        said = f"{where} could not be measured in {attempts} attempts ({whose}): {last.words()}"
+        outcome = INVALID
+    details = tuple(f"attempt {each.attempt}: {each.words()}" for each in void.voids)
+    return (Finding(f"measured/{where}", CELL, f"{where} is served", outcome, said, details=details),)

@@ -1,0 +1,105 @@
+"""What a comparison measures, settled before anything is launched: both sides of each workload, cell by cell."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.design import Design, make_design, select
+from kvbench.errors import UsageError
+from kvbench.gate.builds import Builds
+from kvbench.gate.plan import BASE, CANDIDATE, SIDES, Match, match_designs
+from kvbench.gate.sides import OpenSide, Side, open_side, require_used, same_sides
+from kvbench.planning import SweepOptions, preflight
+from kvbench.workload import Workload
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One workload on both sides. ``capacity``: by side and configuration id."""
+
+    name: str
+    sides: Mapping[str, OpenSide]
+    matches: tuple[Match, ...]
+    capacity: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    @property
+    def notes(self) -> list[str]:
+        found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].notes]
+        same = same_sides(self.sides[BASE], self.sides[CANDIDATE])
+        return found + ([same] if same else [])
+
+    def warm(self, folder: Path, say: Callable[[str], None]) -> None:
+        """One launch of each side that may compile at its first start: the first pair must not pay for that."""
+        for name, opened in self.sides.items():
+            if opened.needs_first_launch and (opened.build is None or opened.build.fresh):
+                say(f"starting {name} ({opened.name}) once, unmeasured: what it compiles is compiled then")
+                opened.first_launch(opened.workload.engine, folder / name / self.name / "logs" / "first-launch.log")
+
+    def close(self) -> None:
+        for opened in self.sides.values():
+            opened.close()
+
+
+def open_lanes(
+    sides: Mapping[str, Side],
+    workloads: Sequence[Workload],
+    options: Mapping[str, Any],
+    builds: Builds,
+) -> tuple[Lane, ...]:
+    """Builds what has to be built. Raises UsageError, and MeasurementError where a build fails."""
+    require_used([sides[BASE], sides[CANDIDATE]], options)
+    names = [workload.name for workload in workloads]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"two workloads are called {twice[0]!r}: they need different names, so change `name:` in one")
+    lanes: list[Lane] = []
+    try:
+        for workload in workloads:
+            lanes.append(_open_lane(workload, sides, options, builds))
+    except BaseException:
+        close_lanes(lanes)
+        raise
+    if not any(lane.matches for lane in lanes):
+        raise UsageError(f"--only {' '.join(options['only'])} leaves no cell of either workload")
+    return tuple(lanes)
+
+
+def close_lanes(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.close()
+
+
+def _open_lane(workload: Workload, sides: Mapping[str, Side], options: Mapping[str, Any], builds: Builds) -> Lane:
+    opened: dict[str, OpenSide] = {}
+    try:
+        for name in SIDES:
+            # Its own copy: what one side's target settles must not reach the other's.
+            own = dataclasses.replace(workload, resolved=copy.deepcopy(dict(workload.resolved)))
+            opened[name] = open_side(sides[name], own, options, builds)
+        designs, capacity = {}, {}
+        for name, side in opened.items():
+            designs[name], capacity[name] = _design(side, options["only"])
+        return Lane(workload.name, opened, match_designs(workload.name, designs[BASE], designs[CANDIDATE]), capacity)
+    except BaseException:
+        for side in opened.values():
+            side.close()
+        raise
+
+
+def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Mapping[str, Any]]]:
+    """The side's cells, and what each configuration holds. Raises UsageError for one that cannot be."""
+    workload = side.workload
+    if side.stored is not None:
+        design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
+        return select(design, only), {}
+    choice = side.choice
+    sweep = SweepOptions(
+        only=tuple(only), check=choice.check, refuses=choice.refuses, fresh=choice.fresh, require=choice.require
+    )
+    design, _ = sweep.plan(workload)
+    capacity, _ = preflight(workload, design, sweep)
+    return design, capacity

@@ -1,0 +1,35 @@
+"""Which machines have the same noise, and where the noise of a class of them is kept: ci/noise/<class>.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.gate.noise import RunnerNoise
+from kvbench.results import read_json, write_json
+
+FOLDER = Path("ci/noise")
+
+
+def runner_class(environment: Mapping[str, Any]) -> str:
+    """A name made of processor, cores and GPUs; ``environment`` as of ``kvbench.manifest.environment``."""
+    cpu, gpus = environment["cpu"], [gpu["name"] for gpu in environment.get("gpus") or ()]
+    words = [str(cpu["model"]), f"{cpu['cores']} cores", *sorted(set(gpus)), *([f"x{len(gpus)}"] if gpus else [])]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
+
+
+def store_noise(path: Path, noise: RunnerNoise, facts: Mapping[str, Any]) -> None:
+    """``facts``: what was measured, on what and when."""
+    write_json(path, {**noise.to_json(), **facts})
+
+
+def stored_noise(path: Path) -> RunnerNoise:
+    """Raises UsageError for a file that holds none."""
+    data = read_json(path)
+    try:
+        return RunnerNoise.from_json(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench calibrate`") from None
