@@ -38,6 +38,8 @@ class Judged:
     @property
     def beginning(self) -> str:
         """How its difference begins, without numbers: what is alike in this is likely to have one cause."""
+        if self.finding.outcome == INVALID:
+            return ""
         if self.parting and self.parting.changes:
             first = self.parting.changes[0]
             begins = f"{first.words} {'up' if first.now > first.was else 'down'}"
@@ -60,34 +62,37 @@ def verdict_sentence(outcome: str, judged: Sequence[Judged], lock: str, runs: Ma
     broken = [each for each in concerned if each.trouble]
     if broken:
         parts.append(f"{broken[0].trouble} ({_name_and_more([each.name for each in broken])})")
+    group = _alike(concerned)[0]
+    if group[0].parting:
+        many = f"{len(group)} of them begin" if len(group) > 1 else "it begins"
+        parts.append(f"{many} like {group[0].name} at {group[0].parting}")
+    elif not broken:
+        parts.append(group[0].finding.sentence)
     counted = _scenarios_of(concerned)
     if counted:
         parts.append("moved most: " + ", ".join(_most_moved(concerned, counted)))
-    parted = [each for each in concerned if each.parting]
-    if parted:
-        earliest = min(parted, key=lambda each: each.first_step)
-        parts.append(f"earliest at {earliest.parting} ({earliest.name})")
-    elif not counted and not broken:
-        parts.append(concerned[0].finding.sentence)
     return "; ".join(parts)
 
 
 def beginnings(judged: Sequence[Judged]) -> tuple[str, ...]:
     """The ways in which the differences begin, the most frequent first, each by its earliest scenario."""
-    groups: dict[str, list[Judged]] = {}
-    for each in judged:
-        if each.finding.outcome != PASS:
-            groups.setdefault(each.beginning, []).append(each)
-    ordered = sorted(groups.values(), key=len, reverse=True)
+    ordered = _alike([each for each in judged if each.finding.outcome != PASS])
     notes = []
     for group in ordered[:_BEGINNINGS]:
-        first = min(group, key=lambda each: each.first_step)
         also = f" ({len(group) - 1} more begin alike)" if len(group) > 1 else ""
-        notes.append(first.finding.sentence + also)
+        notes.append(group[0].finding.sentence + also)
     if len(ordered) > _BEGINNINGS:
         rest = sum(len(group) for group in ordered[_BEGINNINGS:])
         notes.append(f"{rest} more scenarios begin to differ in {len(ordered) - _BEGINNINGS} other ways")
     return tuple(notes)
+
+
+def _alike(judged: Sequence[Judged]) -> list[list[Judged]]:
+    """By how they begin: the largest group first, and of each the earliest scenario."""
+    groups: dict[str, list[Judged]] = {}
+    for each in sorted(judged, key=lambda each: each.first_step):
+        groups.setdefault(each.beginning, []).append(each)
+    return sorted(groups.values(), key=len, reverse=True)
 
 
 def moved(judged: Sequence[Judged]) -> tuple[Moved, ...]:
