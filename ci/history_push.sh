@@ -88,7 +88,7 @@ for ((try = 1; try <= tries; try++)); do
     exit 0
   fi
   echo "history_push: try $try of $tries was refused; beginning again from the branch as it is now" >&2
-  sleep "$((RANDOM % 3)).$((RANDOM % 10))"
+  [ "$try" -eq "$tries" ] || sleep "$((RANDOM % 3)).$((RANDOM % 10))"
 done
 echo "history_push: $remote refused $tries times: may this job push to $branch?" >&2
 exit 4

