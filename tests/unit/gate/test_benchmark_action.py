@@ -54,6 +54,10 @@ def test_gates_without_timings_have_nothing_to_chart(name: str) -> None:
     assert verdict_points(verdicts.EVERY[name]()) == []
 
 
+def test_limits_are_no_timings() -> None:
+    assert verdict_points(Verdict("limits", PASS, "s", (verdicts.timing("a", PASS),))) == []
+
+
 def test_a_value_that_could_not_be_had_is_left_out() -> None:
     good = verdicts.timing("a", PASS)
     bad = verdicts.timing("b", FAIL, float("nan"))

@@ -195,3 +195,11 @@ def test_sentences_that_only_repeat_their_rows_are_left_out() -> None:
     text = summary(verdicts.failed())
     assert "- p95\\_itl\\_ms of overall changed" in text and "p95\\_itl\\_ms of mixed/paged-p32-c8 changed" not in text
     assert "- p95\\_ttft\\_ms of mixed/paged-p8-c8 changed" in text  # how many pairs it needs stands only here
+
+
+def test_the_limit_is_in_bytes_of_utf8() -> None:
+    findings = tuple(Finding(f"a{i}", "cell", "🚀" * 100, PASS, "s") for i in range(200))
+    verdict = Verdict("compare", PASS, "fine", findings)
+    text = summary(verdict)
+    room = len(text) + 100  # enough for as many characters, not for their four bytes
+    assert len(text.encode()) > room and len(summary(verdict, room).encode()) <= room

@@ -116,3 +116,9 @@ def test_a_long_log_is_cut_and_says_so() -> None:
     finding = Finding("a", "cell", "t", FAIL, "s", details=("x" * 30_000,))
     text = parse(Verdict("compare", FAIL, "s", (finding,))).findtext(".//failure") or ""
     assert len(text) < 21_000 and "10,002 more characters in verdict.json" in text
+
+
+def test_a_sentence_of_two_lines_keeps_them_in_the_text() -> None:
+    failure = parse(Verdict("compare", FAIL, "s", (Finding("a", "cell", "t", FAIL, "one\n  two"),))).find(".//failure")
+    assert failure is not None
+    assert (failure.get("message"), failure.text) == ("one two", "one\n  two")
