@@ -15,7 +15,7 @@ from kvbench.history_view import View
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, Look, finish, safe
 
 _COLUMNS = 3
-_PANEL = 172  # px
+_PANEL, _BETWEEN, _AROUND = 180, 72, 108  # px: a row of panels with the room below it, that room, legend and dates
 _FULL_MARKS = 60  # runs; of more, points are small
 _TICKS = 4
 
@@ -32,9 +32,9 @@ def drawings(view: View, group: Sequence[Series], key: str) -> list[Drawing]:
 def _drawing(view: View, panels: Sequence[Series], runs: Sequence[StoredRun], key: str) -> Drawing:
     metric, columns = panels[0].metric, min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    height = rows * _PANEL + 110
+    height = rows * _PANEL + _AROUND
     figure = make_subplots(
-        rows=rows, cols=columns, horizontal_spacing=0.07, vertical_spacing=52 / height if rows > 1 else 0,
+        rows=rows, cols=columns, horizontal_spacing=0.07, vertical_spacing=_BETWEEN / height if rows > 1 else 0,
         subplot_titles=[_panel_title(view, series) for series in panels],
     )  # fmt: skip
     at = {run: float(index) for index, run in enumerate(runs)}

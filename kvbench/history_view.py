@@ -85,7 +85,7 @@ def view(paths: Sequence[Path], asked: Asked) -> View:
     found, said = find_change_points(shown, asked.otava) if asked.change_points and shown else ({}, "")
     groups = [list(group) for _, group in groupby(shown, key=lambda series: (series.workload, series.place))]
     notes += [
-        f"release {run.release} is of {run.folder}, which is not complete: nothing is compared with that run"
+        f"release {run.release} is of run {run.name}, which is not complete: nothing is compared with it"
         for run in runs
         if run.release and not run.complete
     ]

@@ -1,0 +1,211 @@
+"""Stored runs as series: order, machines, what counts; and what the command shows of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvbench.errors import UsageError
+from kvbench.history import INCOMPLETE, INVALID, VALID, Series, all_series
+from kvbench.history_command import history
+from kvbench.history_runs import find_runs, read_runs
+from kvbench.history_table import sparkline
+from tests.support.stored_runs import MACHINE, repeat, write_run
+from tests.support.synthetic_run import VARIANTS, make_run
+
+
+def series_of(*folders: Path, metric: str = "output_throughput") -> list[Series]:
+    runs, _ = read_runs(find_runs(folders))
+    return [series for series in all_series(runs) if series.metric.name == metric]
+
+
+def values(series: Series) -> list[float]:
+    return [point.value for point in series.counted]
+
+
+def show(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, output, errors of ``kvbench history``; usage errors are raised."""
+    done = CliRunner(env={"COLUMNS": "100"}).invoke(
+        history, list(map(str, arguments)), standalone_mode=False, catch_exceptions=False
+    )
+    return done.return_value, done.stdout, done.stderr
+
+
+def shown(*arguments: object) -> dict[str, Any]:
+    return json.loads(show(*arguments, "--no-change-points", "--json")[1])
+
+
+def test_runs_are_in_the_order_of_their_start_whatever_their_names_and_file_times_say(tmp_path: Path) -> None:
+    for age, day in enumerate((5, 0, 3)):
+        folder = write_run(tmp_path, day, {"a-c3": [100.0 + day]})
+        os.utime(folder / "manifest.json", (1000 - age, 1000 - age))
+    other_zone = {"started": "2026-01-05T23:00:00-08:00"}  # 07:00 UTC of the 6th: after day 5's 03:00
+    write_run(tmp_path, 1, {"a-c3": [1.0]}, **other_zone)
+    assert values(series_of(tmp_path)[0]) == [100.0, 103.0, 105.0, 1.0]
+
+
+def test_a_value_is_the_median_over_the_repeats_of_each_metric(tmp_path: Path) -> None:
+    repeats = [repeat(1, 90.0, 120.0, 9.0), repeat(2, 110.0, 80.0, 12.0), repeat(3, 100.0, 200.0, 10.0)]
+    write_run(tmp_path, 0, {"a-c3": repeats})
+    found = {each["metric"]: each["last"] for each in shown(tmp_path)["series"]}
+    assert found == pytest.approx(
+        {
+            "output_throughput": 100.0, "p95_ttft_ms": 120.0, "p95_itl_ms": 10.0, "kv_peak": 0.9, "kv_waste": 0.03,
+            "prefix_hit_rate": 0.25,
+        }
+    )  # fmt: skip
+
+
+def test_the_folder_of_a_sweep_is_read_as_its_report_reads_it(tmp_path: Path) -> None:
+    from kvbench.report.reading import read_run as read_for_report
+
+    folder = make_run(tmp_path / "mixed" / "run", VARIANTS["one_cell"])
+    [cell] = read_for_report(folder).cells
+    [series] = series_of(tmp_path, metric="p95_itl_ms")
+    assert list(series.points[0].values) == list(cell.per_repeat("itl_ms.p95").values())
+    [series] = series_of(tmp_path)
+    assert list(series.points[0].values) == list(cell.throughput(steady=False).values()) and len(cell.repeats) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cpu": {"model": "other", "cores": 2}},
+        {"cpu": {"model": "synthetic", "cores": 4}},
+        {"gpus": [{"name": "H100"}]},
+        {"device": "cuda"},
+        {"profile": "gpu"},
+        {"model": {"name": "larger"}},
+        {"backend": "vllm"},
+    ],
+)
+def test_another_machine_or_model_is_another_series(tmp_path: Path, other: dict[str, Any]) -> None:
+    write_run(tmp_path, 0, {"a-c3": [100.0]})
+    write_run(tmp_path, 1, {"a-c3": [50.0]}, **other)
+    write_run(tmp_path, 2, {"a-c3": [101.0]})
+    assert sorted(map(values, series_of(tmp_path))) == [[50.0], [100.0, 101.0]]
+
+
+@pytest.mark.parametrize("same", [{"versions": {"kvbench": "9"}}, {"os": "Linux 9"}, {"memory_bytes": 5}])
+def test_versions_are_what_is_compared_and_split_nothing(tmp_path: Path, same: dict[str, Any]) -> None:
+    write_run(tmp_path, 0, {"a-c3": [100.0]})
+    write_run(tmp_path, 1, {"a-c3": [50.0]}, **same)
+    assert list(map(values, series_of(tmp_path))) == [[100.0, 50.0]]
+
+
+def test_a_cell_that_was_asked_something_else_is_another_series_and_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, {"a-c3": [100.0]})
+    write_run(tmp_path, 1, {"a-c3": [50.0]}, load={"num_requests": 7})
+    changed = {"name": "mixed", "seed": 0, "load": {"mode": "closed", "prompts": {"tokens": 9}}}
+    write_run(tmp_path, 2, {"a-c3": [25.0]}, workload=changed)
+    write_run(tmp_path, 3, {"a-c3": [101.0]})
+    assert list(map(values, series_of(tmp_path))) == [[100.0, 101.0], [50.0], [25.0]]
+    table = show(tmp_path, "--no-change-points")[1]
+    assert table.count("a-c3 [") == 3
+
+
+def test_more_repeats_or_other_objectives_ask_for_the_same(tmp_path: Path) -> None:
+    for day, load in enumerate(({"repeats": 3}, {"repeats": 5, "slo": {"ttft_ms": 1}, "concurrency": [3, 9]})):
+        write_run(tmp_path, day, {"a-c3": [100.0]}, workload={"name": "mixed", "load": load})
+    assert len(series_of(tmp_path)) == 1
+
+
+def test_what_is_not_valid_or_not_complete_is_shown_and_not_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, {"a-c3": [100.0]})
+    write_run(tmp_path, 1, {"a-c3": [1.0]}, invalid=["a-c3"])
+    write_run(tmp_path, 2, {"a-c3": [2.0]}, status="incomplete")
+    write_run(tmp_path, 3, {"b-c3": [1.0]})
+    write_run(tmp_path, 4, {"a-c3": [110.0]})
+    series = series_of(tmp_path)[0]
+    assert [point.state for point in series.points] == [VALID, INVALID, INCOMPLETE, VALID]
+    assert values(series) == [100.0, 110.0] and series.change == pytest.approx(0.10)
+    assert sparkline(series.points) == "▁··█"
+
+
+def test_a_flat_series_with_noise_looks_flat(tmp_path: Path) -> None:
+    for day, value in enumerate((100.0, 100.2, 99.9, 100.1)):
+        write_run(tmp_path, day, {"a-c3": [value], "b-c3": [100.0 + 5 * day]})
+    flat, rising = series_of(tmp_path)
+    assert len(set(sparkline(flat.points))) <= 2 and sparkline(rising.points) == "▁▃▆█"
+
+
+def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, {"a-c3": [100.0]})
+    (write_run(tmp_path, 1, {"a-c3": [1.0]}) / "manifest.json").write_text('{"form')
+    (write_run(tmp_path, 2, {"a-c3": [1.0], "b-c3": [1.0]}) / "cells" / "a-c3" / "summary.json").write_text("[]")
+    write_run(tmp_path, 3, {"a-c3": [1.0]}, format=99)
+    write_run(tmp_path, 4, {"a-c3": [1.0]}, started="soon")
+    write_run(tmp_path, 5, {"a-c3": [1.0]}, kind="compare")
+    code, _, errors = show(tmp_path, "--no-change-points")
+    assert code == 0 and values(series_of(tmp_path)[0]) == [100.0]
+    for said in (
+        "-0000001 is passed over: manifest.json is not JSON",
+        "cell a-c3 of",
+        "format 99",
+        "'soon'",
+        "compare",
+    ):
+        assert said in errors
+    assert len(errors.splitlines()) == 5
+
+
+def test_a_run_in_results_and_in_its_history_is_one_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "results", 0, {"a-c3": [100.0]})
+    shutil.copytree(run, tmp_path / "history" / "mixed" / run.name)
+    assert shown(tmp_path / "results", tmp_path / "history")["runs"] == 1
+
+
+def test_what_is_asked_for_is_shown(tmp_path: Path) -> None:
+    for day in range(4):
+        write_run(
+            tmp_path, day, {"paged-c3": [100.0], "contiguous-c3": [50.0]}, **(MACHINE | {"profile": f"p{day % 2}"})
+        )
+        write_run(tmp_path, day, {"paged-c3": [100.0]}, name="chat")
+
+    def cells(*options: str) -> set[tuple[str, str, str]]:
+        return {(s["workload"], s["cell"], s["metric"]) for s in shown(tmp_path, *options)["series"]}
+
+    assert cells("--workload", "chat", "--metric", "p95*") == {
+        ("chat", "paged-c3", "p95_ttft_ms"),
+        ("chat", "paged-c3", "p95_itl_ms"),
+    }
+    assert {cell for _, cell, _ in cells("--cell", "cont*")} == {"contiguous-c3"}
+    assert {workload for workload, *_ in cells("--cell", "chat/*")} == {"chat"}
+    assert {s["place"]["profile"] for s in shown(tmp_path, "--machine", "PROFILE P1")["series"]} == {"profile p1"}
+    newest = shown(tmp_path, "--last", "1", "--workload", "chat")["series"][0]["points"]
+    assert [point["started"][:10] for point in newest] == ["2026-01-04"]
+    with pytest.raises(UsageError, match="--metric 'speed'"):
+        show(tmp_path, "--metric", "speed")
+
+
+def test_nothing_to_show_is_5_and_no_folder_is_a_usage_error(tmp_path: Path) -> None:
+    code, output, errors = show(tmp_path)
+    assert (code, output) == (5, "") and len(errors.splitlines()) == 1
+    with pytest.raises(UsageError, match="there is no folder"):
+        show(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("days", [1, 3, 80])
+def test_the_page_holds_every_run_and_needs_no_network(tmp_path: Path, days: int) -> None:
+    for day in range(days):
+        write_run(tmp_path, day, {"<b>x-c3": [100.0, 101.0], "y-c3": [50.0]}, invalid=["y-c3"] if day == 2 else [])
+    page = tmp_path / "trend.html"
+    assert show(tmp_path, "--html", page, "--no-change-points")[0] == 0
+    text = page.read_text()
+    figures = json.loads(text.split('id="figures">')[1].split("</script>")[0])
+    lines = [trace for trace in figures[0]["data"] if trace.get("name") == "run"]
+    assert len(figures) == 6 and [len(trace["x"]) for trace in lines] == [days, days]
+    assert [sum(y is None for y in trace["y"]) for trace in lines] == [0, int(days > 2)]
+    hollow = [trace["x"] for trace in figures[0]["data"] if trace.get("name") == "does not count"]
+    assert hollow == ([[2.0]] if days > 2 else [])
+    assert (
+        "<b>x" not in text.split("<main>")[1].split("<script")[0]
+        and "&lt;b&gt;x-c3" in figures[0]["layout"]["annotations"][0]["text"]
+    )
+    assert "<link" not in text.replace('<link rel="icon" href="data:,">', "") and "<script src" not in text

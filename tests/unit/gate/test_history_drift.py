@@ -1,0 +1,152 @@
+"""Drift since a release: which run is the release, how large the change is, and what the exit code says."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from kvbench.errors import UsageError
+from kvbench.history_drift import default_margins
+from tests.support.stored_runs import repeat, write_run
+from tests.unit.gate.test_history import show, shown
+
+STEADY = [99.9, 100.0, 100.1]
+
+
+def scaled(factor: float, base: list[float] = STEADY) -> list[float]:
+    return [factor * value for value in base]
+
+
+def drift(folder: Path, *options: str, metric: str = "output_throughput") -> dict | None:
+    [series] = shown(folder, "--metric", metric, *options)["series"]
+    return series["drift"]
+
+
+def mark(run: Path, name: str) -> None:
+    (run / "release.json").write_text(json.dumps({"release": name}))
+
+
+def test_many_small_slips_add_up(tmp_path: Path) -> None:
+    """Ten runs, each 0.7 % slower than the last: no step is near the margin of 4 %, the sum, 6.1 %, is beyond it."""
+    for day in range(10):
+        run = write_run(tmp_path, day, {"a-c3": scaled(0.993**day)})
+        if day == 0:
+            mark(run, "v1")
+    [series] = shown(tmp_path, "--metric", "output_throughput")["series"]
+    assert series["change"] == pytest.approx(-0.007)
+    assert series["drift"]["change"] == pytest.approx(0.993**9 - 1)
+    assert (series["drift"]["outcome"], series["drift"]["release"]) == ("drifted", "v1")
+    code, table, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
+    assert code == 1 and "-6.1 % !" in table
+    assert show(tmp_path, "--no-change-points")[0] == 0
+
+
+def test_the_interval_is_welchs_on_logarithms(tmp_path: Path) -> None:
+    old, new = [100.0, 104.0, 97.0], [93.0, 99.0, 95.0, 90.0]
+    mark(write_run(tmp_path, 0, {"a-c3": old}), "v1")
+    write_run(tmp_path, 1, {"a-c3": new})
+    found = drift(tmp_path)
+    expected = stats.ttest_ind([*map(math.log, new)], [*map(math.log, old)], equal_var=False).confidence_interval(0.95)
+    assert found is not None and found["interval"] == pytest.approx([math.expm1(end) for end in expected])
+    assert found["change"] == pytest.approx(stats.gmean(new) / stats.gmean(old) - 1)
+
+
+@pytest.mark.parametrize(
+    ("factor", "base", "outcome", "code"),
+    [
+        (0.94, STEADY, "drifted", 1),
+        (0.98, STEADY, "within", 0),
+        (1.30, STEADY, "within", 0),  # for the better
+        (0.98, [96.0, 100.0, 104.0], "unclear", 3),
+        (0.94, [90.0, 100.0, 110.0], "unclear", 3),  # beyond the margin, yet the repeats cannot tell it from none
+        (0.90, [100.0], "unclear", 3),  # one repeat has no spread
+    ],
+)
+def test_what_a_change_of_throughput_is_called(
+    tmp_path: Path, factor: float, base: list[float], outcome: str, code: int
+) -> None:
+    mark(write_run(tmp_path, 0, {"a-c3": base}), "v1")
+    write_run(tmp_path, 1, {"a-c3": scaled(factor, base)})
+    found = drift(tmp_path)
+    assert found is not None and found["outcome"] == outcome
+    assert show(tmp_path, "--metric", "output_throughput", "--fail-on-drift", "--no-change-points")[0] == code
+
+
+def test_a_longer_latency_is_the_worse_one_and_has_its_own_margin(tmp_path: Path) -> None:
+    margins = default_margins()
+    assert margins == {"output_throughput": 0.04, "p95_ttft_ms": 0.10, "p95_itl_ms": 0.06}
+
+    def repeats(ttft: float) -> list[dict]:
+        return [repeat(number, 100.0, ttft * wobble) for number, wobble in enumerate((0.999, 1.0, 1.001), 1)]
+
+    mark(write_run(tmp_path, 0, {"a-c3": repeats(100), "b-c3": repeats(100), "c-c3": repeats(100)}), "v1")
+    write_run(tmp_path, 1, {"a-c3": repeats(112), "b-c3": repeats(108), "c-c3": repeats(80)})
+    found = shown(tmp_path, "--metric", "p95_ttft_ms")["series"]
+    assert [series["drift"]["outcome"] for series in found] == ["drifted", "within", "within"]
+
+
+def test_the_release_is_the_newest_that_is_marked_and_counts(tmp_path: Path) -> None:
+    mark(write_run(tmp_path, 0, {"a-c3": scaled(1.0)}), "v1")
+    mark(write_run(tmp_path, 1, {"a-c3": scaled(0.8)}), "v2")
+    mark(write_run(tmp_path, 2, {"a-c3": scaled(0.5)}, invalid=["a-c3"]), "v3")
+    write_run(tmp_path, 3, {"a-c3": scaled(0.8)})
+    write_run(tmp_path, 4, {"a-c3": scaled(0.1)}, invalid=["a-c3"])
+    newest, named = drift(tmp_path), drift(tmp_path, "--release", "v1")
+    assert newest is not None and (newest["release"], newest["outcome"]) == ("v2", "within")
+    assert named is not None and named["change"] == pytest.approx(-0.2)
+    short = drift(tmp_path, "--last", "1")
+    assert short is not None and short["release"] == "v2"  # --last is for the eye
+    by_commit = drift(tmp_path, "--release", "0000000")
+    assert by_commit is not None and by_commit["release_run"].endswith("-0000000")
+
+
+def test_machines_have_their_own_release(tmp_path: Path) -> None:
+    mark(write_run(tmp_path, 0, {"a-c3": scaled(1.0)}), "v1")
+    write_run(tmp_path, 1, {"a-c3": scaled(0.5)}, device="cuda")
+    assert [series["drift"] for series in shown(tmp_path)["series"]] == [None] * 12
+    code, output, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
+    assert code == 5 and "nothing to compare" in output
+
+
+def test_an_unknown_release_is_a_usage_error(tmp_path: Path) -> None:
+    mark(write_run(tmp_path, 0, {"a-c3": STEADY}), "v1")
+    for wrong in ("v7", "000", "--all"):
+        with pytest.raises(UsageError, match="marked releases: v1"):
+            show(tmp_path, f"--release={wrong}")
+
+
+def test_without_a_mark_it_is_the_newest_tag_of_the_repository_that_has_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+    identity = {"GIT_AUTHOR_NAME": "n", "GIT_AUTHOR_EMAIL": "e", "GIT_COMMITTER_NAME": "n", "GIT_COMMITTER_EMAIL": "e"}
+    for key, value in identity.items():
+        monkeypatch.setenv(key, value)
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    shas = []
+    for number in range(4):
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"2026-01-0{number + 1}T00:00:00Z")
+        git("commit", "-q", "--allow-empty", "-m", str(number))
+        shas.append(git("rev-parse", "HEAD"))
+        tag = (f"v1.{number}",) if number % 2 else ("-a", f"v1.{number}", "-m", "annotated")
+        git("tag", *tag)
+    git("tag", "nightly")
+    for day, (sha, factor) in enumerate(zip(shas[:3], (1.0, 0.9, 0.5), strict=True)):
+        write_run(tmp_path / "results", day, {"a-c3": scaled(factor)}, sha=sha)  # no run of v1.3
+    dirty = {"git": {"sha": shas[3], "dirty": True}}
+    write_run(tmp_path / "results", 3, {"a-c3": scaled(0.1)}, **dirty)
+    write_run(tmp_path / "results", 4, {"a-c3": scaled(0.49)}, sha="f" * 40)
+    newest, named = drift(tmp_path / "results"), drift(tmp_path / "results", "--release", "v1.1")
+    assert newest is not None and (newest["release"], newest["change"]) == ("v1.2", pytest.approx(-0.02))
+    assert named is not None and named["change"] == pytest.approx(0.49 / 0.9 - 1)

@@ -1,0 +1,123 @@
+"""Keeping runs: small files only, whole or not at all, and never changed once there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvbench.errors import UsageError
+from kvbench.history_command import history
+from kvbench.history_store import add_run
+from tests.support.stored_runs import write_run
+from tests.support.synthetic_run import VARIANTS, make_run
+from tests.unit.gate.test_history import shown
+
+
+def add(*arguments: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(history, ["add", *map(str, arguments)], standalone_mode=False, catch_exceptions=False)
+    return done.return_value, done.stdout, done.stderr
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_only_small_files_are_kept_and_say_the_same(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "results" / "mixed" / "run", VARIANTS["normal"])
+    (run / "logs").mkdir()
+    (run / "logs" / "a.log").write_text("log")
+    code, output, _ = add(run, "--to", tmp_path / "history")
+    kept = tmp_path / "history" / "mixed" / "run"
+    assert code == 0 and output.startswith("added: ")
+    names = set(files(kept))
+    assert {name.rsplit("/", 1)[-1] for name in names} == {"manifest.json", "summary.json"}
+    assert len(names) == 1 + len(list((run / "cells").iterdir()))
+    assert (kept / "manifest.json").read_bytes() == (run / "manifest.json").read_bytes()
+    text = b"".join(files(kept).values()).decode()
+    assert VARIANTS["normal"].text not in text
+    assert sum(map(len, files(kept).values())) < sum(map(len, files(run / "cells").values())) / 4
+    assert shown(kept)["series"] == shown(run)["series"] != []
+
+
+def test_adding_again_changes_nothing_and_another_content_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "results", 0, {"a-c3": [100.0], "b-c3": [50.0]})
+    to = tmp_path / "history"
+    add(run, "--to", to)
+    before = files(to)
+    assert add(run, "--to", to)[1].startswith("there already: ") and files(to) == before
+    summary = run / "cells" / "a-c3" / "summary.json"
+    changed = json.loads(summary.read_text())
+    changed["repeats"][0]["metrics"]["output_throughput"] = 101.0
+    summary.write_text(json.dumps(changed))
+    with pytest.raises(UsageError, match=r"a-c3/summary.json differs.*not changed"):
+        add(run, "--to", to)
+    assert files(to) == before
+    write_run(tmp_path / "results", 1, {"a-c3": [100.0]})
+    with pytest.raises(UsageError, match="differs"):
+        add(tmp_path / "results", "--to", to)
+    assert len(list((to / "mixed").iterdir())) == 2  # one that is refused does not keep the others out
+
+
+@pytest.mark.parametrize("change", ["more", "fewer"])
+def test_a_cell_more_or_fewer_is_another_content(tmp_path: Path, change: str) -> None:
+    cells = {"a-c3": [100.0], "b-c3": [50.0]}
+    add(write_run(tmp_path / "one", 0, cells), "--to", tmp_path / "history")
+    other = {"a-c3": [100.0]} if change == "fewer" else {**cells, "c-c3": [1.0]}
+    with pytest.raises(UsageError, match="differs"):
+        add(write_run(tmp_path / "two", 0, other), "--to", tmp_path / "history")
+
+
+def test_a_history_can_be_added_to_another_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "results", 0, {"a-c3": [100.0]})
+    add(run, "--to", tmp_path / "one", "--release", "v1")
+    add(tmp_path / "one", "--to", tmp_path / "two")
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert add(run, "--to", tmp_path / "two")[1].startswith("there already")
+
+
+def test_a_release_is_marked_once(tmp_path: Path) -> None:
+    run, to = write_run(tmp_path / "results", 0, {"a-c3": [100.0]}), tmp_path / "history"
+    assert add(run, "--to", to)[1].startswith("added")
+    assert add(run, "--to", to, "--release", "v1")[1].startswith("marked")
+    assert add(run, "--to", to, "--release", "v1")[1].startswith("there already")
+    with pytest.raises(UsageError, match="release 'v1' already"):
+        add(run, "--to", to, "--release", "v2")
+    assert shown(to)["series"][0]["points"][0]["release"] == "v1"
+    with pytest.raises(UsageError, match="no name"):
+        add(run, "--to", to, "--release", " ")
+
+
+def test_what_is_no_complete_run_of_a_sweep_is_left_out_unless_told(tmp_path: Path) -> None:
+    results, to = tmp_path / "results", tmp_path / "history"
+    half = write_run(results, 0, {"a-c3": [1.0]}, status="incomplete")
+    write_run(results, 1, {"a-c3": [1.0]}, kind="compare")
+    (write_run(results, 2, {"a-c3": [1.0]}) / "manifest.json").write_text("{")
+    code, output, errors = add(results, "--to", to)
+    assert (code, output) == (5, "") and not to.exists()
+    for said in ("is not complete", "`kvbench compare`", "not JSON", "no run to keep"):
+        assert said in errors
+    whole = write_run(results, 3, {"a-c3": [1.0]})
+    code, output, _ = add(results, "--to", to)
+    assert code == 0 and [path.name for path in (to / "mixed").iterdir()] == [whole.name]
+    assert add(half, "--to", to, "--incomplete")[0] == 0
+
+
+def test_a_run_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, to = write_run(tmp_path / "results", 0, {"a-c3": [1.0], "b-c3": [1.0]}), tmp_path / "history"
+    written = []
+
+    def full(descriptor: int) -> None:
+        written.append(descriptor)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvbench.history_store.os.fsync", full)
+    with pytest.raises(UsageError, match="No space left"):
+        add_run(run, to, None)
+    assert len(written) == 3 and not files(to)
+    monkeypatch.undo()
+    add_run(run, to, None)
+    assert len(files(to)) == 4
