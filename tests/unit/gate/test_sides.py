@@ -157,7 +157,7 @@ def test_settings_are_laid_on_the_workload(tiny, workload):
         ("pagesize=16", {}, "did you mean 'page_size'"),
         ("kv_budget=lots", {}, "not a size"),
         ("page_size=8", {"target": "http://127.0.0.1:1"}, "cannot be given to a server that runs already"),
-        ("preemption_mode=swap", {"target": "vllm"}, "preempts by recomputation only"),
+        ("preemption_mode=swap", {"target": "vllm", "target_python": sys.executable}, "preempts by recomputation only"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tiny, workload, tmp_path, monkeypatch, text, options, says):

@@ -1,0 +1,250 @@
+"""What moved with a timing: shares known by construction, noise that must not be listed, servers that tell little."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from kvbench.gate.moved import moved_between, where_it_went
+from kvbench.gate.verdict import FAIL, PASS, Finding
+
+PHASES_MS = {"schedule": 0.2, "prepare": 0.8, "execute": 10.0, "sample": 0.5, "output": 0.5}
+TOKENS, STEPS, REQUESTS = 4000.0, 800.0, 40.0
+
+
+def load(phases=PHASES_MS, queue=100.0, prefill=50.0, outside=0.3, rest=None, scale=1.0):
+    """counters.json of one load in which a token takes one step and ``outside``. Times in ms."""
+    step = sum(phases.values()) * scale
+    itl, ttft = step + outside, queue + prefill
+    told = {f"step_time_seconds_total_{name}": STEPS * ms * scale / 1000 for name, ms in phases.items()}
+    decode = itl * (TOKENS - REQUESTS) / REQUESTS
+    means = {"request_queue_time": queue, "request_prefill_time": prefill, "request_decode_time": decode,
+             "time_to_first_token": ttft, "e2e_request_latency": ttft + decode}  # fmt: skip
+    for name, ms in means.items():
+        told |= {f"{name}_seconds_sum": ms * REQUESTS / 1000, f"{name}_seconds_count": REQUESTS}
+    gaps = TOKENS - REQUESTS
+    told |= {"inter_token_latency_seconds_sum": itl * gaps / 1000, "inter_token_latency_seconds_count": gaps}
+    told |= {"steps_total": STEPS, "generation_tokens_total": TOKENS, "num_preemptions_total": 0.0}
+    told |= {"swap_seconds_total": 0.0, "recomputed_tokens_total": 0.0, "num_requests_running_mean": 8.0}
+    return told | (rest or {})
+
+
+def noisy(rng, sd=0.01, **changes):
+    """A load with its own speed: all of its times are longer or shorter together."""
+    factor = float(np.exp(rng.normal(0.0, sd)))
+    times = {"queue": 100.0 * factor, "prefill": 50.0 * factor, "scale": factor}
+    for name, by in changes.pop("slower", {}).items():
+        times[name] *= by
+    return load(**(times | changes))
+
+
+def pairs(base, candidate, cell="w/c8"):
+    return {cell: {"base": list(base), "candidate": list(candidate)}}
+
+
+def failed(metric, cell="w/c8", suite="cell"):
+    return Finding(f"{suite}/{cell}/{metric}", suite, metric, FAIL, "slower", metric=metric)
+
+
+def by_name(moved):
+    return {m.name: m for m in moved}
+
+
+def test_a_slower_forward_pass_explains_the_time_between_tokens():
+    slow = PHASES_MS | {"execute": 12.0, "schedule": 0.24}
+    counters = pairs([load()] * 8, [load(slow)] * 8)
+    moved = moved_between(counters, [failed("p95_itl_ms")])
+    found = by_name(moved)
+    assert set(found) == {"inter_token_latency", "request_decode_time", "e2e_request_latency",
+                          "step_time_seconds_total_execute", "step_time_seconds_total_schedule"}  # fmt: skip
+    execute = found["step_time_seconds_total_execute"]
+    assert (execute.base, execute.candidate, execute.unit) == (pytest.approx(10.0), pytest.approx(12.0), "ms")
+    assert execute.change == pytest.approx(0.2) and execute.share == pytest.approx(2.0 / 2.04)
+    assert found["step_time_seconds_total_schedule"].share == pytest.approx(0.04 / 2.04)
+    assert found["inter_token_latency"].share is None
+    assert [m.name for m in moved][:2] == ["step_time_seconds_total_execute", "step_time_seconds_total_schedule"]
+    assert where_it_went(moved, [failed("p95_itl_ms")], counters) == (
+        "of the +2.04 ms between tokens (mean), 98 % in execute; queue, prefill, prepare, sample, output, swap and "
+        "preemption did not move"
+    )
+
+
+def test_a_longer_queue_explains_the_first_token():
+    counters = pairs([load()] * 8, [load(queue=130.0, prefill=60.0)] * 8)
+    findings = [failed("p95_ttft_ms")]
+    moved = moved_between(counters, findings)
+    found = by_name(moved)
+    assert found["request_queue_time"].share == pytest.approx(0.75)
+    assert found["request_prefill_time"].share == pytest.approx(0.25)
+    assert "of the +40 ms to the first token (mean), 75 % in queue and 25 % in prefill" in where_it_went(
+        moved, findings
+    )
+    assert "between tokens" not in where_it_went(moved, findings)
+
+
+def test_swapping_is_named_inside_prepare():
+    swaps = {"swap_seconds_total": STEPS * 1.9 / 1000, "swapped_out_slots_total": 40.0}
+    plain = {"swapped_out_slots_total": 0.0}
+    counters = pairs([load(rest=plain)] * 8, [load(PHASES_MS | {"prepare": 2.8}, rest=swaps)] * 8)
+    moved = moved_between(counters, [failed("p95_itl_ms")])
+    found = by_name(moved)
+    assert found["swap_seconds_total"].share == pytest.approx(0.95) and found["swap_seconds_total"].change is None
+    assert "100 % in prepare (copies and swaps)" in where_it_went(moved, [failed("p95_itl_ms")])
+    assert found["swapped_out_slots_total"].candidate == pytest.approx(10.0)  # per 1,000 output tokens
+
+
+def test_what_base_never_does_comes_first():
+    rest = {"num_preemptions_total": 5.0}
+    counters = pairs([load()] * 8, [load(PHASES_MS | {"execute": 12.0}, rest=rest)] * 8)
+    moved = moved_between(counters, [failed("p95_itl_ms")])
+    assert moved[0].name == "num_preemptions_total" and moved[0].change is None and moved[0].interval is None
+    assert (moved[0].base, moved[0].candidate) == (0.0, pytest.approx(1.25))
+    assert "new in the candidate: preemptions (1.25 per 1,000 output tokens)" in where_it_went(moved)
+
+
+def test_the_same_small_difference_in_every_pair_is_listed_though_it_is_below_the_floor():
+    counters = pairs([load()] * 4, [load(rest={"steps_total": STEPS + 1})] * 4)
+    assert by_name(moved_between(counters))["steps_total"].change == pytest.approx(1 / STEPS)
+
+
+def test_now_and_then_is_not_always():
+    some = [load(rest={"num_preemptions_total": 1.0 if pair == 3 else 0.0}) for pair in range(8)]
+    assert moved_between(pairs([load()] * 8, some)) == ()
+
+
+def test_the_floor():
+    counters = pairs([load()] * 8, [load(PHASES_MS | {"execute": 10.05})] * 8)  # 0.5 %
+    assert moved_between(counters) == ()
+    assert "step_time_seconds_total_execute" in by_name(moved_between(counters, floor=0.004))
+
+
+def test_the_interval_is_students_on_the_log_ratios():
+    rng = np.random.default_rng(5)
+    base = [noisy(rng) for _ in range(8)]
+    candidate = [noisy(rng, slower={"queue": 1.3}) for _ in range(8)]
+    queue = by_name(moved_between(pairs(base, candidate)))["request_queue_time"]
+    ratios = [np.log(c["request_queue_time_seconds_sum"] / b["request_queue_time_seconds_sum"])
+              for b, c in zip(base, candidate, strict=True)]  # fmt: skip
+    low, high = stats.t.interval(0.95, 7, np.mean(ratios), stats.sem(ratios))
+    assert queue.interval == pytest.approx((np.expm1(low), np.expm1(high)))
+    assert queue.change == pytest.approx(np.expm1(np.mean(ratios)))
+
+
+def test_pairs_are_paired():
+    """A machine that is twice as slow in some pairs hides nothing: both sides of a pair saw it."""
+    speeds = [1.0, 2.0, 1.5, 1.0, 3.0, 2.5, 1.2, 1.1]
+    base = [load(scale=s) for s in speeds]
+    candidate = [load(PHASES_MS | {"execute": 10.5}, scale=s) for s in speeds]
+    execute = by_name(moved_between(pairs(base, candidate)))["step_time_seconds_total_execute"]
+    assert execute.change == pytest.approx(0.05) and execute.interval == pytest.approx((0.05, 0.05))
+
+
+def test_noise_is_rarely_listed():
+    """Without a difference each figure is listed in at most one of twenty comparisons; 400 of them, one seed."""
+    rng = np.random.default_rng(20)
+    listed = [
+        by_name(moved_between(pairs([noisy(rng, 0.03) for _ in range(8)], [noisy(rng, 0.03) for _ in range(8)])))
+        for _ in range(400)
+    ]
+    assert sum("step_time_seconds_total_execute" in one for one in listed) <= stats.binom.ppf(0.999, 400, 0.05)
+    assert not any("num_preemptions_total" in one for one in listed)
+
+
+def test_a_slowdown_is_found_in_noise_and_its_share_is_near():
+    rng = np.random.default_rng(9)
+    slow = PHASES_MS | {"execute": 12.0}
+    counters = pairs([noisy(rng) for _ in range(12)], [noisy(rng, phases=slow) for _ in range(12)])
+    execute = by_name(moved_between(counters, [failed("p95_itl_ms")]))["step_time_seconds_total_execute"]
+    assert execute.share == pytest.approx(1.0, abs=0.1)
+
+
+def test_only_the_cells_that_failed_are_told_and_all_where_the_whole_did():
+    slow = [load(PHASES_MS | {"execute": 12.0})] * 4
+    counters = {
+        **pairs([load()] * 4, slow, "w/c8"),
+        **pairs([load()] * 4, slow, "w/c80"),
+        **pairs([load()] * 4, slow, "v"),
+    }
+    where = lambda *findings: {m.where for m in moved_between(counters, findings)}  # noqa: E731
+    assert where(failed("p95_itl_ms", "w/c8")) == {"w/c8"}
+    assert where(failed("p95_itl_ms", "", "overall")) == {"w/c8", "w/c80", "v"}
+    passed = Finding("cell/v/p95_itl_ms", "cell", "", PASS, "", metric="p95_itl_ms")
+    assert where(passed, failed("p95_itl_ms", "w/c80")) == {"w/c80"}
+
+
+def test_the_sentence_takes_the_cell_that_changed_most():
+    slow = {"w/c8": 11.0, "w/c80": 15.0}
+    counters = {
+        k: v
+        for cell, ms in slow.items()
+        for k, v in pairs([load()] * 4, [load(PHASES_MS | {"execute": ms})] * 4, cell).items()
+    }
+    findings = [failed("p95_itl_ms", "", "overall")]
+    assert "of the +5 ms between tokens (mean) in w/c80, 100 % in execute" in where_it_went(
+        moved_between(counters, findings), findings
+    )
+
+
+def test_a_throughput_is_explained_by_both_latencies():
+    counters = pairs([load()] * 4, [load(PHASES_MS | {"execute": 12.0}, prefill=60.0)] * 4)
+    findings = [failed("output_throughput")]
+    text = where_it_went(moved_between(counters, findings), findings)
+    assert "between tokens (mean), 100 % in execute" in text and "first token (mean), 100 % in prefill" in text
+
+
+def test_time_that_no_step_spends_is_said():
+    counters = pairs([load()] * 4, [load(outside=3.3)] * 4)
+    findings = [failed("p95_itl_ms")]
+    moved = moved_between(counters, findings)
+    assert not [m for m in moved if m.share]
+    assert where_it_went(moved, findings, counters).startswith(
+        "no part of the server's steps explains the +3 ms between tokens"
+    )
+
+
+def test_a_tail_that_the_means_do_not_show():
+    counters = pairs([load()] * 4, [load()] * 4)
+    findings = [failed("p95_itl_ms")]
+    assert moved_between(counters, findings) == ()
+    assert "moved in its tail, or outside the server" in where_it_went((), findings, counters)
+    assert where_it_went((), findings) == ""
+
+
+@pytest.mark.parametrize("told", [{}, {"polls": 3, "pages_owned_after": None}])
+def test_a_server_that_tells_nothing(told):
+    counters = pairs([told] * 8, [told] * 8)
+    assert moved_between(counters, [failed("p95_itl_ms")]) == ()
+    assert "where the time went is not known" in where_it_went((), [failed("p95_itl_ms")], counters)
+
+
+def test_another_engine_tells_part():
+    """vLLM: latencies, queue and prefill, no step phases."""
+    keep = ("time_to_first_token", "request_queue_time", "request_prefill_time", "num_preemptions", "generation_tokens")
+    pick = lambda one: {k: v for k, v in one.items() if k.startswith(keep)}  # noqa: E731
+    counters = pairs([pick(load())] * 4, [pick(load(prefill=90.0))] * 4)
+    findings = [failed("p95_ttft_ms")]
+    moved = moved_between(counters, findings)
+    assert [m.name for m in moved] == ["request_prefill_time", "time_to_first_token"]
+    assert where_it_went(moved, findings, counters).endswith("; queue and preemption did not move")
+
+
+def test_one_pair_is_too_few_and_a_load_that_tells_nothing_is_left_out():
+    slow = load(PHASES_MS | {"execute": 12.0})
+    assert moved_between(pairs([load()], [slow])) == ()
+    gaps = [load(), {}, load(), load()]
+    found = by_name(moved_between(pairs(gaps, [slow] * 4)))
+    assert found["step_time_seconds_total_execute"].change == pytest.approx(0.2)
+    assert moved_between(pairs([load(), {}], [{}, slow])) == ()
+
+
+def test_the_order_does_not_hang_on_the_order_of_the_cells():
+    slow = [load(PHASES_MS | {"execute": 12.0})] * 4
+    cells = {name: pairs([load()] * 4, slow, name)[name] for name in ("b", "a", "c")}
+    orders = {
+        tuple((m.where, m.name) for m in moved_between({k: cells[k] for k in order}))
+        for order in itertools.permutations(cells)
+    }
+    assert len(orders) == 1
