@@ -81,7 +81,7 @@ def conclude(
     if judgement.outcome == FAIL:
         counters = read_counters(folder, manifest, judgement.pairs)
         moved = moved_between(counters, findings)
-        where = where_it_went(moved, findings)
+        where = where_it_went(moved, findings, counters)
     outcome = worst([judgement.outcome, *(f.outcome for f in extra)])
     said = extra[0].sentence if extra and outcome != judgement.outcome else sentence(judgement)
     if where:
