@@ -1,0 +1,148 @@
+"""What is tested of a table of pairs, and which tables are refused; the rules that say so."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvbench.errors import UsageError
+from kvbench.gate.pairs import PairTable, hypotheses
+from kvbench.gate.rules import CELL, CLASS, DEFAULT_RULES, LEVELS, OVERALL, Look, TimingRules
+
+METRICS = DEFAULT_RULES.metrics
+
+
+def table(cells: tuple[str, ...], y: np.ndarray) -> PairTable:
+    return PairTable(y, cells, tuple(DEFAULT_RULES.class_of(cell) for cell in cells), METRICS)
+
+
+def drawn(cells: int, pairs: int = 4) -> np.ndarray:
+    return np.random.default_rng(3).normal(size=(pairs, cells, len(METRICS))) * 0.02
+
+
+def test_every_metric_overall_by_class_and_by_cell_with_worse_positive():
+    cells = ("a/1", "a/2", "b/1", "b/2", "b/3")
+    y = drawn(5)
+    tested = hypotheses(table(cells, y))
+    by_id = {h.id: tested.harm[:, i] for i, h in enumerate(tested.each)}
+    assert len(by_id) == 3 * (1 + 2 + 5)
+    assert [h.level for h in tested.each] == [OVERALL] * 3 + [CLASS] * 6 + [CELL] * 15
+    assert by_id["overall/p95_ttft_ms"] == pytest.approx(y[:, :, 1].mean(axis=1))
+    assert by_id["class/b/p95_itl_ms"] == pytest.approx(y[:, 2:, 2].mean(axis=1))
+    assert by_id["class/a/output_throughput"] == pytest.approx(-y[:, :2, 0].mean(axis=1))
+    assert by_id["cell/b/2/output_throughput"] == pytest.approx(-y[:, 3, 0])
+    assert tested.log_ratio()[:, 0] == pytest.approx(y[:, :, 0].mean(axis=1))
+    assert tested.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (("a/1",), {CELL: 1}),
+        (("a/1", "a/2"), {OVERALL: 1, CELL: 2}),  # one class is the whole
+        (("a/1", "b/1"), {OVERALL: 1, CELL: 2}),  # a class of one cell is that cell
+        (("a/1", "a/2", "b/1"), {OVERALL: 1, CLASS: 1, CELL: 3}),
+    ],
+)
+def test_what_would_be_tested_twice_is_tested_once(cells, expected):
+    each = hypotheses(table(cells, drawn(len(cells)))).each
+    assert {level: sum(h.level == level for h in each) / 3 for level in LEVELS} == {
+        level: expected.get(level, 0) for level in LEVELS
+    }
+
+
+def test_a_metric_that_a_cell_does_not_have_is_left_out_of_it_and_of_the_means():
+    y = drawn(3)
+    y[:, 1, 2] = np.nan
+    tested = hypotheses(table(("a/1", "a/2", "b/1"), y))
+    ids = [h.id for h in tested.each]
+    assert "cell/a/2/p95_itl_ms" not in ids
+    assert "class/a/p95_itl_ms" not in ids  # only one cell of it is left
+    assert tested.harm[:, ids.index("overall/p95_itl_ms")] == pytest.approx(y[:, [0, 2], 2].mean(axis=1))
+    assert tested.notes == ("a/2 has no p95 ITL",)
+
+
+def test_incomplete_pairs_are_refused():
+    y = drawn(2)
+    y[1, 0, 1] = np.nan
+    with pytest.raises(ValueError, match="p95_ttft_ms of a/1 in pair 2 is missing"):
+        table(("a/1", "a/2"), y)
+    y[1, 0, 1] = np.inf
+    with pytest.raises(ValueError, match="p95_ttft_ms of a/1 in pair 2 is infinite"):
+        table(("a/1", "a/2"), y)
+    with pytest.raises(ValueError, match="pairs, cells, metrics"):
+        table(("a/1",), drawn(2))
+    with pytest.raises(ValueError, match="there twice"):
+        table(("a/1", "a/1"), drawn(2))
+
+
+def test_values_become_log_ratios_and_what_cannot_is_refused():
+    base, candidate = np.full((2, 1, 3), 100.0), np.full((2, 1, 3), 110.0)
+    made = PairTable.from_values(base, candidate, ["a/1"], ["a"], METRICS)
+    assert made.log_ratio == pytest.approx(np.full((2, 1, 3), math.log(1.1)))
+    assert made.first(1).pairs == 1
+    base[:, :, 2] = np.nan
+    assert np.isnan(PairTable.from_values(base, candidate, ["a/1"], ["a"], METRICS).log_ratio[:, :, 2]).all()
+    candidate[1, 0, 0] = 0
+    with pytest.raises(ValueError, match="output_throughput of a/1 in pair 2"):
+        PairTable.from_values(base, candidate, ["a/1"], ["a"], METRICS)
+
+
+def test_floors_and_margins_are_relative_changes_for_the_worse():
+    throughput, ttft, _ = METRICS
+    assert math.exp(-throughput.harm_of(0.015)) == pytest.approx(1 - 0.015)
+    assert math.exp(ttft.harm_of(0.03)) == pytest.approx(1 + 0.03)
+    for metric in METRICS:
+        assert metric.relative_of(metric.harm_of(0.2)) == pytest.approx(0.2)
+    assert throughput.relative_of(-0.1) < 0 < throughput.relative_of(0.1)
+
+
+def test_default_rules_are_the_design():
+    assert [(look.pairs, look.alpha) for look in DEFAULT_RULES.looks] == [(8, 0.004), (12, 0.003), (16, 0.003)]
+    assert DEFAULT_RULES.alpha == pytest.approx(0.01)
+    assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
+    told = {
+        m.name: (m.higher_is_better, m.floor, m.margins[OVERALL], m.margins[CLASS], m.margins[CELL]) for m in METRICS
+    }
+    assert told == {
+        "output_throughput": (True, 0.015, 0.02, 0.03, 0.04),
+        "p95_ttft_ms": (False, 0.03, 0.04, 0.05, 0.10),
+        "p95_itl_ms": (False, 0.02, 0.03, 0.03, 0.06),
+    }
+
+
+def test_classes_are_workloads_or_what_globs_say():
+    rules = replace(DEFAULT_RULES, classes={"long": ("*/long-*", "book/*"), "chat": ("chat/*",)})
+    cells = ("chat/a-c8", "chat/long-c8", "book/a", "code/a")
+    assert [rules.class_of(cell) for cell in cells] == ["chat", "long", "long", "code"]
+    assert DEFAULT_RULES.class_of("chat/long-c8") == "chat"
+
+
+@pytest.mark.parametrize(
+    ("looks", "message"),
+    [
+        ((Look(7, 0.004, 0.02),), "smallest p of 7 pairs is 0.0078"),
+        ((Look(8, 0.004, 0.003),), "alpha_pass of 0.003"),
+        ((Look(8, 0.6, 0.02),), "alpha of 0.6"),
+        ((Look(12, 0.003, 0.02), Look(8, 0.004, 0.02)), "must grow"),
+        ((Look(21, 0.003, 0.02),), "up to 20 pairs"),
+        ((), "at least one metric"),
+    ],
+)
+def test_looks_that_could_show_nothing_are_refused(looks, message):
+    with pytest.raises(UsageError, match=message):
+        TimingRules(METRICS, looks)
+
+
+def test_floors_and_margins_that_are_none_are_refused():
+    with pytest.raises(UsageError, match="floor of 3"):
+        replace(METRICS[0], floor=3)
+    with pytest.raises(UsageError, match=r"margin \(cell\) of 0"):
+        replace(METRICS[0], margins={OVERALL: 0.1, CLASS: 0.1, CELL: 0})
+    with pytest.raises(UsageError, match="no margin for class"):
+        replace(METRICS[0], margins={OVERALL: 0.1, CELL: 0.1})
+
+
+def test_the_look_of_so_many_pairs():
+    assert [DEFAULT_RULES.look_for(pairs).pairs for pairs in (1, 8, 9, 16, 40)] == [8, 8, 12, 16, 16]
