@@ -22,21 +22,19 @@ class QualityResult:
     workload: str
     weights: str  # which weights: of which folder, or random ones of which seed
     configurations: Mapping[str, Mapping[str, Any]]
-    model: Mapping[str, Any] = field(default_factory=dict)  # the workload's model section
+    weights_fingerprint: str = ""  # as a server of the built-in engine tells it
     git: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)  # device, prompts, time
 
     def differs_from(self, manifest: Mapping[str, Any]) -> list[str]:
-        """In what the code, versions and model differ from those of a run's manifest; what one does not tell is no
-        difference."""
-        workload = manifest.get("workload")
-        model = workload.get("model") if isinstance(workload, Mapping) else None
+        """In what code, versions and weights differ from a run's manifest; what one does not tell is no difference."""
+        model, git, versions = (manifest.get(key) or {} for key in ("model", "git", "versions"))
         sides = [
-            ("commit", self.git.get("sha"), (manifest.get("git") or {}).get("sha")),
-            ("model", dict(self.model) or None, model),
-            *((name, self.versions.get(name), (manifest.get("versions") or {}).get(name)) for name in _VERSIONS),
+            ("commit", self.git.get("sha"), git.get("sha")),
+            ("set of weights", self.weights_fingerprint or None, model.get("weights_fingerprint")),
+            *((name, self.versions.get(name), versions.get(name)) for name in _VERSIONS),
         ]
         return [name for name, here, there in sides if None not in (here, there) and here != there]
 

@@ -59,6 +59,9 @@ class Limit:
             return self.name
         return {"metric": self.what, "ratio": f"ratio of {self.what}", "kld": f"KLD {self.what}"}[self.kind]
 
+    def about(self, where: str) -> str:
+        return f"{self.name}: {where}" if self.name is not None else f"{self.label} of {where}"
+
     @property
     def direction(self) -> bool | None:
         """Whether higher is better; None where the limit has two ends."""
@@ -218,9 +221,9 @@ def _held(limit: Limit, where: str, values: Sequence[float], unit: str, details:
     return Finding(
         id=_id(limit, where),
         suite=SUITE,
-        title=f"{limit.label} of {where}, {limit.bounds('' if unit == 'ms' else unit)}",
+        title=f"{limit.about(where)}, {limit.bounds('' if unit == 'ms' else unit)}",
         outcome=FAIL if broken else PASS,
-        sentence=f"{limit.label} of {where}: {which}{_words(judged, unit)}, {_bounds(limit, judged, unit)}",
+        sentence=f"{limit.about(where)}: {which}{_words(judged, unit)}, {_bounds(limit, judged, unit)}",
         metric=limit.what,
         unit=None if unit == "share" else unit or None,
         higher_is_better=limit.direction,
@@ -234,9 +237,9 @@ def _invalid(limit: Limit, where: str, why: str) -> Finding:
     return Finding(
         id=_id(limit, where),
         suite=SUITE,
-        title=f"{limit.label} of {where}",
+        title=f"{limit.about(where)}",
         outcome=INVALID,
-        sentence=f"{limit.label} of {where}: {why}",
+        sentence=f"{limit.about(where)}: {why}",
         metric=limit.what,
     )
 

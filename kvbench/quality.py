@@ -1,0 +1,183 @@
+"""`kvbench quality`: the KL divergence of each quantised KV cache of a workload, measured by the built-in engine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvbench.design import Configuration
+from kvbench.errors import UsageError
+from kvbench.loadrun import make_requests
+from kvbench.manifest import git_state, versions
+from kvbench.planning import plan_sweep
+from kvbench.quality_result import QualityResult
+from kvbench.settings import effective
+from kvbench.targets.builtin import check_configuration
+from kvbench.workload import Workload
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.model_loader import LoadedModel
+    from engine.teacher_forcing import Divergence
+
+_QUANTILES = {"p95": 0.95, "p99": 0.99}
+# What decides which weights are loaded, and for what.
+_OF_THE_MODEL = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "kv_cache_dtype", "torch_compile")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids and how many tokens follow each."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+
+
+def quantised(workload: Workload, only: Sequence[str] = ()) -> tuple[Configuration, ...]:
+    """The configurations with a quantised KV. Raises UsageError when there is none."""
+    design, _ = plan_sweep(workload, only, check_configuration)
+    found = tuple(c for c in design.configurations if effective(c.settings, "kv_cache_dtype") != "auto")
+    if not found:
+        raise UsageError(
+            f"no configuration of {workload.name} has a quantised KV, so there is nothing to compare: set one with "
+            "-o engine.kv_cache_dtype=int8_per_token_head"
+        )
+    return found
+
+
+def measure(
+    workload: Workload,
+    configurations: Sequence[Configuration],
+    *,
+    prompts: int,
+    output_tokens: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> QualityResult:
+    """Each configuration against the same engine with its KV in the model's dtype, on the same tokens.
+
+    ``prompts``: how many of the workload's first load; ``output_tokens``: at most so many follow each.
+
+    Raises:
+        UsageError: a configuration cannot be, or the workload's prompts have no token ids.
+    """
+    began = time.monotonic()
+    told: dict[str, Mapping[str, Any]] = {}
+    loaded: LoadedModel | None = None
+    key: tuple[Any, ...] = ()
+    for configuration in configurations:
+        say(f"{configuration.config_id}: loading")
+        try:
+            config = _config(configuration.settings)
+            wanted = tuple(getattr(config, name) for name in _OF_THE_MODEL)
+            if loaded is None or wanted != key:
+                loaded, key = None, wanted  # before the next one: two large models may not fit
+                loaded = _load(config)
+            drawn = draw_prompts(workload, config, loaded, prompts, output_tokens)
+            say(f"{configuration.config_id}: {sum(map(len, drawn.token_ids)):,} prompt tokens")
+            told[configuration.config_id] = _measured(config, loaded, drawn)
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
+    assert loaded is not None
+    random = _is_random(configurations[0].settings)
+    return QualityResult(
+        workload=workload.name,
+        weights=_weights(configurations[0].settings, random),
+        configurations=told,
+        weights_fingerprint=loaded.info.weights_fingerprint,
+        git=git_state(),
+        versions=versions(),
+        note=_RANDOM_NOTE if random else "",
+        facts={
+            "device": str(loaded.device),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "kernel_backend": loaded.backend.name,
+            "prompts": len(drawn.token_ids),
+            "prompt_tokens": sum(map(len, drawn.token_ids)),
+            "output_tokens": sum(drawn.max_tokens),
+            "seed": workload.seed,
+            "seconds": round(time.monotonic() - began, 3),
+        },
+    )
+
+
+_RANDOM_NOTE = (
+    "The weights are random, and such a model's predictions are nearly even and hardly moved by its KV: this KLD shows "
+    "that the quantised KV is read and written right, and is much smaller than a trained model's."
+)
+
+
+def draw_prompts(
+    workload: Workload, config: EngineConfig, loaded: LoadedModel, count: int, output_tokens: int
+) -> Prompts:
+    """The first requests of the workload's first load, by its own generator and seed. Raises UsageError."""
+    length = config.max_model_len or loaded.info.max_model_len
+    if length is None:
+        raise UsageError(f"model {config.model!r} states no maximum length: set engine.max_model_len")
+    requests = make_requests(
+        workload.load,
+        workload.load_points[0],
+        vocab_size=loaded.info.vocab_size,
+        max_model_len=length,
+        seed=workload.seed,
+        repeat=1,
+    )[:count]
+    if any(request.prompt_token_ids is None for request in requests):
+        raise UsageError(f"the prompts of {workload.name} are texts without token ids: give it load.prompts.tokenizer")
+    token_ids = tuple(tuple(request.prompt_token_ids) for request in requests)
+    return Prompts(token_ids, tuple(min(request.max_tokens, output_tokens) for request in requests))
+
+
+def figures(divergence: Divergence) -> dict[str, Any]:
+    """KLD [nats]: mean, p95, p99 (linear interpolation), max; ``same_argmax``: share of positions, and their number.
+
+    ``prompt_mean`` and ``decode_mean``: of positions computed in a prompt's chunk, and of those computed one by one.
+    """
+    import numpy as np
+
+    kld, decoded = divergence.kld, divergence.decoded
+    return {
+        "positions": len(kld),
+        "mean": float(kld.mean()),
+        **{name: float(np.quantile(kld, q)) for name, q in _QUANTILES.items()},
+        "max": float(kld.max()),
+        "same_argmax": float(divergence.same.mean()),
+        "prompt_mean": statistics.fmean(kld[~decoded]),
+        "decode_mean": statistics.fmean(kld[decoded]),
+    }
+
+
+def _measured(config: EngineConfig, loaded: LoadedModel, drawn: Prompts) -> dict[str, Any]:
+    from engine.teacher_forcing import measure_divergence
+
+    found = measure_divergence(config, loaded, drawn.token_ids, drawn.max_tokens)
+    return {"kv_cache_dtype": config.kv_cache_dtype, "reference": "auto", **figures(found)}
+
+
+def _config(settings: Mapping[str, Any]) -> EngineConfig:
+    from engine.config import EngineConfig
+
+    return EngineConfig.from_mapping(settings)
+
+
+def _load(config: EngineConfig) -> LoadedModel:
+    from engine.model_loader import load_model
+
+    return load_model(config)
+
+
+def _is_random(settings: Mapping[str, Any]) -> bool:
+    from engine.model_spec import find_model, uses_random_weights
+
+    config = _config(settings)
+    return uses_random_weights(find_model(config.model, config.load_format), config.load_format)
+
+
+def _weights(settings: Mapping[str, Any], random: bool) -> str:
+    if random:
+        return f"random (seed {settings.get('seed', 0)}) in the shape of {settings['model']}"
+    return f"those of {settings['model']}"

@@ -1,0 +1,124 @@
+"""``kvbench quality``. Imports are lazy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbench.option_types import OutputFile
+
+
+@click.command()
+@click.argument("workload_or_run", metavar="WORKLOAD|RUN", type=click.Path(path_type=Path))
+@click.option("--profile", metavar="NAME", help="Of a workload: cpu or gpu (default: gpu if there is one).")
+@click.option(
+    "-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE", help="Of a workload, as in sweep. Repeatable."
+)
+@click.option("--prompts", type=click.IntRange(1, 10_000), default=16, show_default=True, help="How many are fed.")
+@click.option(
+    "--output-tokens", type=click.IntRange(1, 100_000), default=64, show_default=True,
+    help="Greedy tokens after each prompt, at most; no more than the workload asks for.",
+)  # fmt: skip
+@click.option("--output", type=OutputFile(), metavar="FILE", help="Where the result goes (default: RUN/quality.json).")
+def quality(**options: Any) -> int:
+    """Measure how far a quantised KV cache moves what the model predicts.
+
+    For every configuration whose kv_cache_dtype is quantised, the built-in engine computes the same tokens twice, with
+    that KV and with KV in the model's own dtype: the workload's prompts, and the greedy continuation of the latter, so
+    that KV written by decodes is read as well. Reported is KL(reference || quantised) over the vocabulary, position by
+    position, in nats, and how often the likeliest token is the same. `kld:` limits of `kvbench gate` hold it.
+
+    With random weights (load_format: dummy) the KLD is much smaller than a trained model's, and the result says so.
+
+    \b
+    Examples:
+      kvbench quality results/mixed/20260101T120000Z-1a2b3c4
+      kvbench quality workloads/mixed.yaml -o model.path=models/Llama-3.1-8B --output quality.json
+    \b
+    Files written: quality.json in RUN, or --output's; of a workload none without --output.
+    Exit codes: 0 measured, 2 bad input, such as no quantised KV in it.
+    """
+    return quality_command(**options)
+
+
+def quality_command(
+    workload_or_run: Path,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    prompts: int,
+    output_tokens: int,
+    output: Path | None,
+) -> int:
+    """Measure, print and store. Raises UsageError."""
+    from rich.console import Console
+
+    from kvbench.quality import measure, quantised
+    from kvbench.quality_result import QUALITY
+    from kvbench.rate_words import print_table
+    from kvbench.results import open_run, write_json
+    from kvbench.workload import load_workload, resolve
+
+    only: tuple[str, ...] = ()
+    if workload_or_run.is_dir():
+        _refuse_for_a_run({"--profile": profile, "-o": overrides})
+        manifest = open_run(workload_or_run).manifest()
+        _require_builtin(manifest, workload_or_run)
+        workload = resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None)
+        only, output = tuple(manifest.get("only") or ()), output or workload_or_run / QUALITY
+    else:
+        workload = load_workload(workload_or_run, profile=profile, overrides=overrides)
+    console = Console()
+    configurations = quantised(workload, only)
+    with console.status("loading") as status:
+        result = measure(
+            workload, configurations, prompts=prompts, output_tokens=output_tokens, say=lambda text: status.update(text)
+        )
+    print_table(console, _table(result))
+    lines = [f"weights: {result.weights}", result.note]
+    if output is not None:
+        write_json(output, result.to_json())
+        lines.append(f"written: {output}")
+    for line in filter(None, lines):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _refuse_for_a_run(given: dict[str, Any]) -> None:
+    from kvbench.errors import UsageError
+
+    for name, value in given.items():
+        if value:
+            raise UsageError(f"{name} cannot change a run that was measured: leave it out, or give the workload file")
+
+
+def _require_builtin(manifest: dict[str, Any], run: Path) -> None:
+    from kvbench.errors import UsageError
+
+    backend = manifest.get("backend") or "kvbench"
+    if backend != "kvbench" or manifest.get("target"):
+        raise UsageError(
+            f"{run} was measured on {manifest.get('target') or backend}, and only the built-in engine shows its "
+            "logits: remove kld from the policy of this run"
+        )
+
+
+def _table(result: Any) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    facts = result.facts
+    table = Table(
+        title=f"{result.workload}: KL divergence of a quantised KV [nats], {facts['prompts']} prompts, "
+        f"{facts['dtype']} on {facts['device']}",
+        box=SIMPLE_HEAD,
+    )
+    heads = ("configuration", "positions", "mean", "p95", "p99", "max", "prompts", "decodes", "same token")
+    for head in heads:
+        table.add_column(head, justify="left" if head == "configuration" else "right", no_wrap=True)
+    for config_id, told in result.configurations.items():
+        parts = ("mean", "p95", "p99", "max", "prompt_mean", "decode_mean")
+        values = [f"{told[part]:.2e}" for part in parts]
+        table.add_row(config_id, f"{told['positions']:,}", *values, f"{told['same_argmax']:.2%}")
+    return table
