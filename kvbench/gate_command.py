@@ -69,6 +69,7 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     from rich.console import Console
 
     from kvbench.errors import UsageError
+    from kvbench.gate.benchmark_action import sweep_points, write_benchmarks
     from kvbench.gate.github import publish
     from kvbench.gate.outputs import write_outputs
     from kvbench.gate.policy import load_policy
@@ -82,7 +83,10 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     console = Console()
     print_verdict(verdict, console)
     folder = output_dir or results
-    for path in write_outputs(verdict, folder):
+    written = write_outputs(verdict, folder)
+    if verdict.kind == "limits":
+        written += write_benchmarks(sweep_points(results / "summary.csv", verdict.facts["workload"]), folder)
+    for path in written:
         console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
     publish(verdict, folder)
     return verdict.exit_code

@@ -14,14 +14,15 @@ from pathlib import Path
 
 from kvbench.gate import wording
 from kvbench.gate.verdict import Verdict
+from kvbench.report.words import plural
 from kvbench.results import write_json
 
 BIGGER, SMALLER = "benchmark-bigger-is-better.json", "benchmark-smaller-is-better.json"
-# column of a sweep's summary.csv -> (metric, unit, higher is better); the metrics of the timing gate
+# columns of a sweep's summary.csv -> (unit, higher is better)
 _SWEEP_COLUMNS = {
-    "output_tokens_per_s": ("output_throughput", "tokens/s", True),
-    "ttft_ms_p95": ("p95_ttft_ms", "ms", False),
-    "itl_ms_p95": ("p95_itl_ms", "ms", False),
+    "output_tokens_per_s": ("tokens/s", True),
+    "ttft_ms_p95": ("ms", False),
+    "itl_ms_p95": ("ms", False),
 }
 
 
@@ -56,20 +57,25 @@ def verdict_points(verdict: Verdict) -> list[Point]:
 
 
 def sweep_points(summary_csv: Path, workload: str) -> list[Point]:
-    """The valid cells of a sweep from its summary.csv, named ``<workload>/<cell>/<metric>``. Raises OSError."""
-    found = []
+    """The valid cells of a sweep from its summary.csv, named ``<workload>/<cell>/<column>``; none without the file.
+
+    Raises OSError.
+    """
+    found: list[Point] = []
+    if not summary_csv.is_file():
+        return found
     with summary_csv.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if row.get("valid") != "True":
                 continue
-            for column, (metric, unit, higher) in _SWEEP_COLUMNS.items():
+            for column, (unit, higher) in _SWEEP_COLUMNS.items():
                 value = _float(row.get(column))
                 if value is None:
                     continue
                 ends = [_float(row.get(f"{column}_{end}")) for end in ("min", "max")]
                 spread = None if None in ends else (ends[1] - ends[0]) / 2
-                extra = f"{row.get('configuration', '')}\n{row.get('repeats', '')} repeats"
-                name = wording.line(f"{workload}/{row['cell_id']}/{metric}")
+                extra = f"{row.get('configuration', '')}\n{plural(_float(row.get('repeats')) or 0, 'repeat')}"
+                name = wording.line(f"{workload}/{row['cell_id']}/{column}")
                 found.append(Point(name, unit, value, higher, spread, wording.clean(extra)))
     return found
 

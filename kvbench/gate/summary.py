@@ -80,12 +80,13 @@ def upper(text: str) -> str:
 
 
 def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str]:
-    """The table of one outcome, with the sentence and the details of each."""
+    """The table of one outcome, and sentences with details; without numbers the sentences alone."""
     findings = wording.worst_first(verdict.of(outcome))
     if not findings:
         return []
-    lines = [f"### {title} ({len(findings):,})", "", *_table(findings, rows), ""]
-    for finding in wording.explained(findings, min(rows, 20)):
+    drawn = _table(findings, rows)
+    lines = [f"### {title} ({len(findings):,})", "", *drawn, *([""] if drawn else [])]
+    for finding in wording.explained(findings, min(rows, 20 if drawn else ROWS)):
         lines.append(f"- {escape(wording.line(finding.sentence, _SENTENCE))}")
         lines += [f"  - {escape(wording.line(detail, _DETAIL))}" for detail in finding.details[:8]]
         lines += [f"  {each}" for each in _more(len(finding.details) - 8, "lines")]
@@ -109,7 +110,9 @@ def _table(findings: Sequence[Finding], rows: int) -> list[str]:
         )
         for f in findings[:rows]
     ]
-    return table(heads, body, numbers_from=1) if body else []
+    said = any(entry not in ("", wording.NONE) for row in body for entry in row[1:])
+    wanted = said or all(f.outcome == PASS for f in findings)  # a pass has no sentence below to name it
+    return table(heads, body, numbers_from=1) if body and wanted else []
 
 
 def _moved(verdict: Verdict, rows: int) -> list[str]:

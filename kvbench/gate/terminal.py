@@ -97,7 +97,9 @@ def _print_moved(verdict: Verdict, console: Console) -> None:
 
 
 def _titled(title: str, unit: str | None) -> Text:
-    return Text(wording.shortened(title, 120) + (f" ({wording.line(unit, 16)})" if unit else ""))
+    """The title with the unit, unless it says it itself."""
+    unit = wording.line(unit or "", 16)
+    return Text(wording.shortened(title, 120) + (f" ({unit})" if unit and unit not in title else ""))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:

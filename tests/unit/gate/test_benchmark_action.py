@@ -12,6 +12,7 @@ import pytest
 
 from kvbench.gate.benchmark_action import BIGGER, SMALLER, sweep_points, verdict_points, write_benchmarks
 from kvbench.gate.verdict import FAIL, PASS, Verdict
+from kvbench.gate_command import results_command
 from tests.support import verdicts
 
 _RANGE = re.compile(r"(?P<prefix>(\+-|±)\s*)(?P<value>\d.*)")  # extractRangeInfo.js; the value must be a number
@@ -76,11 +77,11 @@ def test_a_sweep_gives_its_valid_cells(tmp_path: Path) -> None:
         writer.writerows(rows)
     write_benchmarks(sweep_points(tmp_path / "summary.csv", "mixed"), tmp_path)
     assert check(tmp_path / BIGGER) == [
-        {"name": "mixed/p8-c8/output_throughput", "unit": "tokens/s", "value": 221.5, "range": "± 2.5",
+        {"name": "mixed/p8-c8/output_tokens_per_s", "unit": "tokens/s", "value": 221.5, "range": "± 2.5",
          "extra": "paged\n3 repeats"}
     ]  # fmt: skip
     assert check(tmp_path / SMALLER) == [
-        {"name": "mixed/p8-c8/p95_ttft_ms", "unit": "ms", "value": 4867.25, "extra": "paged\n3 repeats"}
+        {"name": "mixed/p8-c8/ttft_ms_p95", "unit": "ms", "value": 4867.25, "extra": "paged\n3 repeats"}
     ]
 
 
@@ -90,3 +91,16 @@ def test_a_stored_sweep_is_read() -> None:
         valid = [row for row in csv.DictReader(file) if row["valid"] == "True"]
     points = sweep_points(found, "vllm-cpu")
     assert len(points) == 3 * len(valid) > 0
+
+
+def test_the_gate_of_a_sweep_writes_its_charts(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text('limits: [{metric: output_throughput, min: 1, cells: "*"}]')
+    sweep = Path("results/reference/vllm-cpu/sweep")
+    assert results_command(sweep, policy, tmp_path / "out", force=False) == 0
+    for name, metrics in ((BIGGER, {"output_tokens_per_s"}), (SMALLER, {"ttft_ms_p95", "itl_ms_p95"})):
+        assert {entry["name"].split("/")[-1] for entry in check(tmp_path / "out" / name)} == metrics
+
+
+def test_a_sweep_without_its_table_has_nothing_to_chart(tmp_path: Path) -> None:
+    assert sweep_points(tmp_path / "summary.csv", "mixed") == []

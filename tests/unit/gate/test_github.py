@@ -203,3 +203,10 @@ def test_the_limit_is_in_bytes_of_utf8() -> None:
     text = summary(verdict)
     room = len(text) + 100  # enough for as many characters, not for their four bytes
     assert len(text.encode()) > room and len(summary(verdict, room).encode()) <= room
+
+
+def test_findings_without_numbers_are_sentences_and_no_table() -> None:
+    text = summary(verdicts.invalid())
+    assert "### Invalid (1)\n\n- the load was not driven: 12 % late\n" in text
+    assert "| peak memory | 1,024 MiB | &lt;= 2,048 MiB |" in text
+    assert "| preemptions of paged-p8 |" in summary(verdicts.counters())  # a pass is named all the same
