@@ -1,0 +1,47 @@
+"""This repository's own commit, built in a folder of its own: its engine starts there and answers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench.errors import UsageError
+from kvbench.gate.builds import Builds
+from kvbench.gate.environments import is_kvbench
+from kvbench.gate.sides import open_side, parse_side
+from kvbench.gate.worktrees import find_commit, remove
+from kvbench.house import HOUSE
+from kvbench.workload import load_workload
+from tests.support.sweep_parts import TINY
+
+
+def test_head_is_built_and_its_engine_serves(tmp_path):
+    try:
+        commit = find_commit(HOUSE, "HEAD")
+    except UsageError as error:
+        pytest.skip(f"the source is not a git checkout: {error}")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"sweep": {}}))
+    with Builds(tmp_path / "builds") as builds:
+        opened = open_side(parse_side("HEAD"), load_workload(path, profile="cpu"), {}, builds)
+        build = opened.build
+        assert build is not None and build.commit == commit and is_kvbench(build.source)
+        assert build.how == "layered", "HEAD has the dependencies of the kvbench that runs"
+        target = opened.new_target()
+        try:
+            target.start(opened.workload.engine, tmp_path / "server.log")
+            maps = Path(f"/proc/{target.server().pid}/maps")
+            target.complete([1, 2, 3, 4], max_tokens=3, timeout_s=60.0)
+            assert target.server_info()["model"]["vocab_size"] == target.model.vocab_size
+            assert not [line for line in maps.read_text().splitlines() if f" {HOUSE}{os.sep}" in line]
+        finally:
+            target.stop()
+        compiled = list((build.folder / "numba").rglob("*.nbc"))
+        assert compiled, "machine code lies with the build, not beside the source"
+        assert not list(build.source.rglob("*.nbc"))
+    with Builds(tmp_path / "builds") as builds:
+        assert not builds.build(commit).fresh
+    remove(build.source)  # the repository forgets it, too
