@@ -1,0 +1,178 @@
+"""The whole gate on the built-in engine, over and over: how often it fails a commit against itself, and whether it
+catches one whose decode steps take a tenth longer.
+
+    python -m tests.benchmarks.gate_runs OUT --runs 20
+
+Runs ``kvbench compare`` for A/A and for the slowed commit in turn, so that both meet the same weather, and writes
+OUT/runs.csv (one row a run, with every number of its verdict's overall findings) and OUT/README.md (the table, exact
+bounds, the machine). The slowed commit is HEAD with a busy wait of 10 % of the forward pass after each step that only
+decodes; it lies in the repository as a commit without a branch, which git forgets by itself. What was begun is gone on
+with: runs that OUT/runs.csv holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+from kvbench.house import HOUSE
+from kvbench.manifest import environment
+
+FILE = "engine/executor.py"
+BEFORE = """        logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)
+        times.append(time.perf_counter())
+"""
+AFTER = """        logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)
+        if all(num_tokens == 1 for _, num_tokens in items):
+            until = time.perf_counter() + {share} * (time.perf_counter() - times[-1])
+            while time.perf_counter() < until:
+                pass
+        times.append(time.perf_counter())
+"""
+SAME, SLOW = "A/A", "slowed"
+COLUMNS = ("kind", "run", "outcome", "exit_code", "pairs", "minutes", "voids", "order_seed", "sentence")
+METRICS = ("output_throughput", "p95_ttft_ms", "p95_itl_ms")
+_LIMIT_S = 3600
+
+
+def _git(*words: str, data: str | None = None, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        ["git", *words], cwd=HOUSE, input=data, env={**os.environ, **(env or {})}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"git {words[0]} failed: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def slowed_commit(base: str, share: float) -> str:
+    """A commit on top of ``base`` whose decode steps take ``share`` longer; no branch, no checkout is touched."""
+    text = _git("show", f"{base}:{FILE}") + "\n"
+    if text.count(BEFORE) != 1:
+        raise SystemExit(f"{FILE} has changed: mend BEFORE and AFTER in {Path(__file__).name}")
+    blob = _git("hash-object", "-w", "--stdin", data=text.replace(BEFORE, AFTER.format(share=share)))
+    with tempfile.TemporaryDirectory() as scratch:
+        env = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
+        _git("read-tree", base, env=env)
+        _git("update-index", "--cacheinfo", f"100644,{blob},{FILE}", env=env)
+        tree = _git("write-tree", env=env)
+    who = {f"GIT_{role}_{what}": f"gate-runs{at}" for role in ("AUTHOR", "COMMITTER") for what, at in
+           (("NAME", ""), ("EMAIL", "@localhost"))}  # fmt: skip
+    dates = dict.fromkeys(
+        ("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "2000-01-01T00:00:00Z"
+    )  # the same commit each time
+    return _git("commit-tree", tree, "-p", base, "-m", f"decode {share:.0%} slower, on purpose", env=who | dates)
+
+
+def run_gate(base: str, candidate: str, seed: int, out: Path, words: list[str]) -> dict[str, Any]:
+    """One whole comparison; its verdict with how long it took."""
+    known = set(out.glob("compare/*"))
+    command = [sys.executable, "-m", "kvbench", "compare", base, candidate, "--order-seed", str(seed)]
+    began = time.monotonic()
+    with (out / "log.txt").open("ab") as log:
+        subprocess.run(
+            [*command, "--output-dir", str(out), *words], stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S
+        )
+    made = sorted(set(out.glob("compare/*")) - known)
+    if len(made) != 1 or not (made[0] / "verdict.json").is_file():
+        raise SystemExit(f"a comparison left no verdict: see {out / 'log.txt'}")
+    return json.loads((made[0] / "verdict.json").read_text()) | {"minutes": (time.monotonic() - began) / 60}
+
+
+def row_of(kind: str, run: int, verdict: dict[str, Any]) -> dict[str, Any]:
+    facts = verdict["facts"]
+    row = {"kind": kind, "run": run, "outcome": verdict["outcome"], "exit_code": verdict["exit_code"]}
+    row |= {"pairs": facts["pairs"], "minutes": round(verdict["minutes"], 2), "voids": facts["voids"]}
+    row |= {"order_seed": facts["order_seed"], "sentence": verdict["sentence"]}
+    for finding in verdict["findings"]:
+        if finding["metric"] in METRICS:
+            row[finding["metric"]] = f"{finding['change']:.5f}"
+            row[f"{finding['metric']}_p"] = f"{finding['p']:.5f}"
+    return row
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float, words: list[str]) -> None:
+    """README.md: counts with exact 95 % bounds, and every run."""
+    cpu = environment()["cpu"]
+    lines = [
+        "# The gate, run on its own engine",
+        "",
+        f"`python -m tests.benchmarks.gate_runs`: `kvbench compare` of commit {base[:12]} with itself (A/A) and with the "
+        f"same commit whose decode steps take {share:.0%} longer, in turn; options `{' '.join(words)}`. Machine: "
+        f"{cpu['model']}, {cpu['cores']} cores, no GPU.",
+        "",
+        "| what | runs | FAIL | PASS | INCONCLUSIVE | INVALID | share of FAIL, exact 95 % bounds | pairs, mean | min |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for kind in (SAME, SLOW):
+        of = [row for row in rows if row["kind"] == kind]
+        if not of:
+            continue
+        counts = [sum(row["outcome"] == each for row in of) for each in ("fail", "pass", "inconclusive", "invalid")]
+        low, high = stats.binomtest(counts[0], len(of)).proportion_ci(0.95, method="exact")
+        pairs = sum(int(row["pairs"]) for row in of) / len(of)
+        minutes = sum(float(row["minutes"]) for row in of) / len(of)
+        lines.append(
+            f"| {kind} | {len(of)} | {' | '.join(map(str, counts))} | {low:.0%} to {high:.0%} | {pairs:.1f} | "
+            f"{minutes:.1f} |"
+        )
+    lines += ["", "| what | run | verdict | pairs | throughput | p95 TTFT | p95 ITL | smallest p |", "|---|--:|---|--:|--:|--:|--:|--:|"]  # fmt: skip
+    for row in rows:
+        changes = " | ".join(f"{100 * float(row[m]):+.1f} %" if row.get(m) else "" for m in METRICS)
+        p = min((float(row[f"{m}_p"]) for m in METRICS if row.get(f"{m}_p")), default=float("nan"))
+        lines.append(
+            f"| {row['kind']} | {row['run']} | {row['outcome'].upper()} | {row['pairs']} | {changes} | {p:.4f} |"
+        )
+    (out / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--runs", type=int, default=20, help="of each kind")
+    parser.add_argument("--share", type=float, default=0.10, help="by which decode steps are slowed")
+    parser.add_argument("--base", default="HEAD")
+    parser.add_argument("--max-minutes", type=float, help="no run is begun after that")
+    parser.add_argument("words", nargs="*", help="options of kvbench compare, after --")
+    options = parser.parse_args()
+    words = options.words or ["--workload", "workloads/ci_timing.yaml"]
+    base = _git("rev-parse", options.base)
+    slow = slowed_commit(base, options.share)
+    options.out.mkdir(parents=True, exist_ok=True)
+    table, began = options.out / "runs.csv", time.monotonic()
+    rows = read_rows(table)
+    fields = [*COLUMNS, *(f"{metric}{end}" for metric in METRICS for end in ("", "_p"))]
+    for run in range(1, options.runs + 1):
+        for kind, candidate in ((SAME, base), (SLOW, slow)):
+            if any((row["kind"], row["run"]) == (kind, str(run)) for row in rows):
+                continue
+            if options.max_minutes and time.monotonic() - began > 60 * options.max_minutes:
+                return
+            seed = 2 * run + (kind == SLOW)
+            rows.append({k: str(v) for k, v in row_of(kind, run, run_gate(base, candidate, seed, options.out, words)).items()})  # fmt: skip
+            with table.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fields)
+                writer.writeheader()
+                writer.writerows(rows)
+            write_report(options.out, rows, base, options.share, words)
+            print(f"{kind} {run}: {rows[-1]['outcome']} after {rows[-1]['pairs']} pairs, {rows[-1]['minutes']} min", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
