@@ -65,12 +65,11 @@ def slowed_commit(base: str, share: float) -> str:
         _git("read-tree", base, env=env)
         _git("update-index", "--cacheinfo", f"100644,{blob},{FILE}", env=env)
         tree = _git("write-tree", env=env)
-    who = {f"GIT_{role}_{what}": f"gate-runs{at}" for role in ("AUTHOR", "COMMITTER") for what, at in
-           (("NAME", ""), ("EMAIL", "@localhost"))}  # fmt: skip
-    dates = dict.fromkeys(
-        ("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "2000-01-01T00:00:00Z"
-    )  # the same commit each time
-    return _git("commit-tree", tree, "-p", base, "-m", f"decode {share:.0%} slower, on purpose", env=who | dates)
+    who = {}
+    for role in ("AUTHOR", "COMMITTER"):  # always the same, so that it is the same commit each time
+        who |= {f"GIT_{role}_NAME": "gate-runs", f"GIT_{role}_EMAIL": "gate-runs@localhost"}
+        who[f"GIT_{role}_DATE"] = "2000-01-01T00:00:00Z"
+    return _git("commit-tree", tree, "-p", base, "-m", f"decode {share:.0%} slower, on purpose", env=who)
 
 
 def run_gate(base: str, candidate: str, seed: int, out: Path, words: list[str]) -> dict[str, Any]:
@@ -113,8 +112,8 @@ def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float,
     lines = [
         "# The gate, run on its own engine",
         "",
-        f"`python -m tests.benchmarks.gate_runs`: `kvbench compare` of commit {base[:12]} with itself (A/A) and with the "
-        f"same commit whose decode steps take {share:.0%} longer, in turn; options `{' '.join(words)}`. Machine: "
+        f"`python -m tests.benchmarks.gate_runs`: `kvbench compare` of commit {base[:12]} with itself (A/A) and with "
+        f"the same commit whose decode steps take {share:.0%} longer, in turn; options `{' '.join(words)}`. Machine: "
         f"{cpu['model']}, {cpu['cores']} cores, no GPU.",
         "",
         "| what | runs | FAIL | PASS | INCONCLUSIVE | INVALID | share of FAIL, exact 95 % bounds | pairs, mean | min |",
@@ -132,7 +131,8 @@ def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float,
             f"| {kind} | {len(of)} | {' | '.join(map(str, counts))} | {low:.0%} to {high:.0%} | {pairs:.1f} | "
             f"{minutes:.1f} |"
         )
-    lines += ["", "| what | run | verdict | pairs | throughput | p95 TTFT | p95 ITL | smallest p |", "|---|--:|---|--:|--:|--:|--:|--:|"]  # fmt: skip
+    heads = ("what", "run", "verdict", "pairs", "throughput", "p95 TTFT", "p95 ITL", "smallest p")
+    lines += ["", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in rows:
         changes = " | ".join(f"{100 * float(row[m]):+.1f} %" if row.get(m) else "" for m in METRICS)
         p = min((float(row[f"{m}_p"]) for m in METRICS if row.get(f"{m}_p")), default=float("nan"))
@@ -165,13 +165,15 @@ def main() -> None:
             if options.max_minutes and time.monotonic() - began > 60 * options.max_minutes:
                 return
             seed = 2 * run + (kind == SLOW)
-            rows.append({k: str(v) for k, v in row_of(kind, run, run_gate(base, candidate, seed, options.out, words)).items()})  # fmt: skip
+            verdict = run_gate(base, candidate, seed, options.out, words)
+            row = {key: str(value) for key, value in row_of(kind, run, verdict).items()}
+            rows.append(row)
             with table.open("w", newline="") as file:
                 writer = csv.DictWriter(file, fields)
                 writer.writeheader()
                 writer.writerows(rows)
             write_report(options.out, rows, base, options.share, words)
-            print(f"{kind} {run}: {rows[-1]['outcome']} after {rows[-1]['pairs']} pairs, {rows[-1]['minutes']} min", flush=True)  # fmt: skip
+            print(f"{kind} {run}: {row['outcome']} after {row['pairs']} pairs, {row['minutes']} min", flush=True)
 
 
 if __name__ == "__main__":
