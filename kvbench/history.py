@@ -161,7 +161,12 @@ def all_series(runs: Iterable[StoredRun]) -> list[Series]:
         for (workload, place, cell, definition, name), each in points.items()
     ]
     first = {series.definition: rank for rank, series in reversed(list(enumerate(found)))}
-    return sorted(found, key=lambda s: (s.workload, s.place, s.cell, first[s.definition], names.index(s.metric.name)))
+
+    def order(series: Series) -> tuple[Any, ...]:
+        cell = _natural(series.cell)
+        return series.workload, series.place, cell, first[series.definition], names.index(series.metric.name)
+
+    return sorted(found, key=order)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -132,8 +132,10 @@ def drift_exit_code(drifts: Sequence[Drift]) -> int:
     return EXIT_INCONCLUSIVE if UNCLEAR in outcomes else EXIT_OK
 
 
-def drift_sentence(drifts: Sequence[Drift]) -> str:
-    """What became of the metrics since the release, in one line."""
+def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
+    """What became of the metrics since the release, in one line. ``has_release``: some series has a run of one."""
+    if not drifts and has_release:
+        return "Drift since the release: nothing to compare, no newer run of the same cells on the same machine counts."
     if not drifts:
         return (
             "Drift since a release: nothing to compare; mark a release's run with `kvbench history add ... --release "

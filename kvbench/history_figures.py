@@ -64,7 +64,8 @@ def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.S
     drift = view.drift(series)
     colour = CONTIGUOUS if drift is not None and drift.outcome == DRIFTED else PAGED
     traces = _band(series, at, Look(colour).faint(0.18))
-    if release := view.releases.of(series):
+    release = _release_point(view, series)
+    if release is not None:
         traces += _release_lines(series, release, drift, len(at))
     by_run = {at[p.run]: p for p in series.counted}
     xs = [float(x) for x in range(len(at))]  # a run without a counted value breaks the line
@@ -84,9 +85,9 @@ def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.S
             "line": {"width": 1.5},
         }
         traces.append(_marks(series, hollow, at, "does not count", marker))
-    if release and release[1] in series.points:
+    if release in series.points:
         marker = {"symbol": "diamond", "size": 10, "color": OTHERS[0]}
-        traces.append(_marks(series, [release[1]], at, "release", marker))
+        traces.append(_marks(series, [release], at, "release", marker))
     if found := view.change_points.get(series):
         marker = {"symbol": "triangle-down", "size": 12, "color": OTHERS[2]}
         extra = [f"<br>change point (advisory): {change_text(c.change)}, p {c.p:.2g}" for c in found]
@@ -127,11 +128,19 @@ def _band(series: Series, at: dict[StoredRun, float], fill: str) -> list[go.Scat
     ]  # fmt: skip
 
 
-def _release_lines(series: Series, release: tuple[str, Point], drift: Drift | None, count: int) -> list[go.Scatter]:
+def _release_point(view: View, series: Series) -> Point | None:
+    """The release's run that the drift is of, which may be older than what is shown."""
+    if (drift := view.drift(series)) is not None:
+        return drift.release
+    found = view.releases.of(series)
+    return None if found is None else found[1]
+
+
+def _release_lines(series: Series, release: Point, drift: Drift | None, count: int) -> list[go.Scatter]:
     """The release's value across the panel, and what is worse by the margin."""
-    levels = [("level of the release", release[1].value, "dot")]
+    levels = [("level of the release", release.value, "dot")]
     if drift is not None:
-        levels.append(("margin", release[1].value * (1 - series.metric.better * drift.margin), "dash"))
+        levels.append(("margin", release.value * (1 - series.metric.better * drift.margin), "dash"))
     return [
         go.Scatter(
             x=[-0.6, count - 0.4], y=[level, level], mode="lines", name=name,

@@ -33,19 +33,23 @@ class Asked:
 
 @dataclass(frozen=True)
 class View:
-    """``groups``: the series of one workload on one machine each, by cell. ``drifts``: of what is shown."""
+    """``groups``: the series of one workload on one machine each, by cell. ``drifts``: of what is shown.
+
+    ``has_release``: there is a counted run of a release among them, be it older than what is shown.
+    """
 
     runs: Sequence[StoredRun]
     groups: Sequence[Sequence[Series]]
     drifts: Sequence[Drift]
     releases: Releases
+    has_release: bool
     change_points: Mapping[Series, Sequence[ChangePoint]] = field(default_factory=dict)
     change_point_note: str = ""
     notes: Sequence[str] = ()
 
     @property
     def drift_sentence(self) -> str:
-        return drift_sentence(self.drifts)
+        return drift_sentence(self.drifts, self.has_release)
 
     def drift(self, series: Series) -> Drift | None:
         return self._drift_by_key.get(_key(series))
@@ -91,7 +95,8 @@ def view(paths: Sequence[Path], asked: Asked) -> View:
     ]
     if runs and not chosen:
         notes.append("no run has what was asked for: leave out --workload, --cell, --metric or --machine")
-    return View(runs, groups, drifts, releases, found, said, notes)
+    has_release = any(releases.of(series) for series in chosen)
+    return View(runs, groups, drifts, releases, has_release, found, said, notes)
 
 
 def _wanted(series: Series, asked: Asked) -> bool:

@@ -135,13 +135,20 @@ def test_a_flat_series_with_noise_looks_flat(tmp_path: Path) -> None:
     assert len(set(sparkline(flat.points))) <= 2 and sparkline(rising.points) == "▁▃▆█"
 
 
+def test_cells_are_in_natural_order(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, {cell: [1.0] for cell in ("p16-c32", "p16-c4", "p8-c4", "contiguous-c4")})
+    cells = [series.cell for series in series_of(tmp_path)]
+    assert cells == ["contiguous-c4", "p8-c4", "p16-c4", "p16-c32"]
+
+
 def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:
     write_run(tmp_path, 0, {"a-c3": [100.0]})
     (write_run(tmp_path, 1, {"a-c3": [1.0]}) / "manifest.json").write_text('{"form')
     (write_run(tmp_path, 2, {"a-c3": [1.0], "b-c3": [1.0]}) / "cells" / "a-c3" / "summary.json").write_text("[]")
     write_run(tmp_path, 3, {"a-c3": [1.0]}, format=99)
     write_run(tmp_path, 4, {"a-c3": [1.0]}, started="soon")
-    write_run(tmp_path, 5, {"a-c3": [1.0]}, kind="compare")
+    compared = write_run(tmp_path, 5, {"a-c3": [1.0]}, kind="compare")
+    write_run(compared / "candidate", 5, {"a-c3": [1.0]})  # a part of it
     code, _, errors = show(tmp_path, "--no-change-points")
     assert code == 0 and values(series_of(tmp_path)[0]) == [100.0]
     for said in (
@@ -157,8 +164,12 @@ def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:
 
 def test_a_run_in_results_and_in_its_history_is_one_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "results", 0, {"a-c3": [100.0]})
-    shutil.copytree(run, tmp_path / "history" / "mixed" / run.name)
-    assert shown(tmp_path / "results", tmp_path / "history")["runs"] == 1
+    kept = tmp_path / "history" / "mixed" / run.name
+    shutil.copytree(run, kept)
+    (kept / "release.json").write_text('{"release": "v1"}')
+    for folders in (("results", "history"), ("history", "results")):
+        found = shown(*(tmp_path / folder for folder in folders))
+        assert found["runs"] == 1 and found["series"][0]["points"][0]["release"] == "v1"
 
 
 def test_what_is_asked_for_is_shown(tmp_path: Path) -> None:

@@ -110,7 +110,14 @@ def test_machines_have_their_own_release(tmp_path: Path) -> None:
     write_run(tmp_path, 1, {"a-c3": scaled(0.5)}, device="cuda")
     assert [series["drift"] for series in shown(tmp_path)["series"]] == [None] * 12
     code, output, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
-    assert code == 5 and "nothing to compare" in output
+    assert code == 5 and "no newer run" in output
+
+
+def test_without_any_release_it_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # no repository, no tags
+    write_run(tmp_path, 0, {"a-c3": STEADY})
+    code, output, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
+    assert code == 5 and "kvbench history add" in output
 
 
 def test_an_unknown_release_is_a_usage_error(tmp_path: Path) -> None:
