@@ -14,6 +14,7 @@ from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Findi
 SUMMARY_BYTES = 1024 * 1024  # GitHub refuses a step's summary beyond it, all of it
 ROWS = 200  # of each table
 PLOTS = 8
+DETAILED = 3  # findings of one outcome whose details are shown
 _FEWER_ROWS = (ROWS, 50, 20, 5, 1, 0)
 _SENTENCE, _NAME, _DETAIL, _COMMAND = 2_000, 200, 400, 4_000  # characters
 _FULL = "verdict.json and junit.xml have all"
@@ -86,10 +87,11 @@ def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str
         return []
     drawn = _table(findings, rows)
     lines = [f"### {title} ({len(findings):,})", "", *drawn, *([""] if drawn else [])]
-    for finding in wording.explained(findings, min(rows, 20 if drawn else ROWS)):
+    for i, finding in enumerate(wording.explained(findings, min(rows, 20 if drawn else ROWS))):
         lines.append(f"- {escape(wording.line(finding.sentence, _SENTENCE))}")
-        lines += [f"  - {escape(wording.line(detail, _DETAIL))}" for detail in finding.details[:8]]
-        lines += [f"  {each}" for each in _more(len(finding.details) - 8, "lines")]
+        details = finding.details[:8] if i < DETAILED else ()
+        lines += [f"  - {escape(wording.line(detail, _DETAIL))}" for detail in details]
+        lines += [f"  - {each}" for each in _more(len(finding.details) - 8, "lines") if details]
     return [*lines, *_more(len(findings) - rows, f"that {'are ' if outcome != FAIL else ''}{_NAMES[outcome]}"), ""]
 
 

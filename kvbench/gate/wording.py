@@ -61,7 +61,7 @@ def quantity(value: float | None, unit: str | None) -> str:
     if unit == "bytes" and is_number(value):
         return data_size(value)
     words = number(value)
-    return words if words == NONE or not unit else f"{words} {line(unit)}"
+    return words if words == NONE or unit in (None, "", "count") else f"{words} {line(unit)}"
 
 
 def percent(fraction: float | None, signed: bool = True) -> str:
@@ -123,11 +123,15 @@ def worse_sign(finding: Finding) -> int:
 
 
 def badness(finding: Finding) -> float:
-    """How far the change went to the worse, in floors where there is one, else in itself; -inf without a change."""
+    """How far the change went to the worse (any way, where neither is better), in floors where there is one.
+
+    -inf without a change.
+    """
     if not is_number(finding.change):
         return -math.inf
     floor = finding.figures.get("floor")
-    return finding.change * worse_sign(finding) / (abs(floor) if is_number(floor) and floor else 1.0)
+    worse = abs(finding.change) if finding.higher_is_better is None else finding.change * worse_sign(finding)
+    return worse / (abs(floor) if is_number(floor) and floor else 1.0)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -210,3 +210,14 @@ def test_findings_without_numbers_are_sentences_and_no_table() -> None:
     assert "### Invalid (1)\n\n- the load was not driven: 12 % late\n" in text
     assert "| peak memory | 1,024 MiB | &lt;= 2,048 MiB |" in text
     assert "| preemptions of paged-p8 |" in summary(verdicts.counters())  # a pass is named all the same
+
+
+def test_details_are_shown_of_the_worst_and_cut_with_a_word() -> None:
+    lines = tuple(f"line {i}" for i in range(20))
+    findings = tuple(
+        Finding(f"a{i}", "counters", f"a{i}", FAIL, f"s{i}", change=1 / (i + 1), details=lines) for i in range(6)
+    )
+    text = summary(Verdict("counters", FAIL, "s", findings))
+    assert text.count("  - line 0\n") == 3 and "line 8" not in text
+    assert text.count("  - … and 12 more lines; verdict.json and junit.xml have all.") == 3
+    assert [f"- s{i}\n" in text for i in range(6)] == [True] * 6

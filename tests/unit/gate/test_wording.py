@@ -47,7 +47,14 @@ def test_a_share_has_no_sign() -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "words"),
-    [(12.34, "ms", "12.3 ms"), (2 * 2**30, "bytes", "2 GiB"), (3.0, None, "3"), (None, "ms", "–"), (0.5, "", "0.500")],
+    [
+        (12.34, "ms", "12.3 ms"),
+        (2 * 2**30, "bytes", "2 GiB"),
+        (3.0, None, "3"),
+        (None, "ms", "–"),
+        (0.5, "", "0.500"),
+        (3, "count", "3"),
+    ],
 )
 def test_quantities(value: float | None, unit: str | None, words: str) -> None:
     assert wording.quantity(value, unit) == words
@@ -96,3 +103,13 @@ def test_sides_are_named_once() -> None:
         "compare", PASS, "s", base={"name": "0123456", "sha": "0123456789abcdef"}, candidate={"command": "x"}
     )
     assert wording.sides(same) == [("base", "0123456")]
+
+
+def test_where_no_direction_is_better_the_greater_change_comes_first() -> None:
+    up, down, small = (
+        Finding(str(change), "counters", "t", FAIL, "s", change=change, higher_is_better=None)
+        for change in (0.3, -0.9, 0.1)
+    )
+    assert wording.worst_first([small, up, down]) == [down, up, small]
+    fine = Finding("a", "counters", "t", PASS, "s", change=5.0)
+    assert wording.worst_first([fine, small]) == [small, fine]
