@@ -34,12 +34,16 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     """Replay WORKLOAD on the engine and compare every counter with the lock file, exactly.
 
     The scheduler, the page pool, the prefix cache and the swap space work for real and no model is computed: it takes
-    seconds, needs no GPU, and gives the same numbers on any machine. Each scenario runs twice.
+    seconds, needs no GPU, and gives the same numbers on any machine. Each scenario runs twice, the second time in
+    another process with another hash seed.
 
     \b
     Examples:
       kvbench gate counters
       kvbench gate counters --only 'forks/paged-*' --output-dir results/gate
+    \b
+    Files written, with --output-dir: verdict.json, junit.xml, summary.md. In GitHub Actions, with or without it: the
+    step summary and up to 5 annotations.
     \b
     Exit codes:
       0  every counter of every step is as accepted
@@ -51,18 +55,21 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     from rich.console import Console
 
     from kvbench.gate.counter_terminal import print_counters
+    from kvbench.gate.github import publish
     from kvbench.gate.lock import read_lock
+    from kvbench.gate.outputs import write_outputs
 
     chosen = _read(workload, only)
     known = read_lock(lock)
     if known is not None and only:
         known = known.model_copy(update={"scenarios": _matching(known.scenarios, only)})
     verdict = _judged(chosen, known, workload, lock, only)
+    console = Console()
+    print_counters(verdict, console)
     if output_dir is not None:
-        from kvbench.gate.outputs import write_outputs
-
-        write_outputs(verdict, output_dir)
-    print_counters(verdict, Console())
+        for path in write_outputs(verdict, output_dir):
+            console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+    publish(verdict, output_dir)
     return verdict.exit_code
 
 
