@@ -1,0 +1,220 @@
+"""Absolute limits on cells whose numbers are set by hand; each outcome, and which of the repeats decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbench.gate.limits import Limit, judge_limits
+from kvbench.gate.metric_names import SHORT_NAMES, measured, unit_of
+from kvbench.gate.verdict import FAIL, INVALID, PASS
+from kvbench.quality_result import QualityResult
+from tests.support.report_cells import cell, run
+
+
+def judge(limit: Limit, *cells, quality: QualityResult | None = None, doubt: str | None = None):
+    return judge_limits(run(*cells, workload={"name": "mixed"}), [limit], quality, doubt)
+
+
+def only(limit: Limit, *cells, **more):
+    (finding,) = judge(limit, *cells, **more)
+    return finding
+
+
+TTFT = cell(ttft=(300.0, 500.0, 900.0))  # median 500
+
+
+@pytest.mark.parametrize(
+    ("limit", "outcome", "judged"),
+    [
+        (Limit("metric", "p95_ttft_ms", high=500), PASS, 500),  # a limit may be reached
+        (Limit("metric", "p95_ttft_ms", high=499.9), FAIL, 500),
+        (Limit("metric", "p95_ttft_ms", high=899, every=True), FAIL, 900),
+        (Limit("metric", "p95_ttft_ms", high=900, every=True), PASS, 900),
+        (Limit("metric", "p95_ttft_ms", low=301, every=True), FAIL, 300),
+        (Limit("metric", "p95_ttft_ms", low=500), PASS, 500),
+        (Limit("metric", "ttft_ms.p95", low=501), FAIL, 500),
+        (Limit("metric", "ttft_ms.p95", low=400, high=600), PASS, 500),
+        (Limit("metric", "p95_ttft_ms", low=310, high=890, every=True), FAIL, 300),  # both ends by 10: the first
+    ],
+)
+def test_the_median_or_every_repeat(limit, outcome, judged):
+    finding = only(limit, TTFT)
+    assert (finding.outcome, finding.candidate, finding.suite, finding.unit) == (outcome, judged, "limit", "ms")
+    assert "300 ms, 500 ms, 900 ms" in " ".join(finding.details)
+    assert finding.higher_is_better == (None if limit.low and limit.high else limit.high is None)
+
+
+def test_globs_choose_cells_and_ids_are_of_cell_and_metric():
+    cells = (cell(load=3), cell(load=24), cell("contiguous", load=24))
+    found = judge(Limit("metric", "p95_ttft_ms", high=500, cells=("paged*-24",)), *cells)
+    assert [f.id for f in found] == ["limit/mixed/paged (page 16)-24/p95_ttft_ms"]
+    found = judge_limits(
+        run(*cells, workload={"name": "mixed"}),
+        [Limit("metric", "p95_ttft_ms", high=h, cells=("mixed/contiguous*",)) for h in (500, 400, 300)],
+    )
+    assert [f.id.removeprefix("limit/mixed/contiguous-24/") for f in found] == [
+        "p95_ttft_ms", "p95_ttft_ms (2)", "p95_ttft_ms (3)"
+    ]  # fmt: skip
+    assert [f.outcome for f in found] == [PASS, FAIL, FAIL]
+
+
+def test_a_limit_that_names_no_cell_is_no_pass():
+    finding = only(Limit("metric", "p95_ttft_ms", high=500, cells=("pagde-*",)), TTFT)
+    assert finding.outcome == INVALID and "no cell of this run fits pagde-*" in finding.sentence
+
+
+def test_a_metric_that_nobody_measured_is_no_pass():
+    finding = only(Limit("metric", "server.copied_pages_totl", high=0), cell(server={"copied_pages_total": 0}))
+    assert finding.outcome == INVALID and "did you mean server.copied_pages_total?" in finding.sentence
+    finding = only(Limit("metric", "goodput_share", low=0.5), TTFT)
+    assert finding.outcome == INVALID and "the workload has no SLO" in finding.sentence
+
+
+def test_a_metric_that_a_repeat_lacks_is_no_pass():
+    nan = float("nan")
+    finding = only(Limit("metric", "p95_ttft_ms", high=500), cell(ttft=(300.0, nan, 300.0)))
+    assert finding.outcome == INVALID and "missing in 1 of 3 repeats" in finding.sentence
+
+
+def test_an_invalid_cell_is_invalid_whatever_its_numbers_say():
+    broken = cell(ttft=(900.0, 900.0, 900.0), reasons=("repeat 1: the client was late", "repeat 2: too"))
+    for high in (500, 1000):
+        finding = only(Limit("metric", "p95_ttft_ms", high=high), broken)
+        assert finding.outcome == INVALID and "the client was late; repeat 2: too" in finding.sentence
+
+
+def test_failed_requests_are_a_broken_limit_and_not_an_excuse():
+    """Too many failures make a cell invalid; the limit on them is broken all the same."""
+    broken = cell(failed=3, reasons=("3 of 48 requests failed",))
+    assert only(Limit("metric", "failure_rate", high=0.05), broken).outcome == FAIL  # 3 of 48: 0.0625
+    assert only(Limit("metric", "failure_rate", high=0.0625), broken).outcome == INVALID
+    assert only(Limit("metric", "failure_rate", high=0.0625), cell(failed=3)).outcome == PASS
+
+
+def test_shares_and_server_counters():
+    there = cell(
+        preemptions=5,
+        server={
+            "kv_waste_slots_mean": 30.0, "kv_slots_reserved_mean": 120.0, "process_resident_bytes_peak": 2.0**30,
+            "prefix_cache_hits_total": 60, "prefix_cache_queries_total": 80, "kv_cache_usage_perc_peak": 0.9,
+        },
+        capacity={"num_pages": 12},
+    )  # fmt: skip
+    values = {
+        "kv_waste_share": 0.25, "peak_rss_bytes": 2**30, "num_preemptions": 5, "prefix_cache_hit_rate": 0.75,
+        "kv_cache_usage_perc": 0.9, "server.recomputed_tokens_total": 500, "capacity.num_pages": 12,
+        "pooled.ttft_ms.p95": 500, "failure_rate": 0.0,
+    }  # fmt: skip
+    for name, value in values.items():
+        assert only(Limit("metric", name, low=value, high=value), there).outcome == PASS, name
+
+
+def test_goodput_share_counts_those_that_failed():
+    metrics = {"goodput": 2.0, "duration_s": 18.0, "completed": 40, "failed": 8}
+    there = cell(failed=8)
+    for repeat in there.repeats:
+        repeat.metrics.update(metrics)
+    assert measured(there, "goodput_share").values == {0: 0.75, 1: 0.75, 2: 0.75}  # 36 of 48
+
+
+def test_a_percentile_of_few_samples_says_so():
+    there = cell()
+    for repeat in there.repeats:
+        repeat.metrics["ttft_ms"]["uncertain"] = ["p95"]
+    assert "fewer samples" in " ".join(only(Limit("metric", "p95_ttft_ms", high=500), there).details)
+    assert "fewer samples" not in " ".join(only(Limit("metric", "p95_itl_ms", high=500), there).details)
+
+
+PAGED, CONTIGUOUS = cell(throughput=(90.0, 200.0, 330.0)), cell("contiguous", throughput=(100.0, 100.0, 300.0))
+
+
+def test_a_ratio_is_paired_by_repeat_and_all_repeats_are_shown():
+    """0.9, 2.0, 1.1: the median is 1.1, and not the 2.0 of the medians."""
+    ratio = Limit("ratio", "steady_output_throughput", low=1.1)
+    finding = only(ratio, CONTIGUOUS, PAGED)
+    assert finding.outcome == PASS
+    assert finding.change == pytest.approx(0.1) and finding.series == pytest.approx((-0.1, 1.0, 0.1))
+    assert (finding.base, finding.candidate, finding.unit) == (100.0, 200.0, "tokens/s")
+    assert "0.900, 2, 1.10" in finding.details[0]
+    for low, every, outcome in ((1.11, False, FAIL), (0.9, True, PASS), (0.91, True, FAIL)):
+        found = only(Limit("ratio", "steady_output_throughput", low=low, every=every), CONTIGUOUS, PAGED)
+        assert found.outcome == outcome
+
+
+def test_a_ratio_of_named_configurations_at_each_load():
+    prefix = [cell(load=load, enable_prefix_caching=True, throughput=(50.0, 50.0, 50.0)) for load in (3, 24)]
+    base = [cell(load=load) for load in (3, 24)]
+    named = {"of": ("*prefix*",), "to": ("paged (page 16)",)}
+    found = judge(Limit("ratio", "steady_output_throughput", low=0.6, **named), *prefix, *base)
+    assert [f.outcome for f in found] == [FAIL, FAIL] and len({f.id for f in found}) == 2
+    found = judge(Limit("ratio", "steady_output_throughput", low=0.5, cells=("*-24",), **named), *prefix, *base)
+    assert [f.outcome for f in found] == [PASS] and "-24 over paged (page 16)" in found[0].id
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ((PAGED,), "does not have a paged and a contiguous cell at one load"),
+        ((PAGED, cell("contiguous", load=3)), "does not have a paged and a contiguous cell at one load"),
+        (
+            (PAGED, cell("contiguous", reasons=("late",))),
+            "contiguous-24: the measurement of this cell is invalid (late)",
+        ),
+        ((PAGED, cell("contiguous", throughput=(100.0,), ttft=(1.0,), tpot=(1.0,))), "not known in every repeat"),
+        ((PAGED, cell("contiguous", throughput=(0.0, 1.0, 1.0))), "is 0, so there is no ratio"),
+    ],
+)
+def test_a_ratio_that_cannot_be_had_is_no_pass(cells, said):
+    finding = only(Limit("ratio", "steady_output_throughput", low=0.1), *cells)
+    assert finding.outcome == INVALID and said in finding.sentence
+
+
+INT8 = cell(kv_cache_dtype="int8_per_token_head")
+
+
+def quality(**figures: float) -> QualityResult:
+    return QualityResult("mixed", "random", {INT8.config_id: {"positions": 100, **figures}})
+
+
+@pytest.mark.parametrize(
+    ("limit", "outcome"),
+    [
+        (Limit("kld", "mean", high=0.01), PASS),
+        (Limit("kld", "mean", high=0.009), FAIL),
+        (Limit("kld", "p99", high=0.02), FAIL),
+        (Limit("kld", "same_argmax", low=0.98), PASS),
+        (Limit("kld", "same_argmax", low=0.99), FAIL),
+        (Limit("kld", "max", high=1), INVALID),  # not among the figures
+    ],
+)
+def test_the_kld_of_a_quantised_kv(limit, outcome):
+    told = quality(mean=0.01, p99=0.03, same_argmax=0.98)
+    found = judge(limit, INT8, cell(kv_cache_dtype="int8_per_token_head", load=3), TTFT, quality=told)
+    assert [f.outcome for f in found] == [outcome]  # of the configuration, once, and not of the full-precision one
+    assert f"mixed/{INT8.config_id}" in found[0].id
+
+
+def test_a_kld_that_was_not_measured_for_this_run_is_no_pass():
+    limit = Limit("kld", "mean", high=1)
+    assert "not measured: run `kvbench quality" in only(limit, INT8).sentence
+    fp8 = cell(kv_cache_dtype="fp8_e4m3")
+    assert only(limit, fp8, quality=quality(mean=0.01)).outcome == INVALID  # another configuration's is there
+    doubted = only(limit, INT8, quality=quality(mean=0.01), doubt="measured with another commit")
+    assert doubted.outcome == INVALID and "another commit" in doubted.sentence
+    assert "no cell with a quantised KV" in only(limit, TTFT, quality=quality(mean=0.01)).sentence
+
+
+def test_a_limit_is_called_by_its_name():
+    finding = only(Limit("metric", "p95_ttft_ms", high=1, name="what users feel"), TTFT)
+    assert finding.id.endswith("/what users feel") and finding.sentence.startswith("what users feel: mixed/")
+
+
+def test_units():
+    units = {
+        "p95_ttft_ms": "ms", "steady_latency.itl_ms.p50": "ms", "peak_rss_bytes": "bytes", "failure_rate": "share",
+        "server.kv_waste_bytes_peak": "bytes", "kv_cache_usage_perc": "share", "output_throughput": "tokens/s",
+        "steady_request_throughput": "requests/s", "goodput": "requests/s", "goodput_share": "share",
+        "num_preemptions": "", "duration_s": "",
+    }  # fmt: skip
+    assert {name: unit_of(name) for name in units} == units
+    assert len(set(SHORT_NAMES)) == len(SHORT_NAMES)

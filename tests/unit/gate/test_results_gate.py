@@ -1,0 +1,206 @@
+"""`kvbench gate RESULTS` on run folders of every kind: exit codes, files, what is said. None is a measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvbench.gate.outputs import read_verdict
+from kvbench.gate_command import gate
+from kvbench.house import guarded
+from kvbench.quality_result import QUALITY, QualityResult
+from tests.support.synthetic_run import PAIR, make_run
+from tests.support.toy_engine import CONFIGS, Scenario
+
+INT8 = next(config for config in CONFIGS if config.kv_cache_dtype != "auto")
+SMALL = Scenario(configs=(*PAIR, INT8), concurrencies=(3,), repeats=2, num_requests=8)
+RUN = {"sha": "0123456789abcdef"}  # as make_run's manifest has it
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "mixed" / "now", SMALL)
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+@pytest.fixture
+def gated(tmp_path: Path):
+    """(exit code, verdict) of the command on a folder, with a policy of this text."""
+
+    def gated(folder: Path, text: str, *words: str):
+        policy = tmp_path / "gates.yaml"
+        policy.write_text(text)
+        out = tmp_path / "out"
+        arguments = [str(folder), "--policy", str(policy), "--output-dir", str(out), *words]
+        code = guarded(lambda: gate.main(arguments, standalone_mode=False))
+        return code, read_verdict(out) if (out / "verdict.json").is_file() else None
+
+    return gated
+
+
+def changed(folder: Path, path: str, **entries: object) -> None:
+    """Some entries of a JSON file in the folder, set anew."""
+    file = folder / path
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+KEPT = "limits: [{metric: failure_rate, max: 0}]"
+
+
+def test_limits_that_hold_pass(run, gated, capsys):
+    code, verdict = gated(run, KEPT)
+    assert (code, verdict.outcome, verdict.kind) == (0, "pass", "limits")
+    assert [f.outcome for f in verdict.findings] == ["pass"] * 3
+    assert "all 3 limits hold on 3 cells of mixed" in verdict.sentence
+    assert verdict.candidate["sha"] == RUN["sha"]
+    assert verdict.reproduce.startswith("kvbench gate ") and verdict.reproduce.endswith("gates.yaml")
+    assert "PASS" in capsys.readouterr().out
+
+
+def test_a_broken_limit_is_a_regression(run, gated, capsys):
+    code, verdict = gated(run, "limits: [{metric: p95_ttft_ms, max: 0.001}, {metric: failure_rate, max: 0}]")
+    assert (code, verdict.outcome) == (1, "fail")
+    assert "3 of 6 limits of mixed broken" in verdict.sentence and "above the limit of 0.00 ms" in verdict.sentence
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_the_files_of_a_verdict_go_into_the_run_unless_told_otherwise(run, tmp_path):
+    policy = tmp_path / "gates.yaml"
+    policy.write_text(KEPT)
+    assert gate.main([str(run), "--policy", str(policy)], standalone_mode=False) == 0
+    assert {"verdict.json", "junit.xml", "summary.md"} <= {path.name for path in run.iterdir()}
+
+
+def test_mistakes_are_usage_errors(run, gated, tmp_path, capsys):
+    def said(words: str) -> bool:
+        return words in capsys.readouterr().err
+
+    assert gated(run, "limits: [{metric: p95_tftt_ms, max: 1}]") == (2, None) and said("did you mean p95_ttft_ms?")
+    assert gated(tmp_path / "nowhere", KEPT) == (2, None) and said("there is no folder")
+    (tmp_path / "empty").mkdir()
+    assert gated(tmp_path / "empty", KEPT) == (2, None) and said("is not a results folder")
+    assert guarded(lambda: gate.main([str(run)], standalone_mode=False)) == 2
+    assert said("give --policy")
+    assert guarded(lambda: gate.main([str(run), "--polcy", "x"], standalone_mode=False)) == 2
+
+
+def test_an_invalid_cell_is_exit_code_4(run, gated):
+    cell = next(run.glob("cells/layout-contiguous*")).name
+    changed(run, f"cells/{cell}/summary.json", valid=False, invalid_reasons=["repeat 1: late"])
+    code, verdict = gated(run, KEPT)
+    assert (code, verdict.outcome) == (4, "invalid")
+    assert [f.id for f in verdict.of("invalid")] == [f"limit/mixed/{cell}/failure_rate"]
+    assert "late" in verdict.sentence
+    code, verdict = gated(run, "limits: [{metric: failure_rate, max: 0, cells: 'baseline*'}]")
+    assert code == 0 and cell in " ".join(verdict.notes)  # it is not judged, and not hidden
+
+
+def test_a_regression_stays_one_beside_what_is_invalid(run, gated):
+    code, verdict = gated(run, "limits: [{metric: p95_ttft_ms, max: 0.001}, {metric: server.nothing, max: 0}]")
+    assert code == 1 and {f.outcome for f in verdict.findings} == {"fail", "invalid"}
+
+
+@pytest.mark.parametrize("how", ["status", "missing", "short"])
+def test_an_incomplete_run_is_exit_code_4(run, gated, how):
+    manifest = json.loads((run / "manifest.json").read_text())
+    if how == "status":
+        changed(run, "manifest.json", status="incomplete")
+    elif how == "missing":
+        shutil.rmtree(next(run.glob("cells/baseline*")))
+    else:
+        changed(run, "manifest.json", plan=[*manifest["plan"], manifest["plan"][0]])
+    code, verdict = gated(run, KEPT)
+    assert (code, verdict.outcome) == (4, "invalid")
+    assert "the run is incomplete" in verdict.findings[0].sentence and "--resume" in verdict.sentence
+
+
+def test_a_damaged_file_of_a_run_is_exit_code_4(run, gated):
+    next(run.glob("cells/baseline*/summary.json")).write_text("{")
+    manifest = json.loads((run / "manifest.json").read_text())
+    kept = [block for block in manifest["plan"] if "baseline" not in block["block_id"]]
+    changed(run, "manifest.json", plan=kept)
+    code, verdict = gated(run, KEPT)
+    assert code == 4 and "not readable JSON" in verdict.sentence
+
+
+@pytest.mark.parametrize("text", ["", "limits: []", "timing: {metrics: {p95_itl_ms: off}}"])
+def test_no_limit_at_all_is_exit_code_5(run, gated, text):
+    code, verdict = gated(run, text)
+    assert (code, verdict.outcome) == (5, "empty") and "has no limits" in verdict.sentence
+
+
+def test_no_cell_at_all_is_exit_code_5(run, gated):
+    shutil.rmtree(run / "cells")
+    code, verdict = gated(run, KEPT)
+    assert (code, verdict.outcome) == (5, "empty") and "has no finished cell" in verdict.sentence
+
+
+def test_paged_over_contiguous(run, gated):
+    code, verdict = gated(run, "limits: [{ratio: output_throughput, min: 0.01}, {ratio: output_throughput, max: 0.01}]")
+    assert code == 1 and [f.outcome for f in verdict.findings] == ["pass", "fail"]
+    assert len(verdict.findings[0].series) == SMALL.repeats
+
+
+MEASURED = QualityResult("mixed", "random", {INT8.config_id: {"positions": 9, "mean": 0.01}}, git=RUN, note="Random.")
+KLD = "limits: [{kld: mean, max: 0.02}]"
+
+
+def store(run: Path, result: QualityResult) -> None:
+    (run / QUALITY).write_text(json.dumps(result.to_json()))
+
+
+def test_the_kld_of_the_run(run, gated):
+    code, verdict = gated(run, KLD)
+    assert code == 4 and "not measured: run `kvbench quality" in verdict.sentence
+    store(run, MEASURED)
+    code, verdict = gated(run, KLD)
+    assert code == 0 and "Random." in verdict.notes
+    assert gated(run, "limits: [{kld: mean, max: 0.009}]")[0] == 1
+
+
+def test_a_kld_of_other_code_needs_force(run, gated):
+    versions = {"torch": "1.0", "transformers": "not told by the run"}
+    store(run, dataclasses.replace(MEASURED, git={"sha": "fedcba"}, versions=versions))
+    code, verdict = gated(run, KLD)
+    assert code == 4 and "measured with another commit and torch than the run" in verdict.sentence
+    assert gated(run, KLD, "--force")[0] == 0
+
+
+@pytest.mark.parametrize("text", ["{}", '{"format": "kvbench-quality/1", "of": 3}', "{"])
+def test_a_damaged_kld_is_refused(run, gated, text, capsys):
+    (run / QUALITY).write_text(text)
+    assert gated(run, KLD)[0] == 2 and QUALITY in capsys.readouterr().err
+
+
+def test_a_comparison_is_handed_to_its_judge(run, gated, monkeypatch):
+    """The folder's manifest decides; the policy and --force go with it."""
+    from kvbench.gate import conclude
+    from kvbench.gate.verdict import Verdict
+
+    asked = []
+
+    def judge_folder(path, policy, *, force):
+        asked.append((path, [rule.name for rule in policy.timing.metrics], force))
+        return Verdict("compare", "inconclusive", "cannot tell")
+
+    monkeypatch.setattr(conclude, "judge_folder", judge_folder)
+    (run / "manifest.json").write_text(json.dumps({"kind": "compare"}))
+    code, _ = gated(run, "timing: {metrics: {p95_itl_ms: off}}", "--force")
+    assert code == 3 and asked == [(run, ["output_throughput", "p95_ttft_ms"], True)]
+
+
+def test_help_tells_both_gates_and_all_exit_codes(capsys):
+    assert gate.main(["--help"], prog_name="kvbench gate", standalone_mode=False) in (0, None)
+    shown = capsys.readouterr().out
+    assert "kvbench gate RESULTS" in shown and "kvbench gate counters" in shown
+    for code in range(6):
+        assert f"\n    {code}  " in shown
