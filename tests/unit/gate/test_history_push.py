@@ -20,7 +20,7 @@ def remote(tmp_path):
     bare, first = tmp_path / "remote.git", tmp_path / "first"
     git(tmp_path, "init", "-q", "--bare", str(bare))
     git(tmp_path, "clone", "-q", str(bare), str(first))
-    write(first, {"engine.py": "code\n", ".gitignore": "results/\nhistory/\n*.json\n"})
+    write(first, {"engine.py": "code\n", ".gitignore": "results/\nhistory/\n"})
     commit_all(first, "code")
     git(first, "push", "-q", "origin", "HEAD:refs/heads/main")
     return bare
@@ -30,6 +30,7 @@ def _clone(remote: Path, name: str, **runs: str) -> Path:
     """A checkout of main, as a CI job has it, with runs to add: name -> content of its manifest.json."""
     clone = remote.parent / name
     git(remote.parent, "clone", "-q", "--branch", "main", str(remote), str(clone))
+    (clone / ".git" / "info" / "exclude").write_text("*.json\n")
     for run, text in runs.items():
         write(clone, {f"history/mixed/{run}/manifest.json": text, f"history/mixed/{run}/cells/c1/summary.json": "{}"})
     return clone

@@ -62,7 +62,8 @@ def kvbench_commands(shell: str) -> list[list[str]]:
         command: list[str] | None = None
         try:
             tokens = list(words)
-        except ValueError:  # half of a quoted text over several lines, which is no command of ours
+        except ValueError:  # half of a quoted text over several lines
+            assert "kvbench " not in line, f"write it in one line, or with backslashes: {line}"
             continue
         first = True
         for word in tokens:
