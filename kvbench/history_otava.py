@@ -126,7 +126,7 @@ def _run(command: Sequence[str], folder: Path, limit_s: float) -> str:
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        raise OtavaError(f"took more than {limit_s:g} s") from None
+        raise OtavaError(f"took more than {limit_s:g} s: ask about fewer runs with --last") from None
     except OSError as error:
         raise OtavaError(f"cannot be run ({error.strerror})") from None
     said = done.stderr.decode(errors="replace").strip().splitlines()
