@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvbench.default_group import DefaultGroup
+from kvbench.gate_counters_command import counters
 
 
 @click.group(cls=DefaultGroup, default="results", context_settings={"help_option_names": ["-h", "--help"]})
@@ -92,9 +93,4 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     return verdict.exit_code
 
 
-try:
-    from kvbench.gate_counters_command import counters
-except ModuleNotFoundError:
-    pass
-else:
-    gate.add_command(counters)
+gate.add_command(counters)

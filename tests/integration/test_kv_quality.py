@@ -1,0 +1,202 @@
+"""The KLD of a quantised KV: the logits against transformers' own, the divergence against scipy's, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax, rel_entr
+
+from engine import teacher_forcing
+from engine.config import EngineConfig
+from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
+from kvbench.house import guarded
+from kvbench.manifest import git_state
+from kvbench.quality_command import quality
+from kvbench.quality_result import read_quality
+from kvbench.workload import load_workload
+from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
+
+QUANTISED = ("int8_per_token_head", "fp8_e4m3", "fp8_e5m2", "int4_per_token_head")  # the more exact first
+_RNG = random.Random(5)
+PROMPTS = [[_RNG.randrange(2, VOCAB) for _ in range(length)] for length in (21, 5, 34)]
+CONTINUED = [6, 9, 3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Iterator[str]:
+    with one_thread():
+        yield model_folder(str(tmp_path_factory.mktemp("models")))
+
+
+def config(folder: str, kv_cache_dtype: str = "auto", **settings: object) -> EngineConfig:
+    sized = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "page_size": 7}
+    return EngineConfig(model=folder, device="cpu", kv_cache_dtype=kv_cache_dtype, **{**sized, **settings})
+
+
+@pytest.mark.parametrize("layout", [{}, {"layout": "contiguous"}])
+def test_the_logits_are_those_of_transformers(folder, layout):
+    """Two sequences side by side: chunks, then tokens one by one, out of step with each other."""
+    rows = [PROMPTS[0] + PROMPTS[1], PROMPTS[2]]
+    engine = TeacherForced(config(folder, **layout), loaded(folder), len(rows), 40)
+    got: list[list[torch.Tensor]] = [[], []]
+    for step in ({1: rows[1][:9], 0: rows[0][:20]}, {0: rows[0][20:21], 1: rows[1][9:33]}, {1: rows[1][33:]}):
+        logits = engine.feed(step)
+        order = sorted(step, key=lambda row: len(step[row]) > 1)
+        for row, part in zip(order, logits.split([len(step[row]) for row in order]), strict=True):
+            got[row].append(part.clone())
+    for ids in rows[0][21:]:
+        got[0].append(engine.feed({0: [ids]}).clone())
+    for ids, parts in zip(rows, got, strict=True):
+        expected = oracle(folder)(torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_divergence_is_scipys():
+    generator = torch.Generator().manual_seed(0)
+    expected, got = (torch.randn(150, 97, generator=generator) * scale for scale in (3, 5))
+    expected[3, 7], got[4, 8] = 900.0, -900.0  # a certain token; one that is nearly ruled out
+    found = divergence(expected, got, decoded=True)
+    log_p, log_q = (log_softmax(x.double().numpy(), axis=-1) for x in (expected, got))
+    with np.errstate(divide="ignore"):
+        oracle_kld = rel_entr(np.exp(log_p), np.exp(log_q)).sum(-1)
+    finite = np.isfinite(oracle_kld)
+    assert finite.sum() >= 148
+    np.testing.assert_allclose(found.kld[finite], oracle_kld[finite], rtol=1e-9)
+    theirs = torch.nn.functional.kl_div(
+        got.double().log_softmax(-1), expected.double().log_softmax(-1), log_target=True, reduction="none"
+    )
+    np.testing.assert_allclose(found.kld, theirs.sum(-1).numpy(), rtol=1e-9)
+    assert (found.same == (expected.argmax(-1) == got.argmax(-1)).numpy()).all() and 0 < found.same.sum() < 150
+    assert found.decoded.all() and not divergence(expected, got, decoded=False).decoded.any()
+
+
+def test_equal_logits_do_not_diverge():
+    logits = torch.randn(3, 50)
+    assert (divergence(logits, logits.clone(), decoded=False).kld == 0).all()
+
+
+def measured(folder: str, dtype: str, **settings: object) -> teacher_forcing.Divergence:
+    return measure_divergence(config(folder, dtype, **settings), loaded(folder), PROMPTS, CONTINUED)
+
+
+def test_fewer_bits_diverge_more_and_none_at_all_where_nothing_is_quantised(folder):
+    assert not measured(folder, "auto").kld.any()
+    found = [measured(folder, dtype) for dtype in QUANTISED]
+    means = [each.kld.mean() for each in found]
+    assert means[0] > 0 and means == sorted(means) and means[-1] > 10 * means[0]
+    for each in found:
+        assert len(each.kld) == sum(map(len, PROMPTS)) + sum(CONTINUED)
+        assert each.decoded.sum() == sum(CONTINUED) and (each.kld[each.decoded] > 0).all()
+
+
+def test_the_first_token_reads_only_itself(folder):
+    """Already its own K and V come back quantised: nothing is read past the cache."""
+    assert measured(folder, "int4_per_token_head").kld[0] > 0
+
+
+def test_neither_chunks_nor_layout_nor_batch_change_the_divergence(folder):
+    """Rounding of another batch may move a value over the border of two codes, and so a KLD a little."""
+    whole = measured(folder, "int4_per_token_head", max_num_batched_tokens=64).kld
+    for settings in ({"max_num_batched_tokens": 4}, {"layout": "contiguous"}, {"page_size": 16}):
+        np.testing.assert_allclose(measured(folder, "int4_per_token_head", **settings).kld, whole, rtol=0.05, atol=1e-6)
+
+
+def test_more_prompts_than_go_side_by_side(folder, monkeypatch):
+    together = measured(folder, "int4_per_token_head").kld
+    monkeypatch.setattr(teacher_forcing, "_ROWS", 2)
+    apart = measured(folder, "int4_per_token_head").kld
+    np.testing.assert_allclose(np.sort(apart), np.sort(together), rtol=0.05, atol=1e-6)
+
+
+def test_the_continuation_is_the_references_own_greedy_one(folder, monkeypatch):
+    fed: list[dict[int, list[int]]] = []
+    real = TeacherForced.feed
+
+    def feed(self, tokens):
+        fed.append({row: list(ids) for row, ids in tokens.items()})
+        return real(self, tokens)
+
+    monkeypatch.setattr(TeacherForced, "feed", feed)
+    measured(folder, "int4_per_token_head")
+    assert fed[::2] == fed[1::2]  # both sides get the same tokens
+    rows: dict[int, list[int]] = {}
+    for step in fed[::2]:
+        for row, ids in step.items():
+            rows[row] = rows.get(row, []) + ids
+    for row, (prompt, count) in enumerate(zip(PROMPTS, CONTINUED, strict=True)):
+        assert rows[row] == prompt + greedy_outputs(folder, {"it": prompt}, count)["it"]
+
+
+WORKLOAD = """
+name: tiny
+seed: 3
+model: {{path: {folder}}}
+engine: {{device: cpu, kv_budget: 1MiB, max_model_len: 64, max_num_seqs: 4, max_num_batched_tokens: 16}}
+sweep: {{kv_cache_dtype: [auto, int8_per_token_head, int4_per_token_head]}}
+load:
+  concurrency: [2]
+  num_requests: [5]
+  prompts: {{kind: synthetic, classes: [{{name: it, share: 1, prompt_tokens: 12, output_tokens: 8}}]}}
+"""
+
+
+@pytest.fixture
+def workload(folder, tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(WORKLOAD.format(folder=folder))
+    return path
+
+
+def run_folder(workload: Path, **manifest: object) -> Path:
+    folder = workload.parent / "run"
+    folder.mkdir(exist_ok=True)
+    made = {"workload": dict(load_workload(workload, profile="cpu").resolved), "plan": [], "profile": "cpu"}
+    (folder / "manifest.json").write_text(json.dumps({**made, "git": git_state(), **manifest}))
+    return folder
+
+
+def command(*words: object) -> int:
+    return guarded(lambda: quality.main([str(word) for word in words], standalone_mode=False))
+
+
+def test_the_command_on_a_run(workload, capsys):
+    run = run_folder(workload, model={"weights_fingerprint": "of other weights"})
+    assert command(run, "--prompts", 3, "--output-tokens", 5) == 0
+    result = read_quality(run)
+    int8, int4 = result.configurations.values()
+    assert [int8["kv_cache_dtype"], int4["kv_cache_dtype"]] == ["int8_per_token_head", "int4_per_token_head"]
+    assert int8["positions"] == int4["positions"] == 3 * (12 + 5)
+    assert 0 < int8["mean"] < int4["mean"] <= int4["p99"] <= int4["max"]
+    assert (
+        min(int4["prompt_mean"], int4["decode_mean"]) <= int4["mean"] <= max(int4["prompt_mean"], int4["decode_mean"])
+    )
+    assert result.note == "" and "those of" in result.weights  # a folder's weights are somebody's
+    assert result.differs_from(json.loads((run / "manifest.json").read_text())) == ["set of weights"]
+    out = capsys.readouterr().out
+    assert "same token" in out and all(config_id in out for config_id in result.configurations)
+
+
+def test_random_weights_are_said_to_be_random(workload, capsys):
+    file = workload.parent / "out.json"
+    words = ("-o", "model.load_format=dummy", "-o", "sweep.kv_cache_dtype=[int4_per_token_head]", "--output", file)
+    assert command(workload, "--profile", "cpu", "--prompts", 1, "--output-tokens", 2, *words) == 0
+    told = json.loads(file.read_text())
+    assert "random (seed 0)" in told["weights"] and "much smaller than a trained" in told["note"]
+    assert told["note"] in capsys.readouterr().out
+
+
+def test_what_cannot_be_measured_is_refused(workload, capsys):
+    def refused(words: str, *arguments: object) -> bool:
+        return command(*arguments) == 2 and words in capsys.readouterr().err
+
+    run = run_folder(workload, backend="vllm")
+    assert refused("only the built-in engine shows its logits", run)
+    assert refused("cannot change a run that was measured", run, "-o", "seed=4")
+    assert refused("has a quantised KV", workload, "--profile", "cpu", "-o", "sweep={}")
+    assert refused("there is no workload file", workload.parent / "none.yaml")
