@@ -62,7 +62,7 @@ class CounterLock(StrictModel):
 
 def read_lock(path: Path) -> CounterLock | None:
     """None when there is none. Raises UsageError for a file that ``write_lock`` did not leave like this."""
-    way_out = "take it from git again, or write a new one with `kvbench accept counters`"
+    way_out = f"restore it (git checkout HEAD -- {path}), then accept what changed with `kvbench accept counters`"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def read_lock(path: Path) -> CounterLock | None:
                 f"{path} has the format {data.get('format')!r}, this kvbench reads {LOCK_FORMAT}; {way_out}"
             )
         lock = CounterLock.model_validate(data)
-        if _digest(data["scenarios"]) != lock.scenarios_digest:
+        if digest(data["scenarios"]) != lock.scenarios_digest:
             raise UsageError(f"{path} was changed by hand or in a merge: its scenarios_digest differs; {way_out}")
         for name, scenario in lock.scenarios.items():
             _check(f"{path}: {name}", scenario)
@@ -103,7 +103,7 @@ def write_lock(
         "accepted": [entry.model_dump() for entry in accepted],
         "counters": list(COUNTERS),
         "scenarios": scenarios,
-        "scenarios_digest": _digest(scenarios),
+        "scenarios_digest": digest(scenarios),
     }
     write_json(path, data)
 
@@ -119,5 +119,6 @@ def locked(scenario: Scenario, run: Replayed) -> dict[str, Any]:
     }
 
 
-def _digest(scenarios: Any) -> str:
+def digest(scenarios: Any) -> str:
+    """Of the scenarios as the file keeps them, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(scenarios, sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,7 @@ from engine.scheduler import QueueFull
 from engine.sequence import TokenOutput
 from engine.stats import EngineStats, KVStats
 from engine.step_plan import StepPlan
-from kvbench.gate.counter_workload import Scenario
+from kvbench.gate.counter_workload import Arrival, Scenario
 
 _STALLED = 64  # steps without anything done or expected after which an engine is given up
 _NO_COLUMN = ("prefix_queries", "copied_slots")  # tokens admitted, pages copied: other columns show the step
@@ -68,7 +68,7 @@ class _Replay:
         )
         self._launched: KVStats | None = None  # the memory as the step now running needs it
         self._running = self._waiting = 0
-        self._last = self.engine.stats()
+        self._last = _grown(self.engine.stats())
 
     def run(self) -> Replayed:
         try:
@@ -97,7 +97,7 @@ class _Replay:
         return None
 
     @staticmethod
-    def _tokens_of(arrival) -> int:
+    def _tokens_of(arrival: Arrival) -> int:
         params = arrival.request.params
         return len(arrival.request.prompt_token_ids) + params.max_tokens * params.width
 
@@ -132,11 +132,12 @@ class _Replay:
 
     def _record(self) -> dict[str, int]:
         """What this step did, and where the memory was: when it was launched, if it was; waste when it was over."""
-        stats, before = self.engine.stats(), self._last
+        stats = self.engine.stats()
+        grown, before = _grown(stats), self._last
         if self._launched is None:
             self._see()
         kv = self._launched or stats.kv
-        row = {name: now - was for (name, now), was in zip(_grown(stats).items(), _grown(before).values(), strict=True)}
+        row = {name: now - before[name] for name, now in grown.items()}
         row["running"], row["waiting"] = self._running, self._waiting
         if self.scenario.config.layout == "paged":
             row["free_pages"], row["cached_pages"] = kv.pages_free, kv.pages_cached
@@ -146,7 +147,7 @@ class _Replay:
         row["host_slots"] = kv.host_slots_used
         self.rows.append(row)
         self._sum(row, kv, stats)
-        self._last, self._launched = stats, None
+        self._last, self._launched = grown, None
         return row
 
     def _sum(self, row: Mapping[str, int], kv: KVStats, stats: EngineStats) -> None:

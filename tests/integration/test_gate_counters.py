@@ -1,0 +1,172 @@
+"""``kvbench gate counters`` and ``kvbench accept counters`` as commands, on this source and on mutants of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.gate_counters_command import accept, counters
+from tests.support.counter_files import Gate
+
+ROOT = Path(__file__).resolve().parents[2]
+GATE = (
+    "import sys; from kvbench.gate_counters_command import counters as command; "
+    "sys.exit(command(sys.argv[1:], standalone_mode=False))"
+)
+ACCEPT = GATE.replace("counters as", "accept as")
+
+
+@pytest.fixture
+def gate(tmp_path):
+    return Gate(tmp_path)
+
+
+def run(command, *arguments: object):
+    """What the command returned or raised, and printed."""
+    result = CliRunner().invoke(command, [str(each) for each in arguments], standalone_mode=False)
+    if isinstance(result.exception, UsageError | MeasurementError):
+        return result.exception.exit_code, str(result.exception)
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value, result.output
+
+
+def python(*arguments: object, source: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(source), "COLUMNS": "200", **environment},
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_committed_workload_and_lock():
+    files = (ROOT / "workloads" / "ci_counters.yaml", "--lock", ROOT / "ci" / "counters.lock.json")
+    code, output = run(counters, *files, "--only", "async-forks/*", "--only", "classes/contiguous-*")
+    assert code == 0, output
+    assert output.startswith("PASS  all 10 scenarios count what was accepted")
+
+
+def test_no_hash_seed_and_no_heavy_import_shows(gate):
+    """The very text of the runs is the same, and nothing was imported that a machine without torch would lack."""
+    told = {}
+    for seed in ("0", "1", "random"):
+        command = ("-X", "importtime", "-m", "kvbench.gate.twice", gate.workload_path, *gate.runs)
+        done = python(*command, PYTHONHASHSEED=seed)
+        assert done.returncode == 0, done.stderr[-500:]
+        told[seed] = done.stdout
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "engine.scheduler" in imported
+        assert imported.isdisjoint({"torch", "numba", "triton", "scipy", "pandas", "transformers", "locust"})
+    assert told["0"] == told["1"] == told["random"]
+    assert json.loads(told["0"])["grow/paged-p4-swap"]["counters"]["preempted"] == 1
+
+
+MUTANTS = {
+    "preempts once more": (
+        "engine/scheduler.py",
+        "        budget, roomy = self._schedule_running(",
+        "        if len(self.running) == 4 and not self.num_preemptions:\n"
+        "            self._preempt(self.running.pop(), plan)\n"
+        "        budget, roomy = self._schedule_running(",
+        1,
+        ("preempted 1, was 0", "grow/paged-p4-recompute at step"),
+    ),
+    "leaks a page": (
+        "engine/paged_kv.py",
+        "        for index in range(len(seq.pages) - 1, -1, -1):",
+        "        for index in range(len(seq.pages) - 1, seq.request_id == 'w0-1' and seq.index == 0, -1):",
+        1,
+        ("pages are owned by nobody's sequence at the end", "freed pages"),
+    ),
+    "copies where it need not": (
+        "engine/paged_kv.py",
+        "self.pool.ref_count[pages[computed // size]] > 1",
+        "self.pool.ref_count[pages[computed // size]] > (computed != 11)",
+        1,
+        ("copied pages", ", was 0"),
+    ),
+    "goes by the order of a set": (
+        "engine/scheduler.py",
+        "        plan = StepPlan()",
+        "        plan = StepPlan()\n        self.running.sort(key=lambda seq: hash(seq.request_id))",
+        4,
+        ("are not the same twice", "not deterministic"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_of_the_source_is_caught_and_explained(gate, tmp_path, name):
+    file, old, new, code, words = MUTANTS[name]
+    source = tmp_path / "source"
+    for package in ("engine", "kernels", "kvbench"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    text = (source / file).read_text()
+    assert text.count(old) == 1, "the mutation no longer fits the source"
+    (source / file).write_text(text.replace(old, new))
+    before = gate.lock_path.read_bytes()
+    done = python("-c", GATE, gate.workload_path, "--lock", gate.lock_path, source=source)
+    assert done.returncode == code, done.stdout + done.stderr
+    for each in words:
+        assert each in done.stdout
+    assert len(done.stdout.splitlines()) < 40
+    if name in ("leaks a page", "goes by the order of a set"):
+        options = (gate.workload_path, "--lock", gate.lock_path, "--reason", "let it be")
+        refused = python("-c", ACCEPT, "counters", *options, source=source)
+        assert refused.returncode == code and "nothing was accepted" in refused.stderr
+        assert gate.lock_path.read_bytes() == before
+
+
+def test_the_files_of_a_verdict(gate, tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
+    gate.workload_path.write_text(gate.workload_path.read_text().replace("output: 12", "output: 13"))
+    folder = tmp_path / "out"
+    code, output = run(counters, gate.workload_path, "--lock", gate.lock_path, "--output-dir", folder)
+    assert code == 1 and f"written: {folder / 'verdict.json'}" in output
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert (verdict["kind"], verdict["outcome"], verdict["exit_code"]) == ("counters", "fail", 1)
+    cases = ElementTree.parse(folder / "junit.xml").getroot().iter("testcase")
+    assert [case.find("failure") is not None for case in cases] == [False, False, False, True, True]
+    assert "2 of 5 scenarios differ" in (tmp_path / "step.md").read_text().splitlines()[0]
+
+
+def test_some_scenarios_only(gate):
+    code, output = run(counters, gate.workload_path, "--lock", gate.lock_path, "--only", "*-swap", "--only", "forks/*")
+    assert code == 0 and output.startswith("PASS  all 3 scenarios")
+    code, output = run(counters, gate.workload_path, "--lock", gate.lock_path, "--only", "nothing*")
+    assert code == 5 and "nothing was compared: no chosen scenario" in output
+
+
+def test_without_a_lock_nothing_is_compared(gate):
+    gate.lock_path.unlink()
+    code, output = run(counters, gate.workload_path, "--lock", gate.lock_path)
+    assert code == 5 and "accept: kvbench accept counters" in output
+    code, output = run(accept, "counters", gate.workload_path, "--lock", gate.lock_path, "--reason", "  a new gate ")
+    assert code == 0 and "accepted: the first lock file, 5 scenarios" in output and "reason: a new gate\n" in output
+    assert run(counters, gate.workload_path, "--lock", gate.lock_path)[0] == 0
+
+
+def test_bad_input(gate, tmp_path):
+    code, words = run(accept, "counters", gate.workload_path, "--lock", gate.lock_path, "--reason", "  ")
+    assert code == 2 and "--reason is empty" in words
+    assert run(counters, tmp_path / "none.yaml")[0] == 2
+    gate.lock_path.write_text("{}")
+    assert run(counters, gate.workload_path, "--lock", gate.lock_path)[0] == 2
+
+
+def test_a_second_run_that_fails_is_no_regression(gate, monkeypatch):
+    monkeypatch.setattr("kvbench.gate.twice.sys.executable", shutil.which("false"))
+    code, words = run(counters, gate.workload_path, "--lock", gate.lock_path)
+    assert code == 4 and "the second run of the scenarios failed with exit code 1" in words
