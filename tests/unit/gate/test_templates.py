@@ -174,6 +174,18 @@ def test_the_caller_gives_what_the_reusable_workflow_takes():
     assert used == set(called)
 
 
+def test_the_page_names_files_and_inputs_that_are_there():
+    text = PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:ci|workloads)/[\w./-]*\w", text)) - {"ci/noise"}
+    assert len(named) > 6
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    called = yaml.safe_load((ROOT / "ci/github/timing-gate.yml").read_text())[True]["workflow_call"]["inputs"]
+    (given,) = [yaml.safe_load(block) for block in _blocks(PAGE) if block.lstrip().startswith("install:")]
+    assert set(given) <= set(called) and all(isinstance(value, str) for value in given.values())
+    variables = set(_jobs(ROOT / "ci/gitlab/timing-gate.yml")["kvbench-timing"]["variables"])
+    assert set(re.findall(r"KVBENCH_[A-Z_]+", text)) <= variables
+
+
 def test_pull_requests_of_forks_are_not_measured():
     condition = _jobs(ROOT / "ci/github/release.yml")["refs"]["if"]
     assert "github.event.pull_request.head.repo.full_name == github.repository" in condition
