@@ -1,0 +1,51 @@
+"""The folder of a comparison with chosen figures, as kvbench compare leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbench.gate.folder import FORMAT, KIND, CompareFolder
+from kvbench.gate.plan import SIDES
+from kvbench.results import write_json
+
+BASE_VALUES = (400.0, 100.0, 20.0)  # tokens/s, ms, ms
+
+
+def write_load(path: Path, cell: str, values: Sequence[float], **more: Any) -> None:
+    """``values``: output throughput, p95 TTFT, p95 ITL; None: the load has none."""
+    throughput, ttft, itl = values
+    metrics = {"output_throughput": throughput, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": itl}}
+    done = {"cell_id": cell, "valid": True, "invalid_reasons": [], "server_faults": [], "metrics": metrics, **more}
+    write_json(path / "counters.json", more.get("counters", {}))
+    write_json(path / "done.json", {key: value for key, value in done.items() if key != "counters"})
+
+
+def stored_comparison(path: Path, base: np.ndarray, candidate: np.ndarray, cells: Sequence[str]) -> CompareFolder:
+    """``base``, ``candidate`` [pairs, cells, 3]; ``cells``: names such as ``mixed/paged-c4``."""
+    folder = CompareFolder(path)
+    rows = [{"name": name, "workload": name.split("/")[0], "turn": name} for name in cells]
+    for row in rows:
+        row |= {side: row["name"].split("/")[1] for side in SIDES}
+    manifest = {
+        "format": FORMAT, "kind": KIND, "subcommand": "compare", "base": {"name": "main"},
+        "candidate": {"name": "topic"}, "reproduce": "kvbench compare main topic", "cells": rows, "order": {},
+        "order_seed": 1, "voids": [], "notes": [], "differences": [], "cpu": {"model": "a processor", "cores": 2},
+        "started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:10:00+00:00",
+    }  # fmt: skip
+    write_json(folder.manifest_path, manifest)
+    for side, values in zip(SIDES, (base, candidate), strict=True):
+        for pair, of_pair in enumerate(values, 1):
+            for row, of_cell in zip(rows, of_pair, strict=True):
+                write_load(folder.run(side, row["workload"]).load(row[side], pair), row[side], of_cell)
+    return folder
+
+
+def noisy_pairs(pairs: int, cells: int, seed: int, change: Sequence[float] = (0.0, 0.0, 0.0)) -> tuple[np.ndarray, ...]:
+    """Base and candidate [pairs, cells, 3] that scatter by 1 % a load; the candidate's changed by these shares."""
+    rng = np.random.default_rng(seed)
+    base, candidate = np.exp(rng.normal(0, 0.01, (2, pairs, cells, 3))) * BASE_VALUES
+    return base, candidate * (1 + np.array(change))

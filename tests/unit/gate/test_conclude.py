@@ -1,0 +1,132 @@
+"""From a comparison's folder to its verdict."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
+from kvbench.gate.conclude import conclude, judge_folder
+from kvbench.gate.pair_runner import PairVoid, Void
+from kvbench.gate.policy import load_policy
+from kvbench.gate.values import read_values, whole_pairs, write_pairs
+from kvbench.results import write_json
+from tests.support.compare_folders import noisy_pairs, stored_comparison, write_load
+
+CELLS = ("mixed/a-c4", "mixed/b-c4", "uniform/a-c4")
+POLICY = load_policy(None)
+
+
+def verdict_of(tmp_path, base, candidate, cells=CELLS, **options):
+    folder = stored_comparison(tmp_path, base, candidate, cells)
+    return conclude(folder, folder.manifest(), POLICY, **options)
+
+
+def test_a_slower_candidate_fails_at_the_first_look_and_the_numbers_are_those_of_the_loads(tmp_path):
+    base, candidate = noisy_pairs(16, 3, 1, (-0.10, 0.0, 0.10))
+    verdict = verdict_of(tmp_path, base, candidate)
+    assert verdict.exit_code == EXIT_REGRESSION
+    assert verdict.facts["pairs"] == 8  # the rest is not looked at: the first look decided
+    overall = next(f for f in verdict.findings if f.id == "overall/p95_itl_ms")
+    expected = np.exp(np.log(candidate[:8, :, 2] / base[:8, :, 2]).mean()) - 1
+    assert overall.change == pytest.approx(expected, rel=1e-9)
+    assert overall.base == pytest.approx(np.exp(np.log(base[:8, :, 2]).mean()))
+    assert {f.suite for f in verdict.findings} == {"overall", "class", "cell"}
+    assert {f.id for f in verdict.of("fail")} >= {"overall/p95_itl_ms", "class/mixed/output_throughput"}
+
+
+def test_a_faster_candidate_and_an_equal_one_pass(tmp_path):
+    assert verdict_of(tmp_path / "equal", *noisy_pairs(16, 3, 2)).exit_code == EXIT_OK
+    assert verdict_of(tmp_path / "faster", *noisy_pairs(16, 3, 3, (0.2, -0.2, -0.2))).exit_code == EXIT_OK
+
+
+def test_a_few_pairs_are_inconclusive_and_say_what_they_could_have_seen(tmp_path):
+    verdict = verdict_of(tmp_path, *noisy_pairs(5, 3, 4, (-0.3, 0.0, 0.0)))
+    assert verdict.exit_code == EXIT_INCONCLUSIVE
+    assert verdict.facts["pairs"] == 5
+    assert all(f.figures["pairs_needed"] for f in verdict.of("inconclusive"))
+
+
+def test_without_a_pair_nothing_was_compared(tmp_path):
+    verdict = verdict_of(tmp_path, np.empty((0, 3, 3)), np.empty((0, 3, 3)))
+    assert (verdict.outcome, verdict.exit_code) == ("empty", EXIT_NOTHING)
+
+
+def test_a_pair_counts_only_with_all_its_cells_valid_on_both_sides(tmp_path):
+    folder = stored_comparison(tmp_path, *noisy_pairs(9, 3, 5), CELLS)
+    manifest = folder.manifest()
+    assert whole_pairs(folder, manifest) == 9
+    path = folder.run("candidate", "uniform").load("a-c4", 6)
+    write_load(path, "a-c4", (1.0, 1.0, 1.0), valid=False)
+    assert whole_pairs(folder, manifest) == 5
+    (path / "done.json").unlink()
+    assert conclude(folder, manifest, POLICY).facts["pairs"] == 5
+
+
+def test_a_metric_that_no_load_has_is_left_out_and_said(tmp_path):
+    base, candidate = noisy_pairs(8, 3, 6)
+    base[:, 0, 2] = candidate[:, 0, 2] = np.nan
+    verdict = verdict_of(tmp_path, base, candidate)
+    assert "cell/mixed/a-c4/p95_itl_ms" not in {f.id for f in verdict.findings}
+    assert any("mixed/a-c4 has no p95 ITL" in note for note in verdict.notes)
+
+
+def test_a_metric_that_is_there_now_and_then_is_refused(tmp_path):
+    base, candidate = noisy_pairs(8, 3, 7)
+    base[3, 0, 2] = np.nan
+    with pytest.raises(UsageError, match="in pair 4 is missing"):
+        verdict_of(tmp_path, base, candidate)
+
+
+def void(pair, attempt, base=(), candidate=(), machine=()):
+    reasons = {"base": [*base, *machine], "candidate": [*candidate, *machine]}
+    return Void(pair, attempt, "mixed", "a", reasons, {"base": list(base), "candidate": list(candidate)})
+
+
+@pytest.mark.parametrize(
+    ("voids", "outcome"),
+    [
+        ([void(9, n, candidate=["the server died"]) for n in (1, 2, 3)], "fail"),
+        ([void(9, n, base=["the server died"]) for n in (1, 2, 3)], "invalid"),
+        ([void(9, n, machine=["others used the machine"]) for n in (1, 2, 3)], "invalid"),
+        ([void(9, 1, machine=["noise"]), *(void(9, n, candidate=["died"]) for n in (2, 3))], "invalid"),
+        ([void(9, n, base=["died"], candidate=["died"]) for n in (1, 2, 3)], "invalid"),
+    ],
+)
+def test_a_candidate_whose_server_fails_every_time_is_a_regression_and_noise_is_none(tmp_path, voids, outcome):
+    base, candidate = noisy_pairs(8, 3, 8)
+    base[:, :, 1] *= np.linspace(1, 3, 8)[:, None]  # so wide that nothing passes
+    verdict = verdict_of(tmp_path, base, candidate, void=PairVoid(voids))
+    assert verdict.outcome == outcome
+    assert verdict.sentence == verdict.findings[0].sentence
+    assert "3 attempts" in verdict.sentence
+
+
+def test_a_stored_comparison_is_judged_again_by_another_policy(tmp_path):
+    stored_comparison(tmp_path / "run", *noisy_pairs(8, 3, 9, (-0.06, 0.0, 0.0)), CELLS)
+    assert judge_folder(tmp_path / "run", POLICY).outcome == "fail"
+    (tmp_path / "loose.yaml").write_text(
+        "timing:\n  metrics:\n    output_throughput: {floor: 10%, margins: {overall: 15%, class: 15%, cell: 15%}}\n"
+    )
+    assert judge_folder(tmp_path / "run", load_policy(tmp_path / "loose.yaml")).outcome == "pass"
+
+
+def test_sides_that_differ_in_what_must_be_equal_are_judged_with_force_only(tmp_path):
+    folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 10), CELLS)
+    write_json(folder.manifest_path, folder.manifest() | {"differences": ["dtype (float32 and bfloat16)"]})
+    with pytest.raises(UsageError, match=r"dtype .*--force"):
+        judge_folder(tmp_path, POLICY)
+    verdict = judge_folder(tmp_path, POLICY, force=True)
+    assert any("dtype" in note for note in verdict.notes)
+
+
+def test_the_pairs_are_written_as_a_table(tmp_path):
+    base, candidate = noisy_pairs(3, 3, 11)
+    folder = stored_comparison(tmp_path, base, candidate, CELLS)
+    lines = write_pairs(folder, folder.manifest(), POLICY.timing.metrics).read_text().splitlines()
+    assert len(lines) == 1 + 3 * 3 * 3
+    assert lines[0] == "pair,cell,first,metric,unit,base,candidate,log_ratio"
+    row = lines[1].split(",")
+    assert float(row[-1]) == pytest.approx(np.log(candidate[0, 0, 0] / base[0, 0, 0]), rel=1e-4)
+    values = read_values(folder, folder.manifest(), POLICY.timing.metrics, [2])
+    np.testing.assert_allclose(values["base"][0], base[1])
