@@ -204,3 +204,20 @@ def test_gitlab_compares_a_tag_with_the_one_before(run, repository):
     env["CI_COMMIT_SHA"] = git(repository, "rev-parse", "v1")
     done, calls, _ = run(_gitlab("kvbench-timing"), _SH, **env)
     assert done.returncode == EXIT_NOTHING and not calls
+
+
+def test_the_runs_of_all_gpus_are_pushed_and_no_run_is_no_error(run):
+    push = run.work / "ci" / "history_push.sh"
+    push.parent.mkdir()
+    push.write_text('#!/bin/sh\necho "pushed $* $(ls history | tr "\\n" " ")"\n')
+    push.chmod(0o755)
+    github, gitlab = _github("release.yml", "history", "Add to the history branch"), _gitlab("kvbench-history")
+    for script, shell in ((github, _BASH), (gitlab, _SH)):
+        done, _, _ = run(script, shell)
+        assert done.returncode == 0 and "no run to keep" in done.stdout
+    for gpu in "01":
+        (run.work / f"artifacts/timing-gate-history-gpu-{gpu}/mixed/r{gpu}").mkdir(parents=True)
+        (run.work / f"artifacts/timing-gate-history-gpu-{gpu}/w{gpu}").mkdir()
+    for script, shell in ((github, _BASH), (gitlab, _SH)):
+        assert run(script, shell)[0].stdout == "pushed history kvbench-history mixed w0 w1 \n"
+    assert sorted(os.listdir(run.work / "history/mixed")) == ["r0", "r1"]
