@@ -66,7 +66,7 @@ def test_a_cell_more_or_fewer_is_another_content(tmp_path: Path, change: str) ->
     cells = {"a-c3": [100.0], "b-c3": [50.0]}
     add(write_run(tmp_path / "one", 0, cells), "--to", tmp_path / "history")
     other = {"a-c3": [100.0]} if change == "fewer" else {**cells, "c-c3": [1.0]}
-    with pytest.raises(UsageError, match="differs"):
+    with pytest.raises(UsageError, match=f"cells/{'b' if change == 'fewer' else 'c'}-c3/summary.json differs"):
         add(write_run(tmp_path / "two", 0, other), "--to", tmp_path / "history")
 
 
@@ -75,6 +75,7 @@ def test_a_history_can_be_added_to_another_one(tmp_path: Path) -> None:
     add(run, "--to", tmp_path / "one", "--release", "v1")
     add(tmp_path / "one", "--to", tmp_path / "two")
     assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert shown(tmp_path / "two")["series"][0]["points"][0]["release"] == "v1"
     assert add(run, "--to", tmp_path / "two")[1].startswith("there already")
 
 
