@@ -14,10 +14,13 @@ from kvbench.calibrate_command import NO_CALIBRATION, calibrate_client
 from kvbench.cli_tools import cache_sim, tune
 from kvbench.compare_command import calibrate, compare
 from kvbench.gate_command import gate
+from kvbench.gate_counters_command import accept
+from kvbench.history_command import history
 from kvbench.house import check_house, guarded
 from kvbench.load_command import load
 from kvbench.mock_command import mock_server
 from kvbench.option_types import FiniteRange
+from kvbench.quality_command import quality
 from kvbench.target_options import target_options
 from kvbench.trace_command import trace
 
@@ -60,6 +63,8 @@ def cli() -> None:
       kvbench sweep workloads/mixed.yaml --dry-run    what would run, in which order, for how long
       kvbench report results/mixed/<run>              the report again from stored results
       kvbench load workloads/mixed.yaml --url URL     one load on a server that runs already
+      kvbench gate counters                           has the engine's bookkeeping changed?
+      kvbench compare main HEAD --workload FILE       is HEAD slower than main?
 
     What was interrupted goes on with `sweep --resume [RUN_DIR]` or, the rest of the command as it was, with
     `load --output-dir DIR --resume`. Results of a sweep go to results/<workload>/<run>/.
@@ -70,10 +75,11 @@ def cli() -> None:
     \b
     Exit codes:
       0    done
-      1    `bench-engine --require` and `calibrate-client` only: a limit was missed
+      1    a regression (gate, compare, history --fail-on-drift), or a limit was missed (bench-engine, calibrate-client)
       2    usage or bad input; nothing was measured
-      3    `load --find-max-rate` only: it ended before the tolerance was reached
+      3    inconclusive (gate, compare), or `load --find-max-rate` ended before the tolerance was reached
       4    the measurement is invalid, a server died, or something unexpected went wrong
+      5    nothing was compared (gate, compare, history)
       130  interrupted
     """
 
@@ -211,7 +217,10 @@ def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
 cli.add_command(load)
 cli.add_command(compare)
 cli.add_command(gate)
+cli.add_command(accept)
 cli.add_command(calibrate)
+cli.add_command(history)
+cli.add_command(quality)
 cli.add_command(cache_sim)
 cli.add_command(tune)
 cli.add_command(trace)

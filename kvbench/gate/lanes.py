@@ -17,6 +17,11 @@ from kvbench.gate.sides import OpenSide, Side, open_side, require_used, same_sid
 from kvbench.planning import SweepOptions, preflight
 from kvbench.workload import Workload
 
+_NOT_FRESH = (
+    "a server that runs already is not launched anew for each pair: what its one launch differs in from another launch "
+    "counts as a change"
+)
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -30,6 +35,8 @@ class Lane:
     @property
     def notes(self) -> list[str]:
         found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].notes]
+        if any(side.choice.probes for side in self.sides.values()):
+            found.append(_NOT_FRESH)
         same = same_sides(self.sides[BASE], self.sides[CANDIDATE])
         return found + ([same] if same else [])
 
