@@ -32,7 +32,7 @@ import numpy as np
 
 from kvbench.gate.rules import MOST_PAIRS
 
-_CHUNK = 8192
+_CHUNK = 128  # patterns: their sums stay in the cache, and a product so small is not worth a BLAS thread
 _TIE = 1e-9  # of u, which lies within +-sqrt(pairs): what differs by rounding only counts as equal
 
 

@@ -104,7 +104,7 @@ def at_most(x: np.ndarray, alpha: float, jointly: bool) -> np.ndarray:
     order = np.random.default_rng(0).permutation(2 ** (pairs - 1))  # the other half of the patterns: minus these
     begin = 0
     while begin < len(order) and len(open_):
-        many = max(32, min(8192, _AT_ONCE // (len(open_) * x.shape[2])))
+        many = max(16, min(128, _AT_ONCE // (len(open_) * x.shape[2])))  # small products need no BLAS threads
         patterns = 1.0 - 2.0 * ((order[begin : begin + many, None] >> np.arange(pairs)) & 1)
         sums = patterns @ x[open_]  # [runs, patterns, hypotheses]
         highest, lowest = (sums.max(2, keepdims=True), sums.min(2, keepdims=True)) if jointly else (sums, sums)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.gate.detectable import power, smallest_detectable
+from kvbench.gate.detectable import power, smallest_detectable, unbiased
 from kvbench.gate.judge import findings_of, judge, sentence
 from kvbench.gate.pairs import PairTable
 from kvbench.gate.rules import DEFAULT_RULES
@@ -213,3 +213,10 @@ def test_pairs_needed_settle_it_in_four_of_five_cases_and_one_fewer_does_not(up_
 
     assert settled(result.pairs_needed, 3 if up_to else 1) >= (0.75 if up_to else 0.79)
     assert settled(result.pairs_needed - 1, 1) < (0.9 if up_to else 0.81)
+
+
+@pytest.mark.parametrize("pairs", [2, 8, 16])
+def test_the_mean_of_sds_falls_short_of_the_true_one_by_c4(pairs):
+    drawn = np.random.default_rng(1).normal(size=(200_000, pairs)).std(axis=1, ddof=1).mean()
+    assert unbiased(pairs) == pytest.approx(drawn, abs=4e-3)
+    assert unbiased(8) == pytest.approx(0.9650, abs=5e-5)  # of published tables
