@@ -50,7 +50,7 @@ timing:
   metrics:
     p95_ttft_ms: {floor: 5%, margins: {overall: 0.06, class: 7.5%}}
     p95_itl_ms: off
-  classes: {quiet: "*-c3", mixed ones: ["mixed/*", "prefix/*-c32"]}
+  classes: {quiet: "paged-*-c3", mixed ones: ["mixed/*", "prefix/*-c32"]}
 """).timing
     # 5 % of false passes over two looks, where a look does not say its own
     assert [(look.pairs, look.alpha, look.alpha_pass) for look in timing.looks] == [
