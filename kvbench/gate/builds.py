@@ -216,8 +216,6 @@ class Builds:
         """All but the newest ``KEPT``, by last use, less those that somebody uses; half-built ones count as oldest."""
         folders = sorted((p for p in self.root.iterdir() if p.is_dir()), key=_last_used, reverse=True)
         for folder in folders[KEPT:]:
-            if folder.name in self._locks:
-                continue
             with (self.root / f"{folder.name}.lock").open("ab") as lock, contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _discard(folder)

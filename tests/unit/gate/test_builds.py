@@ -74,8 +74,10 @@ def test_a_build_is_kept_and_found_again(tiny, tmp_path):
         first = builds.build(commit)
         assert builds.build(commit) is first
     (first.folder / "numba").mkdir()
+    os.utime(first.folder / "build.json", (1, 1))
     with Builds(tmp_path) as builds:
         again = builds.build(commit)
+    assert (first.folder / "build.json").stat().st_mtime > 1  # its last use: by that the oldest goes
     assert not again.fresh and again.folder == first.folder and again.digest == first.digest
     assert (first.folder / "numba").is_dir()
     with Builds(tmp_path, rebuild=True) as builds:
