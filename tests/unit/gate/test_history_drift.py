@@ -157,3 +157,17 @@ def test_without_a_mark_it_is_the_newest_tag_of_the_repository_that_has_a_run(
     newest, named = drift(tmp_path / "results"), drift(tmp_path / "results", "--release", "v1.1")
     assert newest is not None and (newest["release"], newest["change"]) == ("v1.2", pytest.approx(-0.02))
     assert named is not None and named["change"] == pytest.approx(0.49 / 0.9 - 1)
+
+
+def test_the_page_draws_the_release_and_its_margin_whatever_is_shown(tmp_path: Path) -> None:
+    mark(write_run(tmp_path, 0, {"a-c3": scaled(1.0)}), "v1")
+    for day in (1, 2):
+        write_run(tmp_path, day, {"a-c3": scaled(0.9)})
+    page = tmp_path / "page.html"
+    for options, marks in (((), [[0.0]]), (("--last", "1"), [])):
+        show(tmp_path, "--no-change-points", "--metric", "output_throughput", "--html", page, *options)
+        [figure] = json.loads(page.read_text().split('id="figures">')[1].split("</script>")[0])
+        levels = {trace["name"]: trace["y"][0] for trace in figure["data"] if trace["mode"] == "lines"}
+        assert (levels["level of the release"], levels["margin"]) == (100.0, pytest.approx(96.0))
+        assert [trace["x"] for trace in figure["data"] if trace["name"] == "release"] == marks
+        assert "-10.0 % since the release" in figure["layout"]["annotations"][0]["text"]
