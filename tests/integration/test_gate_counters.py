@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.gate_counters_command import accept, counters
+from tests.support import json_schema
 from tests.support.counter_files import Gate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +96,7 @@ MUTANTS = {
         "self.pool.ref_count[pages[computed // size]] > 1",
         "self.pool.ref_count[pages[computed // size]] > (computed != 11)",
         1,
-        ("copied pages", ", was 0"),
+        ("copied pages", ", was 0", "the engine is idle and its accounts are wrong: AssertionError: used slots"),
     ),
     "goes by the order of a set": (
         "engine/scheduler.py",
@@ -117,14 +118,15 @@ def test_a_mutant_of_the_source_is_caught_and_explained(gate, tmp_path, name):
     assert text.count(old) == 1, "the mutation no longer fits the source"
     (source / file).write_text(text.replace(old, new))
     before = gate.lock_path.read_bytes()
-    done = python("-c", GATE, gate.workload_path, "--lock", gate.lock_path, source=source)
+    seed = {"PYTHONHASHSEED": "0"}  # the second run then has 1: by chance two seeds may sort a few names alike
+    done = python("-c", GATE, gate.workload_path, "--lock", gate.lock_path, source=source, **seed)
     assert done.returncode == code, done.stdout + done.stderr
     for each in words:
         assert each in done.stdout
     assert len(done.stdout.splitlines()) < 40
     if name in ("leaks a page", "goes by the order of a set"):
         options = (gate.workload_path, "--lock", gate.lock_path, "--reason", "let it be")
-        refused = python("-c", ACCEPT, "counters", *options, source=source)
+        refused = python("-c", ACCEPT, "counters", *options, source=source, **seed)
         assert refused.returncode == code and "nothing was accepted" in refused.stderr
         assert gate.lock_path.read_bytes() == before
 
@@ -137,6 +139,8 @@ def test_the_files_of_a_verdict(gate, tmp_path, monkeypatch):
     assert code == 1 and f"written: {folder / 'verdict.json'}" in output
     verdict = json.loads((folder / "verdict.json").read_text())
     assert (verdict["kind"], verdict["outcome"], verdict["exit_code"]) == ("counters", "fail", 1)
+    schema = json.loads((ROOT / "kvbench" / "gate" / "verdict.schema.json").read_text())
+    assert json_schema.errors(verdict, schema) == []
     cases = ElementTree.parse(folder / "junit.xml").getroot().iter("testcase")
     assert [case.find("failure") is not None for case in cases] == [False, False, False, True, True]
     assert "2 of 5 scenarios differ" in (tmp_path / "step.md").read_text().splitlines()[0]
