@@ -162,6 +162,12 @@ def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
     if noise.pairs < ENOUGH_PAIRS:
         said.append(f"{noise.pairs} A/A pairs: a runner's noise is known from {ENOUGH_PAIRS} or more")
     last = rules.looks[-1].pairs
+    if known := [sorted(line.detectable) for line in noise.each if last not in line.detectable]:
+        return (
+            *said,
+            f"the runner's noise was worked out for looks at {known[0]} pairs and the last look is now at {last}: "
+            "calibrate again",
+        )
     for metric in rules.metrics:
         lines = [line for level in LEVELS if (line := noise.of(metric.name, level))]
         said += [text for text in (_floor_warning(metric, lines, last), _margin_warning(metric, lines, last)) if text]

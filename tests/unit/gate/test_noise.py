@@ -1,6 +1,7 @@
 """A runner's noise from pairs that were drawn with known noise, and what is said about the limits."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,6 +92,15 @@ def test_looks_beyond_the_pairs_that_are_there_are_worked_out():
     for level in (OVERALL, CELL):
         a, b = full.of("p95_itl_ms", level), part.of("p95_itl_ms", level)
         assert b.detectable[16] / b.sd == pytest.approx(a.detectable[16] / a.sd, rel=0.15)
+
+
+def test_noise_of_other_looks_says_nothing_of_these(noise):
+    fewer = replace(DEFAULT_RULES, looks=DEFAULT_RULES.looks[:2])
+    assert "floor" in warnings_of(noise, fewer)[0]
+    stored = noise_of(drawn(pairs=20).first(8), fewer)
+    assert warnings_of(stored, DEFAULT_RULES)[1:] == (
+        "the runner's noise was worked out for looks at [8, 12] pairs and the last look is now at 16: calibrate again",
+    )
 
 
 def test_noise_survives_json(noise):
