@@ -213,8 +213,9 @@ def test_the_page_holds_every_run_and_needs_no_network(tmp_path: Path, days: int
     lines = [trace for trace in figures[0]["data"] if trace.get("name") == "run"]
     assert len(figures) == 6 and [len(trace["x"]) for trace in lines] == [days, days]
     assert [sum(y is None for y in trace["y"]) for trace in lines] == [0, int(days > 2)]
-    hollow = [trace["x"] for trace in figures[0]["data"] if trace.get("name") == "does not count"]
-    assert hollow == ([[2.0]] if days > 2 else [])
+    hollow = [trace for trace in figures[0]["data"] if trace.get("name") == "does not count"]
+    assert [trace["x"] for trace in hollow] == ([[2.0]] if days > 2 else [])
+    assert all(trace["text"][0].endswith("does not count: not valid") for trace in hollow)
     assert (
         "<b>x" not in text.split("<main>")[1].split("<script")[0]
         and "&lt;b&gt;x-c3" in figures[0]["layout"]["annotations"][0]["text"]
