@@ -62,8 +62,9 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
 def compare(**options: Any) -> int:
     """Say whether CANDIDATE is slower than BASE: FAIL, PASS or INCONCLUSIVE, and why.
 
-    Each side is a git ref (built in a worktree and environment of its own; `.` is the working tree), a launch command
-    with {port}, a URL, settings (page_size=16,enable_prefix_caching=true), or the folder of a stored run.
+    Each side is a git ref (built in a worktree and environment of its own, kept in ~/.cache/kvbench/builds; `.` is the
+    working tree), a launch command with {port}, a URL, settings (page_size=16,enable_prefix_caching=true), or the
+    folder of a stored run.
 
     A pair is one freshly launched server of each side under the same requests, in random order. After 8, 12 and 16
     pairs p95 TTFT, p95 ITL and throughput are judged per cell, class and overall by sign-flip max-T, held against

@@ -12,7 +12,7 @@ from rich.console import Console
 from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.compare import Comparison
-from kvbench.gate.compare_manifest import new_comparison
+from kvbench.gate.compare_manifest import new_comparison, require_unchanged
 from kvbench.gate.conclude import table_of
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.github import publish
@@ -130,6 +130,7 @@ def _run(
                 notes = _noise_notes(options, policy) if subcommand == COMPARE else []
                 folder = new_comparison(options, lanes, policy, subcommand, notes)
             manifest = folder.manifest()
+            require_unchanged(manifest, lanes)
             say(f"results: {folder.path}")
             for note in manifest["notes"]:
                 say(f"note: {note}")

@@ -55,7 +55,8 @@ def new_comparison(
         "cells": cell_rows([match for lane in lanes for match in lane.matches]),
         "order_seed": secrets.randbits(32) if seed is None else seed,
         "order": {},
-        "options": {key: value for key, value in options.items() if key != "resume"},
+        "options": {key: value for key, value in options.items() if key != "resume"}
+        | {side: pinned(sides[side]) for side in SIDES},
         "policy": str(policy.source) if policy.source else None,
         "stored": {side: str(folder) for side, folder in stored.items()},
         "servers": {side: {} for side in SIDES},
@@ -94,6 +95,17 @@ def pinned(side: OpenSide) -> str:
     if side.build is not None and side.build.commit.changes is None:
         return side.build.commit.sha[:12]
     return side.side.text
+
+
+def require_unchanged(manifest: Mapping[str, Any], lanes: Sequence[Lane]) -> None:
+    """UsageError where a comparison that is gone on with would measure other code than it has measured."""
+    for side in SIDES:
+        then, now = manifest[side].get("changes"), lanes[0].sides[side].facts.get("changes")
+        if then != now:
+            raise UsageError(
+                f"{side} is a working tree that has changed since: bring its files back, or start a new comparison "
+                "without --resume"
+            )
 
 
 def _stored_differences(stored: Mapping[str, Path]) -> list[str]:

@@ -121,7 +121,7 @@ def _moved(verdict: Verdict, rows: int) -> list[str]:
     """Counters and step phases that moved with it, those that explain most first."""
     if not verdict.moved:
         return []
-    moved = wording.moved_most_first(verdict.moved)
+    moved = list(verdict.moved)
     heads = ("what", "where", "base", "candidate", "change", "95 % interval (%)", "of the latency's difference")
     body = [
         (

@@ -79,7 +79,7 @@ def _print_reasons(findings: list[Finding], console: Console) -> None:
 def _print_moved(verdict: Verdict, console: Console) -> None:
     if not verdict.moved:
         return
-    moved = wording.moved_most_first(verdict.moved)
+    moved = list(verdict.moved)
     heads = ("moved with it", "where", "base", "candidate", "change", "share")
     rows = [
         (

@@ -148,11 +148,6 @@ def explained(findings: Sequence[Finding], most: int) -> list[Finding]:
     ][:most]
 
 
-def moved_most_first(moved: Iterable[Moved]) -> list[Moved]:
-    """What explains most of the latency first, then what changed most; a new thing (base 0) is a great change."""
-    return sorted(moved, key=lambda m: (-(m.share or 0.0), -abs(math.inf if m.change is None else m.change)))
-
-
 def counted(verdict: Verdict) -> str:
     """2 failed, 1 inconclusive, 60 passed"""
     counts = ((len(verdict.of(outcome)), name) for outcome, name in NAMES.items())
