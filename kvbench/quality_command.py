@@ -110,7 +110,7 @@ def _table(result: Any) -> Any:
 
     facts = result.facts
     table = Table(
-        title=f"{result.workload}: KL divergence of a quantised KV [nats], {facts['prompts']} prompts, "
+        title=f"{result.workload}: KL divergence of a quantised KV in nats, {facts['prompts']} prompts, "
         f"{facts['dtype']} on {facts['device']}",
         box=SIMPLE_HEAD,
     )

@@ -5,8 +5,8 @@ repeat by itself. A ratio is paired: the two configurations' values of the same 
 divided, and the median of those is held (again, or each of them). The KLD of a quantised KV is of a configuration and
 has no repeats (kvbench/quality.py).
 
-A value from an invalid cell says nothing, so its limits are ``invalid``. The one exception is a failure rate above its
-limit: requests that failed have failed, whatever else was wrong with the measurement.
+A value from an invalid cell says nothing, so its limits are ``invalid``. Failed requests and pages that stay owned are
+the exception, since they make a cell invalid themselves: beyond their limit they have failed and leaked.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kvbench.settings import effective
 KINDS = ("metric", "slo", "ratio", "kld")  # as the policy writes them; an slo is the metric goodput_share
 KLD_STATISTICS = ("mean", "p95", "p99", "max", "same_argmax")
 SUITE = "limit"
+_COUNTED = ("failure_rate", "failed", "pages_owned_after")
 _MAX_REASONS = 3
 
 
@@ -124,7 +125,7 @@ def _of_cell(run: Run, cell: Cell, limit: Limit) -> Finding:
     if measured.uncertain:
         details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
     found = _held(limit, where, values, unit, details)
-    if cell.valid or (limit.what == "failure_rate" and found.outcome == FAIL):
+    if cell.valid or (limit.what in _COUNTED and found.outcome == FAIL):
         return found
     return _invalid(limit, where, _reasons(cell))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,7 +132,7 @@ def _verdict(
         sentence,
         tuple(findings),
         candidate={"name": f"{run.workload}/{run.folder.name}", "sha": git.get("sha"), "command": facts["measured_by"]},
-        reproduce=shlex.join(["kvbench", "gate", os.path.relpath(run.folder), *policy_words]),
+        reproduce=shlex.join(["kvbench", "gate", str(run.folder), *policy_words]),
         notes=tuple(notes),
         facts={key: value for key, value in facts.items() if value is not None},
     )

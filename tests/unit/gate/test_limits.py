@@ -91,6 +91,13 @@ def test_failed_requests_are_a_broken_limit_and_not_an_excuse():
     assert only(Limit("metric", "failure_rate", high=0.0625), cell(failed=3)).outcome == PASS
 
 
+def test_a_leaked_page_is_a_broken_limit_too():
+    leaky = cell(server={"pages_owned_after": 1}, reasons=("1 page is still owned",))
+    assert only(Limit("metric", "pages_owned_after", high=0), leaky).outcome == FAIL
+    assert only(Limit("metric", "pages_owned_after", high=1), leaky).outcome == INVALID
+    assert only(Limit("metric", "num_preemptions", high=-1), leaky).outcome == INVALID
+
+
 def test_shares_and_server_counters():
     there = cell(
         preemptions=5,
