@@ -113,6 +113,11 @@ def load_workload(
     """
     source = Path(path)
     data = read_yaml(source)
+    if "streams" in data:
+        raise UsageError(
+            f"{source} has streams and no load: it is made for `kvbench gate counters`; give a workload such as "
+            "workloads/mixed.yaml"
+        )
     chosen = profile or default_profile()
     data = apply_profile(data, chosen, source, asked=profile is not None)
     for override in overrides:

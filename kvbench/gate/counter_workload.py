@@ -156,8 +156,14 @@ class CounterWorkload:
 
 def read_counter_workload(path: Path) -> CounterWorkload:
     """Raises UsageError: no such file, or one sentence for each mistake in it."""
+    data = read_yaml(path)
+    if "load" in data:
+        raise UsageError(
+            f"{path} has a load and no streams: it is made for `kvbench sweep`; give a workload such as "
+            "workloads/ci_counters.yaml"
+        )
     try:
-        file = CounterFile.model_validate(read_yaml(path))
+        file = CounterFile.model_validate(data)
     except ValidationError as error:
         raise UsageError("\n".join(f"{path}: {sentence}" for sentence in explain(error, ""))) from None
     scenarios = tuple(_scenarios(path, file))

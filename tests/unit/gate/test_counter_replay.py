@@ -167,6 +167,11 @@ def test_a_mistake_in_the_file_is_one_sentence(tmp_path, old, new, complaint):
     assert "\n" not in str(caught.value)
 
 
+def test_a_workload_of_a_sweep_is_told_apart():
+    with pytest.raises(UsageError, match="it is made for `kvbench sweep`"):
+        read_counter_workload(ROOT / "workloads" / "mixed.yaml")
+
+
 def test_the_digest_is_of_what_the_file_says(tmp_path):
     path = tmp_path / "small.yaml"
     digests = []

@@ -182,7 +182,15 @@ def test_missing_files_and_profiles_name_what_there_is(tmp_path):
         load_workload(tmp_path / "w.yaml", profile="tpu")
 
 
-@pytest.mark.parametrize("path", sorted(WORKLOADS.glob("*.yaml")), ids=lambda path: path.stem)
+SWEPT = sorted(path for path in WORKLOADS.glob("*.yaml") if path.stem != "ci_counters")
+
+
+def test_a_workload_of_the_counter_gate_is_told_apart():
+    with pytest.raises(UsageError, match="it is made for `kvbench gate counters`"):
+        load_workload(WORKLOADS / "ci_counters.yaml")
+
+
+@pytest.mark.parametrize("path", SWEPT, ids=lambda path: path.stem)
 def test_the_cpu_profile_measures_the_cpu_on_any_machine(path):
     assert load_workload(path, profile="cpu").engine["device"] == "cpu"
     assert "device" not in load_workload(path, profile="gpu").engine
