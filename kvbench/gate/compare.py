@@ -17,13 +17,14 @@ from kvbench.block import BlockRunner
 from kvbench.calibrator import Calibrator
 from kvbench.design import Block, Cell
 from kvbench.errors import Interrupted, MeasurementError, storage_sentence
-from kvbench.gate.conclude import conclude, pair_line
+from kvbench.gate.conclude import conclude, look_points, pair_line
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.lanes import Lane
 from kvbench.gate.pair_runner import PairRunner, PairVoid
 from kvbench.gate.plan import SIDES, Match, turns
 from kvbench.gate.policy import Policy
 from kvbench.gate.same_server import require_comparable
+from kvbench.gate.values import whole_pairs
 from kvbench.gate.verdict import FAIL, PASS, Verdict
 from kvbench.interruption import Interruption
 from kvbench.progress import Speaker, clock
@@ -109,7 +110,7 @@ class Comparison:
     def _measure(self, check: Callable[[], None]) -> tuple[str | None, PairVoid | None]:
         """Pair after pair. Why it ended before a look decided (None: it did not), and the pair that could not be."""
         runner = PairRunner(self.folder, self._runners(check), self.say)
-        looks = [look.pairs for look in self.policy.timing.looks]
+        looks = look_points(self.policy.timing, self.manifest["early_looks"])
         began, seconds = time.monotonic(), []
         known = sum(1 for pair in range(1, self.pairs + 1) if self._is_whole(pair))
         for pair in range(1, self.pairs + 1):
@@ -149,8 +150,10 @@ class Comparison:
         return all(self.folder.is_whole(match, pair) for match in self.matches)
 
     def _conclude(self, stopped: str | None, void: PairVoid | None) -> Verdict:
-        if stopped:
-            self.manifest["stopped"] = stopped
+        early, pairs = self.manifest["early_looks"], whole_pairs(self.folder, self.manifest)
+        self.manifest["stopped"] = stopped
+        if stopped and pairs and pairs not in look_points(self.policy.timing, early):
+            early.append(pairs)
         verdict = conclude(self.folder, self.manifest, self.policy, void=void)
         self._write("complete")
         return verdict

@@ -64,6 +64,7 @@ def new_comparison(
         "notes": [*notes, *(note for lane in lanes for note in lane.notes), *([_STORED_RUNS] if stored else [])],
         "voids": [],
         "pairs": 0,
+        "early_looks": [],  # pairs after which --max-minutes ended it
         **environment(),
         "started": utc_now(),
         "ended": None,

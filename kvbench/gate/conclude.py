@@ -4,7 +4,7 @@ policy's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,26 @@ def table_of(values: Mapping[str, np.ndarray], manifest: Mapping[str, Any], rule
     return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
 
 
-def look_at(table: PairTable, rules: TimingRules) -> Judgement:
+def look_points(rules: TimingRules, early: Sequence[int] = ()) -> list[int]:
+    """After how many pairs each look was or will be taken.
+
+    ``early``: where a comparison was ended by its clock. Each such look has spent the alpha of the one that it came
+    before: when the comparison goes on, that one is left out.
+    """
+    before, points = 0, []
+    for look in rules.looks:
+        points.append(next((n for n in sorted(early) if before < n <= look.pairs), look.pairs))
+        before = look.pairs
+    return points
+
+
+def look_at(table: PairTable, rules: TimingRules, early: Sequence[int] = ()) -> Judgement:
     """The first look that decides, else the last that there are pairs for: what a run that stopped there had said."""
     judgement = None
-    for index, look in enumerate(rules.looks):
+    for index, pairs in enumerate(look_points(rules, early)):
         if index and table.pairs <= rules.looks[index - 1].pairs:
             break
-        judgement = judge(table.first(min(look.pairs, table.pairs)), rules, index)
+        judgement = judge(table.first(min(pairs, table.pairs)), rules, index)
         if judgement.outcome != INCONCLUSIVE:
             break
     assert judgement is not None, "rules without a look"
@@ -73,7 +86,7 @@ def conclude(
         table = table_of(values, manifest, rules)
     except ValueError as error:
         raise UsageError(f"{folder.path}: {error}") from None
-    judgement = look_at(table, rules)
+    judgement = look_at(table, rules, manifest["early_looks"])
     values = {side: array[: judgement.pairs] for side, array in values.items()}
     facts |= {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
     findings = (*extra, *findings_of(judgement, values[BASE], values[CANDIDATE]))

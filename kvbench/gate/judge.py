@@ -26,7 +26,7 @@ from scipy import stats
 
 from kvbench.gate.detectable import MOST_USEFUL, pairs_to_settle, seen_by
 from kvbench.gate.pairs import Hypothesis, PairTable, hypotheses
-from kvbench.gate.rules import LEVELS, Look, TimingRules
+from kvbench.gate.rules import Look, TimingRules
 from kvbench.gate.signflip import adjusted_p, noninferior_p
 from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, PASS, Finding
 from kvbench.gate.wording import percent, probability
@@ -191,11 +191,9 @@ def sentence(judgement: Judgement) -> str:
     if judgement.outcome == EMPTY:
         return "Nothing was compared: no cell has any of the metrics on both sides."
     if judgement.outcome == FAIL:
-        # Where several are equally sure, the widest is said: overall, then a class, then a cell.
-        failed = sorted(
-            judgement.of(FAIL),
-            key=lambda r: (r.p, LEVELS.index(r.hypothesis.level), -r.worse / (r.hypothesis.metric.floor or 1.0)),
-        )
+        # Of several with the smallest p there can be, the one that stands out most from its noise: the whole where all
+        # cells are slower, the cell where one is.
+        failed = sorted(judgement.of(FAIL), key=lambda r: (r.p, -r.harm / r.sd if r.sd else -np.inf))
         rest = f" {len(failed)} of {comparisons} comparisons fail." if len(failed) > 1 else ""
         return sentence_of(failed[0], judgement) + rest
     if judgement.outcome == PASS:

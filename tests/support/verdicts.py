@@ -63,8 +63,8 @@ def failed() -> Verdict:
         base={"name": "main", "sha": "0123456789abcdef0123", "command": "kvbench serve"},
         candidate={"name": "HEAD", "sha": "fedcba98765432100000", "command": "kvbench serve"},
         moved=(
-            Moved("prefill_ms", "prefill time a step", cells[0], "ms", 5.0, 5.1, 0.02, (0.01, 0.03), 0.05),
             Moved("decode_ms", "decode time a step", cells[0], "ms", 12.0, 14.04, 0.17, (0.16, 0.18), 0.91),
+            Moved("prefill_ms", "prefill time a step", cells[0], "ms", 5.0, 5.1, 0.02, (0.01, 0.03), 0.05),
             Moved("preemptions", "preemptions", cells[1], "", 0.0, 3.0, None),
         ),
         reproduce="kvbench compare 0123456 fedcba9 --workload workloads/mixed.yaml --seed 7 --max-minutes 60",

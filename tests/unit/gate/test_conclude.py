@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
-from kvbench.gate.conclude import conclude, judge_folder
+from kvbench.gate.conclude import conclude, judge_folder, look_points
 from kvbench.gate.pair_runner import PairVoid, Void
 from kvbench.gate.policy import load_policy
 from kvbench.gate.values import read_values, whole_pairs, write_pairs
@@ -130,3 +130,16 @@ def test_the_pairs_are_written_as_a_table(tmp_path):
     assert float(row[-1]) == pytest.approx(np.log(candidate[0, 0, 0] / base[0, 0, 0]), rel=1e-4)
     values = read_values(folder, folder.manifest(), POLICY.timing.metrics, [2])
     np.testing.assert_allclose(values["base"][0], base[1])
+
+
+def test_a_look_that_the_clock_brought_forward_is_not_taken_again(tmp_path):
+    assert look_points(POLICY.timing) == [8, 12, 16]
+    assert look_points(POLICY.timing, [10]) == [8, 10, 16]
+    assert look_points(POLICY.timing, [3, 10]) == [3, 10, 16]
+    base, candidate = noisy_pairs(12, 1, 12)
+    base[:, :, 2] *= np.linspace(1, 2, 12)[:, None]  # too wide to pass
+    candidate[:, :, 0] *= np.where(np.arange(12) < 10, np.where(np.arange(12) % 2, 1.3, 0.7), 0.2)[:, None]
+    folder = stored_comparison(tmp_path, base, candidate, CELLS[:1])
+    manifest = folder.manifest()
+    assert conclude(folder, manifest, POLICY).facts["pairs"] == 12
+    assert conclude(folder, manifest | {"early_looks": [10]}, POLICY).facts["pairs"] == 10

@@ -169,6 +169,9 @@ def test_a_failure_says_what_where_how_much_and_how_sure():
     assert "10 % higher or more is ruled out (p = 0.0039)." in text["cell/chat/a/p95_ttft_ms"]
     assert sentence(judgement).startswith("output throughput of code/a is 20.0 % lower")
     assert sentence(judgement).endswith(" 3 of 21 comparisons fail.")
+    everywhere = noise(8, sd=0.001)
+    everywhere[:, :, 0] += np.log(1 - 0.2)
+    assert sentence(judge(table(everywhere), DEFAULT_RULES, 0)).startswith("output throughput over all cells is 20.0 %")
 
 
 def test_rules_of_other_metrics_are_refused():
