@@ -33,8 +33,8 @@ def history() -> None:
 @click.option("--last", type=click.IntRange(1), metavar="N", help="Show the newest N runs of each series.")
 @click.option(
     "--release", metavar="REF",
-    help="Drift since this release, tag or commit (default: the newest run marked as a release, else the newest git tag"
-    " v* that has a run).",
+    help="Drift since this release, tag or commit (default: the newest run marked as a release that comes before the "
+    "newest run, else the newest git tag v* that has such a run).",
 )  # fmt: skip
 @click.option("--fail-on-drift", is_flag=True, help="End with 1, 3 or 5 as the drift says.")
 @click.option("--otava", metavar="PATH", help="Apache Otava's program, for change points (default: otava on PATH).")
@@ -49,7 +49,7 @@ def show(**options: Any) -> int:
     and of the engine are what is compared. Cells that are not valid and runs that are not complete are shown and not
     counted. A value is the median over the repeats of a run.
 
-    Drift: the newest run against the release, beside the margins of `kvbench compare` for a cell. It is flagged (!)
+    Drift: the newest run against the release before it, beside the margins of `kvbench compare` for a cell. It is flagged (!)
     when it is beyond the margin and the 95 % interval that the repeats give shuts out no change. What differs between
     two days on one machine is not in that interval: let `kvbench compare` of the two commits confirm it. Change points
     are advisory: in histories whose runs resemble their neighbours, 55 % of them are false.
@@ -74,8 +74,8 @@ def add(**options: Any) -> int:
     """Keep RUNS (folders of runs, or folders that hold some) in a history: small files only, never changed again.
 
     Of each run: manifest.json, summary.csv, verdict.json and the figures of each cell that trends are made of, in
-    DIR/<workload>/<run>/. No prompts, no outputs, no logs. A run that is there already is left alone; what is not
-    complete is passed over.
+    DIR/<workload>/<run>/. No prompts, no outputs, no logs. A run that is there already is left alone, with the verdict
+    that was kept; what is not complete is passed over.
 
     \b
     Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was kept.

@@ -50,16 +50,25 @@ class Releases:
     asked: str | None = None
 
     def of(self, series: Series) -> tuple[str, Point] | None:
-        """The release's name and its newest counted run in this series."""
+        """The release's name and its newest counted run in this series.
+
+        The newest counted run is what is compared, so the release is the newest one before it: where every run is of a
+        release, that of the run before. Without one before it, the release that the newest run itself is of.
+        """
         counted = series.counted
-        if self.asked is None and (marked := [point for point in counted if point.run.release]):
-            return str(marked[-1].run.release), marked[-1]
+        found = [(name, point) for name, point in self._known(counted) if not _same_release(point, counted[-1])]
+        return next(iter(found or self._known(counted)), None)
+
+    def _known(self, counted: Sequence[Point]) -> list[tuple[str, Point]]:
+        """Every release with a counted run, with the newest of its runs: the preferred first."""
+        found: list[tuple[str, Point]] = []
+        if self.asked is None:
+            found += [(str(point.run.release), point) for point in reversed(counted) if point.run.release]
         for name, sha in self.tags:
-            if points := [point for point in counted if point.run.sha == sha and not point.run.dirty]:
-                return name, points[-1]
-        if self.asked is not None and (named := [p for p in counted if _is(p.run, self.asked)]):
-            return self.asked, named[-1]
-        return None
+            found += [(name, point) for point in reversed(counted) if point.run.sha == sha and not point.run.dirty][:1]
+        if self.asked is not None:
+            found += [(self.asked, point) for point in reversed(counted) if _is(point.run, self.asked)][:1]
+        return found
 
 
 def find_releases(runs: Sequence[StoredRun], asked: str | None) -> Releases:
@@ -155,6 +164,11 @@ def default_margins() -> dict[str, float]:
     from kvbench.gate.rules import DEFAULT_RULES
 
     return {metric.name: metric.margins["cell"] for metric in DEFAULT_RULES.metrics}
+
+
+def _same_release(point: Point, last: Point) -> bool:
+    """Whether it is the newest run itself, or another run of the release that this one is marked as."""
+    return point is last or (point.run.release is not None and point.run.release == last.run.release)
 
 
 def _is(run: StoredRun, asked: str) -> bool:

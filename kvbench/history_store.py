@@ -1,6 +1,8 @@
 """Keeping runs: the small files of each in a folder of its own, never changed once there.
 
-    DIR/<workload>/<run>/manifest.json  summary.csv  cells/<cell>/summary.json  release.json
+    DIR/<workload>/<run>/manifest.json  summary.csv  cells/<cell>/summary.json  release.json  verdict.json
+
+A run is the same run whether or not `kvbench gate` has judged it since: the verdict that was kept with it stays.
 
 A sweep's summary.json holds every percentile of every class; what a trend is made of is a small part, and only that
 is kept: the identity of the cell, whether it is valid, and of each repeat the client's totals and latencies and
@@ -22,7 +24,9 @@ from kvbench.history import StoredRun
 from kvbench.history_runs import RELEASE, OtherKind, read_object, read_run
 from kvbench.results import MANIFEST, write_text
 
-COPIED = (MANIFEST, "summary.csv", "verdict.json")
+VERDICT = "verdict.json"
+COPIED = (MANIFEST, "summary.csv", VERDICT)
+_SAID_OF_IT = (RELEASE, VERDICT)  # no part of what was measured: a policy's judgement may come later, or be another one
 _OF_CELL = ("cell_id", "config_id", "label", "is_baseline", "varied", "settings", "load", "valid", "invalid_reasons")
 _OF_REPEAT = ("repeat", "started_at", "requests_sha256")
 _OF_METRICS = (
@@ -95,9 +99,9 @@ def _cell_text(summary: Mapping[str, Any]) -> str:
 
 
 def _must_be_same(target: Path, files: Mapping[str, bytes]) -> None:
-    """Raises UsageError when a file there has another content, or one is more or less; the release's name aside."""
-    there = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} - {RELEASE}
-    wanted = set(files) - {RELEASE}
+    """Raises UsageError when a file there has another content, or one is more or less; what is said of it aside."""
+    there = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}.difference(_SAID_OF_IT)
+    wanted = set(files).difference(_SAID_OF_IT)
     different = sorted(there ^ wanted) or sorted(name for name in wanted if (target / name).read_bytes() != files[name])
     if different:
         raise UsageError(

@@ -105,6 +105,23 @@ def test_the_release_is_the_newest_that_is_marked_and_counts(tmp_path: Path) -> 
     assert by_commit is not None and by_commit["release_run"].endswith("-0000000")
 
 
+def test_where_every_run_is_a_release_the_newest_is_compared_with_the_one_before(tmp_path: Path) -> None:
+    mark(write_run(tmp_path, 0, {"a-c3": scaled(1.0)}), "v1")
+    code, output, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
+    assert code == 5 and "no newer run" in output  # the first release has nothing before it
+    mark(write_run(tmp_path, 1, {"a-c3": scaled(0.9)}), "v2")
+    found = drift(tmp_path)
+    assert found is not None and (found["release"], found["outcome"]) == ("v1", "drifted")
+    assert found["change"] == pytest.approx(-0.1)
+    assert show(tmp_path, "--no-change-points", "--fail-on-drift")[0] == 1
+    mark(write_run(tmp_path, 2, {"a-c3": scaled(0.89)}), "v2")  # v2 measured again is no release after v2
+    again = drift(tmp_path)
+    assert again is not None and (again["release"], again["change"]) == ("v1", pytest.approx(-0.11))
+    mark(write_run(tmp_path, 3, {"a-c3": scaled(0.89)}), "v3")
+    after = drift(tmp_path)
+    assert after is not None and (after["release"], after["outcome"]) == ("v2", "within")
+
+
 def test_machines_have_their_own_release(tmp_path: Path) -> None:
     mark(write_run(tmp_path, 0, {"a-c3": scaled(1.0)}), "v1")
     write_run(tmp_path, 1, {"a-c3": scaled(0.5)}, device="cuda")
@@ -157,6 +174,9 @@ def test_without_a_mark_it_is_the_newest_tag_of_the_repository_that_has_a_run(
     newest, named = drift(tmp_path / "results"), drift(tmp_path / "results", "--release", "v1.1")
     assert newest is not None and (newest["release"], newest["change"]) == ("v1.2", pytest.approx(-0.02))
     assert named is not None and named["change"] == pytest.approx(0.49 / 0.9 - 1)
+    write_run(tmp_path / "results", 5, {"a-c3": scaled(0.45)}, sha=shas[2])  # v1.2 itself: compared with the tag before
+    tagged = drift(tmp_path / "results")
+    assert tagged is not None and (tagged["release"], tagged["change"]) == ("v1.1", pytest.approx(-0.5))
 
 
 def test_the_page_draws_the_release_and_its_margin_whatever_is_shown(tmp_path: Path) -> None:
