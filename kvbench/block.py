@@ -39,11 +39,12 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """A load that gave no result; it is run again by --resume."""
+    """A load that gave no result; it is run again by --resume. ``of_server``: its server did not start, or died."""
 
     cell_id: str
     repeat: int
     reason: str
+    of_server: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class BlockRunner:
             reason = reason_of(target, error) if block.block_id in self.served else str(error)
             target.stop()
             for cell in todo:
-                self._fail(cell, block.repeat, reason)
+                self._fail(cell, block.repeat, reason, of_server=True)
             return False
         except BaseException:
             target.stop()
@@ -104,7 +105,8 @@ class BlockRunner:
                 try:
                     self._run_load(subject, cell, block.repeat, start_s, warm, first=position == 0)
                 except MeasurementError as error:
-                    self._fail(cell, block.repeat, reason_of(target, error))
+                    reason = reason_of(target, error)
+                    self._fail(cell, block.repeat, reason, of_server=_is_gone(target))
         finally:
             target.stop()
         if not block.alone and block.configuration.config_id in self.keeps_cache:
@@ -136,8 +138,8 @@ class BlockRunner:
             raise MeasurementError(str(error)) from None
         self.served.append(block.block_id)
 
-    def _fail(self, cell: Cell, repeat: int, reason: str) -> None:
-        self.failures.append(Failure(cell.cell_id, repeat, reason))
+    def _fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool) -> None:
+        self.failures.append(Failure(cell.cell_id, repeat, reason, of_server))
         self.listener.load_failed(cell, repeat, reason)
 
     def _subject(self, target: Target, block: Block, log: Path, info: Mapping[str, Any] | None) -> Subject:
@@ -171,3 +173,11 @@ class BlockRunner:
             }
             write_json(out / DONE, done)
         self.listener.load_finished(cell, repeat, done)
+
+
+def _is_gone(target: Target) -> bool:
+    try:
+        target.check_alive()
+    except MeasurementError:
+        return True
+    return False

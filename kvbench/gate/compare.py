@@ -20,8 +20,8 @@ from kvbench.errors import Interrupted, MeasurementError, storage_sentence
 from kvbench.gate.conclude import conclude, look_points, pair_line
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.lanes import Lane
-from kvbench.gate.pair_runner import PairRunner, PairVoid
-from kvbench.gate.plan import SIDES, Match, turns
+from kvbench.gate.pair_runner import PairRunner, PairVoid, Void
+from kvbench.gate.plan import SIDES, Match, Turn, turns
 from kvbench.gate.policy import Policy
 from kvbench.gate.same_server import require_comparable
 from kvbench.gate.values import whole_pairs
@@ -45,7 +45,8 @@ class _Quiet:
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None: ...
 
-    def load_failed(self, cell: Cell, repeat: int, reason: str) -> None: ...
+    def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
+        self.text = f"pair {repeat}: {cell.cell_id} failed: {reason}"
 
     def status(self, text: str) -> None:
         self.text = text
@@ -77,8 +78,8 @@ class Comparison:
             self._write("incomplete")
             try:
                 with Interruption() as interruption, Speaker(self.console, lambda: self._listener.text):
-                    stopped, void = self._measure(interruption.check)
-                return self._conclude(stopped, void)
+                    stopped = self._measure(interruption.check)
+                return self._conclude(stopped)
             except (Interrupted, KeyboardInterrupt) as interrupt:
                 name = getattr(interrupt, "signal_name", "SIGINT")
                 self.say(f"stopped by {name}; what was measured is kept. Go on with:\n  {self.resume_command()}")
@@ -93,7 +94,7 @@ class Comparison:
     def judge_stored(self) -> Verdict:
         """The verdict on runs that were measured before."""
         with self.folder.run_lock():
-            return self._conclude(None, None)
+            return self._conclude(None)
 
     def resume_command(self) -> str:
         return shlex.join(["kvbench", self.manifest["subcommand"], "--resume", os.path.relpath(self.folder.path)])
@@ -107,54 +108,66 @@ class Comparison:
     def matches(self) -> tuple[Match, ...]:
         return tuple(match for lane in self.lanes for match in lane.matches)
 
-    def _measure(self, check: Callable[[], None]) -> tuple[str | None, PairVoid | None]:
-        """Pair after pair. Why it ended before a look decided (None: it did not), and the pair that could not be."""
-        runner = PairRunner(self.folder, self._runners(check), self.say)
+    def _measure(self, check: Callable[[], None]) -> str | None:
+        """Pair after pair. Why it ended before a look decided; None: a look did, or the last was taken."""
+        self.manifest["void"] = None
         looks = look_points(self.policy.timing, self.manifest["early_looks"])
-        began, seconds = time.monotonic(), []
+        runner = PairRunner(self.folder, self._runners(check), self.policy.timing.metrics, self._on_kept, self._on_void)
+        began, seconds = time.monotonic(), self.manifest["seconds"]
         known = sum(1 for pair in range(1, self.pairs + 1) if self._is_whole(pair))
         for pair in range(1, self.pairs + 1):
             if not self._is_whole(pair):
-                left = None if self.max_minutes is None else self.max_minutes * 60 - (time.monotonic() - began)
-                if left is not None and left < (max(seconds) if seconds else 0.0):
-                    return f"--max-minutes {self.max_minutes:g} were over after {pair - 1} pairs", None
-                started = time.monotonic()
-                drawn = turns(self.matches, pair, self.manifest["order_seed"])
-                self.manifest["order"][str(pair)] = {turn.match.key: turn.first for turn in drawn}
+                elapsed = time.monotonic() - began
+                # The first pair takes longer than all others: it calibrates the client.
+                expected = max(seconds[1:] or seconds, default=0.0)
+                if self.max_minutes is not None and elapsed + expected > self.max_minutes * 60:
+                    return f"--max-minutes {self.max_minutes:g} were over after {pair - 1} pairs"
                 try:
-                    runner.run(drawn, pair)
+                    runner.run(turns(self.matches, pair, self.manifest["order_seed"]), pair)
                 except PairVoid as void:
-                    return f"pair {pair} could not be measured", void
-                finally:
-                    self.manifest["voids"] += [dataclasses.asdict(void) for void in runner.voids]
-                    runner.voids.clear()
-                seconds.append(time.monotonic() - started)
-                ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
-                left_s = (ahead - pair) * sum(seconds) / len(seconds)
-                where = f"pair {pair} of {'up to ' if self.stop_early else ''}{self.pairs}"
-                after = f"the next look, after {ahead}," if self.stop_early and ahead > pair else "the end"
-                self.say(
-                    f"{where}: {pair_line(self.folder, self.manifest, self.policy, pair)}  "
-                    f"(elapsed {clock(time.monotonic() - began)}"
-                    + (f", {after} in about {clock(left_s)})" if ahead > pair else ")")
-                )
+                    self.manifest["void"] = {"pair": void.pair, "turn": void.turn}
+                    return f"pair {pair} could not be measured"
+                seconds.append(time.monotonic() - began - elapsed)
                 self.manifest["pairs"] = pair
                 self._write("incomplete")
+                self._tell(pair, looks, time.monotonic() - began)
             if self.stop_early and pair in looks and pair >= known:
                 found = conclude(self.folder, self.manifest, self.policy, pairs=pair)
                 if found.outcome in (PASS, FAIL):
-                    return None, None
-        return None, None
+                    return None
+        return None
+
+    def _tell(self, pair: int, looks: Sequence[int], elapsed_s: float) -> None:
+        """One line on a pair: what it says, and how long it may still take."""
+        seconds = self.manifest["seconds"]
+        ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
+        left = clock((ahead - pair) * sum(seconds) / len(seconds))
+        until = f", {f'the next look, after {ahead},' if self.stop_early else 'the end'} in about {left}"
+        self.say(
+            f"pair {pair} of {'up to ' if self.stop_early else ''}{self.pairs}: "
+            f"{pair_line(self.folder, self.manifest, self.policy, pair)}  "
+            f"(elapsed {clock(elapsed_s)}{until if ahead > pair else ''})"
+        )
+
+    def _on_kept(self, turn: Turn, first: str) -> None:
+        self.manifest["order"].setdefault(str(turn.pair), {})[turn.match.key] = first
+        self._write("incomplete")
+
+    def _on_void(self, void: Void, last: bool) -> None:
+        self.manifest["voids"].append(void.to_json())
+        self._write("incomplete")
+        again = "" if last else ", and is measured again"
+        self.say(f"pair {void.pair} of {void.turn} is no measurement{again} (attempt {void.attempt}): {void.words()}")
 
     def _is_whole(self, pair: int) -> bool:
         return all(self.folder.is_whole(match, pair) for match in self.matches)
 
-    def _conclude(self, stopped: str | None, void: PairVoid | None) -> Verdict:
+    def _conclude(self, stopped: str | None) -> Verdict:
         early, pairs = self.manifest["early_looks"], whole_pairs(self.folder, self.manifest)
         self.manifest["stopped"] = stopped
         if stopped and pairs and pairs not in look_points(self.policy.timing, early):
             early.append(pairs)
-        verdict = conclude(self.folder, self.manifest, self.policy, void=void)
+        verdict = conclude(self.folder, self.manifest, self.policy)
         self._write("complete")
         return verdict
 
@@ -191,8 +204,8 @@ class Comparison:
             servers = self.manifest["servers"]
             known = servers[side].setdefault(name, {**(info or {}), "served_model": dataclasses.asdict(target.model)})
             other = SIDES[1 - SIDES.index(side)]
-            match = next(m for m in lane.matches if block.configuration in (m.base, m.candidate))
-            partner = match.candidate if side == SIDES[0] else match.base
+            match = next(m for m in lane.matches if m.of(side) == block.configuration)
+            partner = match.of(other)
             there = servers[other].get(f"{lane.name}/{partner.config_id}")
             if there is not None:
                 found = require_comparable(known, there, match, force=self.force)

@@ -62,7 +62,9 @@ def new_comparison(
         "servers": {side: {} for side in SIDES},
         "differences": differences,
         "notes": [*notes, *(note for lane in lanes for note in lane.notes), *([_STORED_RUNS] if stored else [])],
-        "voids": [],
+        "voids": [],  # attempts at pairs that were no measurement
+        "void": None,  # the pair that was given up
+        "seconds": [],  # that each pair took
         "pairs": 0,
         "early_looks": [],  # pairs after which --max-minutes ended it
         **environment(),

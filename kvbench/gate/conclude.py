@@ -14,13 +14,13 @@ from kvbench.errors import UsageError
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.judge import Judgement, findings_of, judge, sentence
 from kvbench.gate.moved import moved_between, where_it_went
-from kvbench.gate.pair_runner import PairVoid
 from kvbench.gate.pairs import PairTable, hypotheses
 from kvbench.gate.plan import BASE, CANDIDATE
 from kvbench.gate.policy import Policy
 from kvbench.gate.rules import CELL, OVERALL, TimingRules
 from kvbench.gate.values import read_counters, read_values, whole_pairs
-from kvbench.gate.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict, worst
+from kvbench.gate.verdict import FAIL, INCONCLUSIVE, Verdict, worst
+from kvbench.gate.void_findings import void_findings
 
 
 def table_of(values: Mapping[str, np.ndarray], manifest: Mapping[str, Any], rules: TimingRules) -> PairTable:
@@ -62,9 +62,8 @@ def conclude(
     policy: Policy,
     *,
     pairs: int | None = None,
-    void: PairVoid | None = None,
 ) -> Verdict:
-    """The verdict on the first ``pairs`` pairs (None: all that are whole). ``void``: a pair that could not be measured.
+    """The verdict on the first ``pairs`` pairs (None: all that are whole), and on what could not be measured.
 
     Raises UsageError where a metric of the policy cannot be compared.
     """
@@ -75,7 +74,7 @@ def conclude(
     notes = [*manifest.get("notes", ()), *(f"base and candidate differ: {d}" for d in manifest["differences"])]
     if stopped := manifest.get("stopped"):
         notes.append(f"{stopped}.")
-    extra = _void_findings(void)
+    extra = void_findings(manifest)
     made = {"base": manifest["base"], "candidate": manifest["candidate"], "reproduce": manifest["reproduce"]}
     if not measured or not manifest["cells"]:
         outcome = worst([f.outcome for f in extra])
@@ -143,21 +142,3 @@ def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "order_seed": manifest["order_seed"],
         "voids": len(manifest["voids"]),
     }
-
-
-def _void_findings(void: PairVoid | None) -> tuple[Finding, ...]:
-    """A candidate whose server fails alone, every time, is a regression; anything else could not be measured."""
-    if void is None:
-        return ()
-    last, attempts = void.voids[-1], len(void.voids)
-    where = f"{last.workload}/{last.config_id}"
-    if void.guilty == CANDIDATE:
-        why = "; ".join(last.faults[CANDIDATE])
-        said = f"the candidate's server failed in all {attempts} attempts at {where} and base's in none: {why}"
-        outcome = FAIL
-    else:
-        whose = "base's server failed" if void.guilty == BASE else "no attempt was a measurement"
-        said = f"{where} could not be measured in {attempts} attempts ({whose}): {last.words()}"
-        outcome = INVALID
-    details = tuple(f"attempt {each.attempt}: {each.words()}" for each in void.voids)
-    return (Finding(f"measured/{where}", CELL, f"{where} is served", outcome, said, details=details),)

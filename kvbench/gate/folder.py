@@ -75,14 +75,22 @@ class CompareFolder:
                 yield read_json(run.load(cell.cell_id, pair) / DONE)
 
     def set_aside(self, match: Match, pair: int) -> None:
-        """Out of the way, and kept: what there is of a pair that is to be measured anew."""
+        """Out of the way, and kept: what there is of a pair that is to be measured anew, its servers' logs too."""
         for side in SIDES:
-            run = self.run(side, match.workload)
+            run, configuration = self.run(side, match.workload), match.of(side)
+            kept = self.path / "set-aside" / side / match.workload
             for cell in match.cells(side):
                 load = run.load(cell.cell_id, pair)
-                if not load.exists():
-                    continue
-                kept = self.path / "set-aside" / side / match.workload / cell.cell_id
-                kept.mkdir(parents=True, exist_ok=True)
-                place = next(p for n in itertools.count(1) if not (p := kept / f"{pair}-{n}").exists())
-                load.rename(place)
+                for found in (load, load.with_name(f"failed-{pair}")):
+                    _keep(found, kept / cell.cell_id, str(pair))
+                _keep(run.server_log(f"{configuration.config_id}-{cell.load.load_id}-{pair}"), kept / "logs")
+            _keep(run.server_log(f"{configuration.config_id}-{pair}"), kept / "logs")
+
+
+def _keep(found: Path, folder: Path, name: str | None = None) -> None:
+    """Moves what is there into ``folder``, under its name and a number."""
+    if not found.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = name or found.stem
+    found.rename(next(p for n in itertools.count(1) if not (p := folder / f"{stem}-{n}{found.suffix}").exists()))

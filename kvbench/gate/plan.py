@@ -38,20 +38,23 @@ class Match:
         """Names it in a manifest."""
         return f"{self.workload}/{self.base.config_id}"
 
+    def of(self, side: str) -> Configuration:
+        return self.base if side == BASE else self.candidate
+
     def cells(self, side: str) -> tuple[Cell, ...]:
         return self.base_cells if side == BASE else self.candidate_cells
 
     def block(self, side: str, pair: int, order: Sequence[int]) -> Block:
         """The launch of one side in pair ``pair``, its loads in ``order`` (indices)."""
-        configuration = self.base if side == BASE else self.candidate
         cells = self.cells(side)
-        return Block(pair, configuration, tuple(cells[i] for i in order))
+        return Block(pair, self.of(side), tuple(cells[i] for i in order))
 
 
 @dataclass(frozen=True)
 class Turn:
     """One configuration's part of a pair: which side goes first, and the order of the loads, the same for both."""
 
+    pair: int
     match: Match
     first: str
     order: tuple[int, ...]
@@ -108,5 +111,5 @@ def turns(matches: Sequence[Match], pair: int, seed: int) -> tuple[Turn, ...]:
         first = rng.choice(SIDES)
         order = list(range(len(match.names)))
         rng.shuffle(order)
-        drawn.append(Turn(match, first, tuple(order)))
+        drawn.append(Turn(pair, match, first, tuple(order)))
     return tuple(drawn)

@@ -33,7 +33,7 @@ def stored_comparison(path: Path, base: np.ndarray, candidate: np.ndarray, cells
     manifest = {
         "format": FORMAT, "kind": KIND, "subcommand": "compare", "base": {"name": "main"},
         "candidate": {"name": "topic"}, "reproduce": "kvbench compare main topic", "cells": rows, "order": {},
-        "order_seed": 1, "early_looks": [], "voids": [], "notes": [], "differences": [],
+        "order_seed": 1, "early_looks": [], "voids": [], "void": None, "notes": [], "differences": [],
         "cpu": {"model": "a processor", "cores": 2},
         "started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:10:00+00:00",
     }  # fmt: skip

@@ -7,7 +7,8 @@ import pytest
 
 from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.gate.conclude import conclude, judge_folder, look_points
-from kvbench.gate.pair_runner import PairVoid, Void
+from kvbench.gate.pair_runner import Void
+from kvbench.gate.plan import SIDES
 from kvbench.gate.policy import load_policy
 from kvbench.gate.values import read_values, whole_pairs, write_pairs
 from kvbench.results import write_json
@@ -78,28 +79,36 @@ def test_a_metric_that_is_there_now_and_then_is_refused(tmp_path):
         verdict_of(tmp_path, base, candidate)
 
 
-def void(pair, attempt, base=(), candidate=(), machine=()):
+def void(attempt, pair=9, base=(), candidate=(), machine=()):
     reasons = {"base": [*base, *machine], "candidate": [*candidate, *machine]}
-    return Void(pair, attempt, "mixed", "a", reasons, {"base": list(base), "candidate": list(candidate)})
+    faults = {"base": list(base), "candidate": list(candidate)}
+    return Void(pair, attempt, "mixed/a", SIDES[attempt % 2], reasons, faults).to_json()
+
+
+DIED = {"candidate": ["died"]}
 
 
 @pytest.mark.parametrize(
-    ("voids", "outcome"),
+    ("voids", "given_up", "outcome", "words"),
     [
-        ([void(9, n, candidate=["the server died"]) for n in (1, 2, 3)], "fail"),
-        ([void(9, n, base=["the server died"]) for n in (1, 2, 3)], "invalid"),
-        ([void(9, n, machine=["others used the machine"]) for n in (1, 2, 3)], "invalid"),
-        ([void(9, 1, machine=["noise"]), *(void(9, n, candidate=["died"]) for n in (2, 3))], "invalid"),
-        ([void(9, n, base=["died"], candidate=["died"]) for n in (1, 2, 3)], "invalid"),
+        ([void(n, **DIED) for n in range(1, 9)], True, "fail", "failed alone in 8 attempts and base's in 0"),
+        ([void(1, pair=p, **DIED) for p in range(1, 9)], False, "fail", "failed alone in 8 attempts"),
+        ([void(1, **DIED), void(2, **DIED)], False, "inconclusive", "too few to tell it from chance"),
+        ([void(1, **DIED), void(2, base=["died"])], False, "pass", None),
+        ([void(n, base=["died"]) for n in (1, 2, 3)], True, "invalid", "could not be measured in 3 attempts"),
+        ([void(n, machine=["others used it"]) for n in (1, 2, 3)], True, "invalid", "others used it"),
+        ([void(1, machine=["noise"]), void(2, **DIED), void(3, **DIED)], True, "invalid", "in 3 attempts"),
+        ([void(n, base=["died"], **DIED) for n in (1, 2, 3)], True, "invalid", "in 3 attempts"),
     ],
 )
-def test_a_candidate_whose_server_fails_every_time_is_a_regression_and_noise_is_none(tmp_path, voids, outcome):
-    base, candidate = noisy_pairs(8, 3, 8)
-    base[:, :, 1] *= np.linspace(1, 3, 8)[:, None]  # so wide that nothing passes
-    verdict = verdict_of(tmp_path, base, candidate, void=PairVoid(voids))
+def test_a_server_that_fails_alone_is_a_regression_once_chance_is_ruled_out(tmp_path, voids, given_up, outcome, words):
+    folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 8), CELLS)  # which passes by itself
+    given = {"pair": 9, "turn": "mixed/a"} if given_up else None
+    write_json(folder.manifest_path, folder.manifest() | {"voids": voids, "void": given})
+    verdict = judge_folder(tmp_path, POLICY)
     assert verdict.outcome == outcome
-    assert verdict.sentence == verdict.findings[0].sentence
-    assert "3 attempts" in verdict.sentence
+    assert words is None or words in verdict.sentence
+    assert verdict == conclude(folder, folder.manifest(), POLICY)
 
 
 def test_a_stored_comparison_is_judged_again_by_another_policy(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 from kvbench.block import Failure
 from kvbench.design import load_point, make_design
 from kvbench.gate.folder import CompareFolder
-from kvbench.gate.pair_runner import ATTEMPTS, PairRunner, PairVoid
+from kvbench.gate.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairRunner, PairVoid
 from kvbench.gate.plan import SIDES, match_designs, turns
+from kvbench.gate.rules import DEFAULT_RULES
 from tests.support.compare_folders import write_load
 
 POINTS = (load_point("closed", concurrency=4, rate=None, num_requests=8),)
@@ -19,11 +20,13 @@ POINTS = (load_point("closed", concurrency=4, rate=None, num_requests=8),)
 class Sides:
     """Stands for the servers of both sides: each launch takes the next of what a side is told to do.
 
-    ``good``, a reason why the load is invalid, ``!reason`` for a fault of the server's own, ``dead`` for none at all.
+    ``good``, a reason why the load is invalid, ``!reason`` for a fault of the server's own, ``dead`` for none at all,
+    ``client`` where the load client failed, ``silent`` for a load without ITL.
     """
 
     def __init__(self, folder, **told):
-        self.folder, self.told, self.launched = folder, {side: list(told.get(side, ())) for side in SIDES}, []
+        self.folder, self.launched = folder, []
+        self.told = told | {side: list(told.get(side, ())) for side in SIDES}
         self.runners = {(side, "w"): self._runner(side) for side in SIDES}
 
     def _runner(self, side):
@@ -32,15 +35,20 @@ class Sides:
         def run_block(block):
             self.launched.append((side, block.repeat))
             word = self.told[side].pop(0) if self.told[side] else "good"
+            if second := self.told.get("second"):
+                word = second if len(self.launched) % 2 == 0 else "good"
+            log = self.folder.run(side, "w").server_log(block.block_id)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(word)
             for cell in block.cells:
-                if word == "dead":
-                    failures.append(Failure(cell.cell_id, block.repeat, "the server died"))
+                if word in ("dead", "client"):
+                    failures.append(Failure(cell.cell_id, block.repeat, word, of_server=word == "dead"))
                     continue
-                reasons = [] if word == "good" else [word.removeprefix("!")]
+                reasons = [] if word in ("good", "silent") else [word.removeprefix("!")]
                 faults = reasons if word.startswith("!") else []
                 path = self.folder.run(side, "w").load(cell.cell_id, block.repeat)
                 more = {"valid": not reasons, "invalid_reasons": reasons, "server_faults": faults}
-                write_load(path, cell.cell_id, (1.0, 1.0, 1.0), **more)
+                write_load(path, cell.cell_id, (1.0, 1.0, None if word == "silent" else 1.0), **more)
 
         return SimpleNamespace(run_block=run_block, failures=failures)
 
@@ -54,12 +62,18 @@ def matches():
 def run(tmp_path, matches, **told):
     folder = CompareFolder(tmp_path)
     sides = Sides(folder, **told)
-    said = []
-    runner = PairRunner(folder, sides.runners, said.append)
+    sides.kept, sides.voids = [], []
+    sides.runner = PairRunner(
+        folder,
+        sides.runners,
+        DEFAULT_RULES.metrics,
+        lambda turn, first: sides.kept.append((turn.match.key, first)),
+        lambda void, last: sides.voids.append(void),
+    )
     try:
-        runner.run(turns(matches, 1, 5), 1)
-    finally:
-        sides.said, sides.voids, sides.runner = said, runner.voids, runner
+        sides.runner.run(turns(matches, 1, 5), 1)
+    except PairVoid as void:
+        sides.gave_up = void
     return sides
 
 
@@ -71,17 +85,17 @@ def test_a_good_pair_is_measured_once_and_not_again(tmp_path, matches):
     assert not (tmp_path / "set-aside").exists()
 
 
-def test_both_halves_of_a_disturbed_pair_are_measured_again_side_by_side(tmp_path, matches):
+def test_both_halves_of_a_disturbed_pair_are_measured_again_the_other_side_first(tmp_path, matches):
     sides = run(tmp_path, matches[:1], base=["others used the machine"])
-    assert [side for side, _ in sides.launched] == [turns(matches[:1], 1, 5)[0].first] * 1 + [
-        turns(matches[:1], 1, 5)[0].sides[1],
-        *turns(matches[:1], 1, 5)[0].sides,
-    ]
+    (turn,) = turns(matches[:1], 1, 5)
+    assert [side for side, _ in sides.launched] == [*turn.sides, *turn.sides[::-1]]
+    assert sides.kept == [(turn.match.key, turn.sides[1])]
     cell = matches[0].base_cells[0].cell_id
-    for side in SIDES:
-        assert (tmp_path / "set-aside" / side / "w" / cell / "1-1" / "done.json").is_file()  # kept for reading
-    assert "others used the machine" in sides.said[0]
-    assert [void.attempt for void in sides.voids] == [1]
+    for side in SIDES:  # kept for reading, the server's words too
+        kept = tmp_path / "set-aside" / side / "w"
+        assert (kept / cell / "1-1" / "done.json").is_file()
+        assert len(list((kept / "logs").iterdir())) == 1
+    assert [(void.attempt, void.guilty) for void in sides.voids] == [(1, None)]
 
 
 def test_a_half_that_an_interruption_left_is_measured_anew_with_its_other_half(tmp_path, matches):
@@ -91,21 +105,31 @@ def test_a_half_that_an_interruption_left_is_measured_anew_with_its_other_half(t
     assert sorted(sides.launched) == [("base", 1), ("candidate", 1)]
 
 
+MANY = ATTEMPTS_TO_BLAME
+
+
 @pytest.mark.parametrize(
-    ("base", "candidate", "guilty"),
+    ("told", "guilty"),
     [
-        ([], ["dead"] * ATTEMPTS, "candidate"),
-        ([], ["!requests failed"] * ATTEMPTS, "candidate"),
-        (["dead"] * ATTEMPTS, [], "base"),
-        (["others"] * ATTEMPTS, [], None),
-        (["dead"] * ATTEMPTS, ["dead"] * ATTEMPTS, None),
-        ([], ["others", "dead", "dead"], None),
+        ({"candidate": ["dead"] * MANY}, ["candidate"] * MANY),
+        ({"candidate": ["!requests failed"] * MANY}, ["candidate"] * MANY),
+        ({"candidate": ["silent"] * MANY}, ["candidate"] * MANY),
+        ({"base": ["dead"] * MANY}, ["base"] * ATTEMPTS),
+        ({"base": ["others"] * MANY}, [None] * ATTEMPTS),
+        ({"candidate": ["client"] * MANY}, [None] * ATTEMPTS),
+        ({"base": ["dead"] * MANY, "candidate": ["dead"] * MANY}, [None] * ATTEMPTS),
+        ({"base": ["others"] * MANY, "candidate": ["dead"] * MANY}, [None] * ATTEMPTS),
+        ({"candidate": ["others", "dead", "dead"]}, [None, "candidate", "candidate"]),
     ],
 )
-def test_a_pair_that_is_never_measured_is_given_up_and_says_whose_fault_it_is(
-    tmp_path, matches, base, candidate, guilty
-):
-    with pytest.raises(PairVoid) as void:
-        run(tmp_path, matches[:1], base=base, candidate=candidate)
-    assert void.value.guilty == guilty
-    assert len(void.value.voids) == ATTEMPTS
+def test_a_pair_that_is_never_measured_is_given_up_and_says_whose_fault_it_is(tmp_path, matches, told, guilty):
+    sides = run(tmp_path, matches[:1], **told)
+    assert [void.guilty for void in sides.voids] == guilty
+    assert (sides.gave_up.pair, sides.gave_up.turn) == (1, matches[0].key)
+    assert not sides.kept
+
+
+def test_what_always_fails_in_second_place_is_nobodys_fault(tmp_path, matches):
+    sides = run(tmp_path, matches[:1], second="dead")
+    assert sorted({void.guilty for void in sides.voids}) == ["base", "candidate"]
+    assert len(sides.voids) == ATTEMPTS
