@@ -16,6 +16,7 @@ from kvbench.design import Block, Cell
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.measure import Subject, measure_load
 from kvbench.results import DONE, RunFolder, write_json
+from kvbench.server_metrics import POLL_INTERVAL_S
 from kvbench.targets.asked import contradiction
 from kvbench.targets.base import Target, reason_of
 from kvbench.targets.builtin import ServerRefusedError
@@ -61,6 +62,7 @@ class BlockRunner:
     served: list[str] = field(default_factory=list)  # blocks whose server was up
     calibrate: Callable[[Demand, Calibration | None], Calibration | None] | None = None
     capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # known before a launch, by configuration
+    poll_s: float = POLL_INTERVAL_S  # between two readings of /metrics while a load runs
     keeps_cache: list[str] = field(default_factory=list)  # configurations whose prefix cache only a new server empties
 
     def run_block(self, block: Block) -> bool:
@@ -149,7 +151,17 @@ class BlockRunner:
 
         workload = self.workload
         settings = block.configuration.settings
-        return Subject(workload.load, workload.seed, target, settings, info, log, check, calibrate=self.calibrate)
+        return Subject(
+            workload.load,
+            workload.seed,
+            target,
+            settings,
+            info,
+            log,
+            check,
+            calibrate=self.calibrate,
+            poll_s=self.poll_s,
+        )
 
     def _run_load(
         self, subject: Subject, cell: Cell, repeat: int, start_s: float, warm: WarmUp, *, first: bool

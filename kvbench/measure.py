@@ -24,7 +24,7 @@ from kvbench.errors import MeasurementError
 from kvbench.load.schema import LoadConfig
 from kvbench.metrics import summarise, too_many_failed
 from kvbench.results import read_json, utc_now, write_json
-from kvbench.server_metrics import MetricsPoller, MetricsSample, counter_changes, gauge_summary
+from kvbench.server_metrics import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.targets.base import Target
 
 
@@ -36,7 +36,8 @@ class Subject:
     /server_info; ``server_log``: where its output goes, None when that is not ours; ``check``: called twice a second,
     raises when the measurement must end; ``client``: further fields of LoadSpec; ``calibrate``: gives the load client's
     calibration for what a load asks of it, given the one from before the load (None: nobody calibrates);
-    ``arguments``: of the load process; ``streams_here`` False: it only leads workers on other machines.
+    ``arguments``: of the load process; ``streams_here`` False: it only leads workers on other machines;
+    ``poll_s``: between two readings of /metrics.
     """
 
     load: LoadConfig
@@ -49,6 +50,7 @@ class Subject:
     client: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     streams_here: bool = True
+    poll_s: float = POLL_INTERVAL_S
     calibrate: Callable[[Demand, Calibration | None], Calibration | None] | None = None
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
@@ -146,7 +148,7 @@ def _drive(
         subject.load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file,
         out_dir=out, send_priority=loadrun.takes_priority(subject.settings, subject.info),
     ) | target.client_fields() | dict(subject.client)  # fmt: skip
-    with MetricsPoller(lambda: target.metrics()) as poller:
+    with MetricsPoller(lambda: target.metrics(), subject.poll_s) as poller:
         loadrun.drive(
             spec,
             total=len(requests),

@@ -23,13 +23,18 @@ from kvbench.gate.lanes import Lane
 from kvbench.gate.pair_runner import PairRunner, PairVoid, Void
 from kvbench.gate.plan import SIDES, Match, Turn, turns
 from kvbench.gate.policy import Policy
-from kvbench.gate.same_server import require_comparable
+from kvbench.gate.same_server import hear_server, require_same_requests
 from kvbench.gate.values import whole_pairs
 from kvbench.gate.verdict import FAIL, PASS, Verdict
 from kvbench.interruption import Interruption
 from kvbench.progress import Speaker, clock
 from kvbench.results import utc_now, write_json
 from kvbench.targets.base import Target
+
+
+# A reading of /metrics takes the engine's thread from its steps. Four a second, as a sweep takes them, delay one gap in
+# twenty on a small machine, which is where p95 lies; what changed over a load is exact however few there are.
+POLL_S = 1.0
 
 
 @dataclass
@@ -54,7 +59,7 @@ class _Quiet:
 
 @dataclass
 class Comparison:
-    """One execution in one folder, which holds its manifest already.
+    """One execution in one folder, which holds its manifest already and is locked by the caller (``run_lock``).
 
     ``stop_early`` False: all pairs are measured whatever they say, as A/A pairs that calibrate a gate are.
     ``max_minutes``: of measuring, counted from here; None: no limit.
@@ -74,27 +79,25 @@ class Comparison:
 
     def execute(self) -> Verdict | None:
         """Measure what is not there yet; the verdict, None when it was interrupted (``resume_command`` goes on)."""
-        with self.folder.run_lock():
-            self._write("incomplete")
-            try:
-                with Interruption() as interruption, Speaker(self.console, lambda: self._listener.text):
-                    stopped = self._measure(interruption.check)
-                return self._conclude(stopped)
-            except (Interrupted, KeyboardInterrupt) as interrupt:
-                name = getattr(interrupt, "signal_name", "SIGINT")
-                self.say(f"stopped by {name}; what was measured is kept. Go on with:\n  {self.resume_command()}")
-                return None
-            except OSError as error:
-                sentence = storage_sentence(error, self.folder.path)
-                if sentence is None:
-                    raise
-                way = f"what was measured is kept. Go on then with:\n  {self.resume_command()}"
-                raise MeasurementError(f"{sentence}; {way}") from error
+        self._write("incomplete")
+        try:
+            with Interruption() as interruption, Speaker(self.console, lambda: self._listener.text):
+                stopped = self._measure(interruption.check)
+            return self._conclude(stopped)
+        except (Interrupted, KeyboardInterrupt) as interrupt:
+            name = getattr(interrupt, "signal_name", "SIGINT")
+            self.say(f"stopped by {name}; what was measured is kept. Go on with:\n  {self.resume_command()}")
+            return None
+        except OSError as error:
+            sentence = storage_sentence(error, self.folder.path)
+            if sentence is None:
+                raise
+            way = f"what was measured is kept. Go on then with:\n  {self.resume_command()}"
+            raise MeasurementError(f"{sentence}; {way}") from error
 
     def judge_stored(self) -> Verdict:
         """The verdict on runs that were measured before."""
-        with self.folder.run_lock():
-            return self._conclude(None)
+        return self._conclude(None)
 
     def resume_command(self) -> str:
         return shlex.join(["kvbench", self.manifest["subcommand"], "--resume", os.path.relpath(self.folder.path)])
@@ -131,6 +134,7 @@ class Comparison:
                 self.manifest["pairs"] = pair
                 self._write("incomplete")
                 self._tell(pair, looks, time.monotonic() - began)
+            require_same_requests(self.folder, self.manifest, pair, force=self.force)
             if self.stop_early and pair in looks and pair >= known:
                 found = conclude(self.folder, self.manifest, self.policy, pairs=pair)
                 if found.outcome in (PASS, FAIL):
@@ -193,22 +197,16 @@ class Comparison:
                     check,
                     calibrate=calibrator,
                     capacity=lane.capacity[side],
+                    poll_s=POLL_S,
                 )
         return runners
 
     def _on_server(self, side: str, lane: Lane) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
-        """Keeps what the first server of each configuration says of itself; refuses sides that are not comparable."""
+        """Keeps what the first server of each configuration says; refuses another one, and one unlike its partner."""
 
         def hear(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
-            name = f"{lane.name}/{block.configuration.config_id}"
-            servers = self.manifest["servers"]
-            known = servers[side].setdefault(name, {**(info or {}), "served_model": dataclasses.asdict(target.model)})
-            other = SIDES[1 - SIDES.index(side)]
+            told = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
             match = next(m for m in lane.matches if m.of(side) == block.configuration)
-            partner = match.of(other)
-            there = servers[other].get(f"{lane.name}/{partner.config_id}")
-            if there is not None:
-                found = require_comparable(known, there, match, force=self.force)
-                self.manifest["differences"] = sorted({*self.manifest["differences"], *found})
+            hear_server(self.manifest, match, side, told, alone=block.alone, force=self.force)
 
         return hear
