@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,47 +15,21 @@ VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
 
 @dataclass(frozen=True)
 class Metric:
-    """What is followed. ``better``: +1 when more is better, -1 when less is, 0 when neither is.
-
-    ``read``: its value in one repeat of a summary.json, None where it is not measured.
-    """
+    """What is followed, named as in kvbench/gate/metric_names.py. ``better``: +1 when more is, -1 less, 0 neither."""
 
     name: str
     title: str
     unit: str
     better: int
-    read: Callable[[Mapping[str, Any]], float | None]
-
-
-def _client(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda repeat: _number(_dig(repeat, ("metrics", *path)))
-
-
-def _peak_kv(repeat: Mapping[str, Any]) -> float | None:
-    return _number(_dig(repeat, ("server", "kv_cache_usage_perc_peak")))
-
-
-def _share(part: str, whole: str) -> Callable[[Mapping[str, Any]], float | None]:
-    def of(repeat: Mapping[str, Any]) -> float | None:
-        some, all_ = (_number(_dig(repeat, ("server", name))) for name in (part, whole))
-        return some / all_ if some is not None and all_ else None
-
-    return of
 
 
 METRICS = (
-    Metric("output_throughput", "output throughput", "tokens/s", +1, _client("output_throughput")),
-    Metric("p95_ttft_ms", "p95 TTFT", "ms", -1, _client("ttft_ms", "p95")),
-    Metric("p95_itl_ms", "p95 ITL", "ms", -1, _client("itl_ms", "p95")),
-    Metric("kv_peak", "peak KV use", "share", 0, _peak_kv),
-    Metric("kv_waste", "reserved, empty KV", "share", -1, _share("kv_waste_slots_mean", "kv_slots_reserved_mean")),
-    Metric(
-        "prefix_hit_rate",
-        "prefix hit rate",
-        "share",
-        +1,
-        _share("prefix_cache_hits_total", "prefix_cache_queries_total"),
-    ),
+    Metric("output_throughput", "output throughput", "tokens/s", +1),
+    Metric("p95_ttft_ms", "p95 TTFT", "ms", -1),
+    Metric("p95_itl_ms", "p95 ITL", "ms", -1),
+    Metric("kv_cache_usage_perc", "peak KV use", "share", 0),
+    Metric("kv_waste_share", "reserved, empty KV", "share", -1),
+    Metric("prefix_cache_hit_rate", "prefix hit rate", "share", +1),
 )
 
 
@@ -172,16 +146,3 @@ def all_series(runs: Iterable[StoredRun]) -> list[Series]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts c4 before c32."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _dig(node: Any, path: Sequence[str]) -> Any:
-    for part in path:
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
-
-
-def _number(value: Any) -> float | None:
-    """A finite float, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < float("inf") else None

@@ -49,10 +49,11 @@ def show(**options: Any) -> int:
     and of the engine are what is compared. Cells that are not valid and runs that are not complete are shown and not
     counted. A value is the median over the repeats of a run.
 
-    Drift: the newest run against the release before it, beside the margins of `kvbench compare` for a cell. It is flagged (!)
-    when it is beyond the margin and the 95 % interval that the repeats give shuts out no change. What differs between
-    two days on one machine is not in that interval: let `kvbench compare` of the two commits confirm it. Change points
-    are advisory: in histories whose runs resemble their neighbours, 55 % of them are false.
+    Drift: the newest run against the release before it, beside the margins of `kvbench compare` for a cell. It is
+    flagged (!) when it is beyond the margin and the 95 % interval that the repeats give shuts out no change. What
+    differs between two days on one machine is not in that interval, and every metric of every cell has one: let
+    `kvbench compare` of the two commits confirm it. Change points are advisory: in histories whose runs resemble their
+    neighbours, 55 % of them are false.
 
     \b
     Exit codes:

@@ -15,7 +15,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kvbench.aggregate import flatten
 from kvbench.errors import UsageError
+from kvbench.gate.metric_names import value_of
 from kvbench.history import METRICS, Measured, StoredRun
 from kvbench.results import FORMAT, MANIFEST
 
@@ -111,8 +113,9 @@ def _measured(summary: Mapping[str, Any], asked: Mapping[str, Any]) -> Measured:
     repeats = summary.get("repeats")
     if not isinstance(repeats, list) or not all(isinstance(repeat, Mapping) for repeat in repeats):
         raise ValueError("it has no repeats")
+    flat = [flatten({**_mapping(each.get("metrics")), "server": _mapping(each.get("server"))}) for each in repeats]
     values = {
-        metric.name: tuple(value for repeat in repeats if (value := metric.read(repeat)) is not None)
+        metric.name: tuple(value for each in flat if (value := value_of(each, metric.name)) is not None)
         for metric in METRICS
     }
     what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": asked}

@@ -56,8 +56,8 @@ def test_a_value_is_the_median_over_the_repeats_of_each_metric(tmp_path: Path) -
     found = {each["metric"]: each["last"] for each in shown(tmp_path)["series"]}
     assert found == pytest.approx(
         {
-            "output_throughput": 100.0, "p95_ttft_ms": 120.0, "p95_itl_ms": 10.0, "kv_peak": 0.9, "kv_waste": 0.03,
-            "prefix_hit_rate": 0.25,
+            "output_throughput": 100.0, "p95_ttft_ms": 120.0, "p95_itl_ms": 10.0,
+            "kv_cache_usage_perc": 0.9, "kv_waste_share": 0.03, "prefix_cache_hit_rate": 0.25,
         }
     )  # fmt: skip
 
