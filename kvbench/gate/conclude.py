@@ -18,6 +18,8 @@ from kvbench.gate.pairs import PairTable, hypotheses
 from kvbench.gate.plan import BASE, CANDIDATE
 from kvbench.gate.policy import Policy
 from kvbench.gate.rules import CELL, OVERALL, TimingRules
+from kvbench.gate.same_server import cache_notes
+from kvbench.gate.stored_policy import policy_facts
 from kvbench.gate.values import read_counters, read_values, whole_pairs
 from kvbench.gate.verdict import FAIL, INCONCLUSIVE, Verdict, worst
 from kvbench.gate.void_findings import void_findings
@@ -70,8 +72,9 @@ def conclude(
     rules = policy.timing
     there = whole_pairs(folder, manifest)
     measured = there if pairs is None else min(pairs, there)
-    facts = _facts(manifest) | {"pairs": measured}
-    notes = [*manifest.get("notes", ()), *(f"base and candidate differ: {d}" for d in manifest["differences"])]
+    facts = _facts(manifest) | policy_facts(policy) | {"pairs": measured}
+    notes = [*manifest.get("notes", ()), *cache_notes(manifest)]
+    notes += [f"base and candidate differ: {d}" for d in manifest["differences"]]
     if stopped := manifest.get("stopped"):
         notes.append(f"{stopped}.")
     extra = void_findings(manifest)
@@ -96,6 +99,8 @@ def conclude(
         where = where_it_went(moved, findings, counters)
     outcome = worst([judgement.outcome, *(f.outcome for f in extra)])
     said = extra[0].sentence if extra and outcome != judgement.outcome else sentence(judgement)
+    if doubt := manifest.get("doubt"):  # in the sentence itself: who reads no further must see it
+        said = f"{said} ({doubt})"
     if where:
         notes.insert(0, where)
     notes += judgement.notes
