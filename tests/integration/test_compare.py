@@ -90,13 +90,16 @@ def test_time_that_runs_out_ends_inconclusive_and_resume_goes_on(compare):
     assert json.loads((folder / "verdict.json").read_text())["facts"]["pairs"] > pairs
 
 
-def test_a_candidate_that_never_serves_is_a_regression_and_a_base_that_does_not_is_none(compare):
-    broken = f"{MOCK}20 --fail-rate 1"
-    code, folder, said = compare(f"{MOCK}20", broken, "--workload", "streams.yaml")
+def test_a_candidate_that_never_serves_is_a_regression(compare):
+    code, folder, said = compare(f"{MOCK}20", f"{MOCK}20 --fail-rate 1", "--workload", "streams.yaml")
     assert code == 1, said.out + said.err
     assert "failed alone in 8 attempts and base's in 0" in json.loads((folder / "verdict.json").read_text())["sentence"]
-    code, folder, said = compare(broken, f"{MOCK}20", "--workload", "streams.yaml")
+
+
+def test_a_base_that_never_serves_is_no_measurement(compare):
+    code, folder, said = compare(f"{sys.executable} -c 1 {{port}}", f"{MOCK}20", "--workload", "streams.yaml")
     assert code == 4, said.out + said.err
+    assert ET.parse(folder / "junit.xml").findall(".//error")
 
 
 @pytest.mark.parametrize(
