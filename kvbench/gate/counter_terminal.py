@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.gate.verdict import INVALID, PASS, Moved, Verdict
-from kvbench.gate.wording import LABELS
+from kvbench.gate.wording import LABELS, percent
 
 _ROWS = 12
 
@@ -37,6 +37,6 @@ def _table(moved: tuple[Moved, ...]) -> Table:
     for head in ("accepted", "now", "change", "where"):
         table.add_column(head, justify="right", no_wrap=True)
     for each in moved:
-        change = "new" if each.change is None else f"{each.change * 100:+.3g} %"
+        change = "new" if each.change is None else percent(each.change)
         table.add_row(each.title, f"{each.base:,}", f"{each.candidate:,}", change, each.where)
     return table

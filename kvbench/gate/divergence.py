@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvbench.gate.wording import percent
+
 # What is done comes before what follows from it: the first of these that differs at the first step that differs is the
 # nearest thing to a cause that counters can show.
 _CAUSES = (
@@ -38,8 +40,13 @@ class Change:
         """How much it changed for what it was; anything is infinitely more than 0."""
         return math.inf if self.ratio is None else abs(self.ratio)
 
+    @property
+    def difference(self) -> str:
+        """``+25.0 %``; of what was 0, the number."""
+        return f"{self.now - self.was:+,}" if self.ratio is None else percent(self.ratio)
+
     def __str__(self) -> str:
-        return f"{self.words} {self.was:,} -> {self.now:,} ({percent(self)})"
+        return f"{self.words} {self.was:,} -> {self.now:,} ({self.difference})"
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,6 @@ class Parting:
         shown = [f"{c.words} {c.now:,}, was {c.was:,}" for c in self.changes[:4]]
         more = len(self.changes) - len(shown)
         return f"step {self.step}: " + "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
-def percent(change: Change) -> str:
-    """``+25 %``; for what was 0, the difference."""
-    return f"{change.now - change.was:+,}" if change.ratio is None else f"{change.ratio * 100:+.3g} %"
 
 
 def changed_counters(was: Mapping[str, int], now: Mapping[str, int]) -> list[Change]:

@@ -20,11 +20,10 @@ from typing import Literal
 
 from kvbench.gate import metric_names
 from kvbench.gate.verdict import FAIL, INVALID, PASS, Finding
-from kvbench.gate.wording import number
+from kvbench.gate.wording import number, quantity
 from kvbench.quality_result import QualityResult
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import paging_pair
-from kvbench.report.words import data_size, ms
 from kvbench.settings import effective
 
 KINDS = ("metric", "slo", "ratio", "kld")  # as the policy writes them; an slo is the metric goodput_share
@@ -71,7 +70,7 @@ class Limit:
     def bounds(self, unit: str) -> str:
         """at least 1 ms and at most 2 ms"""
         both = (("at least", self.low), ("at most", self.high))
-        return " and ".join(f"{how} {_words(bound, unit)}" for how, bound in both if bound is not None)
+        return " and ".join(f"{how} {quantity(bound, unit)}" for how, bound in both if bound is not None)
 
     def excess(self, value: float) -> float:
         """By how much ``value`` is beyond the limit; 0 or less within it."""
@@ -121,7 +120,7 @@ def _of_cell(run: Run, cell: Cell, limit: Limit) -> Finding:
     if None not in measured.values and (lost := len(cell.repeats) - len(measured.values)):
         return _invalid(limit, where, f"missing in {lost} of {len(cell.repeats)} repeats; measure this cell again")
     values, unit = list(measured.values.values()), metric_names.unit_of(limit.what)
-    details = [f"in each repeat: {', '.join(_words(value, unit) for value in values)}"] if len(values) > 1 else []
+    details = [f"in each repeat: {', '.join(quantity(value, unit) for value in values)}"] if len(values) > 1 else []
     if measured.uncertain:
         details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
     found = _held(limit, where, values, unit, details)
@@ -224,7 +223,7 @@ def _held(limit: Limit, where: str, values: Sequence[float], unit: str, details:
         suite=SUITE,
         title=f"{limit.about(where)}, {limit.bounds('' if unit == 'ms' else unit)}",
         outcome=FAIL if broken else PASS,
-        sentence=f"{limit.about(where)}: {which}{_words(judged, unit)}, {_bounds(limit, judged, unit)}",
+        sentence=f"{limit.about(where)}: {which}{quantity(judged, unit)}, {_bounds(limit, judged, unit)}",
         metric=limit.what,
         unit=None if unit == "share" else unit or None,
         higher_is_better=limit.direction,
@@ -267,20 +266,10 @@ def _reasons(cell: Cell) -> str:
 
 def _bounds(limit: Limit, value: float, unit: str) -> str:
     if limit.low is not None and value < limit.low:
-        return f"below the limit of {_words(limit.low, unit)}"
+        return f"below the limit of {quantity(limit.low, unit)}"
     if limit.high is not None and value > limit.high:
-        return f"above the limit of {_words(limit.high, unit)}"
+        return f"above the limit of {quantity(limit.high, unit)}"
     return f"the limit is {limit.bounds(unit)}"
-
-
-def _words(value: float, unit: str) -> str:
-    if unit == "ms":
-        return ms(value)
-    if unit == "bytes":
-        return data_size(value)
-    if unit == "share":
-        return f"{number(value * 100)} %"
-    return f"{number(value)} {unit}".rstrip()
 
 
 def _name(run: Run, cell: Cell) -> str:

@@ -23,6 +23,7 @@ from scipy import stats
 
 from kvbench.gate.plan import BASE, CANDIDATE
 from kvbench.gate.verdict import FAIL, Finding, Moved
+from kvbench.report.words import listing
 
 FLOOR = 0.01  # of a change that is listed
 CONFIDENCE = 0.95
@@ -84,7 +85,7 @@ class _Figure:
 
 @dataclass(frozen=True)
 class _Paired:
-    """One figure's values over the pairs that both sides tell. ``always``: it differs beyond any doubt (see below)."""
+    """One figure's values over the pairs that both sides tell."""
 
     figure: _Figure
     base: np.ndarray
@@ -176,7 +177,7 @@ def _latency_words(
     else:
         text = f"no part of the server's steps explains {whole}"
     still = _still(row.where, moved, counters)
-    return f"{text}; {_listed(still)} did not move" if still else text
+    return f"{text}; {listing(still)} did not move" if still else text
 
 
 def _still(
@@ -268,15 +269,10 @@ def _short(name: str) -> str:
     return _STEP_PARTS.get(name) or _REQUEST_PARTS.get(name) or name
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-
-
 def _ratio(part: str, whole: str, scale: float) -> _Value:
     def value(counters: Counters) -> float | None:
-        return (
-            scale * counters[part] / counters[whole] if counters.get(part) is not None and counters.get(whole) else None
-        )
+        known = counters.get(part) is not None and counters.get(whole)
+        return scale * counters[part] / counters[whole] if known else None
 
     return value
 
@@ -293,15 +289,11 @@ def _figures() -> Iterable[_Figure]:
         per_token = _ratio(name, "generation_tokens_total", 1000.0)
         yield _Figure(name, title, "per 1,000 output tokens", per_token, event=True)
     for name, (title, unit) in _LEVELS.items():
-        yield _Figure(name, title, unit, _level(name))
+        yield _Figure(name, title, unit, lambda counters, name=name: counters.get(name))
 
 
 def _mean_ms(name: str) -> _Value:
     return _ratio(f"{name}_seconds_sum", f"{name}_seconds_count", 1000.0)
-
-
-def _level(name: str) -> _Value:
-    return lambda counters: counters.get(name)
 
 
 _FIGURES = tuple(_figures())

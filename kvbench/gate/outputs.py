@@ -10,16 +10,14 @@ benchmark-{bigger,smaller}-is-better.json   for github-action-benchmark, where t
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from kvbench.gate.benchmark_action import verdict_points, write_benchmarks
 from kvbench.gate.junit import junit
 from kvbench.gate.pair_plot import pair_page
 from kvbench.gate.summary import summary
 from kvbench.gate.verdict import Verdict
-from kvbench.results import read_json, write_json, write_text
+from kvbench.results import write_json, write_text
 
 VERDICT, JUNIT, SUMMARY, PAIRS = "verdict.json", "junit.xml", "summary.md", "pairs.html"
 
@@ -43,13 +41,3 @@ def write_outputs(verdict: Verdict, folder: Path) -> list[Path]:
         else:
             (folder / name).unlink(missing_ok=True)
     return [*written, *write_benchmarks(verdict_points(verdict), folder)]
-
-
-def read_verdict(folder: Path) -> Verdict:
-    """The verdict that ``write_outputs`` left there. Raises UsageError without one, ValueError for another format."""
-    return Verdict.from_json(read_json(folder / VERDICT))
-
-
-def schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of verdict.json."""
-    return read_json(Path(str(files("kvbench.gate").joinpath("verdict.schema.json"))))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvbench.gate import strip_plot, wording
 from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
+from kvbench.report.words import upper_first
 
 SUMMARY_BYTES = 1024 * 1024  # GitHub refuses a step's summary beyond it, all of it
 ROWS = 200  # of each table
@@ -73,11 +74,7 @@ def _sides(verdict: Verdict) -> list[str]:
     known = [f"{role} {escape(words)}" for role, words in wording.sides(verdict)]
     counts = wording.counted(verdict)
     told = [", ".join(known)] if known else []
-    return [". ".join(upper(part) for part in (*told, counts) if part) + ".", ""] if told or counts else []
-
-
-def upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return [". ".join(upper_first(part) for part in (*told, counts) if part) + ".", ""] if told or counts else []
 
 
 def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str]:

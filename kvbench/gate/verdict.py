@@ -106,24 +106,9 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **dataclasses.asdict(self), "exit_code": self.exit_code}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Verdict:
-        """The verdict that ``to_json`` wrote. ValueError for another format."""
-        if data.get("format") != FORMAT:
-            raise ValueError(f"a verdict of format {data.get('format')!r}: this kvbench reads {FORMAT}")
-        fields = {key: value for key, value in data.items() if key not in ("format", "exit_code")}
-        fields["findings"] = tuple(_made(Finding, each) for each in data["findings"])
-        fields["moved"] = tuple(_made(Moved, each) for each in data["moved"])
-        fields["notes"] = tuple(data["notes"])
-        return cls(**fields)
-
 
 def worst(outcomes: Sequence[str]) -> str:
     """The outcome of a whole from its parts: a regression that was shown stays one whatever else is not known."""
     if not outcomes:
         return EMPTY
     return next(each for each in (FAIL, INVALID, INCONCLUSIVE, PASS) if each in outcomes)
-
-
-def _made(kind: type, values: Mapping[str, Any]) -> Any:
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})

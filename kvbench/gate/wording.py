@@ -57,9 +57,11 @@ def number(value: float | None) -> str:
 
 
 def quantity(value: float | None, unit: str | None) -> str:
-    """12.3 ms; bytes in the largest unit that keeps a whole: 2 GiB."""
+    """12.3 ms; bytes in the largest unit that keeps a whole: 2 GiB; a share in percent: 15 %."""
     if unit == "bytes" and is_number(value):
         return data_size(value)
+    if unit == "share" and is_number(value):
+        return f"{number(value * 100)} %"
     words = number(value)
     return words if words == NONE or unit in (None, "", "count") else f"{words} {line(unit)}"
 

@@ -23,7 +23,7 @@ from kvbench.report.findings import (
 )
 from kvbench.report.ledger import share_of_steps, swapped_bytes
 from kvbench.report.manifest import code_paths
-from kvbench.report.sentence import WORDS, bounds, effect, rivals, running, upper_first
+from kvbench.report.sentence import WORDS, bounds, effect, rivals, running
 from kvbench.settings import effective, setting_title, value_words
 
 
@@ -50,7 +50,7 @@ def conclusions(run: Run) -> list[Conclusion]:
             settings.setdefault(one.setting, []).append(one)
     for setting, members in settings.items():
         found.append(
-            Conclusion(f"{upper_first(setting_title(setting))}, changed alone", tuple(effect_summary(members)))
+            Conclusion(f"{words.upper_first(setting_title(setting))}, changed alone", tuple(effect_summary(members)))
         )
     return found
 
@@ -64,7 +64,7 @@ def reservation(c: Comparison) -> str:
         return ""
     tokens = requests["prompt_tokens"] + requests["output_tokens"]
     return (
-        f"{upper_first(c.b.name)} reserves {words.count(slots)} slots per request; the longest request here had "
+        f"{words.upper_first(c.b.name)} reserves {words.count(slots)} slots per request; the longest request here had "
         f"{words.plural(int(tokens.max()), 'token')}, the mean {words.count(float(tokens.mean()))}."
     )
 
@@ -136,7 +136,7 @@ def _memory(c: Comparison) -> str:
             "slots reserved but unused: "
             + " against ".join(f"{words.percent(s.median)} ({name})" for name, s in waste if s)
         )
-    return f"{upper_first('; '.join(parts))}." if parts else ""
+    return f"{words.upper_first('; '.join(parts))}." if parts else ""
 
 
 def _best(run: Run, load: LoadPoint) -> str:
@@ -168,7 +168,7 @@ def effect_summary(members: list[Effect]) -> list[str]:
         ]
         mine, theirs = (value_words(first.setting, value) for value in (first.value, first.baseline_value))
         sentences.append(
-            f"{upper_first(mine)} instead of {theirs}: output tokens/s {'; '.join(parts)}{_by_the_way(group)}."
+            f"{words.upper_first(mine)} instead of {theirs}: output tokens/s {'; '.join(parts)}{_by_the_way(group)}."
         )
     return sentences
 

@@ -11,7 +11,6 @@ from kvbench.report.figures_latency import distribution_figure, latency_figure
 from kvbench.report.findings import HIGHER, LOWER, NOT_TOLD, SAME, UNCLEAR, Comparison, best, paging, reference, spread
 from kvbench.report.ledger_view import ledger_figure
 from kvbench.report.occupancy import occupancy
-from kvbench.report.sentence import upper_first
 from kvbench.report.style import RATIO_MARKS, Drawing, Look, finish, hover, looks, ratio_text, safe, throughput_axis
 
 
@@ -122,7 +121,7 @@ def _headline_title(run: Run) -> str:
         return _best_title(run)
     low, high = pairs[0], pairs[-1]
     title = f"{high.a.name}: {_verdict_phrase(high, f' the output tokens/s of {high.b.name}')} at {high.load.short}"
-    return upper_first(title + (f", {_verdict_phrase(low)} at {low.load.short}" if low is not high else ""))
+    return words.upper_first(title + (f", {_verdict_phrase(low)} at {low.load.short}" if low is not high else ""))
 
 
 def _verdict_phrase(pair: Comparison, of: str = "") -> str:
@@ -142,7 +141,7 @@ def _best_title(run: Run) -> str:
     if top is None:
         return f"No valid cell at {run.loads[-1].label}"
     doubt = ", the highest median but no verdict" if top.unclear_with else ""
-    return upper_first(
+    return words.upper_first(
         f"{top.cell.name}: {words.tokens_per_s(top.throughput.median)} output tokens/s at {top.load.label}{doubt}"
     )
 

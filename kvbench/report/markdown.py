@@ -24,7 +24,7 @@ from kvbench.report.ledger_view import SECTION, ledger_columns, ledger_note, led
 from kvbench.report.manifest import environment, made_from, reproduce, skipped_notes, warnings
 from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
-from kvbench.report.sentence import headline, upper_first
+from kvbench.report.sentence import headline
 from kvbench.report.style import RATIO_MARKS
 from kvbench.report.table import UNCERTAIN_NOTE, Value, columns, rows
 from kvbench.report.validity import validity
@@ -43,7 +43,7 @@ def markdown(run: Run) -> str:
     context = [text for text in (made_from(run), *(reservation(p) for p in paging(run)[-1:])) if text]
     lines = [f"**{escape(headline(run))}**", ""]
     for text in context:
-        lines += [f"{escape(upper_first(text))}", ""]
+        lines += [f"{escape(words.upper_first(text))}", ""]
     lines += [STATUS_WORDS[state.status], ""]
     lines += [f"- {escape(reason)}" for reason in state.reasons]
     lines += [f"- Note: {escape(text)}" for text in warnings(run)]

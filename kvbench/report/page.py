@@ -37,7 +37,7 @@ from kvbench.report.manifest import (
 )
 from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
 from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
-from kvbench.report.sentence import headline, upper_first
+from kvbench.report.sentence import headline
 from kvbench.report.style import RATIO_MARKS, Drawing, looks
 from kvbench.report.table import UNCERTAIN_NOTE, columns, rows
 from kvbench.report.validity import validity
@@ -202,7 +202,7 @@ def _shorten(text: str) -> str:
 def _environment() -> Environment:
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters["shy"] = soft_hyphens
-    made.filters["capitalize_first"] = upper_first
+    made.filters["capitalize_first"] = words.upper_first
     return made
 
 

@@ -116,7 +116,7 @@ def best_sentence(run: Run) -> str:
         alone = f"Only {top.cell.name} was validly measured at {load.label}, so there is nothing to compare: "
         return f"{alone}{amount}, {latency}{scatter}{tail}."
     if len(run.at(load)) == 1:
-        return f"{upper_first(top.cell.name)} delivered {amount} at {load.label}, {latency}{scatter}{tail}."
+        return f"{words.upper_first(top.cell.name)} delivered {amount} at {load.label}, {latency}{scatter}{tail}."
     if top.unclear_with:
         return (
             f"No verdict on which is best at {load.label}: {top.cell.name} has the highest median, "
@@ -160,11 +160,6 @@ def bounds(low: float, high: float, n: int, repeats: bool = True) -> str:
     if n < 2:
         return "one repeat, so no spread"
     return f"{words.tokens_per_s(low)}–{words.tokens_per_s(high)}{f' over {n} repeats' if repeats else ''}"
-
-
-def upper_first(text: str) -> str:
-    """Capitalise without lowering the rest, as str.capitalize would."""
-    return text[:1].upper() + text[1:]
 
 
 def lower_first(text: str) -> str:

@@ -83,6 +83,11 @@ def data_size(value: float | None) -> str:
     raise AssertionError("unreachable")
 
 
+def upper_first(text: str) -> str:
+    """Capitalise without lowering the rest, as str.capitalize would."""
+    return text[:1].upper() + text[1:]
+
+
 def listing(items: Sequence[str]) -> str:
     """a; a and b; a, b and c."""
     items = list(items)

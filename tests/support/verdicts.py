@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Moved, Verdict
 
 HOSTILE = (
     "<b>x</b> | `y` *z* [l](http://e) @all #1 $a$ \\ \x00\x1b[31m\x08\ud800\x9b\ufffe\n"
     "## head ]]> &amp; \U0001f680 %0A::"
 )
+
+
+def read(folder: Path) -> Verdict:
+    """The verdict that verdict.json in ``folder`` tells, with all its findings."""
+    data = json.loads((folder / "verdict.json").read_bytes())
+    fields: dict[str, Any] = {key: value for key, value in data.items() if key not in ("format", "exit_code")}
+    for key, kind in (("findings", Finding), ("moved", Moved)):
+        fields[key] = tuple(_made(kind, each) for each in data[key])
+    return Verdict(**{**fields, "notes": tuple(data["notes"])})
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def timing(

@@ -76,6 +76,6 @@ def test_counters_that_moved_most_come_first_and_sums_over_steps_last():
     ]
     assert [str(change) for change in moved[:3]] == [
         "copied pages 0 -> 2 (+2)",
-        "preempted 4 -> 5 (+25 %)",
-        "steps 100 -> 101 (+1 %)",
+        "preempted 4 -> 5 (+25.0 %)",
+        "steps 100 -> 101 (+1.00 %)",
     ]

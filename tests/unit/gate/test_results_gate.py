@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.gate.outputs import read_verdict
 from kvbench.gate_command import gate
 from kvbench.house import guarded
 from kvbench.quality_result import QUALITY, QualityResult
+from tests.support import verdicts
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import CONFIGS, Scenario
 
@@ -42,7 +42,7 @@ def gated(tmp_path: Path):
         out = tmp_path / "out"
         arguments = [str(folder), "--policy", str(policy), "--output-dir", str(out), *words]
         code = guarded(lambda: gate.main(arguments, standalone_mode=False))
-        return code, read_verdict(out) if (out / "verdict.json").is_file() else None
+        return code, verdicts.read(out) if (out / "verdict.json").is_file() else None
 
     return gated
 
@@ -69,7 +69,7 @@ def test_limits_that_hold_pass(run, gated, capsys):
 def test_a_broken_limit_is_a_regression(run, gated, capsys):
     code, verdict = gated(run, "limits: [{metric: p95_ttft_ms, max: 0.001}, {metric: failure_rate, max: 0}]")
     assert (code, verdict.outcome) == (1, "fail")
-    assert "3 of 6 limits of mixed broken" in verdict.sentence and "above the limit of 0.00 ms" in verdict.sentence
+    assert "3 of 6 limits of mixed broken" in verdict.sentence and "above the limit of 0.00100 ms" in verdict.sentence
     assert "FAIL" in capsys.readouterr().out
 
 
