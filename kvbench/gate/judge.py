@@ -13,6 +13,10 @@ INCONCLUSIVE: neither. Each hypothesis then has the smallest effect that the pai
 power, and the pairs that would settle it in 80 % if its true change is the one measured (kvbench/gate/detectable.py).
 A FAIL goes before a PASS: a cell can be slower beyond doubt by more than the floor and still within its margin.
 
+A metric that only one side has cannot be compared, and is no reason to PASS. If the candidate has lost it, that is a
+FAIL from as many pairs on as could show one (K pairs without it by chance: 2^-K at most, like any p of theirs), and
+INCONCLUSIVE before; if the base does not have it, the comparison is INVALID.
+
 A comparison that the clock ends between two looks may take its next look early, with the pairs it has: how long a pair
 took does not depend on which side of it was launched first, so neither does where the clock stopped.
 """
@@ -25,10 +29,11 @@ import numpy as np
 from scipy import stats
 
 from kvbench.gate.detectable import MOST_USEFUL, pairs_to_settle, seen_by
-from kvbench.gate.pairs import Hypothesis, PairTable, hypotheses
-from kvbench.gate.rules import Look, TimingRules
+from kvbench.gate.pairs import Hypotheses, Hypothesis, OneSided, PairTable, hypotheses
+from kvbench.gate.plan import BASE, CANDIDATE
+from kvbench.gate.rules import CELL, Look, MetricRule, TimingRules
 from kvbench.gate.signflip import adjusted_p, noninferior_p
-from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, PASS, Finding
+from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, worst
 from kvbench.gate.wording import percent, probability
 from kvbench.report.words import plural
 
@@ -65,29 +70,34 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """What came of a metric of a cell that only one side has; ``sentence`` says which."""
+
+    one_sided: OneSided
+    where: str
+    metric: MetricRule
+    outcome: str
+    sentence: str
+
+
+@dataclass(frozen=True)
 class Judgement:
-    """The outcome of one look at ``pairs`` pairs, and of each hypothesis. ``notes``: metrics that cells do not have."""
+    """The outcome of one look at ``pairs`` pairs, and of each hypothesis.
+
+    ``most_pairs``: those of the last look. ``lost``: metrics that one side has and the other has not.
+    ``notes``: metrics that cells do not have on either side.
+    """
 
     outcome: str
     pairs: int
     look: Look
+    most_pairs: int
     results: tuple[Result, ...]
+    lost: tuple[Lost, ...] = ()
     notes: tuple[str, ...] = ()
 
     def of(self, outcome: str) -> tuple[Result, ...]:
         return tuple(result for result in self.results if result.outcome == outcome)
-
-    @property
-    def smallest_detectable(self) -> float | None:
-        """The largest of what the undecided hypotheses could see, as a relative change; None: they could see none."""
-        seen = [result.smallest_detectable for result in self.of(INCONCLUSIVE)]
-        return max(seen) if seen and None not in seen else None
-
-    @property
-    def pairs_needed(self) -> int | None:
-        """Pairs after which the last undecided hypothesis would be settled; None: none is open, or more than 200."""
-        needed = [result.pairs_needed for result in self.of(INCONCLUSIVE)]
-        return max(needed) if needed and None not in needed else None
 
 
 def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
@@ -101,30 +111,47 @@ def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
         raise ValueError(f"{table.pairs} pairs for the look at {look.pairs}: it takes {before + 1} to {look.pairs}")
     if table.metrics != rules.metrics:
         raise ValueError("the table's metrics are not those of the rules: make both from one policy")
-    tested = hypotheses(table)
-    if not tested.each:
-        return Judgement(EMPTY, table.pairs, look, (), tested.notes)
+    tested, most, lost = hypotheses(table), rules.looks[-1].pairs, _lost(table, look)
+    results = _results(tested, look, rules) if tested.each else ()
+    outcome = worst([*(each.outcome for each in results), *(each.outcome for each in lost)])
+    return Judgement(outcome, table.pairs, look, most, results, lost, tested.notes)
+
+
+def _lost(table: PairTable, look: Look) -> tuple[Lost, ...]:
+    by_candidate = FAIL if 2.0**-table.pairs <= look.alpha else INCONCLUSIVE
+    return tuple(
+        Lost(
+            each,
+            table.cells[each.cell],
+            table.metrics[each.metric],
+            by_candidate if each.lacking == CANDIDATE else INVALID,
+            f"{words} it in {'the one pair' if table.pairs == 1 else f'all {table.pairs} pairs'}.",
+        )
+        for each, words in zip(table.one_sided, table.lost, strict=True)
+    )
+
+
+def _results(tested: Hypotheses, look: Look, rules: TimingRules) -> tuple[Result, ...]:
+    pairs = len(tested.harm)
     floors, margins = (np.array([getattr(h, name) for h in tested.each]) for name in ("floor", "margin"))
     p, p_noninferior = adjusted_p(tested.harm), noninferior_p(tested.harm, margins)
     mean = tested.harm.mean(axis=0)
     failed = (p <= look.alpha) & (mean >= floors)
     outcomes = np.where(failed, FAIL, np.where(p_noninferior <= look.alpha_pass, PASS, INCONCLUSIVE))
-    sd = tested.harm.std(axis=0, ddof=1) if table.pairs > 1 else np.full(mean.shape, np.nan)
+    sd = tested.harm.std(axis=0, ddof=1) if pairs > 1 else np.full(mean.shape, np.nan)
     seen, tests = seen_by(tested.harm, floors, look.alpha)
     undecided = np.flatnonzero(outcomes == INCONCLUSIVE)
-    needed = pairs_to_settle(
-        mean[undecided], sd[undecided], floors[undecided], margins[undecided], table.pairs, tests, rules
-    )
+    needed = pairs_to_settle(mean[undecided], sd[undecided], floors[undecided], margins[undecided], pairs, tests, rules)
     pairs_needed = dict(zip(undecided.tolist(), needed, strict=True))
     changes = np.expm1(tested.log_ratio())
-    results = tuple(
+    return tuple(
         Result(
             hypothesis,
             str(outcomes[i]),
             float(np.expm1(tested.log_ratio()[:, i].mean())),
             _interval(tested.log_ratio()[:, i]),
             float(mean[i]),
-            float(sd[i]) if table.pairs > 1 else None,
+            float(sd[i]) if pairs > 1 else None,
             float(p[i]),
             float(p_noninferior[i]),
             hypothesis.metric.relative_of(float(seen[i])) if np.isfinite(seen[i]) else None,
@@ -133,8 +160,6 @@ def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
         )
         for i, hypothesis in enumerate(tested.each)
     )
-    whole = next(each for each in (FAIL, INCONCLUSIVE, PASS) if each in outcomes)
-    return Judgement(whole, table.pairs, look, results, tested.notes)
 
 
 def _interval(log_ratio: np.ndarray) -> tuple[float, float] | None:
@@ -146,12 +171,33 @@ def _interval(log_ratio: np.ndarray) -> tuple[float, float] | None:
 
 
 def findings_of(judgement: Judgement, base: np.ndarray, candidate: np.ndarray) -> tuple[Finding, ...]:
-    """One finding a hypothesis, in order: overall, classes, cells.
+    """One finding a hypothesis, in order: overall, classes, cells; then the metrics that only one side has.
 
     ``base`` and ``candidate`` [pairs, cells, metrics]: the values that the table was made of; a finding has their
     geometric means over the pairs and its cells, whose ratio is 1 + its change.
     """
-    return tuple(_finding(judgement, result, base, candidate) for result in judgement.results)
+    found = [_finding(judgement, result, base, candidate) for result in judgement.results]
+    return (*found, *(_lost_finding(each, base, candidate) for each in judgement.lost))
+
+
+def _lost_finding(lost: Lost, base: np.ndarray, candidate: np.ndarray) -> Finding:
+    where, metric = (slice(None), lost.one_sided.cell, lost.one_sided.metric), lost.metric
+    of_base, of_candidate = (
+        None if lost.one_sided.lacking == side else float(np.exp(np.log(values[where]).mean()))
+        for side, values in ((BASE, base), (CANDIDATE, candidate))
+    )
+    return Finding(
+        id=f"{CELL}/{lost.where}/{metric.name}",
+        suite=CELL,
+        title=f"{metric.title} of {lost.where}",
+        outcome=lost.outcome,
+        sentence=lost.sentence,
+        metric=metric.name,
+        unit=metric.unit,
+        higher_is_better=metric.higher_is_better,
+        base=of_base,
+        candidate=of_candidate,
+    )
 
 
 def _finding(judgement: Judgement, result: Result, base: np.ndarray, candidate: np.ndarray) -> Finding:
@@ -175,7 +221,7 @@ def _finding(judgement: Judgement, result: Result, base: np.ndarray, candidate: 
         p=result.p,
         figures={
             "floor": metric.floor,
-            "margin": metric.margins[hypothesis.level],
+            "margin": hypothesis.margin_share,
             "smallest_detectable": result.smallest_detectable,
             "p_noninferior": result.p_noninferior,
             "pairs": judgement.pairs,
@@ -190,6 +236,9 @@ def sentence(judgement: Judgement) -> str:
     comparisons, pairs = len(judgement.results), plural(judgement.pairs, "pair")
     if judgement.outcome == EMPTY:
         return "Nothing was compared: no cell has any of the metrics on both sides."
+    if not judgement.of(judgement.outcome):
+        lost = [each.sentence for each in judgement.lost if each.outcome == judgement.outcome]
+        return lost[0] + (f" So it is with {len(lost)} metrics of cells." if len(lost) > 1 else "")
     if judgement.outcome == FAIL:
         # Of several with the smallest p there can be, the one that stands out most from its noise: the whole where all
         # cells are slower, the cell where one is.
@@ -211,7 +260,7 @@ def sentence_of(result: Result, judgement: Judgement) -> str:
     low = "lower" if metric.higher_is_better else "higher"
     between = "" if result.interval is None else f" (95 % interval {' to '.join(map(percent, result.interval))})"
     measured = f"{hypothesis.title}: {percent(result.change)}{between} after {pairs}"
-    margin = _limit(metric.margins[hypothesis.level])
+    margin = _limit(hypothesis.margin_share)
     if result.outcome == FAIL:
         return (
             f"{hypothesis.title} is {percent(abs(result.change), signed=False)} {low}{between} after {pairs}; "
@@ -229,7 +278,13 @@ def sentence_of(result: Result, judgement: Judgement) -> str:
     else:
         seen = f"the least that so many pairs show, in 4 of 5 cases, is {_limit(result.smallest_detectable)} {low}"
     needed = f"more than {MOST_USEFUL}" if result.pairs_needed is None else f"about {result.pairs_needed}"
-    return f"{measured}; {margin} {low} is not ruled out: {seen}; {needed} pairs would settle it."
+    way = ""
+    if result.pairs_needed is None or result.pairs_needed > judgement.most_pairs:
+        way = (
+            f", and a comparison takes {judgement.most_pairs} at most: longer loads or a quieter machine make pairs "
+            "scatter less"
+        )
+    return f"{measured}; {margin} {low} is not ruled out: {seen}; {needed} pairs would settle it{way}."
 
 
 def _limit(share: float) -> str:

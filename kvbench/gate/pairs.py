@@ -7,26 +7,39 @@ depend on how they went, and the flips of signflip.py turn a whole pair at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvbench.gate.rules import CELL, CLASS, OVERALL, MetricRule
+from kvbench.gate.plan import BASE, CANDIDATE, SIDES
+from kvbench.gate.rules import CELL, CLASS, LEVELS, OVERALL, MetricRule
+
+
+@dataclass(frozen=True)
+class OneSided:
+    """A metric of a cell (places in the table) that one side has in all pairs and ``lacking``, the other, in none."""
+
+    lacking: str
+    cell: int
+    metric: int
 
 
 @dataclass(frozen=True)
 class PairTable:
     """``log_ratio`` [pairs, cells, metrics] = log(candidate / base); ``classes``: the class of each cell.
 
-    All NaN for a metric of a cell: the cell has no such metric (answers of one token have no ITL). ValueError where
-    it has one in some of the pairs only.
+    All NaN for a metric of a cell: neither side has it there (answers of one token have no ITL), or only one has
+    (``one_sided``: a candidate that sends its answers in one piece has no ITL any more). ValueError where it is there
+    in some of the pairs only.
     """
 
     log_ratio: np.ndarray
     cells: tuple[str, ...]
     classes: tuple[str, ...]
     metrics: tuple[MetricRule, ...]
+    one_sided: tuple[OneSided, ...] = ()
 
     def __post_init__(self) -> None:
         y = self.log_ratio
@@ -57,15 +70,37 @@ class PairTable:
         with np.errstate(divide="ignore", invalid="ignore"):
             y = np.log(candidate) - np.log(base)
         impossible = (base <= 0) | (candidate <= 0)
-        return cls(np.where(impossible, np.inf, y), tuple(cells), tuple(classes), tuple(metrics))
+        there = {BASE: ~np.isnan(base), CANDIDATE: ~np.isnan(candidate)}
+        one_sided = []
+        for cell, metric in itertools.product(range(y.shape[1]), range(y.shape[2])):
+            for side in SIDES:
+                has = there[side][:, cell, metric]
+                if has.any() and not has.all():
+                    where = f"{metrics[metric].name} of {cells[cell]} in pair {has.argmin() + 1}"
+                    raise ValueError(f"{where} is missing ({side}): leave that pair out, or repeat it")
+            lacking = [side for side in SIDES if not there[side][:, cell, metric].any()]
+            if len(lacking) == 1 and len(y):
+                one_sided.append(OneSided(lacking[0], cell, metric))
+        return cls(
+            np.where(impossible, np.inf, y), tuple(cells), tuple(classes), tuple(metrics), one_sided=tuple(one_sided)
+        )
 
     @property
     def pairs(self) -> int:
         return len(self.log_ratio)
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """``one_sided`` in words: ``candidate has no p95 ITL of mixed/paged-c4, base has``."""
+        return tuple(self.words(each) for each in self.one_sided)
+
+    def words(self, each: OneSided) -> str:
+        having = SIDES[1 - SIDES.index(each.lacking)]
+        return f"{each.lacking} has no {self.metrics[each.metric].title} of {self.cells[each.cell]}, {having} has"
+
     def first(self, pairs: int) -> PairTable:
         """The table of the first so many pairs."""
-        return PairTable(self.log_ratio[:pairs], self.cells, self.classes, self.metrics)
+        return replace(self, log_ratio=self.log_ratio[:pairs])
 
     def _where(self, which: np.ndarray) -> str:
         pair, cell, metric = np.argwhere(which)[0]
@@ -76,7 +111,8 @@ class PairTable:
 class Hypothesis:
     """One thing that may have become worse: ``metric`` at ``level`` over ``cells`` (places in the table).
 
-    ``where``: the name of the cell or the class, empty for overall.
+    ``where``: the name of the cell or the class, empty for overall. ``stands_for``: the levels at which it is all there
+    is, its own among them: the only cell of a comparison is also its class and the whole.
     """
 
     level: str
@@ -84,6 +120,7 @@ class Hypothesis:
     metric: MetricRule
     metric_index: int
     cells: tuple[int, ...]
+    stands_for: tuple[str, ...]
 
     @property
     def id(self) -> str:
@@ -101,9 +138,14 @@ class Hypothesis:
         return self.metric.harm_of(self.metric.floor)
 
     @property
+    def margin_share(self) -> float:
+        """The tightest margin of the levels that it stands for, as a relative change for the worse (0.03: 3 %)."""
+        return self.metric.margin_at(self.stands_for)
+
+    @property
     def margin(self) -> float:
         """[log ratio]"""
-        return self.metric.harm_of(self.metric.margins[self.level])
+        return self.metric.harm_of(self.margin_share)
 
 
 @dataclass(frozen=True)
@@ -122,23 +164,32 @@ class Hypotheses:
 def hypotheses(table: PairTable) -> Hypotheses:
     """Each metric overall, per class and per cell; means over cells are means of log ratios.
 
-    A class is left out where there is only one (it is the whole) or where it has only one cell (it is that cell), the
-    whole where there is only one cell.
+    What would be the same test twice is made once: a class is left out where there is only one (it is the whole) or
+    where it has only one cell (it is that cell), the whole where there is only one cell. What is left then stands for
+    it too and is held to the tightest of their margins, so that a comparison of one cell is as strict as the whole.
     """
     made: list[Hypothesis] = []
     notes: list[str] = []
+    one_sided = {(each.cell, each.metric) for each in table.one_sided}
     for index, metric in enumerate(table.metrics):
         there = [c for c in range(len(table.cells)) if not np.isnan(table.log_ratio[:, c, index]).any()]
-        notes += [f"{name} has no {metric.title}" for c, name in enumerate(table.cells) if c not in there]
+        notes += [
+            f"{name} has no {metric.title}"
+            for c, name in enumerate(table.cells)
+            if c not in there and (c, index) not in one_sided
+        ]
         groups: dict[str, list[int]] = {}
         for c in there:
             groups.setdefault(table.classes[c], []).append(c)
         if len(there) > 1:
-            made.append(Hypothesis(OVERALL, "", metric, index, tuple(there)))
-        if len(groups) > 1:
-            made += [Hypothesis(CLASS, name, metric, index, tuple(g)) for name, g in groups.items() if len(g) > 1]
-        made += [Hypothesis(CELL, table.cells[c], metric, index, (c,)) for c in there]
-    made.sort(key=lambda h: (OVERALL, CLASS, CELL).index(h.level))  # stable: metrics stay in their order
+            stands_for = (OVERALL, CLASS) if len(groups) == 1 else (OVERALL,)
+            made.append(Hypothesis(OVERALL, "", metric, index, tuple(there), stands_for))
+        for name, group in groups.items():
+            if len(groups) > 1 and len(group) > 1:
+                made.append(Hypothesis(CLASS, name, metric, index, tuple(group), (CLASS,)))
+            alone = LEVELS if len(there) == 1 else (CLASS, CELL) if len(group) == 1 else (CELL,)
+            made += [Hypothesis(CELL, table.cells[c], metric, index, (c,), alone) for c in group]
+    made.sort(key=lambda h: (LEVELS.index(h.level), h.metric_index, h.cells))
     columns = [
         table.log_ratio[:, h.cells, h.metric_index].mean(axis=1) * (-1.0 if h.metric.higher_is_better else 1.0)
         for h in made

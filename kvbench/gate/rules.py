@@ -7,14 +7,15 @@ cells; ``MetricRule.harm_of`` and ``relative_of`` convert between the two (log 1
 
 A FAIL needs an effect of at least the *floor* (what is worth an engineer's time) besides its p-value; a PASS needs
 every effect to be shown to be below its *margin* (what one is ready to lose unseen). Margins are wider for one cell
-than for the whole, since the mean over many cells is known better. How they make a verdict: kvbench/gate/judge.py.
+than for the whole, since the mean over many cells is known better; a cell that is all there is has those of the whole
+(kvbench/gate/pairs.py). How they make a verdict: kvbench/gate/judge.py.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvbench.errors import UsageError
@@ -41,6 +42,10 @@ class MetricRule:
         for what, value in (("floor", self.floor), *((f"margin ({k})", v) for k, v in self.margins.items())):
             if not 0 <= value < 1 or (value == 0 and what != "floor"):
                 raise UsageError(f"{self.name}: a {what} of {value} is none: it is a share such as 0.03 for 3 %")
+
+    def margin_at(self, levels: Iterable[str]) -> float:
+        """The tightest margin of these levels."""
+        return min(self.margins[level] for level in levels)
 
     def harm_of(self, relative: float) -> float:
         """A relative change for the worse (0.03: 3 % longer, 3 % less) as a distance in log(candidate / base)."""

@@ -52,6 +52,37 @@ def test_what_would_be_tested_twice_is_tested_once(cells, expected):
     }
 
 
+@pytest.mark.parametrize(
+    (
+        "cells",
+        "level",
+        "where",
+        "margins",
+    ),  # throughput, TTFT, ITL in percent: the design's, by level 2/4/3 3/5/3 4/10/6
+    [
+        (("a/1",), CELL, "a/1", (2, 4, 3)),  # the only cell is the whole
+        (("a/1", "a/2"), CELL, "a/2", (4, 10, 6)),
+        (("a/1", "b/1"), CELL, "b/1", (3, 5, 3)),  # and here its class
+        (("a/1", "a/2", "b/1"), CELL, "b/1", (3, 5, 3)),
+        (("a/1", "a/2", "b/1"), CELL, "a/1", (4, 10, 6)),
+        (("a/1", "a/2", "b/1"), CLASS, "a", (3, 5, 3)),
+        (("a/1", "a/2", "b/1"), OVERALL, "", (2, 4, 3)),
+    ],
+)
+def test_what_stands_for_several_levels_is_held_to_the_tightest_margin_of_them(cells, level, where, margins):
+    found = [h for h in hypotheses(table(cells, drawn(len(cells)))).each if (h.level, h.where) == (level, where)]
+    assert tuple(100 * h.margin_share for h in found) == pytest.approx(margins)
+    assert found[1].margin == pytest.approx(math.log(1 + margins[1] / 100))
+
+
+def test_the_whole_that_is_one_class_is_held_to_the_margin_of_a_class_where_that_is_tighter():
+    tight = replace(METRICS[1], margins={OVERALL: 0.06, CLASS: 0.05, CELL: 0.10})
+    y = drawn(2)[:, :, 1:2]
+    one = hypotheses(PairTable(y, ("a/1", "a/2"), ("a", "a"), (tight,))).each[0]
+    two = hypotheses(PairTable(y, ("a/1", "b/1"), ("a", "b"), (tight,))).each[0]
+    assert (one.level, one.margin_share, two.level, two.margin_share) == (OVERALL, 0.05, OVERALL, 0.06)
+
+
 def test_a_metric_that_a_cell_does_not_have_is_left_out_of_it_and_of_the_means():
     y = drawn(3)
     y[:, 1, 2] = np.nan
@@ -82,10 +113,31 @@ def test_values_become_log_ratios_and_what_cannot_is_refused():
     made = PairTable.from_values(base, candidate, ["a/1"], ["a"], METRICS)
     assert made.log_ratio == pytest.approx(np.full((2, 1, 3), math.log(1.1)))
     assert made.first(1).pairs == 1
-    base[:, :, 2] = np.nan
-    assert np.isnan(PairTable.from_values(base, candidate, ["a/1"], ["a"], METRICS).log_ratio[:, :, 2]).all()
     candidate[1, 0, 0] = 0
     with pytest.raises(ValueError, match="output_throughput of a/1 in pair 2"):
+        PairTable.from_values(base, candidate, ["a/1"], ["a"], METRICS)
+
+
+def test_a_metric_that_only_one_side_has_is_told_from_one_that_neither_has():
+    base, candidate = np.full((4, 2, 3), 100.0), np.full((4, 2, 3), 110.0)
+    candidate[:, 0, 2] = base[:, 1, 1] = np.nan
+    base[:, 1, 2] = candidate[:, 1, 2] = np.nan
+    made = PairTable.from_values(base, candidate, ["a/1", "a/2"], ["a", "a"], METRICS)
+    said = ("candidate has no p95 ITL of a/1, base has", "base has no p95 TTFT of a/2, candidate has")
+    assert made.lost == said
+    assert made.first(2).lost == said
+    tested = hypotheses(made)
+    assert tested.notes == ("a/2 has no p95 ITL",)
+    assert {"cell/a/1/p95_itl_ms", "cell/a/2/p95_ttft_ms"}.isdisjoint(h.id for h in tested.each)
+
+
+@pytest.mark.parametrize("other", ["has it", "has it not", "has it in the other pairs"])
+def test_a_metric_that_is_there_now_and_then_is_refused_whatever_the_other_side_has(other):
+    base, candidate = np.full((4, 1, 3), 100.0), np.full((4, 1, 3), 100.0)
+    candidate[2:, 0, 2] = np.nan
+    if other != "has it":
+        base[: 2 if other == "has it in the other pairs" else 4, 0, 2] = np.nan
+    with pytest.raises(ValueError, match=r"p95_itl_ms of a/1 in pair \d is missing \((base|candidate)\)"):
         PairTable.from_values(base, candidate, ["a/1"], ["a"], METRICS)
 
 
