@@ -2,57 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, UsageError
+from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, MeasurementError, UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.compare import Comparison
-from kvbench.gate.compare_manifest import new_comparison, require_unchanged
+from kvbench.gate.compare_manifest import PATHS, go_on, new_comparison, unusable_repeat
 from kvbench.gate.conclude import table_of
-from kvbench.gate.folder import CompareFolder
+from kvbench.gate.folder import KIND, CompareFolder
 from kvbench.gate.github import publish
-from kvbench.gate.lanes import close_lanes, open_lanes
+from kvbench.gate.lanes import Lane, close_lanes, open_lanes
 from kvbench.gate.noise import noise_of, warnings_of
 from kvbench.gate.outputs import write_outputs
 from kvbench.gate.plan import BASE, SIDES
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.runner_class import FOLDER, runner_class, store_noise, stored_noise
-from kvbench.gate.side_text import RUN, parse_side
+from kvbench.gate.side_text import RUN, Side, parse_side
+from kvbench.gate.stored_policy import policy_of
 from kvbench.gate.terminal import print_verdict
 from kvbench.gate.values import read_values, whole_pairs, write_pairs
-from kvbench.gate.verdict import Verdict
+from kvbench.gate.verdict import INVALID, Finding, Verdict
 from kvbench.house import HOUSE
-from kvbench.manifest import environment
-from kvbench.results import RunFolder
+from kvbench.manifest import environment, git_state
+from kvbench.results import MANIFEST, RunFolder, create_run, read_json
 from kvbench.workload import Workload, load_workload, resolve
 
 COMPARE, CALIBRATE = "compare", "calibrate"
 _OF_THIS_TIME = ("resume", "max_minutes", "output_dir", "force")  # not of the comparison that is gone on with
-_PATHS = ("policy", "repo", "noise", "store", "tokenizer", "tls_ca_file")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is asked for, by the command line or by the folder that is gone on with (``folder`` None: a new one)."""
+
+    subcommand: str
+    options: Mapping[str, Any]
+    policy: Policy
+    sides: Mapping[str, Side]
+    workloads: Sequence[Workload]
+    folder: CompareFolder | None = None
 
 
 def compare_command(**options: Any) -> int:
     """``kvbench compare``. Raises UsageError and MeasurementError."""
     console = Console()
-    folder, options = _reopened(options, COMPARE)
-    if not options["base"] or not options["candidate"]:
-        raise UsageError("two sides are needed: write for example `kvbench compare main HEAD --workload FILE`")
-    policy = load_policy(options["policy"])
-    found = _run(folder, options, policy, console, COMPARE)
-    if found is None:
-        return EXIT_INTERRUPTED
-    folder, verdict = found
-    write_pairs(folder, folder.manifest(), policy.timing.metrics)
-    written = write_outputs(verdict, folder.path)
-    print_verdict(verdict, console)
-    for path in written:
-        _say(console)(f"written: {path}")
-    publish(verdict, folder.path)
+    with ExitStack() as held:
+        job = _asked(options, COMPARE, held)
+        found = _run(job, console, held)
+        if found is None:
+            return EXIT_INTERRUPTED
+        folder, verdict = found
+        print_verdict(verdict, console)  # first of all: it is known, and a full disk must not take it away
+        write_pairs(folder, folder.manifest(), job.policy.timing.metrics)
+        for path in write_outputs(verdict, folder.path):
+            _say(console)(f"written: {path}")
+        publish(verdict, folder.path)
     return verdict.exit_code
 
 
@@ -60,12 +73,16 @@ def calibrate_pairs_command(*, side: str | None, **options: Any) -> int:
     """``kvbench calibrate``. Raises UsageError and MeasurementError."""
     console = Console()
     side = side or "HEAD"
-    folder, options = _reopened({"base": side, "candidate": side, **options}, CALIBRATE)
-    policy = load_policy(options["policy"])
-    found = _run(folder, options, policy, console, CALIBRATE)
-    if found is None:
-        return EXIT_INTERRUPTED
-    folder, verdict = found
+    with ExitStack() as held:
+        job = _asked({"base": side, "candidate": side, **options}, CALIBRATE, held)
+        found = _run(job, console, held)
+        if found is None:
+            return EXIT_INTERRUPTED
+        return _store_noise(job, *found, console)
+
+
+def _store_noise(job: _Job, folder: CompareFolder, verdict: Verdict, console: Console) -> int:
+    options, policy = job.options, job.policy
     manifest, rules, say = folder.manifest(), policy.timing, _say(console)
     write_pairs(folder, manifest, rules.metrics)
     pairs = whole_pairs(folder, manifest)
@@ -96,11 +113,20 @@ def _say(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _reopened(options: dict[str, Any], subcommand: str) -> tuple[CompareFolder | None, dict[str, Any]]:
-    """The folder to go on with and the options that it was begun with; (None, ``options``) for a new one."""
+def _asked(options: dict[str, Any], subcommand: str, held: ExitStack) -> _Job:
+    """Everything that can be wrong before anything is built. A folder that is gone on with is locked in ``held``.
+
+    Such a folder says all: its workloads and policy are those that it began with, whatever their files hold now.
+    Raises UsageError.
+    """
     if options["resume"] is None:
-        return None, options
+        if not options["base"] or not options["candidate"]:
+            raise UsageError("two sides are needed: write for example `kvbench compare main HEAD --workload FILE`")
+        sides = _sides(options)
+        workloads = _workloads(options, sides[BASE].text if sides[BASE].kind == RUN else None)
+        return _Job(subcommand, options, load_policy(options["policy"]), sides, workloads)
     folder = CompareFolder.open(options["resume"])
+    held.enter_context(folder.run_lock())
     manifest = folder.manifest()
     if manifest["subcommand"] != subcommand:
         raise UsageError(f"{folder.path} was begun by `kvbench {manifest['subcommand']}`: go on with that")
@@ -111,50 +137,95 @@ def _reopened(options: dict[str, Any], subcommand: str) -> tuple[CompareFolder |
             f"--{wrong[0].replace('_', '-')} cannot change a comparison that has begun: leave it out, or start a new "
             "one without --resume"
         )
-    stored = manifest["options"] | {name: options[name] for name in _OF_THIS_TIME}
-    return folder, stored | {name: Path(stored[name]) for name in _PATHS if stored.get(name)}
+    stored = manifest["options"]
+    asked = stored | {name: options[name] for name in _OF_THIS_TIME}
+    asked |= {name: Path(stored[name]) for name in PATHS if stored.get(name)}
+    asked["force"] = options["force"] or stored["force"]
+    workloads = [resolve(each["workload"], profile=each["profile"], source=None) for each in manifest["given"]]
+    return _Job(subcommand, asked, policy_of(manifest["policy"]), _sides(asked), workloads, folder)
 
 
-def _run(
-    folder: CompareFolder | None, options: Mapping[str, Any], policy: Policy, console: Console, subcommand: str
-) -> tuple[CompareFolder, Verdict] | None:
-    """Open both sides and measure; None when it was interrupted."""
-    say = _say(console)
+def _sides(options: Mapping[str, Any]) -> dict[str, Side]:
     repo = Path(options["repo"] or HOUSE)
-    sides = {side: parse_side(options[side], repo) for side in SIDES}
-    workloads = _workloads(options, sides[BASE].text if sides[BASE].kind == RUN else None)
-    with Builds(rebuild=options["rebuild"], build_cmd=options["build_cmd"], say=say) as builds:
-        lanes = open_lanes(sides, workloads, {**options, "port": 0}, builds)
-        try:
-            if folder is None:
-                notes = _noise_notes(options, policy) if subcommand == COMPARE else []
-                folder = new_comparison(options, lanes, policy, subcommand, notes)
-            manifest = folder.manifest()
-            require_unchanged(manifest, lanes)
-            say(f"results: {folder.path}")
-            for note in manifest["notes"]:
-                say(f"note: {note}")
-            comparison = Comparison(
-                folder,
-                manifest,
-                lanes,
-                policy,
-                console,
-                pairs=options.get("pairs") or policy.timing.looks[-1].pairs,
-                max_minutes=options["max_minutes"],
-                stop_early=subcommand == COMPARE,
-                calibrate=not options["no_calibration"],
-                force=options["force"],
-            )
-            if folder.stored:
-                verdict = comparison.judge_stored()
-            else:
-                for lane in lanes:
-                    lane.warm(folder.path, say)
-                verdict = comparison.execute()
-        finally:
-            close_lanes(lanes)
+    return {side: parse_side(options[side], repo) for side in SIDES}
+
+
+def _run(job: _Job, console: Console, held: ExitStack) -> tuple[CompareFolder, Verdict] | None:
+    """Open both sides and measure; None when it was interrupted. The folder stays locked in ``held``."""
+    options, say = job.options, _say(console)
+    builds = held.enter_context(Builds(rebuild=options["rebuild"], build_cmd=options["build_cmd"], say=say))
+    try:
+        lanes = open_lanes(job.sides, job.workloads, {**options, "port": 0}, builds)
+    except MeasurementError as error:  # a build that fails
+        if job.folder is None:
+            path = create_run(options["output_dir"], KIND, git_state()["short_sha"]).path
+            _write_invalid(job, path, error, say)
+        raise
+    held.callback(close_lanes, lanes)
+    folder = job.folder
+    if folder is None:
+        notes = _noise_notes(options, job.policy) if job.subcommand == COMPARE else []
+        folder = new_comparison(options, job.workloads, lanes, job.policy, job.subcommand, notes)
+        held.enter_context(folder.run_lock())
+    manifest = folder.manifest()
+    if job.folder is not None and not folder.stored:
+        for remark in go_on(manifest, lanes, force=options["force"]):
+            say(f"note: {remark}")
+    say(f"results: {folder.path}")
+    for note in manifest["notes"]:
+        say(f"note: {note}")
+    comparison = Comparison(
+        folder,
+        manifest,
+        lanes,
+        job.policy,
+        console,
+        pairs=options.get("pairs") or job.policy.timing.looks[-1].pairs,
+        max_minutes=options["max_minutes"],
+        stop_early=job.subcommand == COMPARE,
+        calibrate=not options["no_calibration"],
+        force=options["force"],
+    )
+    try:
+        verdict = _judge_stored(comparison) if folder.stored else _measure(comparison, lanes, say)
+    except (UsageError, MeasurementError) as error:
+        _write_invalid(job, folder.path, error, say)
+        raise
     return None if verdict is None else (folder, verdict)
+
+
+def _measure(comparison: Comparison, lanes: Sequence[Lane], say: Callable[[str], None]) -> Verdict | None:
+    for lane in lanes:
+        lane.warm(comparison.folder.path, say)
+    return comparison.execute()
+
+
+def _judge_stored(comparison: Comparison) -> Verdict:
+    """Raises MeasurementError where the runs have repeats, and not one that is valid on both sides."""
+    folder, manifest = comparison.folder, comparison.manifest
+    if reason := unusable_repeat(folder, manifest):
+        if not whole_pairs(folder, manifest):
+            raise MeasurementError(f"{reason}: measure that run again")
+        manifest["notes"] = list(dict.fromkeys([*manifest["notes"], reason]))
+    return comparison.judge_stored()
+
+
+def _write_invalid(job: _Job, folder: Path, error: Exception, say: Callable[[str], None]) -> None:
+    """The files of a verdict that says that nothing could be judged, for who reads those and no terminal.
+
+    The error itself is raised on, with its own exit code. A disk that is full is said with it.
+    """
+    if job.subcommand != COMPARE:
+        return
+    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+    told = {side: manifest.get(side) or job.sides[side].to_json() for side in SIDES}
+    reproduce = manifest.get("reproduce") or shlex.join(["kvbench", *sys.argv[1:]])
+    found = Finding("measured/comparison", "measured", "the comparison is measured", INVALID, str(error))
+    verdict = Verdict("compare", INVALID, str(error), (found,), **told, reproduce=reproduce)
+    with suppress(OSError):
+        for path in write_outputs(verdict, folder):
+            say(f"written: {path}")
+    publish(verdict, folder)
 
 
 def _workloads(options: Mapping[str, Any], run: str | None) -> list[Workload]:
@@ -162,7 +233,7 @@ def _workloads(options: Mapping[str, Any], run: str | None) -> list[Workload]:
     if run is not None:
         if options["workloads"]:
             raise UsageError("--workload does not go with stored runs, which have their own: leave it out")
-        manifest = RunFolder(Path(run)).manifest()
+        manifest = RunFolder(Path(run).expanduser()).manifest()
         return [resolve(manifest["workload"], profile=manifest["profile"], source=None)]
     if not options["workloads"]:
         raise UsageError("--workload is missing: write for example --workload workloads/mixed.yaml")

@@ -14,10 +14,17 @@ from kvbench.gate.folder import FORMAT, KIND, CompareFolder
 from kvbench.gate.lanes import Lane
 from kvbench.gate.plan import BASE, SIDES, cell_rows
 from kvbench.gate.policy import Policy
+from kvbench.gate.same_server import differences as server_differences
+from kvbench.gate.same_server import request_differences, varied_settings
+from kvbench.gate.side_text import RUN, parse_side
 from kvbench.gate.sides import OpenSide
+from kvbench.gate.stored_policy import stored_policy
+from kvbench.gate.values import whole_pairs
+from kvbench.house import HOUSE
 from kvbench.manifest import environment, git_state
-from kvbench.results import RunFolder, create_run, utc_now, write_json
+from kvbench.results import DONE, RunFolder, create_run, read_json, utc_now, write_json
 from kvbench.resume import environment_differences
+from kvbench.workload import Workload
 
 # Options that say what is compared, as words of the command that does it again.
 _REPEATED = (
@@ -26,21 +33,41 @@ _REPEATED = (
     "tls_ca_file", "no_tls_verify", "start_timeout", "max_minutes", "no_calibration", "force",
 )  # fmt: skip
 _FLAG = {"overrides": "-o", "workloads": "--workload"}
+# Options that name files and folders: kept absolute, since a comparison may be gone on with from another folder.
+PATHS = ("policy", "repo", "noise", "store", "tokenizer", "tls_ca_file")
+_OF_A_BUILD = ("sha", "changes", "build", "environment")
 _STORED_RUNS = (
     "stored runs were not measured side by side in random order: whatever the machine did between them counts as the "
     "candidate's"
 )
+_NOT_RANDOM = (
+    "stored runs, whose order was not random: the chances that are told hold only if nothing but the candidate changed "
+    "between them"
+)
+_ONE_LAUNCH = (
+    "a running server is one launch and was not put in random order with others: the chances that are told do not "
+    "cover what a new launch changes"
+)
 
 
 def new_comparison(
-    options: Mapping[str, Any], lanes: Sequence[Lane], policy: Policy, subcommand: str, notes: Sequence[str]
+    options: Mapping[str, Any],
+    workloads: Sequence[Workload],
+    lanes: Sequence[Lane],
+    policy: Policy,
+    subcommand: str,
+    notes: Sequence[str],
 ) -> CompareFolder:
-    """A new folder with its manifest. Raises UsageError where it cannot be made, or stored runs are not comparable."""
+    """A new folder with its manifest; ``workloads`` as they were before the sides' own settings.
+
+    Raises UsageError where it cannot be made, or stored runs are not comparable.
+    """
     sides = lanes[0].sides
     stored = {side: sides[side].stored for side in SIDES if sides[side].stored}
-    differences = _stored_differences(stored) if stored else []
+    differences = stored_differences(stored, lanes) if stored else []
     if differences and not options["force"]:
         raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
+    running = any(side.choice.probes for lane in lanes for side in lane.sides.values())
     path = create_run(options["output_dir"], KIND, git_state()["short_sha"]).path
     seed = options["order_seed"]
     manifest = {
@@ -52,16 +79,19 @@ def new_comparison(
         "reproduce": reproduce_command(options, sides, subcommand),
         **{side: {**sides[side].facts, "name": sides[side].name} for side in SIDES},
         "workloads": {lane.name: {side: dict(lane.sides[side].workload.resolved) for side in SIDES} for lane in lanes},
+        "given": [{"workload": dict(each.resolved), "profile": each.profile} for each in workloads],
         "cells": cell_rows([match for lane in lanes for match in lane.matches]),
         "order_seed": secrets.randbits(32) if seed is None else seed,
         "order": {},
-        "options": {key: value for key, value in options.items() if key != "resume"}
+        "options": {key: _absolute(key, value) for key, value in options.items() if key != "resume"}
         | {side: pinned(sides[side]) for side in SIDES},
-        "policy": str(policy.source) if policy.source else None,
-        "stored": {side: str(folder) for side, folder in stored.items()},
+        "policy": stored_policy(policy),
+        "stored": {side: str(folder.resolve()) for side, folder in stored.items()},
         "servers": {side: {} for side in SIDES},
         "differences": differences,
         "notes": [*notes, *(note for lane in lanes for note in lane.notes), *([_STORED_RUNS] if stored else [])],
+        "doubt": _NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
+        "resumed": [],
         "voids": [],  # attempts at pairs that were no measurement
         "void": None,  # the pair that was given up
         "seconds": [],  # that each pair took
@@ -79,7 +109,7 @@ def new_comparison(
 def reproduce_command(options: Mapping[str, Any], sides: Mapping[str, OpenSide], subcommand: str) -> str:
     """The command that does it again, with the commits in the place of names that move."""
     words = ["kvbench", subcommand]
-    words += [pinned(sides[side]) for side in (SIDES if subcommand == "compare" else (BASE,))]
+    words += [_readable(sides[side], options) for side in (SIDES if subcommand == "compare" else (BASE,))]
     for name in ("workloads", *_REPEATED):
         value = options.get(name)
         if value in (None, False, ()):
@@ -94,25 +124,88 @@ def reproduce_command(options: Mapping[str, Any], sides: Mapping[str, OpenSide],
 
 
 def pinned(side: OpenSide) -> str:
-    """The side as it was given; a ref as its commit, but for a working tree with changes, which has none."""
+    """The side in a way that means one thing in any folder; a ref as its commit, but for a working tree with changes.
+
+    Such a tree has no commit that would bring its files back.
+    """
     if side.build is not None and side.build.commit.changes is None:
         return side.build.commit.sha[:12]
-    return side.side.text
+    text = str(Path(side.side.text).expanduser().resolve()) if side.side.kind == RUN else side.side.text
+    return f"{side.side.kind}:{text}"
 
 
-def require_unchanged(manifest: Mapping[str, Any], lanes: Sequence[Lane]) -> None:
-    """UsageError where a comparison that is gone on with would measure other code than it has measured."""
+def _readable(side: OpenSide, options: Mapping[str, Any]) -> str:
+    """As ``pinned``, as it was given where that means the same."""
+    if side.build is not None and side.build.commit.changes is None:
+        return pinned(side)
+    try:
+        alone = parse_side(side.side.text, Path(options.get("repo") or HOUSE)).kind == side.side.kind
+    except UsageError:
+        alone = False
+    return side.side.text if alone else f"{side.side.kind}:{side.side.text}"
+
+
+def _absolute(name: str, value: Any) -> Any:
+    if name == "workloads":
+        return [str(Path(each).resolve()) for each in value]
+    return str(Path(value).resolve()) if name in PATHS and value else value
+
+
+def go_on(manifest: dict[str, Any], lanes: Sequence[Lane], *, force: bool) -> list[str]:
+    """Ready a manifest to be measured further; remarks for the user.
+
+    Raises UsageError where code, environment, versions or machine are others than were measured so far, unless
+    ``force``: it is put down then. Other cells than were begun with are always refused.
+    """
+    if cell_rows([match for lane in lanes for match in lane.matches]) != manifest["cells"]:
+        raise UsageError("this kvbench makes other cells of the workload than it began with: start a new comparison")
+    now = environment()
+    found, remarks = environment_differences(manifest, now)
     for side in SIDES:
-        then, now = manifest[side].get("changes"), lanes[0].sides[side].facts.get("changes")
-        if then != now:
-            raise UsageError(
-                f"{side} is a working tree that has changed since: bring its files back, or start a new comparison "
-                "without --resume"
-            )
+        then, here = manifest[side], lanes[0].sides[side].facts
+        changed = [key for key in _OF_A_BUILD if key in then and then[key] != here.get(key)]
+        if "changes" in changed:
+            found.append(f"{side} is a working tree whose files have changed since")
+        elif changed:
+            found.append(f"{side} has another {' and '.join(changed)} than before")
+    if found and not force:
+        raise UsageError(
+            f"the comparison was begun under other conditions than now: {'; '.join(found)}. Go back to those, start a "
+            "new one without --resume, or add --force to mix both: the verdict then says so"
+        )
+    manifest["options"]["force"] = manifest["options"]["force"] or force
+    manifest["resumed"] += [{"at": utc_now(), **now, "forced": force, "differences": found, "remarks": remarks}]
+    mixed = [f"--force: pairs were measured under different conditions: {each}" for each in found]
+    manifest["notes"] += [note for note in mixed if note not in manifest["notes"]]
+    return remarks
 
 
-def _stored_differences(stored: Mapping[str, Path]) -> list[str]:
-    """What two runs differ in that must be equal; their commits are what is compared."""
+def unusable_repeat(folder: CompareFolder, manifest: Mapping[str, Any]) -> str | None:
+    """Of stored runs: why the first repeat that does not count does not, where it was measured."""
+    repeat = whole_pairs(folder, manifest) + 1
+    for cell in manifest["cells"]:
+        for side in SIDES:
+            run = folder.run(side, cell["workload"])
+            if run.is_done(cell[side], repeat):
+                done = read_json(run.load(cell[side], repeat) / DONE)
+                if not done["valid"]:
+                    why = "; ".join(done["invalid_reasons"])
+                    return f"repeat {repeat} of {cell[side]} of {side} is invalid ({why}), and ends what can be paired"
+    return None
+
+
+def stored_differences(stored: Mapping[str, Path], lanes: Sequence[Lane]) -> list[str]:
+    """What two runs differ in that must be equal: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     found, _ = environment_differences({**then, "git": {}}, now)
-    return found
+    matches = [match for lane in lanes for match in lane.matches]
+    for match in matches:
+        told = [
+            (manifest.get("servers") or {}).get(match.of(side).config_id) or {}
+            for side, manifest in zip(SIDES, (then, now), strict=True)
+        ]
+        found += server_differences(*told, varied_settings(match))
+    folder, rows = CompareFolder(Path(), stored), cell_rows(matches)
+    for repeat in range(1, whole_pairs(folder, {"cells": rows}) + 1):
+        found += request_differences(folder, rows, repeat)
+    return list(dict.fromkeys(found))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbench.design import Design, make_design, select
-from kvbench.errors import UsageError
+from kvbench.errors import MeasurementError, UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.sides import OpenSide, Side, open_side, require_used, same_sides
 from kvbench.planning import SweepOptions, preflight
+from kvbench.results import RunFolder
 from kvbench.workload import Workload
 
 _NOT_FRESH = (
@@ -41,11 +42,21 @@ class Lane:
         return found + ([same] if same else [])
 
     def warm(self, folder: Path, say: Callable[[str], None]) -> None:
-        """One launch of each side that may compile at its first start: the first pair must not pay for that."""
-        for name, opened in self.sides.items():
-            if opened.needs_first_launch and (opened.build is None or opened.build.fresh):
-                say(f"starting {name} ({opened.name}) once, unmeasured: what it compiles is compiled then")
-                opened.first_launch(opened.workload.engine, folder / name / self.name / "logs" / "first-launch.log")
+        """One launch of each configuration of a side that may compile at its first start: pair 1 must not pay for it.
+
+        A launch that fails is said, and left to the pairs: they tell a server that fails from one that failed once.
+        """
+        for side, opened in self.sides.items():
+            if not opened.needs_first_launch or not (opened.build is None or opened.build.fresh):
+                continue
+            for match in self.matches:
+                configuration = match.of(side)
+                say(f"starting {side} ({opened.name}, {configuration.label}) once, unmeasured: it compiles then")
+                log = folder / side / self.name / "logs" / f"first-launch-{configuration.config_id}.log"
+                try:
+                    opened.first_launch(configuration.settings, log)
+                except MeasurementError as error:
+                    say(f"note: {side} did not start: {error}; the pairs will tell whether it ever does")
 
     def close(self) -> None:
         for opened in self.sides.values():
@@ -102,7 +113,8 @@ def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, M
     workload = side.workload
     if side.stored is not None:
         design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
-        return select(design, only), {}
+        measured = {cell_id for block in RunFolder(side.stored).manifest()["plan"] for cell_id in block["cells"]}
+        return select(_of_cells(design, measured), only), {}
     choice = side.choice
     sweep = SweepOptions(
         only=tuple(only), check=choice.check, refuses=choice.refuses, fresh=choice.fresh, require=choice.require
@@ -110,3 +122,10 @@ def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, M
     design, _ = sweep.plan(workload)
     capacity, _ = preflight(workload, design, sweep)
     return design, capacity
+
+
+def _of_cells(design: Design, cell_ids: Container[str]) -> Design:
+    """What a run measured of its workload: with --only it is a part."""
+    cells = tuple(cell for cell in design.cells if cell.cell_id in cell_ids)
+    kept = tuple(c for c in design.configurations if any(cell.configuration is c for cell in cells))
+    return dataclasses.replace(design, configurations=kept, cells=cells)
