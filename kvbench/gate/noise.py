@@ -21,11 +21,11 @@ from scipy import stats
 
 from kvbench.gate.detectable import critical_t_of, effective_tests, smallest_detectable, smallest_margin
 from kvbench.gate.pairs import Hypotheses, PairTable, hypotheses
-from kvbench.gate.rules import CELL, CLASS, LEVELS, OVERALL, MetricRule, TimingRules
+from kvbench.gate.rules import CELL, CLASS, OVERALL, MetricRule, TimingRules
 from kvbench.gate.signflip import critical_t
 from kvbench.report.words import plural
 
-FORMAT = "kvbench-noise/1"
+FORMAT = "kvbench-noise/2"
 ENOUGH_PAIRS = 20
 _FEWEST_PAIRS = 4
 _SURE = 0.01  # a bias this improbable, over all hypotheses of the table, is one
@@ -37,6 +37,8 @@ _WAYS_OUT = "lengthen the loads, or quieten the machine"
 class Noise:
     """Of one metric at one level, over its ``hypotheses`` (cells, classes or the whole).
 
+    ``stands_for``: the levels whose margins they are held to (a cell that is alone in its class is that class too);
+    those of one level that stand for others have a line of their own.
     ``sd`` of log(candidate / base) of pairs, in the median and the ``worst`` of them, which is ``where``. ``bias``:
     candidate / base - 1 where it is surest that there is one, and ``bias_p`` its two-sided p, adjusted for all
     hypotheses of the table. ``autocorrelation``: of one pair with the next, median. ``detectable`` and ``margin``: by
@@ -46,6 +48,7 @@ class Noise:
 
     metric: str
     level: str
+    stands_for: tuple[str, ...]
     hypotheses: int
     sd: float
     worst: float
@@ -75,14 +78,19 @@ class RunnerNoise:
         """What ``to_json`` gave, also after JSON has made text of the looks. ValueError for another format."""
         if data.get("format") != FORMAT:
             raise ValueError(f"a runner's noise of format {data.get('format')!r}: this kvbench reads {FORMAT}")
-        each = tuple(
-            Noise(**{k: {int(n): x for n, x in v.items()} if isinstance(v, Mapping) else v for k, v in line.items()})
-            for line in data["each"]
-        )
+        each = tuple(Noise(**{k: _stored(v) for k, v in line.items()}) for line in data["each"])
         return cls(data["pairs"], data["cells"], each)
 
-    def of(self, metric: str, level: str) -> Noise | None:
-        return next((each for each in self.each if (each.metric, each.level) == (metric, level)), None)
+    def of(self, metric: str, level: str | None = None) -> tuple[Noise, ...]:
+        """The lines of a metric, at one level or all."""
+        return tuple(each for each in self.each if each.metric == metric and level in (None, each.level))
+
+
+def _stored(value: Any) -> Any:
+    """A field of Noise as JSON gives it back: tuples as lists, looks as text."""
+    if isinstance(value, list):
+        return tuple(value)
+    return {int(look): share for look, share in value.items()} if isinstance(value, Mapping) else value
 
 
 def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
@@ -95,10 +103,11 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
     t_criticals = {look.pairs: _critical_t(tested.harm, look.pairs, look.alpha) for look in rules.looks}
     lines = []
     for metric in table.metrics:
-        for level in LEVELS:
-            columns = [i for i, h in enumerate(tested.each) if h.metric == metric and h.level == level]
-            if columns:
-                lines.append(_noise(tested, columns, metric, level, t_criticals, rules))
+        groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+        for i, h in enumerate(tested.each):
+            if h.metric == metric:
+                groups.setdefault((h.level, h.stands_for), []).append(i)
+        lines += [_noise(tested, columns, t_criticals, rules) for columns in groups.values()]
     return RunnerNoise(table.pairs, len(table.cells), tuple(lines))
 
 
@@ -113,14 +122,9 @@ def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
     return critical_t_of(tests, pairs, alpha)
 
 
-def _noise(
-    tested: Hypotheses,
-    columns: Sequence[int],
-    metric: MetricRule,
-    level: str,
-    t_criticals: Mapping[int, float],
-    rules: TimingRules,
-) -> Noise:
+def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int, float], rules: TimingRules) -> Noise:
+    first = tested.each[columns[0]]
+    metric = first.metric
     y = tested.log_ratio()[:, columns]
     sd, mean = y.std(axis=0, ddof=1), y.mean(axis=0)
     t = np.divide(mean, sd / np.sqrt(len(y)), out=np.zeros_like(mean), where=sd > 0)
@@ -141,7 +145,8 @@ def _noise(
     (detectable, margin), (worst_detectable, worst_margin) = by_look(float(np.median(sd))), by_look(float(sd[worst]))
     return Noise(
         metric=metric.name,
-        level=level,
+        level=first.level,
+        stands_for=first.stands_for,
         hypotheses=len(columns),
         sd=float(np.median(sd)),
         worst=float(sd[worst]),
@@ -169,17 +174,17 @@ def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
             "calibrate again",
         )
     for metric in rules.metrics:
-        lines = [line for level in LEVELS if (line := noise.of(metric.name, level))]
+        lines = noise.of(metric.name)
         said += [text for text in (_floor_warning(metric, lines, last), _margin_warning(metric, lines, last)) if text]
         said += [text for line in lines if (text := _leaning(line, noise.pairs))]
     return tuple(said)
 
 
 def _floor_warning(metric: MetricRule, lines: Sequence[Noise], last: int) -> str | None:
-    low = [(line, seen) for line in lines if (seen := line.detectable.get(last)) is None or seen > metric.floor]
+    low = [line for line in lines if (seen := line.worst_detectable[last]) is None or seen > metric.floor]
     if not low:
         return None
-    seen = ", ".join(f"{_share(share)} {_AT[line.level]}" for line, share in low)
+    seen = ", ".join(f"{_share(line.worst_detectable[last])} {_place(line)}" for line in low)
     return (
         f"{metric.name}: the floor of {_share(metric.floor)} is below the smallest regression that this runner shows, "
         f"at {last} pairs {seen}: raise the floor, {_WAYS_OUT}"
@@ -189,16 +194,22 @@ def _floor_warning(metric: MetricRule, lines: Sequence[Noise], last: int) -> str
 def _margin_warning(metric: MetricRule, lines: Sequence[Noise], last: int) -> str | None:
     narrow = []
     for line in lines:
-        least, margin = line.worst_margin.get(last), metric.margins[line.level]
+        least, margin = line.worst_margin[last], metric.margin_at(line.stands_for)
         if least is None or least > margin:
-            place = _AT[line.level] if line.level == OVERALL else f"of {line.where}"
-            narrow.append(f"{_share(margin)} {place}, where {_share(least)} is the least")
+            narrow.append(f"{_share(margin)} {_place(line)}, where {_share(least)} is the least")
     if not narrow:
         return None
     return (
         f"{metric.name}: an unchanged candidate would often stay inconclusive after {last} pairs; too narrow are the "
         f"margins {'; '.join(narrow)}: widen them, {_WAYS_OUT}"
     )
+
+
+def _place(line: Noise) -> str:
+    """The place with the worst noise of a line: ``over all cells``, ``of class mixed``, ``of mixed/paged-p16-c32``."""
+    if line.level == OVERALL:
+        return "over all cells"
+    return f"of class {line.where}" if line.level == CLASS else f"of {line.where}"
 
 
 def _leaning(line: Noise, pairs: int) -> str | None:

@@ -1,7 +1,9 @@
 """Comparisons that were never measured, to see how often the timing gate errs: noise by launch, looks, decisions.
 
-A run of the matrix is a series of launches in time, two a pair, with the noise of each cell and metric; a coin for each
-pair says which of the two is the candidate's. ``PAIR_SD``: what differences of pairs scatter by, in logs.
+A run of the matrix is a series of launches in time. In each pair every configuration is launched twice, one launch
+right after the other, and a coin of its own says which of the two is the candidate's, as kvbench/gate/plan.py has it;
+the cells of a configuration (its loads) share the launch and the coin. ``PAIR_SD``: what differences of pairs scatter
+by, in logs. ``interrupted``: the same with a clock that stops runs, runs that go on, and launches that are repeated.
 
 Decisions are those of kvbench.gate.judge, for thousands of runs at once: the flips come in random order, and a run is
 left as soon as more of them reach what was observed than its alpha allows. That changes no decision, as the count only
@@ -10,19 +12,24 @@ grows. ``tests/unit/gate/test_judge_rates.py`` holds them against ``judge`` itse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvbench.gate.conclude import look_points
+from kvbench.gate.pair_runner import ATTEMPTS
 from kvbench.gate.pairs import Hypothesis, PairTable, hypotheses
 from kvbench.gate.rules import DEFAULT_RULES, Look, TimingRules
 from kvbench.gate.signflip import adjusted_p, scaled
 
 CELLS, CLASSES = 24, 4
+CONFIGURATIONS = 12  # of two loads each; 1: all cells are loads of one launch
 NAMES = tuple(f"w{cell // (CELLS // CLASSES)}/c{cell}" for cell in range(CELLS))
 OF_CLASS = tuple(name.split("/")[0] for name in NAMES)
 PAIR_SD = np.array([0.01, 0.04, 0.015])  # of log output throughput, p95 TTFT, p95 ITL
 NOISES = ("normal", "t4", "ar1", "bimodal", "drifting")
+VOID = 0.05  # of the attempts at a configuration's pair, in ``interrupted``
 _TIE = 1e-9
 _AT_ONCE = 6_000_000  # signed sums in memory
 
@@ -67,17 +74,72 @@ def _unit(noise: str, rng: np.random.Generator, runs: int, launches: int, parts:
     raise ValueError(noise)
 
 
-def log_ratios(noise: str, rng: np.random.Generator, runs: int, pairs: int, shared: float = 0.0) -> np.ndarray:
-    """[runs, pairs, cells, metrics] of a candidate that is the base.
+def halves(
+    noise: str, rng: np.random.Generator, runs: int, pairs: int, shared: float, configurations: int
+) -> np.ndarray:
+    """[runs, pairs, 2, configurations, cells of each, metrics] what the first and the second launch have of noise.
 
-    ``shared``: the part of each metric's variance that all cells of a launch have in common.
+    ``shared``: the part of each metric's variance that the cells of a launch have in common; it goes through the
+    launches of all configurations in time.
     """
-    shape = (runs, 2 * pairs, CELLS, len(PAIR_SD))
-    series = np.sqrt(1 - shared) * _unit(noise, rng, runs, 2 * pairs, CELLS * len(PAIR_SD)).reshape(shape)
+    cells, metrics = CELLS // configurations, len(PAIR_SD)
+    own = _unit(noise, rng, runs, 2 * pairs, CELLS * metrics)
+    found = np.sqrt(1 - shared) * own.reshape(runs, pairs, 2, configurations, cells, metrics)
     if shared:
-        series += np.sqrt(shared) * _unit(noise, rng, runs, 2 * pairs, len(PAIR_SD))[:, :, None]
-    coin = rng.choice([-1.0, 1.0], size=(runs, pairs, 1, 1))
-    return coin * (series[:, 1::2] - series[:, ::2]) * PAIR_SD
+        series = _unit(noise, rng, runs, 2 * pairs * configurations, metrics)
+        in_time = series.reshape(runs, pairs, configurations, 2, 1, metrics).swapaxes(2, 3)
+        found += np.sqrt(shared) * in_time
+    return found * PAIR_SD
+
+
+def log_ratios(
+    noise: str,
+    rng: np.random.Generator,
+    runs: int,
+    pairs: int,
+    shared: float = 0.0,
+    configurations: int = CONFIGURATIONS,
+) -> np.ndarray:
+    """[runs, pairs, cells, metrics] of a candidate that is the base, a coin for each configuration of each pair."""
+    found = halves(noise, rng, runs, pairs, shared, configurations)
+    coin = rng.choice([-1.0, 1.0], size=(runs, pairs, configurations, 1, 1))
+    return (coin * (found[:, :, 1] - found[:, :, 0])).reshape(runs, pairs, CELLS, -1)
+
+
+def interrupted(noise: str, rng: np.random.Generator, runs: int, shared: float) -> tuple[np.ndarray, np.ndarray]:
+    """``log_ratios`` of runs that are stopped and gone on with, where slow launches are repeated; and their looks.
+
+    A launch is void when one of its p95 TTFT is among the slowest: both halves are then measured again in the other
+    order, up to three times; after the third the run stops. A run stops too when its time is over, which goes by the
+    same launches: slow ones take longer. What stopped takes its next look with the pairs that are there, and goes on.
+    Returns also [runs, looks], the pairs that each look of DEFAULT_RULES was taken after.
+    """
+    pairs, ttft = DEFAULT_RULES.looks[-1].pairs, 1
+    tried = halves(noise, rng, runs, pairs * ATTEMPTS, shared, CONFIGURATIONS)
+    tried = tried.reshape(runs, pairs, ATTEMPTS, *tried.shape[2:])
+    slowest = tried[..., ttft].max(axis=(3, 5))  # of both halves: [runs, pairs, attempts, configurations]
+    void = slowest > np.quantile(slowest, 1 - VOID)
+    kept = np.where(void.all(axis=2), ATTEMPTS - 1, void.argmin(axis=2))  # the first that is not void
+    found = np.take_along_axis(tried, kept[:, :, None, None, :, None, None], axis=2)[:, :, 0]
+    coin = rng.choice([-1.0, 1.0], size=kept.shape) * np.where(kept % 2, -1.0, 1.0)
+    y = coin[..., None, None] * (found[:, :, 1] - found[:, :, 0])
+    took = np.exp(found[..., ttft].mean(axis=(2, 3, 4))) * (1 + kept.mean(axis=2))
+    clock = np.cumsum(took / took.mean(), axis=1)  # in pairs
+    points = [look_points(DEFAULT_RULES, stops) for stops in _stops(clock, void.all(axis=2).any(axis=2), rng)]
+    return y.reshape(runs, pairs, CELLS, -1), np.array(points)
+
+
+def _stops(clock: np.ndarray, failed: np.ndarray, rng: np.random.Generator) -> Iterator[list[int]]:
+    """After how many pairs each run stopped, by its times [runs, pairs] and the pairs that could not be measured."""
+    for times, could_not in zip(clock, failed, strict=True):
+        stops: list[int] = []
+        ends = rng.uniform(2, 20)
+        for done in range(1, len(times)):
+            if could_not[done] or times[done - 1] > ends:
+                ends = times[done - 1] + rng.uniform(2, 20)
+                if done not in look_points(DEFAULT_RULES, stops):
+                    stops.append(done)
+        yield stops
 
 
 def harms(log_ratio: np.ndarray) -> tuple[tuple[Hypothesis, ...], np.ndarray]:
@@ -127,22 +189,30 @@ def _failed(harm: np.ndarray, floors: np.ndarray, look: Look, rejected: np.ndarr
     return failed
 
 
-def decide(log_ratio: np.ndarray, rules: TimingRules = DEFAULT_RULES, passes: bool = True) -> Decisions:
-    """Each run of [runs, pairs, cells, metrics] through all looks. Not ``passes``: no run ends with a PASS."""
+def decide(
+    log_ratio: np.ndarray, rules: TimingRules = DEFAULT_RULES, passes: bool = True, points: np.ndarray | None = None
+) -> Decisions:
+    """Each run of [runs, pairs, cells, metrics] through all looks. Not ``passes``: no run ends with a PASS.
+
+    ``points`` [runs, looks]: after how many pairs each look is taken; None: when the rules say.
+    """
+    if points is None:
+        points = np.tile([look.pairs for look in rules.looks], (len(log_ratio), 1))
     each, harm = harms(log_ratio)
     floors, margins = np.array([h.floor for h in each]), np.array([h.margin for h in each])
     failed, passed, rejected = (np.zeros(len(harm), dtype=int) for _ in range(3))
     for number, look in enumerate(rules.looks, start=1):
-        open_ = np.flatnonzero((failed == 0) & (passed == 0))
-        x = harm[open_, : look.pairs]
-        small = at_most(x, look.alpha, jointly=True)
-        fails = _failed(x, floors, look, small)
-        failed[open_[fails]] = number
-        rejected[open_[small & (rejected[open_] == 0)]] = number
-        if passes:
-            left = open_[~fails]
-            fine = at_most(margins - harm[left, : look.pairs], look.alpha_pass, jointly=False)
-            passed[left[fine]] = number
+        for pairs in np.unique(points[:, number - 1]):
+            open_ = np.flatnonzero((failed == 0) & (passed == 0) & (points[:, number - 1] == pairs))
+            x = harm[open_, :pairs]
+            small = at_most(x, look.alpha, jointly=True)
+            fails = _failed(x, floors, look, small)
+            failed[open_[fails]] = number
+            rejected[open_[small & (rejected[open_] == 0)]] = number
+            if passes:
+                left = open_[~fails]
+                fine = at_most(margins - harm[left, :pairs], look.alpha_pass, jointly=False)
+                passed[left[fine]] = number
     return Decisions(failed, passed, rejected)
 
 
