@@ -37,8 +37,11 @@ _SHARED = (
                  help="The comparison goes to OUTPUT_DIR/compare/<UTC time>-<git sha>/."),
     click.option("--order-seed", type=click.IntRange(0, 2**32 - 1),
                  help="Seed of the order within the pairs (default: a new one each time, which is stored)."),
-    click.option("--force", is_flag=True, help="Compare though model, device or versions of the sides differ."),
-    click.option("--resume", type=_FOLDER, metavar="DIR", help="Go on with the interrupted comparison in DIR."),
+    click.option("--force", is_flag=True,
+                 help="Compare though model, device or versions of the sides differ; with --resume: go on though "
+                 "code, versions or machine are others than when it began."),
+    click.option("--resume", type=_FOLDER, metavar="DIR",
+                 help="Go on with the comparison in DIR, by the workloads and the policy that it began with."),
     click.option("--runner-class", metavar="NAME",
                  help="Which machines have the noise of this one (default: processor, cores and GPUs)."),
 )  # fmt: skip
@@ -68,7 +71,8 @@ def compare(**options: Any) -> int:
 
     A pair is one freshly launched server of each side under the same requests, in random order. After 8, 12 and 16
     pairs p95 TTFT, p95 ITL and throughput are judged per cell, class and overall by sign-flip max-T, held against
-    floors and margins; the first look that decides ends the comparison.
+    floors and margins; the first look that decides ends the comparison, and so does --max-minutes, with a look at what
+    there is.
 
     \b
     Examples:
@@ -91,9 +95,9 @@ def compare(**options: Any) -> int:
     Exit codes:
       0    PASS: every change is shown to be within its margin
       1    FAIL: a slowdown is shown, and it is above its floor
-      2    usage or bad input, or the sides differ in model, device or versions (see --force)
+      2    usage or bad input, or the sides differ in model, device, versions or requests (see --force)
       3    INCONCLUSIVE, with the smallest slowdown that would have been seen and the pairs that are needed
-      4    a pair could not be measured, or a build failed
+      4    INVALID: a pair could not be measured, a build failed, or the disk is full
       5    nothing was compared
       130  interrupted; go on with --resume
     """

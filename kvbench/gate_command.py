@@ -18,7 +18,7 @@ def gate() -> None:
     \b
     kvbench gate RESULTS [--policy FILE] [--output-dir DIR] [--force]
       RESULTS is the folder of a sweep, held to the absolute limits of the policy, or that of a comparison, whose
-      stored pairs are judged again by the policy's rules. More: kvbench gate results --help
+      stored pairs are judged again by its own rules, or by the policy's. More: kvbench gate results --help
     kvbench gate counters [WORKLOAD]
       Replays fixed workloads by step, without arithmetic, and compares every counter with ci/counters.lock.json.
 
@@ -32,7 +32,7 @@ def gate() -> None:
     Exit codes:
       0  pass
       1  a regression: a limit is broken, the candidate is slower, a counter differs
-      2  usage or bad input, such as a mistake in the policy
+      2  usage or bad input, such as a mistake in the policy, or a comparison that is not finished
       3  inconclusive (comparisons): too few pairs to tell
       4  invalid: an invalid cell, an incomplete run, a metric that nobody measured
       5  nothing was compared: no limit, no cell
@@ -44,14 +44,15 @@ def gate() -> None:
 @click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="The limits and rules: ci/gates.yaml.")
 @click.option(
     "--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-    help="Where verdict.json, junit.xml and summary.md go (default: RESULTS).",
+    help="Where verdict.json, junit.xml and summary.md go (default: RESULTS; for a comparison judged by another policy "
+    "than its own RESULTS/judged-<policy's name>).",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Judge although what is compared differs in code, versions or machine.")
 def results(**options: Any) -> int:
     """Hold a sweep's run to the absolute limits of a policy, or judge the pairs of a comparison again.
 
     A limit holds the median over a cell's repeats; with `every: true` in the policy, each repeat. Which limits there
-    are: ci/gates.yaml, which is commented and made to be copied.
+    are: ci/gates.yaml, which is commented and made to be copied. A comparison is judged once it is finished.
 
     \b
     Examples:
@@ -80,10 +81,11 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     rules = load_policy(policy)
     if not results.is_dir():
         raise UsageError(f"there is no folder {str(results)!r}: give the folder of a sweep or of a comparison")
-    verdict = gate_results(results, rules, force=force)
+    judged = gate_results(results, rules, force=force)
+    verdict = judged.verdict
     console = Console()
     print_verdict(verdict, console)
-    folder = output_dir or results
+    folder = output_dir or judged.folder
     written = write_outputs(verdict, folder)
     if verdict.kind == "limits":
         written += write_benchmarks(sweep_points(results / "summary.csv", verdict.facts["workload"]), folder)

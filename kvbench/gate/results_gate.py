@@ -2,36 +2,77 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.gate.limits import SUITE, judge_limits
 from kvbench.gate.policy import Policy
+from kvbench.gate.stored_policy import digest, policy_of
 from kvbench.gate.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.quality_result import QualityResult, read_quality
 from kvbench.report.data import Run
 from kvbench.report.reading import read_run
 from kvbench.report.words import listing, plural
-from kvbench.results import MANIFEST, read_json
+from kvbench.results import MANIFEST, RunFolder, read_json
 
 _NAMED = 5  # cells in one sentence
 
 
-def gate_results(results: Path, policy: Policy, *, force: bool = False) -> Verdict:
+@dataclass(frozen=True)
+class Judged:
+    """``folder``: where the files of the verdict belong, unless the user says where."""
+
+    verdict: Verdict
+    folder: Path
+
+
+def gate_results(results: Path, policy: Policy, *, force: bool = False) -> Judged:
     """The verdict on a folder. ``force``: also where what is compared does not come from the same code and versions.
 
+    A comparison is judged by its own rules where ``policy`` comes from no file.
+
     Raises:
-        UsageError: it is no folder of a sweep or of a comparison, or a sweep's without a policy.
+        UsageError: it is no folder of a sweep or of a comparison, or a sweep's without a policy; a comparison is not
+            finished, or is being measured.
     """
     manifest = results / MANIFEST
     told = read_json(manifest) if manifest.is_file() else {}
     if isinstance(told, Mapping) and told.get("kind") == "compare":
-        from kvbench.gate.conclude import judge_folder
+        return _gate_comparison(results, policy, force=force)
+    return Judged(_gate_sweep(results, policy, force=force), results)
 
-        return judge_folder(results, policy, force=force)
+
+def _gate_comparison(results: Path, policy: Policy, *, force: bool) -> Judged:
+    """Under the folder's lock, where it can be written; by another policy, the files go beside those of its own."""
+    from kvbench.gate.conclude import judge_folder
+
+    with RunFolder(results).locked() if os.access(results, os.W_OK) else nullcontext():
+        manifest = read_json(results / MANIFEST)
+        if manifest.get("status") == "incomplete":
+            words = ["kvbench", str(manifest.get("subcommand", "compare")), "--resume", str(results)]
+            raise UsageError(
+                f"{results} is not finished, and a look at the pairs so far would spend what a later look may err: go "
+                f"on with `{shlex.join(words)}`"
+            )
+        own = policy_of(manifest["policy"]) if manifest.get("policy") else None
+        if policy.source is None and own is not None:
+            policy = own
+        verdict = judge_folder(results, policy, force=force)
+    if own is None or digest(own) == digest(policy):
+        return Judged(verdict, results)
+    again = shlex.join(["kvbench", "gate", str(results), "--policy", str(policy.source)])
+    note = f"judged again by {policy.source}, and not by the policy that it was measured with"
+    verdict = replace(verdict, reproduce=again, notes=(note, *verdict.notes))
+    return Judged(verdict, results / f"judged-{policy.source.stem}")
+
+
+def _gate_sweep(results: Path, policy: Policy, *, force: bool) -> Verdict:
     if policy.source is None:
         raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
     try:
