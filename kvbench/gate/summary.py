@@ -84,8 +84,9 @@ def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str
         return []
     drawn = _table(findings, rows)
     lines = [f"### {title} ({len(findings):,})", "", *drawn, *([""] if drawn else [])]
-    for i, finding in enumerate(wording.explained(findings, min(rows, 20 if drawn else ROWS))):
-        lines.append(f"- {escape(wording.line(finding.sentence, _SENTENCE))}")
+    told = wording.explained(findings, min(rows, 20 if drawn else ROWS), verdict.sentence)
+    for i, (text, finding) in enumerate(told):
+        lines.append(f"- {escape(wording.line(text, _SENTENCE))}")
         details = finding.details[:8] if i < DETAILED else ()
         lines += [f"  - {escape(wording.line(detail, _DETAIL))}" for detail in details]
         lines += [f"  - {each}" for each in _more(len(finding.details) - 8, "lines") if details]

@@ -141,13 +141,26 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (RANKS[f.outcome], SUITES.get(f.suite, len(SUITES)), -badness(f)))
 
 
-def explained(findings: Sequence[Finding], most: int) -> list[Finding]:
-    """Those whose sentences are shown below their table: the first, and all that say more than their rows do."""
-    return [
-        finding
-        for i, finding in enumerate(findings)
-        if i == 0 or finding.details or finding.change is None or finding.outcome != FAIL
-    ][:most]
+def explained(findings: Sequence[Finding], most: int, said: str) -> list[tuple[str, Finding]]:
+    """What is said below a table, and of which finding: the sentence of the first, and of all that add to their rows.
+
+    ``said``: the verdict's sentence, which stands at the top. What it has is not said again: a finding that has details
+    is then called by its title, and one that has none is left out.
+    """
+    found = []
+    for i, finding in enumerate(findings):
+        known = line(finding.sentence) in line(said)
+        if finding.details or (not known and (i == 0 or finding.change is None or finding.outcome != FAIL)):
+            found.append(((finding.title or finding.id) if known else finding.sentence, finding))
+    return found[:most]
+
+
+def metric_and_place(finding: Finding) -> tuple[str, str]:
+    """``p95 TTFT`` and ``mixed/paged-c8``, of a comparison's ``p95 TTFT of mixed/paged-c8``; else title and nothing."""
+    title = line(finding.title or finding.id)
+    if finding.suite in SUITES and (parts := re.fullmatch(r"(.*?) (?:of|over) (.*)", title)):
+        return parts[1], parts[2]
+    return title, ""
 
 
 def counted(verdict: Verdict) -> str:
@@ -163,7 +176,7 @@ def sides(verdict: Verdict) -> list[tuple[str, str]]:
         name, sha = (line(side.get(key) or "", 200) for key in ("name", "sha"))
         short = sha[:12]
         words = name or short
-        if name and short and not (name.startswith(sha[:7]) or sha.startswith(name)):
+        if name and short and not (sha[:7] in name or sha.startswith(name)):
             words = f"{name} ({short})"
         if words:
             found.append((role, words))

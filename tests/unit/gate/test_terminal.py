@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvbench.gate.terminal import print_verdict
-from kvbench.gate.verdict import FAIL, PASS, Finding, Verdict
+from kvbench.gate.verdict import FAIL, INCONCLUSIVE, PASS, Finding, Verdict
 from kvbench.gate.wording import LABELS
 from tests.support import verdicts
 
@@ -55,9 +56,51 @@ def test_passes_without_numbers_are_only_counted() -> None:
 def test_what_moved_and_why_are_said() -> None:
     text = printed(verdicts.failed(), 120)
     assert text.index("decode time a step") < text.index("prefill time a step")
-    assert re.search(r"decode time a step \(ms\).*12 +14\.0 +\+17\.0 % \[\+16\.0, \+18\.0\] +91\.0 %", text)
+    assert re.search(r"decode time a step \(ms\).*12 +14\.0 +\+17\.0 % +91\.0 %", text)
     counters = printed(verdicts.counters(), 120)
     assert "- 1 more preemption than locked" in counters and "    step 118: preempted [] -> [7]" in counters
+
+
+def compared(places: tuple[str, ...]) -> list[str]:
+    """The lines at 80 columns, as CI logs have, of a comparison in which throughput failed and p95 ITL is open."""
+    numbers = {"base": 1234.5, "candidate": 1111.1, "change": -0.1, "interval": (-0.119, -0.081)}
+    findings = [
+        Finding(f"cell/{place}/{name}", "cell", f"{title} of {place}", outcome, "s", unit=unit, **numbers)
+        for place in places
+        for name, title, unit, outcome in (
+            ("output_throughput", "output throughput", "tokens/s", FAIL),
+            ("p95_itl_ms", "p95 ITL", "ms", INCONCLUSIVE),
+        )
+    ]
+    return [line.strip() for line in printed(Verdict("compare", FAIL, "v", tuple(findings))).splitlines()]
+
+
+def test_the_metrics_of_an_only_cell_stand_under_it() -> None:
+    lines = compared(("steady-stream/paged-p16-c32",))
+    start = lines.index("steady-stream/paged-p16-c32")
+    assert lines[start + 1] == "FAIL      output throughput (tok/s) 1,234     1,111 -10.0 % [-11.9, -8.10]"
+    assert lines[start + 2] == "unclear   p95 ITL (ms)              1,234     1,111 -10.0 % [-11.9, -8.10]"
+
+
+def test_many_cells_stand_under_their_metric_failures_first() -> None:
+    cells = [f"steady-stream/paged-p16-c{load}" for load in (1, 8, 32)]
+    lines = compared(tuple(cells))
+    start = lines.index("output throughput (tok/s)")
+    assert lines[start + 4] == "p95 ITL (ms)"
+    assert lines[start + 1] == "FAIL      steady-stream/paged-p16-c1  1,234     1,111 -10.0 % [-11.9, -8.10]"
+    assert [line.split()[:2] for line in lines[start + 1 : start + 8] if line != "p95 ITL (ms)"] == [
+        [label, cell] for label in ("FAIL", "unclear") for cell in cells
+    ]
+
+
+def test_what_the_first_line_says_is_not_said_again() -> None:
+    finding = verdicts.timing("mixed/a", FAIL, 0.1, suite="cell")
+    assert printed(Verdict("compare", FAIL, finding.sentence, (finding,))).count("changed by") == 1
+    with_details = dataclasses.replace(finding, details=("pair 3 was the worst",))
+    text = printed(Verdict("compare", FAIL, f"{finding.sentence} 2 of 9 fail.", (with_details,)))
+    assert text.count("changed by") == 1
+    assert "- p95_itl_ms, mixed/a\n    pair 3 was the worst\n" in text
+    assert printed(Verdict("compare", FAIL, "slower", (finding,))).count("changed by") == 1
 
 
 def test_markup_of_others_is_shown_and_not_obeyed() -> None:
