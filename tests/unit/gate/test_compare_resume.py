@@ -1,0 +1,333 @@
+"""What ``kvbench compare`` keeps of a comparison, how it is gone on with, and what is left where it cannot be judged.
+
+No server is launched: measuring is replaced, everything before and after it is real.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench import cli
+from kvbench.errors import MeasurementError, UsageError
+from kvbench.gate import compare_manifest, environments, lanes
+from kvbench.gate.builds import Builds
+from kvbench.gate.compare import Comparison
+from kvbench.gate.compare_manifest import pinned, reproduce_command
+from kvbench.gate.folder import CompareFolder
+from kvbench.gate.policy import load_policy
+from kvbench.gate.side_text import parse_side
+from kvbench.gate.sides import open_side
+from kvbench.gate.stored_policy import digest, policy_of, stored_policy
+from kvbench.gate.verdict import Verdict
+from kvbench.results import read_json, write_json
+from kvbench.workload import load_workload
+from tests.support.compare_folders import write_load
+from tests.support.git_repo import make_repo
+from tests.support.sweep_parts import TINY
+
+POLICY = """
+timing:
+  looks: [{pairs: 10, alpha: 1%}]
+  metrics: {p95_ttft_ms: {floor: 2%}}
+  classes: {b: ['*b*'], a: '*'}
+"""
+HERE = {
+    "git": {"sha": "1" * 40, "short_sha": "1111111", "dirty": False},
+    "versions": {"torch": "2"},
+    "cpu": {"model": "a processor", "architecture": "x86_64", "cores": 2},
+    "gpus": [{"name": "a GPU", "driver_version": "1"}],
+}
+SIDES = ("page_size=16", "page_size=32")
+WORDS = ("--workload", "tiny.yaml", "--policy", "gates.yaml", "--profile", "cpu")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The machine and the code, to be changed."""
+    now = json.loads(json.dumps(HERE))
+    monkeypatch.setattr(compare_manifest, "environment", lambda: json.loads(json.dumps(now)))
+    return now
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch, capfd, here):
+    """Runs the command: (exit code, its folder, stderr). Every Comparison that would have measured is in ``begun``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lanes.Lane, "warm", lambda self, folder, say: None)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    (tmp_path / "gates.yaml").write_text(POLICY)
+    begun = []
+
+    def interrupted(comparison):
+        begun.append(comparison)
+        comparison._write("incomplete")
+
+    def run(*words, measure=interrupted):
+        monkeypatch.setattr(Comparison, "execute", measure)
+        known = set(tmp_path.glob("results/compare/*"))
+        with pytest.raises(SystemExit) as left:
+            cli.main(["compare", *words])
+        new = set(tmp_path.glob("results/compare/*")) - known
+        return left.value.code, new.pop() if new else None, capfd.readouterr().err
+
+    run.begun = begun
+    return run
+
+
+def test_it_is_gone_on_with_by_what_it_began_with_whatever_the_files_hold_now(compare, tmp_path, monkeypatch):
+    code, folder, err = compare(*SIDES, *WORDS)
+    assert code == 130, err
+    changed = TINY | {"load": TINY["load"] | {"num_requests": 60}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(changed))
+    (tmp_path / "gates.yaml").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, other, err = compare("--resume", str(folder))
+    assert (code, other) == (130, None), err
+    first, second = compare.begun
+    assert [lane.sides["base"].workload.load_points for lane in first.lanes] == [
+        lane.sides["base"].workload.load_points for lane in second.lanes
+    ]
+    assert second.lanes[0].sides["candidate"].workload.engine["page_size"] == 32
+    assert second.policy.timing == first.policy.timing and second.pairs == 10
+    assert Path(second.manifest["options"]["workloads"][0]) == tmp_path / "tiny.yaml"
+    assert "--policy gates.yaml" in second.manifest["reproduce"]  # as it was given
+    assert "page_size=16 page_size=32 " in second.manifest["reproduce"]
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("git", {"sha": "2" * 40, "short_sha": "2222222"}, "commit (1111111 then, 2222222 now)"),
+        ("cpu", {"model": "another"}, "processor model (a processor then, another now)"),
+        ("versions", {"torch": "3"}, "torch (2 then, 3 now)"),
+        ("gpus", [{"name": "another GPU", "driver_version": "1"}], "GPUs (a GPU with driver 1 then, another GPU"),
+    ],
+)
+def test_other_conditions_need_force_which_is_kept(compare, here, section, change, said):
+    _, folder, _ = compare(*SIDES, *WORDS)
+    here[section] = {**here[section], **change} if isinstance(change, dict) else change
+    code, _, err = compare("--resume", str(folder))
+    assert code == 2 and said in err and "--force" in err
+    assert compare("--resume", str(folder), "--force")[0] == 130
+    assert len(compare.begun) == 2 and compare.begun[-1].force
+    manifest = read_json(folder / "manifest.json")
+    assert said in " ".join(manifest["notes"]) and manifest["resumed"][0]["differences"]
+    # What is printed to go on with has no --force: it is kept.
+    assert compare(*shlex.split(compare.begun[-1].resume_command())[2:])[0] == 130
+    assert compare.begun[-1].force
+
+
+def test_a_build_that_is_another_one_needs_force(compare):
+    _, folder, _ = compare(*SIDES, *WORDS)
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", manifest | {"base": manifest["base"] | {"environment": "before"}})
+    code, _, err = compare("--resume", str(folder))
+    assert code == 2 and "base has another environment than before" in err
+    write_json(folder / "manifest.json", manifest | {"candidate": manifest["candidate"] | {"changes": "before"}})
+    code, _, err = compare("--resume", str(folder))
+    assert code == 2 and "candidate is a working tree whose files have changed" in err
+
+
+def test_other_cells_are_refused_whatever_is_forced(compare):
+    _, folder, _ = compare(*SIDES, *WORDS)
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", manifest | {"cells": manifest["cells"][:1]})
+    code, _, err = compare("--resume", str(folder), "--force")
+    assert code == 2 and "other cells" in err and len(compare.begun) == 1
+
+
+def test_two_at_once_are_refused_before_anything_is_opened(compare, monkeypatch):
+    _, folder, _ = compare(*SIDES, *WORDS)
+    monkeypatch.setattr("kvbench.compare_main.open_lanes", lambda *_: pytest.fail("opened beside another kvbench"))
+    with CompareFolder(folder).run_lock():
+        code, _, err = compare("--resume", str(folder))
+    assert code == 2 and "is being written by another kvbench" in err
+
+
+def test_the_folder_is_locked_while_it_is_measured_and_free_afterwards(compare):
+    def measure(comparison):
+        with pytest.raises(UsageError, match="being written"), comparison.folder.run_lock():
+            pass
+
+    _, folder, _ = compare(*SIDES, *WORDS, measure=measure)
+    with CompareFolder(folder).run_lock():
+        pass
+
+
+@pytest.mark.parametrize(("error", "code"), [(UsageError("dtype differs"), 2), (MeasurementError("a full disk"), 4)])
+def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp_path, error, code):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
+
+    def fails(comparison):
+        raise error
+
+    left, folder, err = compare(*SIDES, *WORDS, measure=fails)
+    assert left == code and str(error) in err
+    verdict = read_json(folder / "verdict.json")
+    assert (verdict["outcome"], verdict["sentence"]) == ("invalid", str(error))
+    assert verdict["base"]["text"] == "page_size=16" and verdict["reproduce"].startswith("kvbench compare page_size")
+    assert str(error) in ET.parse(folder / "junit.xml").find(".//error").get("message")
+    assert str(error) in (tmp_path / "step.md").read_text()
+
+
+def test_a_build_that_fails_leaves_a_verdict_for_ci(compare, tmp_path, monkeypatch):
+    make = environments._make_venv
+    monkeypatch.setattr(environments, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    repo = make_repo(tmp_path / "repo", {"serve.py": ""})
+    how = ("--repo", str(repo), "--build-cmd", "false", "--serve-cmd", "{python} serve.py {port}")
+    code, folder, err = compare("main", "HEAD", *WORDS, *how)
+    assert code == 4, err
+    verdict = read_json(folder / "verdict.json")
+    assert verdict["outcome"] == "invalid" and "false" in verdict["sentence"]
+    assert (verdict["base"]["name"], verdict["candidate"]["name"]) == ("main", "HEAD")
+
+
+def test_the_verdict_is_shown_though_it_cannot_be_written(compare, monkeypatch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device", "pairs.csv")
+
+    monkeypatch.setattr("kvbench.compare_main.write_pairs", no_room)
+    shown = []
+    monkeypatch.setattr("kvbench.compare_main.print_verdict", lambda verdict, console: shown.append(verdict.sentence))
+    code, _, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
+    assert code == 4 and "free some space" in err and shown == ["it is slower"]
+
+
+def test_the_policy_comes_back_from_a_manifest_as_it_was(tmp_path):
+    (tmp_path / "gates.yaml").write_text(POLICY)
+    policy = load_policy(tmp_path / "gates.yaml")
+    stored = json.loads(json.dumps(stored_policy(policy)))
+    assert policy_of(stored).timing == policy.timing and list(policy_of(stored).timing.classes) == ["b", "a"]
+    assert stored["digest"] == digest(policy) == digest(policy_of(stored)) != digest(load_policy(None))
+    (tmp_path / "other.yaml").write_text(POLICY.replace("b: ['*b*'], a: '*'", "a: '*', b: ['*b*']"))
+    assert digest(load_policy(tmp_path / "other.yaml")) != digest(policy)  # the first class that matches counts
+
+
+@pytest.fixture
+def workload(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY | {"sweep": {}}))
+    return load_workload(tmp_path / "tiny.yaml", profile="cpu")
+
+
+def test_a_side_is_kept_in_a_way_that_means_one_thing(tmp_path, workload, monkeypatch):
+    """Of texts that need a prefix it is kept in the command, too."""
+    monkeypatch.chdir(tmp_path)
+    for text, kept, shown in (
+        ("page_size=16", "set:page_size=16", "page_size=16"),
+        (f"cmd:{sys.executable}", f"cmd:{sys.executable}", f"cmd:{sys.executable}"),
+        ("http://127.0.0.1:9", "url:http://127.0.0.1:9", "http://127.0.0.1:9"),
+    ):
+        side = open_side(parse_side(text), workload, {})
+        assert pinned(side) == kept
+        assert parse_side(kept).text == side.side.text
+        assert reproduce_command({}, {"base": side, "candidate": side}, "compare").split() == [
+            "kvbench", "compare", shown, shown,
+        ]  # fmt: skip
+
+
+class Opened:
+    """A side whose launches are counted, and can fail."""
+
+    name, needs_first_launch, build = "cmd", True, None
+
+    def __init__(self, fails):
+        self.fails, self.launched = fails, []
+
+    def first_launch(self, settings, log):
+        self.launched.append(settings)
+        if self.fails:
+            raise MeasurementError("the server ended with code 1")
+
+
+def test_a_first_launch_that_fails_is_left_to_the_pairs(tmp_path, workload):
+    designs = lanes.make_design(workload.engine, {"layout": ["contiguous"]}, workload.load_points, "one_at_a_time")
+    matches = lanes.match_designs("tiny", designs, designs)
+    for fails in (True, False):
+        opened, said = {side: Opened(fails) for side in ("base", "candidate")}, []
+        lanes.Lane("tiny", opened, matches, {}).warm(tmp_path, said.append)
+        for side in opened.values():  # each configuration: what is swept compiles, too
+            assert side.launched == [match.base.settings for match in matches] and len(side.launched) == 2
+        assert sum("ended with code 1" in line for line in said) == (4 if fails else 0)
+    unused = {side: Opened(False) for side in ("base", "candidate")}
+    lanes.Lane("tiny", unused, (), {}).warm(tmp_path, said.append)
+    assert not unused["base"].launched
+
+
+def stored_run(folder: Path, of, values, *, told=(), invalid=(), cells=None) -> Path:
+    """A run of ``of`` with these output throughputs, a repeat each; ``told``: dtype; ``cells``: as with --only."""
+    design = lanes.make_design(of.engine, of.sweep, of.load_points, of.design)
+    ids = [cell.cell_id for cell in design.cells if cells is None or cells in cell.cell_id]
+    servers = {c.config_id: {"resolved": dict(told)} for c in design.configurations}
+    manifest = {"format": 1, "status": "complete", "workload": dict(of.resolved), "profile": "cpu", **HERE}
+    write_json(folder / "manifest.json", manifest | {"plan": [{"cells": ids}], "servers": servers})
+    for repeat, value in enumerate(values, 1):
+        for cell_id in ids:
+            why = {"valid": False, "invalid_reasons": ["others used the machine"]} if repeat in invalid else {}
+            path = folder / "cells" / cell_id / "loads" / str(repeat)
+            write_load(path, cell_id, (value, 100.0, 10.0), **why)
+    return folder
+
+
+@pytest.fixture
+def swept(tmp_path, workload):
+    (tmp_path / "swept.yaml").write_text(yaml.safe_dump(TINY))
+    return load_workload(tmp_path / "swept.yaml", profile="cpu")
+
+
+def test_stored_runs_that_were_measured_with_only(compare, tmp_path, swept):
+    runs = [stored_run(tmp_path / n, swept, [v] * 8, cells="contiguous") for n, v in (("a", 100.0), ("b", 80.0))]
+    code, folder, err = compare(*(f"run:{run.name}" for run in runs))
+    assert code == 1, err
+    verdict = read_json(folder / "verdict.json")
+    assert "order was not random" in verdict["sentence"] and verdict["facts"]["pairs"] == 8
+    assert len(read_json(folder / "manifest.json")["cells"]) == 1
+    assert f"run:{tmp_path / 'a'}" == read_json(folder / "manifest.json")["options"]["base"]
+
+
+def test_stored_runs_whose_first_repeat_is_invalid_are_no_measurement(compare, tmp_path, swept):
+    good = stored_run(tmp_path / "a", swept, [100.0] * 4)
+    bad = stored_run(tmp_path / "b", swept, [100.0] * 4, invalid=(1,))
+    code, folder, err = compare(str(good), str(bad))
+    assert code == 4 and "repeat 1 of " in err and "others used the machine" in err
+    assert read_json(folder / "verdict.json")["outcome"] == "invalid"
+    shutil.rmtree(bad)
+    stored_run(bad, swept, [100.0] * 4, invalid=(3,))
+    code, folder, err = compare(str(good), str(bad))
+    assert code == 3, err
+    assert any("repeat 3 of " in note for note in read_json(folder / "verdict.json")["notes"])
+
+
+def test_stored_runs_of_other_servers_or_requests_need_force(compare, tmp_path, swept):
+    one = stored_run(tmp_path / "a", swept, [100.0] * 3, told={"dtype": "float32"})
+    two = stored_run(tmp_path / "b", swept, [100.0] * 3, told={"dtype": "bfloat16"})
+    for run in (one, two):
+        for path in run.glob("cells/*/loads/2/done.json"):
+            write_json(path, read_json(path) | {"requests_sha256": run.name})
+    code, folder, err = compare(str(one), str(two))
+    assert (code, folder) == (2, None)
+    assert "dtype (float32 and bfloat16)" in err and "requests of tiny/" in err
+    code, folder, err = compare(str(one), str(two), "--force")
+    assert code == 3 and any("dtype" in note for note in read_json(folder / "verdict.json")["notes"])
+
+
+def test_a_build_is_kept_as_its_commit(tmp_path, workload, monkeypatch):
+    make = environments._make_venv
+    monkeypatch.setattr(environments, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
+    repo = make_repo(tmp_path / "other", {"setup.py": "", "serve.py": ""})
+    options = {"repo": repo, "serve_cmd": "{python} serve.py {port}"}
+    with Builds(tmp_path / "b", build_cmd="true") as builds:
+        clean = open_side(parse_side("main", repo), workload, options, builds)
+        assert pinned(clean) == clean.build.commit.sha[:12]
+        (repo / "serve.py").write_text("changed")
+        changed = open_side(parse_side(".", repo), workload, options, builds)
+        assert pinned(changed) == "ref:."

@@ -1,0 +1,107 @@
+"""What must be equal in base and candidate, from launch to launch, and in their requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbench.design import load_point, make_design
+from kvbench.errors import UsageError
+from kvbench.gate.plan import match_designs
+from kvbench.gate.same_server import cache_notes, differences, hear_server, require_same_requests
+from kvbench.results import read_json, write_json
+from tests.support.compare_folders import noisy_pairs, stored_comparison
+
+POINTS = (load_point("closed", concurrency=4, rate=None, num_requests=8),)
+OURS = {
+    "served_model": {"name": "tiny", "vocab_size": 512, "max_model_len": 256},
+    "model": {"name": "tiny", "weights_fingerprint": "aa", "num_parameters": 5},
+    "resolved": {"device": "cpu", "dtype": "float32", "num_threads": 2},
+    "versions": {"torch": "2"},
+}
+
+
+def matched(base=None, candidate=None):
+    designs = [make_design({"layout": "paged", **(s or {})}, {}, POINTS, "one_at_a_time") for s in (base, candidate)]
+    return match_designs("w", *designs)[0]
+
+
+def other(section, **facts):
+    return OURS | {section: OURS[section] | facts}
+
+
+@pytest.fixture
+def manifest():
+    return {"servers": {"base": {}, "candidate": {}}, "differences": []}
+
+
+def hear(manifest, side, told=OURS, *, match=None, alone=False, force=False):
+    hear_server(manifest, match or matched(), side, told, alone=alone, force=force)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "found"),
+    [
+        (OURS, OURS, []),
+        (OURS, other("model", weights_fingerprint="bb"), ["weights_fingerprint (aa and bb)"]),
+        (OURS, other("resolved", num_threads=4), ["num_threads (2 and 4)"]),
+        (OURS, other("versions", torch="3", triton="1"), ["version of torch (2 and 3)"]),
+        # Where a server does not tell its weights, the name of its model stands for them, wherever the files lie.
+        ({"served_model": {"name": "Qwen3-8B"}}, {"served_model": {"name": "Qwen3-8B-AWQ"}}, ["model"]),
+        ({"served_model": {"name": "/models/Qwen3-8B"}}, {"served_model": {"name": "Qwen/Qwen3-8B"}}, []),
+        (OURS, {"served_model": {"name": "tiny"}}, []),
+        (OURS, {"served_model": {"name": "/tmp/x"}, "model": {"name": "tiny"}}, []),
+        (OURS, {"served_model": {"name": "other"}}, ["model (tiny and other)"]),
+        ({}, OURS, []),
+    ],
+)
+def test_what_two_servers_differ_in(left, right, found):
+    for expected, said in zip(found, differences(left, right), strict=True):
+        assert said.startswith(expected)
+
+
+def test_a_name_is_not_asked_where_both_tell_their_weights():
+    assert differences(OURS, other("model", name="copy of tiny")) == []
+
+
+def test_the_other_side_is_held_to_the_first_and_its_own_settings_may_differ(manifest):
+    hear(manifest, "base")
+    with pytest.raises(UsageError, match=r"dtype \(float32 and bfloat16\).*--force"):
+        hear(manifest, "candidate", other("resolved", dtype="bfloat16"))
+    varied = matched(candidate={"dtype": "bfloat16"})
+    fresh = {"servers": {"base": {}, "candidate": {}}, "differences": []}
+    hear(fresh, "base", match=varied)
+    hear(fresh, "candidate", other("resolved", dtype="bfloat16"), match=varied)
+    assert fresh["differences"] == []
+
+
+def test_every_later_launch_is_held_to_the_first_of_its_side(manifest):
+    for side in ("base", "candidate", "candidate", "base"):
+        hear(manifest, side)
+    changed = other("versions", torch="2.1")
+    with pytest.raises(UsageError, match=r"the server of candidate is not the one .* version of torch \(2 and 2.1\)"):
+        hear(manifest, "candidate", changed)
+    hear(manifest, "candidate", changed, force=True)
+    assert ["torch" in each for each in manifest["differences"]] == [True]
+    assert list(manifest["servers"]["candidate"].values()) == [OURS]
+
+
+def test_a_side_whose_loads_had_a_server_each_is_said_where_the_other_side_had_not(manifest):
+    hear(manifest, "base", alone=True)
+    hear(manifest, "base", alone=True)
+    assert "prefix cache of base" in cache_notes(manifest)[0]
+    hear(manifest, "candidate", alone=True)
+    assert cache_notes(manifest) == []
+
+
+def test_both_halves_of_a_pair_need_the_same_requests(tmp_path):
+    folder = stored_comparison(tmp_path, *noisy_pairs(2, 2, 1), ("w/a-c4", "w/b-c4"))
+    manifest = folder.manifest()
+    for side, digests in (("base", ("1", "2")), ("candidate", ("1", "3"))):
+        for cell, digest in zip(("a-c4", "b-c4"), digests, strict=True):
+            path = folder.run(side, "w").load(cell, 2) / "done.json"
+            write_json(path, read_json(path) | {"requests_sha256": digest})
+    require_same_requests(folder, manifest, 1, force=False)  # a load that tells none is not compared
+    with pytest.raises(UsageError, match=r"requests of w/b-c4\."):
+        require_same_requests(folder, manifest, 2, force=False)
+    require_same_requests(folder, manifest, 2, force=True)
+    assert manifest["differences"] == ["requests of w/b-c4"]
