@@ -65,6 +65,8 @@ def measure(
     """
     began = time.monotonic()
     told: dict[str, Mapping[str, Any]] = {}
+    fingerprints: dict[str, None] = {}  # as sets that keep their order: a sweep may have several models
+    dtypes: dict[str, None] = {}
     loaded: LoadedModel | None = None
     key: tuple[Any, ...] = ()
     for configuration in configurations:
@@ -78,23 +80,25 @@ def measure(
             drawn = draw_prompts(workload, config, loaded, prompts, output_tokens)
             say(f"{configuration.config_id}: {sum(map(len, drawn.token_ids)):,} prompt tokens")
             told[configuration.config_id] = _measured(config, loaded, drawn)
+            fingerprints[loaded.info.weights_fingerprint] = None
+            dtypes[str(loaded.dtype).removeprefix("torch.")] = None
         except UsageError:
             raise
         except ValueError as error:
             raise UsageError(f"configuration {configuration.config_id}: {error}") from None
     assert loaded is not None
-    random = _is_random(configurations[0].settings)
+    weights = {_weights(each.settings): _is_random(each.settings) for each in configurations}
     return QualityResult(
         workload=workload.name,
-        weights=_weights(configurations[0].settings, random),
+        weights="; ".join(weights),
         configurations=told,
-        weights_fingerprint=loaded.info.weights_fingerprint,
+        weights_fingerprint="".join(fingerprints) if len(fingerprints) == 1 else "",
         git=git_state(),
         versions=versions(),
-        note=_RANDOM_NOTE if random else "",
+        note=_RANDOM_NOTE if any(weights.values()) else "",
         facts={
             "device": str(loaded.device),
-            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "dtype": ", ".join(dtypes),
             "kernel_backend": loaded.backend.name,
             "prompts": len(drawn.token_ids),
             "prompt_tokens": sum(map(len, drawn.token_ids)),
@@ -177,7 +181,7 @@ def _is_random(settings: Mapping[str, Any]) -> bool:
     return uses_random_weights(find_model(config.model, config.load_format), config.load_format)
 
 
-def _weights(settings: Mapping[str, Any], random: bool) -> str:
-    if random:
+def _weights(settings: Mapping[str, Any]) -> str:
+    if _is_random(settings):
         return f"random (seed {settings.get('seed', 0)}) in the shape of {settings['model']}"
     return f"those of {settings['model']}"

@@ -20,9 +20,9 @@ class QualityResult:
     p95, p99, max, and same_argmax, the share of positions whose likeliest token is the same."""
 
     workload: str
-    weights: str  # which weights: of which folder, or random ones of which seed
+    weights: str  # which weights: of which folder, or random ones of which seed; all of them, where they are several
     configurations: Mapping[str, Mapping[str, Any]]
-    weights_fingerprint: str = ""  # as a server of the built-in engine tells it
+    weights_fingerprint: str = ""  # as a server of the built-in engine tells it; empty of several sets of weights
     git: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""

@@ -185,10 +185,20 @@ def test_the_command_on_a_run(workload, capsys):
 def test_random_weights_are_said_to_be_random(workload, capsys):
     file = workload.parent / "out.json"
     words = ("-o", "model.load_format=dummy", "-o", "sweep.kv_cache_dtype=[int4_per_token_head]", "--output", file)
-    assert command(workload, "--profile", "cpu", "--prompts", 1, "--output-tokens", 2, *words) == 0
+    assert command(workload, "--profile", "cpu", "--prompts", 1, "--output-tokens", 1, *words) == 0
     told = json.loads(file.read_text())
     assert "random (seed 0)" in told["weights"] and "much smaller than a trained" in told["note"]
     assert told["note"] in capsys.readouterr().out
+
+
+def test_several_sets_of_weights_are_all_named_and_have_no_one_fingerprint(workload):
+    file = workload.parent / "out.json"
+    sweep = "sweep={load_format: [auto, dummy], kv_cache_dtype: [auto, int4_per_token_head]}"
+    words = ("-o", sweep, "-o", "design=full", "--prompts", 1, "--output-tokens", 1, "--output", file)
+    assert command(workload, "--profile", "cpu", *words) == 0
+    told = json.loads(file.read_text())
+    assert len(told["configurations"]) == 2 and told["weights_fingerprint"] == ""
+    assert [part.split(" ")[0] for part in told["weights"].split("; ")] == ["those", "random"] and told["note"]
 
 
 def test_what_cannot_be_measured_is_refused(workload, capsys):
