@@ -75,7 +75,8 @@ def test_an_identical_candidate_does_not_fail(compare, tmp_path):
     assert any("A/A" in note for note in verdict["notes"])
 
 
-def test_time_that_runs_out_ends_inconclusive_and_resume_goes_on(compare):
+def test_time_that_runs_out_ends_inconclusive_and_resume_goes_on(compare, tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "no-git"))  # a commit while this runs must not keep it from resuming
     words = ("--workload", "streams.yaml", "--max-minutes", "0.15")
     code, folder, said = compare(f"{MOCK}20", f"{MOCK}20", *words)
     assert code == 3, said.out + said.err
@@ -85,8 +86,8 @@ def test_time_that_runs_out_ends_inconclusive_and_resume_goes_on(compare):
     assert any("--max-minutes 0.15" in note for note in verdict["notes"])
     if pairs > 1:
         assert all("pairs_needed" in f["figures"] for f in verdict["findings"])
-    code, other, said = compare("--resume", str(folder), "--max-minutes", "0.15")
-    assert other is None and code == 3, said.out + said.err
+    code, other, said = compare("--resume", str(folder), "--max-minutes", "0.4")
+    assert other is None and code in (0, 3), said.out + said.err  # on a quick machine there is time for a look
     assert json.loads((folder / "verdict.json").read_text())["facts"]["pairs"] > pairs
 
 

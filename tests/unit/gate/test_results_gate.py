@@ -198,6 +198,70 @@ def test_a_comparison_is_handed_to_its_judge(run, gated, monkeypatch):
     assert code == 3 and asked == [(run, ["output_throughput", "p95_ttft_ms"], True)]
 
 
+STRICT = "timing: {metrics: {output_throughput: {floor: 1%}}}"
+LOOSE = "timing: {metrics: {output_throughput: {floor: 30%, margins: {overall: 40%, class: 40%, cell: 40%}}}}"
+
+
+@pytest.fixture
+def compared(tmp_path) -> Path:
+    """A finished comparison, measured by STRICT, whose candidate has lost 10 % of its throughput."""
+    from kvbench.gate.policy import load_policy
+    from kvbench.gate.stored_policy import stored_policy
+    from tests.support.compare_folders import noisy_pairs, stored_comparison
+
+    folder = tmp_path / "compared"
+    stored_comparison(folder, *noisy_pairs(8, 2, 5, (-0.1, 0.0, 0.0)), ("mixed/a-c4", "mixed/b-c4"))
+    (tmp_path / "strict.yaml").write_text(STRICT)
+    stored = stored_policy(load_policy(tmp_path / "strict.yaml"))
+    changed(folder, "manifest.json", status="complete", policy=stored)
+    return folder
+
+
+def command(*words: object) -> int:
+    return guarded(lambda: gate.main([str(word) for word in words], standalone_mode=False))
+
+
+def test_a_comparison_is_judged_by_its_own_policy(compared, tmp_path):
+    (tmp_path / "strict.yaml").unlink()  # what it held is in the manifest
+    assert command(compared) == 1
+    verdict = verdicts.read(compared)
+    assert verdict.facts["policy"].endswith("strict.yaml") and verdict.reproduce == "kvbench compare main topic"
+    again = tmp_path / "copy.yaml"
+    again.write_text(STRICT)  # the same rules in another file are the same policy
+    assert command(compared, "--policy", again) == 1
+    assert verdicts.read(compared).facts["policy_digest"] == verdict.facts["policy_digest"]
+    assert not list(compared.glob("judged-*"))
+
+
+def test_another_policys_verdict_lies_beside_the_comparisons_own(compared, tmp_path):
+    assert command(compared) == 1
+    (tmp_path / "loose.yaml").write_text(LOOSE)
+    assert command(compared, "--policy", tmp_path / "loose.yaml") == 0
+    assert verdicts.read(compared).outcome == "fail"
+    judged = verdicts.read(compared / "judged-loose")
+    assert judged.outcome == "pass" and judged.facts["policy"].endswith("loose.yaml")
+    assert judged.reproduce == f"kvbench gate {compared} --policy {tmp_path / 'loose.yaml'}"
+    assert any("judged again by" in note for note in judged.notes)
+    assert command(compared, "--policy", tmp_path / "loose.yaml", "--output-dir", tmp_path / "out") == 0
+    assert verdicts.read(tmp_path / "out").outcome == "pass"
+
+
+def test_a_comparison_that_is_not_finished_is_not_looked_at(compared, capsys):
+    """A look at the pairs so far would spend what a later look may err."""
+    changed(compared, "manifest.json", status="incomplete", subcommand="compare")
+    assert command(compared) == 2
+    assert f"go on with `kvbench compare --resume {compared}`" in capsys.readouterr().err
+    assert not (compared / "verdict.json").exists()
+
+
+def test_a_comparison_that_is_gone_on_with_right_now_is_not_looked_at(compared, capsys):
+    from kvbench.results import RunFolder
+
+    with RunFolder(compared).locked():
+        assert command(compared) == 2
+    assert "being written by another kvbench" in capsys.readouterr().err
+
+
 def test_help_tells_both_gates_and_all_exit_codes(capsys):
     assert gate.main(["--help"], prog_name="kvbench gate", standalone_mode=False) in (0, None)
     shown = capsys.readouterr().out

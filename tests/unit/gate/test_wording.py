@@ -103,6 +103,8 @@ def test_sides_are_named_once() -> None:
         "compare", PASS, "s", base={"name": "0123456", "sha": "0123456789abcdef"}, candidate={"command": "x"}
     )
     assert wording.sides(same) == [("base", "0123456")]
+    built = Verdict("compare", PASS, "s", base={"name": "HEAD (0123456)", "sha": "0123456789abcdef"})
+    assert wording.sides(built) == [("base", "HEAD (0123456)")]
 
 
 def test_where_no_direction_is_better_the_greater_change_comes_first() -> None:
