@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -29,11 +30,17 @@ WORDS = {
     EXIT_INVALID: "INVALID",
     EXIT_NOTHING: "Nothing was compared",
 }
-# A stand-in for kvbench: notes its words, one a line, an empty line behind each call; `compare` ends as it is told.
+# A stand-in for kvbench: notes its words, one a line, an empty line behind each call; `compare`, `sweep`, `quality` and
+# `gate` end as they are told, and `sweep` leaves a run.
 _STAND_IN = """#!/bin/sh
 for word in "$@"; do printf '%s\\n' "$word" >> "$CALLS"; done
 echo >> "$CALLS"
-[ "$1" != compare ] || exit "$CODE"
+case "$1" in
+  compare) exit "$CODE" ;;
+  sweep) mkdir -p "$4$RUN" && touch "$4$RUN/manifest.json" && exit "${SWEPT:-0}" ;;
+  quality) exit "${QUALITY:-0}" ;;
+  gate) exit "${LIMIT:-0}" ;;
+esac
 """
 
 
@@ -107,20 +114,45 @@ def test_github_hands_the_settings_of_another_engine_on(run):
 
 
 def test_github_keeps_a_run_for_the_history(run):
-    script = _github("timing-gate.yml", "compare", "A run for the history, and the trend")
-    done, calls, _ = run(script, _BASH, SWEEP="w.yaml --repeats 5", RELEASE=HOSTILE)
+    script = _github("timing-gate.yml", "compare", "Its entry for the history, and the trend")
+    done, calls, _ = run(script, _BASH, RELEASE=HOSTILE)
     assert done.returncode == 0, done.stderr
     assert calls == [
-        ["sweep", "w.yaml", "--repeats", "5", "--output-dir", "sweep"],
         ["history", "add", "sweep", "--to", "history", "--release", HOSTILE],
         ["history", "past", "history", "--html", "results/trend.html"],
     ]
-    assert "--release" not in run(script, _BASH, SWEEP="w.yaml", RELEASE="")[1][1]
+    assert "--release" not in run(script, _BASH, RELEASE="")[1][0]
+
+
+_SWEPT = ["sweep", "w.yaml", "--output-dir", "sweep"]
+_JUDGED = [["quality", "sweep/w/r"], ["gate", "sweep/w/r", "--policy", "l.yaml"]]
+
+
+def test_github_holds_the_sweep_to_its_limits(run):
+    script = _github("timing-gate.yml", "compare", "Sweep, and its limits")
+    env = {"SWEEP": "w.yaml", "LIMITS": "l.yaml", "RUN": "/w/r"}
+    for told, code in (
+        ({}, 0),
+        ({"QUALITY": "2"}, 0),  # no quantised KV in it
+        ({"LIMIT": "1"}, 1),
+        ({"LIMIT": "4"}, 4),
+        ({"SWEPT": "4"}, 4),
+        ({"SWEPT": "4", "LIMIT": "1"}, 1),
+    ):
+        done, calls, _ = run(script, _BASH, **env, **told)
+        assert (done.returncode, calls) == (code, [_SWEPT, *_JUDGED]), told
+    done, calls, _ = run(script, _BASH, **{**env, "LIMITS": "", "LIMIT": "1"})
+    assert (done.returncode, calls) == (0, [_SWEPT])
+    shutil.rmtree(run.work / "sweep")
+    script = script.replace("--output-dir sweep", "--output-dir nowhere")  # a sweep that left no run
+    done, calls, _ = run(script, _BASH, **env, SWEPT="2")
+    assert (done.returncode, len(calls)) == (2, 1)
 
 
 def _gitlab_env(**env: str) -> dict[str, str]:
     ours = {f"KVBENCH_{name}": value for name, value in _COMPARED.items()}
-    return {**ours, "KVBENCH_SWEEP": "w.yaml", "CI_COMMIT_SHA": "abc", **env}
+    swept = {"KVBENCH_SWEEP": "w.yaml", "KVBENCH_LIMITS": "l.yaml", "RUN": "/w/r"}
+    return {**ours, **swept, "CI_COMMIT_SHA": "abc", **env}
 
 
 @pytest.mark.parametrize("code", WORDS)
@@ -151,9 +183,20 @@ def test_gitlab_compares_a_merge_request_with_what_it_changes(run):
 def test_gitlab_keeps_a_run_of_a_tag(run, code, kept):
     done, calls, _ = run(_gitlab("kvbench-timing"), _SH, code, **_gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1"))
     assert done.returncode == code
-    assert [call[:2] for call in calls[1:]] == [["sweep", "w.yaml"], ["history", "add"], ["history", "past"]] * kept
-    if kept:
-        assert calls[2][-2:] == ["--release", "v2"]
+    if not kept:
+        assert len(calls) == 1
+        return
+    assert calls[1:4] == [_SWEPT, *_JUDGED]
+    assert [call[:2] for call in calls[4:]] == [["history", "add"], ["history", "past"]]
+    assert calls[4][-2:] == ["--release", "v2"]
+
+
+@pytest.mark.parametrize(("compared", "limits", "code"), [(0, 1, 1), (0, 4, 4), (1, 4, 1), (3, 1, 1), (3, 0, 3)])
+def test_gitlab_counts_the_limits_of_a_tag(run, compared, limits, code):
+    env = _gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1", LIMIT=str(limits), QUALITY="2")
+    assert run(_gitlab("kvbench-timing"), _SH, compared, **env)[0].returncode == code
+    done, calls, _ = run(_gitlab("kvbench-timing"), _SH, compared, **{**env, "KVBENCH_LIMITS": ""})
+    assert done.returncode == compared and not [call for call in calls if call[0] == "gate"]
 
 
 @pytest.fixture
