@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,6 +164,41 @@ def test_github_is_safe(path):
         if any(kvbench_commands(step.get("run", "")) for step in job["steps"]):
             assert not writes, "what is on trial runs where nothing can be written"
             assert uses[-1].startswith("actions/upload-artifact@")
+
+
+# Runs kvbench as if only the packages that are named (by what they are imported as) had been installed.
+_WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"not installed: {name}", name=name)
+sys.meta_path.insert(0, Missing())
+from kvbench.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("path", [GITHUB[0], GITLAB[0]], ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_counter_gate_needs_no_more_than_its_template_installs(path, tmp_path):
+    (words,) = re.findall(r"install --disable-pip-version-check -c constraints.txt (.+)", path.read_text())
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[ >;=]", each)[0] for each in needed}
+    assert set(words.split()) < names and len(names) > 15
+    missing = [name.replace("-", "_") for name in names - set(words.split())]
+    command = ("gate", "counters", ROOT / "workloads/ci_counters.yaml", "--lock", ROOT / "ci/counters.lock.json")
+    command += ("--only", "async-forks/*", "--output-dir", tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, ",".join(missing), *map(str, command)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "out" / "junit.xml").exists()
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, ",".join([*missing, words.split()[0]]), "--help"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "not installed: click" in done.stderr  # what is left out is really missed
 
 
 def test_the_caller_gives_what_the_reusable_workflow_takes():
