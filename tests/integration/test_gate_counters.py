@@ -74,6 +74,9 @@ def test_no_hash_seed_and_no_heavy_import_shows(gate):
     assert json.loads(told["0"])["grow/paged-p4-swap"]["counters"]["preempted"] == 1
 
 
+# One page copied too many with all accounts in order is a patched engine in tests/unit/gate/test_counter_gate.py
+# (test_one_page_copied_too_many); the mutant of the source here copies a page that nobody else has, and both its count
+# and the engine's own accounts tell.
 MUTANTS = {
     "preempts once more": (
         "engine/scheduler.py",
