@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, MeasurementError, UsageError
+from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.compare import Comparison
 from kvbench.gate.compare_manifest import PATHS, go_on, new_comparison, unusable_repeat
@@ -21,11 +21,11 @@ from kvbench.gate.conclude import table_of
 from kvbench.gate.folder import KIND, CompareFolder
 from kvbench.gate.github import publish
 from kvbench.gate.lanes import Lane, close_lanes, open_lanes
-from kvbench.gate.noise import noise_of, warnings_of
+from kvbench.gate.noise import FEWEST_PAIRS, noise_of, warnings_of
 from kvbench.gate.outputs import write_outputs
 from kvbench.gate.plan import BASE, SIDES
 from kvbench.gate.policy import Policy, load_policy
-from kvbench.gate.runner_class import FOLDER, runner_class, store_noise, stored_noise
+from kvbench.gate.runner_class import FOLDER, noise_notes, runner_class, store_noise
 from kvbench.gate.side_text import RUN, Side, parse_side
 from kvbench.gate.stored_policy import policy_of
 from kvbench.gate.terminal import print_verdict
@@ -86,9 +86,10 @@ def _store_noise(job: _Job, folder: CompareFolder, verdict: Verdict, console: Co
     manifest, rules, say = folder.manifest(), policy.timing, _say(console)
     write_pairs(folder, manifest, rules.metrics)
     pairs = whole_pairs(folder, manifest)
-    if pairs < options["pairs"]:
+    rest = "" if pairs >= options["pairs"] else f"{pairs} of {options['pairs']} pairs were measured"
+    if pairs < FEWEST_PAIRS:
         print_verdict(verdict, console)
-        say(f"no noise is stored: {pairs} of {options['pairs']} pairs were measured. Go on with --resume {folder.path}")
+        say(f"no noise is stored: {rest}. Go on with --resume {folder.path}")
         return EXIT_INVALID
     table = table_of(read_values(folder, manifest, rules.metrics, range(1, pairs + 1)), manifest, rules)
     noise = noise_of(table, rules)
@@ -99,14 +100,16 @@ def _store_noise(job: _Job, folder: CompareFolder, verdict: Verdict, console: Co
     for line in noise.each:
         seen = line.detectable[rules.looks[-1].pairs]
         say(
-            f"{line.metric} {line.level}: pairs scatter by {100 * line.sd:.2g} % (sd); a slowdown of "
+            f"{line.metric} {', '.join(line.stands_for)}: pairs scatter by {100 * line.sd:.2g} % (sd); a slowdown of "
             + (f"{100 * seen:.2g} %" if seen is not None else "no size")
             + f" is seen in {rules.looks[-1].pairs} pairs"
         )
     for warning in warnings_of(noise, rules):
         say(f"warning: {warning}")
     say(f"stored: {path}")
-    return 0
+    if rest:
+        say(f"{rest}. Go on with --resume {folder.path}")
+    return EXIT_INVALID if manifest["void"] else EXIT_OK  # given up, or ended by --max-minutes
 
 
 def _say(console: Console) -> Callable[[str], None]:
@@ -164,7 +167,8 @@ def _run(job: _Job, console: Console, held: ExitStack) -> tuple[CompareFolder, V
     held.callback(close_lanes, lanes)
     folder = job.folder
     if folder is None:
-        notes = _noise_notes(options, job.policy) if job.subcommand == COMPARE else []
+        names = [lane.name for lane in lanes]
+        notes = _noise_notes(options, names, job.policy) if job.subcommand == COMPARE else []
         folder = new_comparison(options, job.workloads, lanes, job.policy, job.subcommand, notes)
         held.enter_context(folder.run_lock())
     manifest = folder.manifest()
@@ -241,10 +245,10 @@ def _workloads(options: Mapping[str, Any], run: str | None) -> list[Workload]:
     return [load_workload(path, **given) for path in options["workloads"]]
 
 
-def _noise_notes(options: Mapping[str, Any], policy: Policy) -> list[str]:
+def _noise_notes(options: Mapping[str, Any], workloads: Sequence[str], policy: Policy) -> list[str]:
     """What the stored noise of this class of runners says of the policy's limits."""
     name = options["runner_class"] or runner_class(environment())
     path = options["noise"] or FOLDER / f"{name}.json"
     if not path.is_file():
         return []
-    return [f"{text} (noise of {path.name})" for text in warnings_of(stored_noise(path), policy.timing)]
+    return noise_notes(path, workloads, policy.timing)

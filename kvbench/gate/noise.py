@@ -27,7 +27,7 @@ from kvbench.report.words import plural
 
 FORMAT = "kvbench-noise/2"
 ENOUGH_PAIRS = 20
-_FEWEST_PAIRS = 4
+FEWEST_PAIRS = 4
 _SURE = 0.01  # a bias this improbable, over all hypotheses of the table, is one
 _AT = {OVERALL: "over all cells", CLASS: "of a class", CELL: "of a cell"}
 _WAYS_OUT = "lengthen the loads, or quieten the machine"
@@ -95,7 +95,7 @@ def _stored(value: Any) -> Any:
 
 def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
     """The noise that an A/A table has, at the looks of ``rules``. ValueError under 4 pairs or without any metric."""
-    if table.pairs < _FEWEST_PAIRS:
+    if table.pairs < FEWEST_PAIRS:
         raise ValueError(f"{plural(table.pairs, 'pair')} do not show a runner's noise: measure {ENOUGH_PAIRS} or more")
     tested = hypotheses(table)
     if not tested.each:

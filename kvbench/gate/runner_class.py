@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
-from kvbench.gate.noise import RunnerNoise
+from kvbench.gate.noise import RunnerNoise, warnings_of
+from kvbench.gate.rules import TimingRules
 from kvbench.results import read_json, write_json
 
 FOLDER = Path("ci/noise")
@@ -22,14 +23,28 @@ def runner_class(environment: Mapping[str, Any]) -> str:
 
 
 def store_noise(path: Path, noise: RunnerNoise, facts: Mapping[str, Any]) -> None:
-    """``facts``: what was measured, on what and when."""
+    """``facts``: what was measured (``workloads``, by name), on what and when."""
     write_json(path, {**noise.to_json(), **facts})
 
 
-def stored_noise(path: Path) -> RunnerNoise:
-    """Raises UsageError for a file that holds none."""
+def noise_notes(path: Path, workloads: Collection[str], rules: TimingRules) -> list[str]:
+    """What stored noise says of the limits of ``rules`` for a comparison of these workloads.
+
+    Of others than it was measured with it says nothing. Raises UsageError for a file that holds none.
+    """
+    noise, known = _stored_noise(path)
+    if set(known) != set(workloads):
+        return [
+            f"what this runner can show of {', '.join(workloads)} is not known: {path.name} is its noise under "
+            f"{', '.join(known)}; `kvbench calibrate` measures it"
+        ]
+    return [f"{text} (noise of {path.name})" for text in warnings_of(noise, rules)]
+
+
+def _stored_noise(path: Path) -> tuple[RunnerNoise, list[str]]:
+    """The noise, and the workloads that it was measured with."""
     data = read_json(path)
     try:
-        return RunnerNoise.from_json(data)
+        return RunnerNoise.from_json(data), list(data["workloads"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench calibrate`") from None

@@ -1,0 +1,62 @@
+"""The noise of a class of runners: what is stored of a calibration, and what a later comparison is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from kvbench import compare_main
+from kvbench.errors import EXIT_INVALID, EXIT_OK, UsageError
+from kvbench.gate.conclude import conclude
+from kvbench.gate.policy import load_policy
+from kvbench.gate.runner_class import noise_notes
+from kvbench.results import read_json, write_json
+from tests.support.compare_folders import noisy_pairs, stored_comparison
+
+POLICY = load_policy(None)
+
+
+def calibrated(tmp_path, pairs: int, void: object = None) -> tuple[int, object]:
+    """The exit code of a calibration of 20 pairs that ended after so many, and what it stored."""
+    folder = stored_comparison(tmp_path / "run", *noisy_pairs(pairs, 1, 3), ["mixed/a-c4"])
+    manifest = folder.manifest() | {"workloads": {"mixed": {}}}
+    write_json(folder.manifest_path, manifest)
+    verdict = conclude(folder, manifest, POLICY)
+    write_json(folder.manifest_path, manifest | {"void": void})
+    options = {"pairs": 20, "runner_class": "here", "store": str(tmp_path / "noise")}
+    job = SimpleNamespace(options=options, policy=POLICY)
+    code = compare_main._store_noise(job, folder, verdict, Console(quiet=True))
+    path = tmp_path / "noise" / "here.json"
+    return code, path if path.is_file() else None
+
+
+@pytest.mark.parametrize(
+    ("pairs", "void", "code"),
+    [(20, None, EXIT_OK), (12, None, EXIT_OK), (12, {"pair": 13, "turn": "mixed/a"}, EXIT_INVALID)],
+)
+def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_path, pairs, void, code):
+    left, path = calibrated(tmp_path, pairs, void)
+    assert left == code
+    assert read_json(path)["pairs"] == pairs
+    few = [note for note in noise_notes(path, ["mixed"], POLICY.timing) if "is known from 20 or more" in note]
+    assert len(few) == (pairs < 20)
+
+
+def test_too_few_pairs_are_not_stored(tmp_path):
+    assert calibrated(tmp_path, 3) == (EXIT_INVALID, None)
+
+
+def test_the_noise_under_other_workloads_says_nothing(tmp_path):
+    _, path = calibrated(tmp_path, 12)
+    assert noise_notes(path, ["prefix", "mixed"], POLICY.timing) == [
+        "what this runner can show of prefix, mixed is not known: here.json is its noise under mixed; "
+        "`kvbench calibrate` measures it"
+    ]
+
+
+def test_a_file_that_is_no_noise_is_refused(tmp_path):
+    write_json(tmp_path / "x.json", {"format": "kvbench-noise/1"})
+    with pytest.raises(UsageError, match=r"x\.json is no noise of a runner .*kvbench-noise/1"):
+        noise_notes(tmp_path / "x.json", ["mixed"], POLICY.timing)
