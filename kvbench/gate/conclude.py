@@ -36,11 +36,13 @@ def look_points(rules: TimingRules, early: Sequence[int] = ()) -> list[int]:
     """After how many pairs each look was or will be taken.
 
     ``early``: where a comparison was ended by its clock. Each such look has spent the alpha of the one that it came
-    before: when the comparison goes on, that one is left out.
+    before: when the comparison goes on, that one is left out. One after so few pairs that their smallest p, 2^-pairs,
+    decides nothing has spent none.
     """
     before, points = 0, []
     for look in rules.looks:
-        points.append(next((n for n in sorted(early) if before < n <= look.pairs), look.pairs))
+        could = [n for n in sorted(early) if 2.0**-n <= max(look.alpha, look.alpha_pass)]
+        points.append(next((n for n in could if before < n <= look.pairs), look.pairs))
         before = look.pairs
     return points
 

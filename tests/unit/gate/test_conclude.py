@@ -144,7 +144,8 @@ def test_the_pairs_are_written_as_a_table(tmp_path):
 def test_a_look_that_the_clock_brought_forward_is_not_taken_again(tmp_path):
     assert look_points(POLICY.timing) == [8, 12, 16]
     assert look_points(POLICY.timing, [10]) == [8, 10, 16]
-    assert look_points(POLICY.timing, [3, 10]) == [3, 10, 16]
+    assert look_points(POLICY.timing, [6, 10]) == [6, 10, 16]
+    assert look_points(POLICY.timing, [3, 5, 10]) == [8, 10, 16]  # 2^-5 = 0.031 is more than any look may spend
     base, candidate = noisy_pairs(12, 1, 12)
     base[:, :, 2] *= np.linspace(1, 2, 12)[:, None]  # too wide to pass
     candidate[:, :, 0] *= np.where(np.arange(12) < 10, np.where(np.arange(12) % 2, 1.3, 0.7), 0.2)[:, None]
@@ -152,3 +153,8 @@ def test_a_look_that_the_clock_brought_forward_is_not_taken_again(tmp_path):
     manifest = folder.manifest()
     assert conclude(folder, manifest, POLICY).facts["pairs"] == 12
     assert conclude(folder, manifest | {"early_looks": [10]}, POLICY).facts["pairs"] == 10
+
+
+def test_stops_too_early_to_decide_anything_do_not_hide_what_was_measured_since(tmp_path):
+    folder = stored_comparison(tmp_path, *noisy_pairs(4, 1, 13), CELLS[:1])
+    assert conclude(folder, folder.manifest() | {"early_looks": [1, 4]}, POLICY).facts["pairs"] == 4
