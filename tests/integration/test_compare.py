@@ -88,7 +88,7 @@ def test_time_that_runs_out_ends_inconclusive_and_resume_goes_on(compare, tmp_pa
         assert all("pairs_needed" in f["figures"] for f in verdict["findings"])
     code, other, said = compare("--resume", str(folder), "--max-minutes", "0.4")
     assert other is None and code in (0, 3), said.out + said.err  # on a quick machine there is time for a look
-    assert json.loads((folder / "verdict.json").read_text())["facts"]["pairs"] > pairs
+    assert json.loads((folder / "verdict.json").read_text())["facts"]["pairs"] > pairs, said.out + said.err
 
 
 def test_a_candidate_that_never_serves_is_a_regression(compare):
