@@ -45,8 +45,8 @@ _NOT_RANDOM = (
     "between them"
 )
 _ONE_LAUNCH = (
-    "a running server is one launch and was not put in random order with others: the chances that are told do not "
-    "cover what a new launch changes"
+    "a running server is one launch, in no random order with others: the chances that are told do not cover what "
+    "another launch would change"
 )
 
 
