@@ -1,6 +1,6 @@
 """How often the timing gate errs, by simulation: writes tests/benchmarks/gate_power.md beside this file.
 
-    python -m tests.benchmarks.gate_power [--runs 400] [--seed 6]
+    python -m tests.benchmarks.gate_power [--runs 1000] [--seed 6]
 
 False alarms of a candidate that is the base, what the gate catches of a true slowdown, and what it passes.
 """
@@ -8,6 +8,7 @@ False alarms of a candidate that is the base, what the gate catches of a true sl
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,17 +17,26 @@ from scipy import stats
 
 from kvbench.gate.rules import DEFAULT_RULES
 from tests.support.gate_simulation import (
+    CONFIGURATIONS,
     NOISES,
     PAIR_SD,
+    VOID,
     Decisions,
     decide,
+    interrupted,
     log_ratios,
     passes_at_margin,
     worsened,
 )
 
 A_A_RUNS = 2000
-SHARED = (0.0, 0.5)
+INDEPENDENT, ONE_LAUNCH = (0.0, CONFIGURATIONS), (0.5, 1)  # part of the noise that a launch shares, configurations
+LAUNCHES = {
+    INDEPENDENT: "12 launches of 2 cells, 0 %",
+    (0.5, CONFIGURATIONS): "12 launches of 2 cells, 50 %",
+    ONE_LAUNCH: "1 launch of 24 cells, 50 %",
+}
+SHARES = (0.03, 0.05, 0.10)
 WHERE = {"all 24 cells": slice(None), "one class of 6": slice(0, 6), "one cell": 0}
 TITLES = [metric.title for metric in DEFAULT_RULES.metrics]
 LAST = DEFAULT_RULES.looks[-1].pairs
@@ -47,40 +57,61 @@ def _rng(seed: int, *of: int) -> np.random.Generator:
     return np.random.default_rng([seed, *of])
 
 
+def _alarms(found: Decisions) -> str:
+    counts = [int((x > 0).sum()) for x in (found.rejected, found.failed)]
+    return " | ".join(f"{n / A_A_RUNS * 100:.2f} % | {upper(n, A_A_RUNS) * 100:.2f} %" for n in counts)
+
+
 def false_alarms(seed: int) -> Iterator[str]:
-    yield "| noise | cells share | smallest p alone | 95 % bound | FAIL | 95 % bound |"
+    yield "| noise | launches of a side, share | smallest p alone | 95 % bound | FAIL | 95 % bound |"
     yield "|---|---|---|---|---|---|"
     for i, noise in enumerate(NOISES):
-        for j, shared in enumerate(SHARED):
-            found = decide(log_ratios(noise, _rng(seed, 1, i, j), A_A_RUNS, LAST, shared), passes=False)
-            counts = [int((x > 0).sum()) for x in (found.rejected, found.failed)]
-            cells = (f"{n / A_A_RUNS * 100:.2f} % | {upper(n, A_A_RUNS) * 100:.2f} %" for n in counts)
-            yield f"| {noise} | {shared * 100:.0f} % | {' | '.join(cells)} |"
+        for j, (launch, title) in enumerate(LAUNCHES.items()):
+            found = decide(log_ratios(noise, _rng(seed, 1, i, j), A_A_RUNS, LAST, *launch), passes=False)
+            yield f"| {noise} | {title} | {_alarms(found)} |"
+
+
+def false_alarms_interrupted(seed: int) -> Iterator[str]:
+    yield "| noise | as planned | smallest p alone | 95 % bound | FAIL | 95 % bound |"
+    yield "|---|---|---|---|---|---|"
+    planned = [look.pairs for look in DEFAULT_RULES.looks]
+    for i, noise in enumerate(NOISES):
+        y, points = interrupted(noise, _rng(seed, 5, i), A_A_RUNS, 0.5)
+        usual = (points == planned).all(axis=1).mean()
+        yield f"| {noise} | {usual * 100:.0f} % | {_alarms(decide(y, passes=False, points=points))} |"
+
+
+def caught(
+    rng: np.random.Generator, runs: int, metric: int, share: float, place: str, launch: tuple[float, int]
+) -> np.ndarray:
+    """[runs] the look at which each failed, 0: none, with a metric worse by ``share`` at a place of ``WHERE``."""
+    y = log_ratios("normal", rng, runs, LAST, *launch)
+    return decide(worsened(y, metric, share, WHERE[place]), passes=False).failed
 
 
 def power(seed: int, runs: int) -> Iterator[str]:
-    yield "| metric | worse by | where | FAIL, cells share 0 % | at look 1 + 2 + 3 | FAIL, 50 % | at look 1 + 2 + 3 |"
+    yield (
+        "| metric | worse by | where | FAIL, independent | at look 1 + 2 + 3 | FAIL, one launch, 50 % "
+        "| at look 1 + 2 + 3 |"
+    )
     yield "|---|---|---|---|---|---|---|"
-    for m, title in enumerate(TITLES):
-        for share in (0.03, 0.05, 0.10):
-            for w, (place, cells) in enumerate(WHERE.items()):
-                row = []
-                for j, shared in enumerate(SHARED):
-                    y = log_ratios("normal", _rng(seed, 2, m, round(share * 100), w, j), runs, LAST, shared)
-                    failed = decide(worsened(y, m, share, cells), passes=False).failed
-                    row += [f"{(failed > 0).mean() * 100:.3g} %", looks(failed)]
-                yield f"| {title} | {share * 100:.0f} % | {place} | {' | '.join(row)} |"
+    for m, share, (w, place) in itertools.product(range(len(TITLES)), SHARES, enumerate(WHERE)):
+        row = []
+        for j, launch in enumerate((INDEPENDENT, ONE_LAUNCH)):
+            failed = caught(_rng(seed, 2, m, round(share * 100), w, j), runs, m, share, place, launch)
+            row += [f"{(failed > 0).mean() * 100:.3g} %", looks(failed)]
+        yield f"| {TITLES[m]} | {share * 100:.0f} % | {place} | {' | '.join(row)} |"
 
 
 def passes(seed: int, runs: int) -> Iterator[str]:
-    yield "| cells share | PASS | at look 1 + 2 + 3 | FAIL | inconclusive after look 3 |"
+    yield "| launches of a side, share | PASS | at look 1 + 2 + 3 | FAIL | inconclusive after look 3 |"
     yield "|---|---|---|---|---|"
-    for j, shared in enumerate(SHARED):
-        found: Decisions = decide(log_ratios("normal", _rng(seed, 3, j), runs, LAST, shared))
+    for j, (launch, title) in enumerate(LAUNCHES.items()):
+        found = decide(log_ratios("normal", _rng(seed, 3, j), runs, LAST, *launch))
         fine, bad = (x > 0 for x in (found.passed, found.failed))
         rest = (~fine & ~bad).mean()
         yield (
-            f"| {shared * 100:.0f} % | {fine.mean() * 100:.3g} % | {looks(found.passed)} | {bad.mean() * 100:.3g} % "
+            f"| {title} | {fine.mean() * 100:.3g} % | {looks(found.passed)} | {bad.mean() * 100:.3g} % "
             f"| {rest * 100:.3g} % |"
         )
 
@@ -102,10 +133,12 @@ def page(seed: int, runs: int) -> str:
             "# How often the timing gate errs",
             "",
             f"Simulated by `python -m tests.benchmarks.gate_power --runs {runs} --seed {seed}`: 24 cells in 4 classes,",
-            "3 metrics (87 hypotheses), launches in time order with a coin for each pair, the default rules (alpha",
-            f"{alphas} pairs). Pairs scatter by",
-            f"{spread} (sd of the log ratio). *Cells share*: the part of the noise's variance",
-            "that all cells of a launch have in common. *At look 1 + 2 + 3*: which look said so.",
+            "3 metrics (87 hypotheses), launches in time order with a coin for each configuration of each pair, the",
+            f"default rules (alpha {alphas} pairs).",
+            f"Pairs scatter by {spread} (sd of the log ratio).",
+            "*Launches of a side, share*: how many a pair has, one a configuration, and the part of the noise's",
+            "variance that the cells of a launch have in common; *independent*: 12 launches, 0 %.",
+            "*At look 1 + 2 + 3*: which look said so.",
             "",
             f"## False alarms: a candidate that is the base, {A_A_RUNS:,} runs a row",
             "",
@@ -114,11 +147,20 @@ def page(seed: int, runs: int) -> str:
             "",
             *false_alarms(seed),
             "",
-            f"## Power: a candidate that is slower, {runs} runs a row, normal noise",
+            f"## False alarms where runs are stopped and launches repeated, {A_A_RUNS:,} runs a row",
+            "",
+            f"12 launches of 2 cells, 50 % in common. The attempts with the slowest launches ({VOID * 100:.0f} %) are",
+            "measured again in the other order, up to three times; a run stops after the third, and when its time is",
+            "over, which slow launches use up faster; it then takes its next look early, and goes on. *As planned*:",
+            "runs without an early look.",
+            "",
+            *false_alarms_interrupted(seed),
+            "",
+            f"## Power: a candidate that is slower, {runs:,} runs a row, normal noise",
             "",
             *power(seed, runs),
             "",
-            f"## What passes: a candidate that is the base, {runs} runs a row, normal noise",
+            f"## What passes: a candidate that is the base, {runs:,} runs a row, normal noise",
             "",
             *passes(seed, runs),
             "",
@@ -135,7 +177,7 @@ def page(seed: int, runs: int) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=400, help="of each row of power")
+    parser.add_argument("--runs", type=int, default=1000, help="of each row of power")
     parser.add_argument("--seed", type=int, default=6)
     given = parser.parse_args()
     Path(__file__).with_suffix(".md").write_text(page(given.seed, given.runs), encoding="utf-8")

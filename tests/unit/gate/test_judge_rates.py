@@ -1,25 +1,34 @@
 """How often the gate errs, by simulation with fixed seeds; the whole tables: tests/benchmarks/gate_power.md.
 
-24 cells in 4 classes, 3 metrics, launches in time order, three looks. About a minute where two cores are shared.
+24 cells in 4 classes, 12 configurations or one, 3 metrics, launches in time order, three looks. Half a minute.
 """
 
 import functools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from kvbench.gate.conclude import look_at
 from kvbench.gate.detectable import seen_by
 from kvbench.gate.judge import judge
 from kvbench.gate.rules import DEFAULT_RULES
 from kvbench.gate.signflip import adjusted_p
 from kvbench.gate.verdict import FAIL, PASS
+from tests.benchmarks import gate_power
+from tests.benchmarks.gate_power import INDEPENDENT, ONE_LAUNCH, SHARES, WHERE, caught
 from tests.support.gate_simulation import (
+    CONFIGURATIONS,
     NOISES,
+    PAIR_SD,
+    VOID,
     Decisions,
     decide,
     harms,
+    interrupted,
     log_ratios,
     passes_at_margin,
     table,
@@ -28,15 +37,15 @@ from tests.support.gate_simulation import (
 
 RUNS = 2000
 LAST = DEFAULT_RULES.looks[-1].pairs
-EVERYWHERE, ONE_CLASS, ONE_CELL = slice(None), slice(0, 6), 0
-CASES = [*((noise, 0.0) for noise in NOISES), ("normal", 0.5)]
+EVERYWHERE, ONE_CLASS, ONE_CELL = WHERE.values()
+CASES = [(noise, INDEPENDENT) for noise in NOISES] + [("drifting", (0.5, CONFIGURATIONS)), ("normal", ONE_LAUNCH)]
 
 
 @functools.cache
-def unchanged(noise: str, shared: float) -> Decisions:
+def unchanged(noise: str, launch: tuple[float, int]) -> Decisions:
     """2,000 comparisons of a build with itself; none of them ends by a PASS, which would only make alarms rarer."""
-    rng = np.random.default_rng([5, CASES.index((noise, shared))])
-    return decide(log_ratios(noise, rng, RUNS, LAST, shared), passes=False)
+    rng = np.random.default_rng([5, CASES.index((noise, launch))])
+    return decide(log_ratios(noise, rng, RUNS, LAST, *launch), passes=False)
 
 
 def bounds(count: int, runs: int = RUNS) -> tuple[float, float]:
@@ -45,13 +54,36 @@ def bounds(count: int, runs: int = RUNS) -> tuple[float, float]:
     return interval.low, interval.high
 
 
-@pytest.mark.parametrize(("noise", "shared"), CASES)
-def test_a_build_against_itself_fails_in_at_most_one_and_a_half_percent(noise, shared):
-    found = unchanged(noise, shared)
-    assert bounds((found.failed > 0).sum())[1] <= 0.015
+def keeps_its_alpha(found: Decisions) -> None:
+    runs = len(found.failed)
+    assert bounds((found.failed > 0).sum(), runs)[1] <= 0.015
     # without the floors: the p-values themselves keep to the looks' alphas
     count = int((found.rejected > 0).sum())
-    assert stats.binomtest(count, RUNS, DEFAULT_RULES.alpha, alternative="greater").pvalue > 0.01
+    assert stats.binomtest(count, runs, DEFAULT_RULES.alpha, alternative="greater").pvalue > 0.01
+
+
+@pytest.mark.parametrize(("noise", "launch"), CASES)
+def test_a_build_against_itself_fails_in_at_most_one_and_a_half_percent(noise, launch):
+    keeps_its_alpha(unchanged(noise, launch))
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_so_it_does_where_the_clock_stops_runs_that_go_on_and_slow_launches_are_repeated(noise):
+    y, points = interrupted(noise, np.random.default_rng([13, NOISES.index(noise)]), 1000, 0.5)
+    early = (points != [look.pairs for look in DEFAULT_RULES.looks]).any(axis=1)
+    assert 0.4 < early.mean() < 0.9  # it is not the plain simulation once more
+    keeps_its_alpha(decide(y, passes=False, points=points))
+    means = y.mean(axis=(1, 2))  # neither side is favoured: each metric's mean is 0 within 3.5 standard errors
+    assert (np.abs(means.mean(axis=0)) < 3.5 * means.std(axis=0) / np.sqrt(len(y))).all()
+
+
+def test_one_side_alone_repeated_when_it_is_slow_would_be_found():
+    """The check of the means above can fail: a gate that repeats only the candidate's slow launches favours it."""
+    rng = np.random.default_rng(14)
+    first, second = rng.normal(size=(2, RUNS, LAST)) * PAIR_SD[1] / np.sqrt(2)
+    slow = second > np.quantile(second, 1 - VOID)
+    means = np.where(slow, 0.0, second - first).mean(axis=1)
+    assert abs(means.mean()) > 3.5 * means.std() / np.sqrt(RUNS)
 
 
 def test_p_values_alone_spend_their_alpha_and_no_more():
@@ -59,45 +91,57 @@ def test_p_values_alone_spend_their_alpha_and_no_more():
     rejected = np.concatenate([unchanged(*case).rejected for case in CASES])
     low, high = bounds((rejected == 1).sum(), len(rejected))
     assert low <= 2.0**-8 <= high
-    low, high = bounds((rejected > 0).sum(), len(rejected))
-    assert low >= 0.005
-    assert high <= 0.0105
-
-
-def caught(metric: int, share: float, cells: slice | int, runs: int = 200, shared: float = 0.0) -> float:
-    rng = np.random.default_rng([6, metric, round(share * 1000)])
-    y = log_ratios("normal", rng, runs, LAST, shared)
-    return float((decide(worsened(y, metric, share, cells), passes=False).failed > 0).mean())
+    low, _ = bounds((rejected > 0).sum(), len(rejected))
+    assert 0.005 <= low <= DEFAULT_RULES.alpha
 
 
 @pytest.mark.parametrize(
-    ("metric", "share", "cells", "least"),
+    ("metric", "share", "place", "claimed"),
     [
-        (0, 0.03, EVERYWHERE, 0.99),
-        (0, 0.03, ONE_CLASS, 0.99),
-        (0, 0.03, ONE_CELL, 0.97),
-        (1, 0.05, EVERYWHERE, 0.99),
-        (1, 0.05, ONE_CLASS, 0.97),
-        (1, 0.10, ONE_CELL, 0.95),
-        (2, 0.03, EVERYWHERE, 0.99),
-        (2, 0.05, ONE_CELL, 0.97),
+        (0, 0.03, "all 24 cells", 0.99),
+        (1, 0.05, "all 24 cells", 0.99),
+        (1, 0.10, "one cell", 0.97),
     ],
 )
-def test_a_slowdown_is_caught(metric, share, cells, least):
-    assert caught(metric, share, cells) >= least
+def test_power_is_what_the_design_claims_for_noise_that_cells_do_not_share(metric, share, place, claimed):
+    """99 to 100 % of -3 % throughput or +5 % TTFT everywhere, 97 % of +10 % TTFT in one cell."""
+    runs = 600
+    found = caught(np.random.default_rng([6, metric]), runs, metric, share, place, INDEPENDENT) > 0
+    assert stats.binomtest(int(found.sum()), runs, claimed, alternative="less").pvalue > 0.01
 
 
-def test_a_slowdown_is_caught_where_half_of_the_noise_is_common_to_all_cells():
-    assert caught(0, 0.03, EVERYWHERE, shared=0.5) >= 0.99
-    assert caught(1, 0.10, EVERYWHERE, shared=0.5) >= 0.99
+def committed() -> dict[tuple[str, str, str], tuple[float, float]]:
+    """Of gate_power.md: by metric, share and place, the parts that FAIL, of independent noise and of shared noise."""
+    rows = {}
+    for line in TABLES.split("## Power")[1].split("## What passes:")[0].splitlines():
+        if len(columns := [column.strip() for column in line.strip("|").split("|")]) == 7 and "%" in columns[1]:
+            independent, together = (float(columns[i].removesuffix(" %")) / 100 for i in (3, 5))
+            rows[tuple(columns[:3])] = independent, together
+    return rows
 
 
-def test_a_small_slowdown_of_one_noisy_cell_is_not_caught_and_the_pairs_say_what_would_be():
-    assert caught(1, 0.03, ONE_CELL, runs=60) < 0.3
+TABLES = Path(gate_power.__file__).with_suffix(".md").read_text(encoding="utf-8")
+ROWS = [(m, share, place) for m in range(3) for share in SHARES for place in WHERE]
+
+
+def test_the_committed_table_has_every_effect_at_every_place():
+    assert len(committed()) == len(ROWS) == 27
+
+
+@pytest.mark.parametrize(("metric", "share", "place"), ROWS)
+def test_a_slowdown_is_caught_as_often_as_the_committed_table_says(metric, share, place):
+    runs, of_table = 100, int(re.search(r"--runs (\d+)", TABLES)[1])
+    told = committed()[DEFAULT_RULES.metrics[metric].title, f"{share * 100:.0f} %", place]
+    for j, (launch, expected) in enumerate(zip((INDEPENDENT, ONE_LAUNCH), told, strict=True)):
+        rng = np.random.default_rng([15, j, ROWS.index((metric, share, place))])
+        count = int((caught(rng, runs, metric, share, place, launch) > 0).sum())
+        known = round(expected * of_table)
+        same = stats.fisher_exact([[count, runs - count], [known, of_table - known]]).pvalue
+        assert same > 1e-3, f"{count} of {runs} are caught, the table says {expected:.1%}"
 
 
 def test_a_build_against_itself_passes_and_a_slower_one_does_not():
-    y = log_ratios("normal", np.random.default_rng(8), 150, LAST, shared=0.5)
+    y = log_ratios("normal", np.random.default_rng(8), 150, LAST, *ONE_LAUNCH)
     assert (decide(y).passed > 0).mean() >= 0.95
     assert (decide(worsened(y[:60], 0, 0.03, EVERYWHERE)).passed > 0).mean() <= 0.05
 
@@ -130,10 +174,27 @@ def _cell_fails(y: np.ndarray, look: int, place: int) -> bool:
     )
 
 
+def test_the_simulated_decisions_of_interrupted_runs_are_those_of_a_folder_that_is_gone_on_with():
+    y, points = interrupted("normal", np.random.default_rng(16), 40, 0.5)
+    y = worsened(y, 1, 0.06, ONE_CLASS)
+    found = decide(y, points=points)
+    usual = [look.pairs for look in DEFAULT_RULES.looks]
+    early = [run for run in range(len(y)) if points[run].tolist() != usual][:8]
+    for run in early:
+        stops = [n for n in points[run].tolist() if n not in usual]
+        judgement = look_at(table(y[run]), DEFAULT_RULES, stops)
+        assert (judgement.outcome == FAIL) == (found.failed[run] > 0)
+        assert (judgement.outcome == PASS) == (found.passed[run] > 0)
+        if number := max(found.failed[run], found.passed[run]):
+            assert judgement.pairs == points[run][number - 1]
+    assert len(early) == 8
+    assert len(set(found.failed[early])) > 2  # at looks of all kinds
+
+
 def test_the_simulated_decisions_are_those_of_judge():
     rng = np.random.default_rng(12)
     y = np.concatenate(
-        [worsened(log_ratios("t4", rng, 8, 12), 1, share, ONE_CLASS) for share in (0.0, 0.03, 0.05, 0.10)]
+        [worsened(log_ratios("t4", rng, 5, 12), 1, share, ONE_CLASS) for share in (0.0, 0.03, 0.05, 0.10)]
     )
     found, seen = decide(y, replace(DEFAULT_RULES, looks=DEFAULT_RULES.looks[:2])), set()
     for run, log_ratio in enumerate(y):
