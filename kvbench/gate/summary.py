@@ -84,7 +84,7 @@ def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str
         return []
     drawn = _table(findings, rows)
     lines = [f"### {title} ({len(findings):,})", "", *drawn, *([""] if drawn else [])]
-    told = wording.explained(findings, min(rows, 20 if drawn else ROWS), verdict.sentence)
+    told = wording.explained(findings, min(rows, 20 if drawn else ROWS), verdict.sentence if drawn else "")
     for i, (text, finding) in enumerate(told):
         lines.append(f"- {escape(wording.line(text, _SENTENCE))}")
         details = finding.details[:8] if i < DETAILED else ()

@@ -65,6 +65,15 @@ def test_a_change_for_the_better_is_not_the_worst() -> None:
     assert text.index("c-0.05 |") < text.index("c0.5 |")
 
 
+def test_the_first_line_is_not_said_again_below_a_table() -> None:
+    finding = verdicts.timing("mixed/a", FAIL, 0.1, suite="cell")
+    text = summary(Verdict("compare", FAIL, finding.sentence, (finding,)))
+    assert "### Failed (1)" in text and "| p95\\_itl\\_ms, mixed/a |" in text and text.count("changed by") == 1
+    unmeasured = Finding("a", "limit", "peak", INVALID, "peak of a: not measured")
+    text = summary(Verdict("limits", INVALID, "1 of 1 limits: peak of a: not measured", (unmeasured,)))
+    assert "- peak of a: not measured" in text  # no number, so no table: the sentence is all there is
+
+
 def test_the_accept_command_is_shown_where_there_is_one() -> None:
     assert '```sh\nkvbench accept counters --reason "..."\n```' in summary(verdicts.counters())
     assert "### Accept" not in summary(verdicts.failed())
