@@ -22,6 +22,7 @@ from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.gate import worktrees
+from kvbench.gate.wording import shortened
 from kvbench.house import HOUSE
 from kvbench.layers import apply_override
 from kvbench.results import MANIFEST
@@ -55,7 +56,7 @@ class Side:
             return "working tree"
         if self.kind == RUN:
             return "/".join(Path(self.text).parts[-2:])
-        return self.text if len(self.text) <= _LONGEST_NAME else f"{self.text[: _LONGEST_NAME - 1]}…"
+        return shortened(self.text, _LONGEST_NAME)  # with both ends: two commands may differ in their last word
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "text": self.text, "name": self.name, "settings": dict(self.settings)}

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from kvbench.errors import UsageError
 from kvbench.gate import environments, worktrees
 from kvbench.gate.builds import Build, Builds
-from kvbench.gate.side_text import CMD, REF, RUN, SET, URL, Side, parse_side
+from kvbench.gate.side_text import CMD, REF, RUN, SET, URL, Side
 from kvbench.house import HOUSE
 from kvbench.manifest import git_state, versions
 from kvbench.results import RunFolder
@@ -28,8 +27,6 @@ from kvbench.targets.owned import require_free_port
 from kvbench.targets.presets import PRESETS
 from kvbench.targets.template import is_template
 from kvbench.workload import Workload, differing_keys, resolve
-
-__all__ = ["OpenSide", "Side", "open_side", "parse_side", "require_used", "same_sides"]
 
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")
@@ -64,14 +61,6 @@ class OpenSide:
         return self.choice.new_target
 
     @property
-    def check(self) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-        return self.choice.check
-
-    @property
-    def refuses(self) -> Callable[[Mapping[str, Any]], str | None] | None:
-        return self.choice.refuses
-
-    @property
     def notes(self) -> tuple[str, ...]:
         return self.choice.notes
 
@@ -80,15 +69,14 @@ class OpenSide:
         """Whether a launch compiles what later ones find compiled, so that the first must not be measured."""
         return self.stored is None and not self.choice.probes
 
-    def first_launch(self, settings: Mapping[str, Any], log: Path) -> float:
-        """Starts the server once and stops it; the seconds until it was ready. Errors as of ``Target.start``.
+    def first_launch(self, settings: Mapping[str, Any], log: Path) -> None:
+        """Starts the server once and stops it. Errors as of ``Target.start``.
 
         After that the kernels of ``settings`` are compiled and the files of both sides have been read once.
         """
-        target, began = self.new_target(), time.monotonic()
+        target = self.new_target()
         try:
             target.start(settings, log)
-            return time.monotonic() - began
         finally:
             target.stop()
 

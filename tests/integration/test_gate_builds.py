@@ -11,7 +11,8 @@ import yaml
 from kvbench.errors import UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.environments import is_kvbench
-from kvbench.gate.sides import open_side, parse_side
+from kvbench.gate.side_text import parse_side
+from kvbench.gate.sides import open_side
 from kvbench.gate.worktrees import find_commit, remove
 from kvbench.house import HOUSE
 from kvbench.workload import load_workload

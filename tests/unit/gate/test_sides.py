@@ -82,6 +82,11 @@ def test_what_a_text_means(tiny, monkeypatch, text, kind, kept):
     assert (side.kind, side.text) == (kind, kept)
 
 
+def test_two_long_commands_that_end_differently_have_two_names():
+    names = {parse_side(f"cmd:{PYTHON} {'-m some.long.module ' * 5} --itl-ms {ms}").name for ms in (20, 21)}
+    assert len(names) == 2 and all(len(name) <= 60 for name in names)
+
+
 def test_a_sha_is_a_ref(tiny):
     assert parse_side(git(tiny, "rev-parse", "--short", "HEAD"), tiny).kind == "ref"
 
@@ -200,7 +205,8 @@ def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, t
         assert target.model.name == "fake"  # of the ref's server: the running kvbench has none like it
     finally:
         target.stop()
-    assert opened.first_launch(opened.workload.engine, tmp_path / "first.log") > 0
+    opened.first_launch(opened.workload.engine, tmp_path / "first.log")
+    assert (tmp_path / "first.log").exists()
     assert shlex.split(opened.facts["command"])[-3:] == [str(opened.build.python), "-m", "engine.server"]
 
 
