@@ -25,12 +25,11 @@ from kvbench.gate.plan import SIDES, Match, Turn, turns
 from kvbench.gate.policy import Policy
 from kvbench.gate.same_server import hear_server, require_same_requests
 from kvbench.gate.values import whole_pairs
-from kvbench.gate.verdict import FAIL, PASS, Verdict
+from kvbench.gate.verdict import INCONCLUSIVE, Verdict
 from kvbench.interruption import Interruption
 from kvbench.progress import Speaker, clock
 from kvbench.results import utc_now, write_json
 from kvbench.targets.base import Target
-
 
 # A reading of /metrics takes the engine's thread from its steps. Four a second, as a sweep takes them, delay one gap in
 # twenty on a small machine, which is where p95 lies; what changed over a load is exact however few there are.
@@ -137,7 +136,7 @@ class Comparison:
             require_same_requests(self.folder, self.manifest, pair, force=self.force)
             if self.stop_early and pair in looks and pair >= known:
                 found = conclude(self.folder, self.manifest, self.policy, pairs=pair)
-                if found.outcome in (PASS, FAIL):
+                if found.outcome != INCONCLUSIVE:
                     return None
         return None
 
