@@ -30,6 +30,9 @@ def quality(**options: Any) -> int:
     that KV written by decodes is read as well. Reported is KL(reference || quantised) over the vocabulary, position by
     position, in nats, and how often the likeliest token is the same. `kld:` limits of `kvbench gate` hold it.
 
+    It takes minutes on a CPU, about 4 for workloads/mixed.yaml on 2 busy cores; fewer --prompts take less. Measure with
+    the commit and the versions that the run was measured with: `kvbench gate` takes others only with --force.
+
     With random weights (load_format: dummy) the KLD is much smaller than a trained model's, and the result says so.
 
     \b
@@ -57,6 +60,7 @@ def quality_command(
     from kvbench.quality import measure, quantised
     from kvbench.quality_result import QUALITY
     from kvbench.rate_words import print_table
+    from kvbench.report.words import plural
     from kvbench.results import open_run, write_json
     from kvbench.workload import load_workload, resolve
 
@@ -65,12 +69,16 @@ def quality_command(
         _refuse_for_a_run({"--profile": profile, "-o": overrides})
         manifest = open_run(workload_or_run).manifest()
         _require_builtin(manifest, workload_or_run)
+        _warn_of_other_code(manifest)
         workload = resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None)
         only, output = tuple(manifest.get("only") or ()), output or workload_or_run / QUALITY
     else:
         workload = load_workload(workload_or_run, profile=profile, overrides=overrides)
     console = Console()
     configurations = quantised(workload, only)
+    console.print(
+        f"{plural(len(configurations), 'configuration')} with a quantised KV, {plural(prompts, 'prompt')} each"
+    )
     with console.status("loading") as status:
         result = measure(
             workload, configurations, prompts=prompts, output_tokens=output_tokens, say=lambda text: status.update(text)
@@ -102,6 +110,16 @@ def _require_builtin(manifest: dict[str, Any], run: Path) -> None:
             f"{run} was measured on {manifest.get('target') or backend}, and only the built-in engine shows its "
             "logits: remove kld from the policy of this run"
         )
+
+
+def _warn_of_other_code(manifest: dict[str, Any]) -> None:
+    """Before the minutes that it takes, and not by the gate afterwards."""
+    from kvbench.house import say
+    from kvbench.manifest import git_state, versions
+    from kvbench.quality_result import code_differences, told
+
+    if different := code_differences(git_state(), versions(), manifest):
+        say(f"warning: {told(different)}: `kvbench gate` takes this KLD only with --force")
 
 
 def _table(result: Any) -> Any:

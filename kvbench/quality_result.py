@@ -28,18 +28,37 @@ class QualityResult:
     note: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)  # device, prompts, time
 
-    def differs_from(self, manifest: Mapping[str, Any]) -> list[str]:
-        """In what code, versions and weights differ from a run's manifest; what one does not tell is no difference."""
-        model, git, versions = (manifest.get(key) or {} for key in ("model", "git", "versions"))
-        sides = [
-            ("commit", self.git.get("sha"), git.get("sha")),
-            ("set of weights", self.weights_fingerprint or None, model.get("weights_fingerprint")),
-            *((name, self.versions.get(name), versions.get(name)) for name in _VERSIONS),
-        ]
-        return [name for name, here, there in sides if None not in (here, there) and here != there]
+    def differs_from(self, manifest: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """In what code, versions and weights differ from a run's manifest, and what they are here and there."""
+        there = (manifest.get("model") or {}).get("weights_fingerprint")
+        weights = different({"set of weights": (self.weights_fingerprint or None, there)})
+        return {**code_differences(self.git, self.versions, manifest), **weights}
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **self.__dict__}
+
+
+def code_differences(
+    git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> dict[str, tuple[str, str]]:
+    """In what commit and versions differ from those of a run's manifest."""
+    of_git, of_versions = (manifest.get(key) or {} for key in ("git", "versions"))
+    sides = {name: (versions.get(name), of_versions.get(name)) for name in _VERSIONS}
+    return different({"commit": (git.get("sha"), of_git.get("sha")), **sides})
+
+
+def different(sides: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[str, str]]:
+    """What one side does not tell is no difference."""
+    return {
+        name: (str(here), str(there))
+        for name, (here, there) in sides.items()
+        if None not in (here, there) and here != there
+    }
+
+
+def told(differences: Mapping[str, tuple[str, str]]) -> str:
+    """``commit 1a2b3c4d5e6f, of the run 5e6f...; torch 2.1, of the run 2.0``"""
+    return "; ".join(f"{name} {here[:12]}, of the run {there[:12]}" for name, (here, there) in differences.items())
 
 
 def read_quality(folder: Path) -> QualityResult | None:

@@ -2,8 +2,8 @@
 
 Which value of a cell a limit holds: the median over the repeats, each a fresh server, or with ``every: true`` each
 repeat by itself. A ratio is paired: the two configurations' values of the same repeat, which had the same requests, are
-divided, and the median of those is held (again, or each of them). The KLD of a quantised KV is of a configuration and
-has no repeats (kvbench/quality.py).
+divided, and the median of those is held (again, or each of them), which is not the ratio of the medians. The KLD of a
+quantised KV is of a configuration and has no repeats (kvbench/quality.py).
 
 A value from an invalid cell says nothing, so its limits are ``invalid``. Failed requests and pages that stay owned are
 the exception, since they make a cell invalid themselves: beyond their limit they have failed and leaked.
@@ -172,15 +172,18 @@ def _of_pair(run: Run, limit: Limit, a: Cell, b: Cell) -> Finding:
     if any(right[repeat] <= 0 for repeat in both):
         return _invalid(limit, where, f"{limit.what} of {b.cell_id} is 0, so there is no ratio to it")
     ratios = [left[repeat] / right[repeat] for repeat in both]
-    details = [f"ratio in each repeat: {', '.join(number(value) for value in ratios)}"]
-    found = _held(limit, where, ratios, "", details)
-    medians = [statistics.median(values[repeat] for repeat in both) for values in (right, left)]
+    unit = metric_names.unit_of(limit.what)
+    medians = (quantity(statistics.median(values[repeat] for repeat in both), unit) for values in (left, right))
+    details = [
+        f"ratio in each repeat: {', '.join(number(value) for value in ratios)}",
+        f"median of {a.config_id} {next(medians)}, of {b.config_id} {next(medians)}; the limit holds the ratio within "
+        "each repeat, not that of these two",
+    ]
+    found = _held(limit, where, ratios, "", details, of="of the paired ratios ")
+    assert found.candidate is not None
     return replace(
         found,
-        unit=metric_names.unit_of(limit.what) or None,
-        base=medians[0],
-        candidate=medians[1],
-        change=statistics.median(ratios) - 1,
+        change=found.candidate - 1,
         figures={f"{name}_ratio": bound for name, bound in found.figures.items()},
         series=tuple(value - 1 for value in ratios),
     )
@@ -203,7 +206,7 @@ def _of_configuration(
     where = f"{run.workload}/{config_id}"
     known = quality.configurations.get(config_id) if quality is not None else None
     if quality is None or known is None or known.get(limit.what) is None:
-        return _invalid(limit, where, f"not measured: run `kvbench quality {run.folder}`")
+        return _invalid(limit, where, _no_kld(run))
     if doubt:
         return _invalid(limit, where, doubt)
     unit = "share" if limit.what == "same_argmax" else "nats"
@@ -211,13 +214,24 @@ def _of_configuration(
     return _held(limit, where, [float(known[limit.what])], unit, details)
 
 
-def _held(limit: Limit, where: str, values: Sequence[float], unit: str, details: Sequence[str]) -> Finding:
-    """The finding on the median of ``values``, or on the worst of them where each is held."""
+def _no_kld(run: Run) -> str:
+    git = run.manifest.get("git") or {}
+    code = git.get("short_sha") or git.get("sha")
+    which = (
+        f" with the code of the run (commit {code}), or with other code and then this gate with --force" if code else ""
+    )
+    return f"not measured: run `kvbench quality {run.folder}`{which}; it takes minutes on a CPU"
+
+
+def _held(
+    limit: Limit, where: str, values: Sequence[float], unit: str, details: Sequence[str], of: str = ""
+) -> Finding:
+    """The finding on the median of ``values``, or on the worst of them where each is held. ``of``: what they are."""
     judged = statistics.median(values)
     if limit.every:
         judged = max(values, key=limit.excess)
     broken = limit.excess(judged) > 0
-    which = ("the worst repeat has " if limit.every else "the median is ") if len(values) > 1 else ""
+    which = ("the worst repeat has " if limit.every else f"the median {of}is ") if len(values) > 1 else ""
     return Finding(
         id=_id(limit, where),
         suite=SUITE,

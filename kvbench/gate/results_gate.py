@@ -15,7 +15,7 @@ from kvbench.gate.limits import SUITE, judge_limits
 from kvbench.gate.policy import Policy
 from kvbench.gate.stored_policy import digest, policy_of
 from kvbench.gate.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
-from kvbench.quality_result import QualityResult, read_quality
+from kvbench.quality_result import QualityResult, read_quality, told
 from kvbench.report.data import Run
 from kvbench.report.reading import read_run
 from kvbench.report.words import listing, plural
@@ -134,8 +134,9 @@ def _other_code(run: Run, quality: QualityResult) -> str | None:
     if not different:
         return None
     return (
-        f"measured with another {listing(different)} than the run: run `kvbench quality {run.folder}` again, or take "
-        "it all the same with --force"
+        f"measured with another {listing(list(different))} than the run ({told(different)}): run `kvbench quality "
+        f"{run.folder}` with what the run has, measure the run again with what is here, or take it all the same with "
+        "--force"
     )
 
 

@@ -6,7 +6,9 @@ import pytest
 
 from kvbench.gate.limits import Limit, judge_limits
 from kvbench.gate.metric_names import SHORT_NAMES, measured, unit_of
-from kvbench.gate.verdict import FAIL, INVALID, PASS
+from kvbench.gate.summary import summary
+from kvbench.gate.verdict import FAIL, INVALID, PASS, Verdict
+from kvbench.gate.wording import number, percent
 from kvbench.quality_result import QualityResult
 from tests.support.report_cells import cell, run
 
@@ -141,11 +143,23 @@ def test_a_ratio_is_paired_by_repeat_and_all_repeats_are_shown():
     finding = only(ratio, CONTIGUOUS, PAGED)
     assert finding.outcome == PASS
     assert finding.change == pytest.approx(0.1) and finding.series == pytest.approx((-0.1, 1.0, 0.1))
-    assert (finding.base, finding.candidate, finding.unit) == (100.0, 200.0, "tokens/s")
     assert "0.900, 2, 1.10" in finding.details[0]
+    assert "median of paged (page 16) 200 tokens/s, of contiguous 100 tokens/s" in finding.details[1]
     for low, every, outcome in ((1.11, False, FAIL), (0.9, True, PASS), (0.91, True, FAIL)):
         found = only(Limit("ratio", "steady_output_throughput", low=low, every=every), CONTIGUOUS, PAGED)
         assert found.outcome == outcome
+
+
+@pytest.mark.parametrize(("every", "judged"), [(False, "1.10"), (True, "0.900")])
+def test_all_that_is_said_of_a_ratio_is_one_ratio(every, judged):
+    """No medians of the two stand beside it, whose ratio is another one."""
+    finding = only(Limit("ratio", "steady_output_throughput", low=2.5, every=every), CONTIGUOUS, PAGED)
+    assert (finding.base, finding.unit) == (None, None) and number(finding.candidate) == judged
+    assert finding.change == pytest.approx(finding.candidate - 1)
+    which = "the worst repeat has" if every else "the median of the paired ratios is"
+    assert f"{which} {judged}, below the limit of 2.50" in finding.sentence
+    row = next(line for line in summary(Verdict("limits", FAIL, "s", (finding,))).splitlines() if "ratio of" in line)
+    assert f"| {judged} | {percent(finding.change)} | &gt;= 2.50 |" in row
 
 
 def test_a_ratio_of_named_configurations_at_each_load():

@@ -160,7 +160,8 @@ def store(run: Path, result: QualityResult) -> None:
 
 def test_the_kld_of_the_run(run, gated):
     code, verdict = gated(run, KLD)
-    assert code == 4 and "not measured: run `kvbench quality" in verdict.sentence
+    assert code == 4 and f"not measured: run `kvbench quality {run}` with the code of the run" in verdict.sentence
+    assert RUN["sha"] in verdict.sentence
     store(run, MEASURED)
     code, verdict = gated(run, KLD)
     assert code == 0 and "Random." in verdict.notes
@@ -172,6 +173,8 @@ def test_a_kld_of_other_code_needs_force(run, gated):
     store(run, dataclasses.replace(MEASURED, git={"sha": "fedcba"}, versions=versions))
     code, verdict = gated(run, KLD)
     assert code == 4 and "measured with another commit and torch than the run" in verdict.sentence
+    ran = json.loads((run / "manifest.json").read_text())["versions"]["torch"]
+    assert f"commit fedcba, of the run {RUN['sha'][:12]}; torch 1.0, of the run {ran}" in verdict.sentence
     assert gated(run, KLD, "--force")[0] == 0
 
 
