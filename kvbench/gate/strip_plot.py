@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kvbench.gate import wording
 from kvbench.gate.verdict import Finding
 
 WIDTH = 60  # columns of the scale
-LEGEND = "o one pair (a digit: so many)   [==*==] the effect and its 95 % interval   0 no change   F floor   M margin"
+DOTS = {"limits": "repeat"}  # what a dot is, by the kind of the verdict; else a pair
 
 
 def strip(finding: Finding, width: int = WIDTH) -> list[str]:
@@ -27,7 +28,7 @@ def strip(finding: Finding, width: int = WIDTH) -> list[str]:
     marks = thresholds(finding)
     bounds = [bound for bound in finding.interval or () if wording.is_number(bound)]
     centre = [finding.change] if wording.is_number(finding.change) else []
-    low, high = scale([*series, *bounds, *centre, *marks.values()])
+    low, high = scale([*series, *bounds, *centre, *(value for _, value in marks)])
 
     def column(change: float) -> int:
         share = (change - low) / (high - low)
@@ -38,7 +39,7 @@ def strip(finding: Finding, width: int = WIDTH) -> list[str]:
     if centre or len(bounds) == 2:
         lines.append(_effect_line([column(b) for b in bounds], [column(c) for c in centre], width))
     axis = ["-"] * width
-    for letter, change in (*((name[0].upper(), value) for name, value in marks.items()), ("0", 0.0)):
+    for letter, change in (*((name[0].upper(), value) for name, value in marks), ("0", 0.0)):
         axis[column(change)] = letter
     ends = [wording.percent(end) for end in ((low, high) if worse > 0 else (high, low))]
     lines += ["".join(axis), ends[0] + ends[1].rjust(width - len(ends[0]))]
@@ -46,11 +47,21 @@ def strip(finding: Finding, width: int = WIDTH) -> list[str]:
     return [head, *(each.rstrip() for each in lines)]
 
 
-def thresholds(finding: Finding) -> dict[str, float]:
-    """Floor and margin as changes with their sign, to the worse side."""
+def legend(findings: Sequence[Finding], dot: str = "pair") -> str:
+    """What the signs of these plots mean, of those that are there."""
+    marks = {name for finding in findings for name, _ in thresholds(finding)}
+    effect = "[==*==] the effect and its 95 % interval" if any(f.interval for f in findings) else "* what is judged"
+    known = [f"{name[0].upper()} {name}" for name in ("floor", "margin", "limit") if name in marks]
+    return "   ".join([f"o one {dot} (a digit: so many)", effect, "0 no change", *known])
+
+
+def thresholds(finding: Finding) -> list[tuple[str, float]]:
+    """Floor and margin as changes with their sign, to the worse side; the ends that a ratio is held within."""
     worse = wording.worse_sign(finding)
-    figures = {name: finding.figures.get(name) for name in ("floor", "margin")}
-    return {name: worse * abs(value) for name, value in figures.items() if wording.is_number(value)}
+    figures = [(name, finding.figures.get(name)) for name in ("floor", "margin")]
+    found = [(name, worse * abs(value)) for name, value in figures if wording.is_number(value)]
+    ends = [finding.figures.get(name) for name in ("min_ratio", "max_ratio")]
+    return [*found, *(("limit", end - 1) for end in ends if wording.is_number(end))]
 
 
 def scale(values: list[float]) -> tuple[float, float]:

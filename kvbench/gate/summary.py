@@ -148,14 +148,14 @@ def _plots(verdict: Verdict, rows: int) -> list[str]:
     """The pairs of what did not pass; of a verdict that passed, those of the whole."""
     chosen = wording.worst_first(f for f in verdict.findings if f.outcome != PASS and f.series)
     chosen = chosen or wording.worst_first(f for f in verdict.findings if f.suite == "overall" and f.series)
-    drawn = [strip_plot.strip(finding) for finding in chosen[: min(rows, PLOTS)]]
-    drawn = [lines for lines in drawn if lines]
+    drawn = [(finding, lines) for finding in chosen[: min(rows, PLOTS)] if (lines := strip_plot.strip(finding))]
     if not drawn:
         return []
-    text = [line for lines in drawn for line in ("", *lines)]
+    dot = strip_plot.DOTS.get(verdict.kind, "pair")
+    text = [strip_plot.legend([finding for finding, _ in drawn], dot)]
+    text += [line for _, lines in drawn for line in ("", *lines)]
     left = _more(len(chosen) - len(drawn), "in pairs.html")
-    title = "### The pairs (worse to the right)"
-    return [title, "", *fence([strip_plot.LEGEND, *text]), "", *([*left, ""] if left else [])]
+    return [f"### The {dot}s (worse to the right)", "", *fence(text), "", *([*left, ""] if left else [])]
 
 
 def _commands(verdict: Verdict) -> list[str]:

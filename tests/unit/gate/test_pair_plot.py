@@ -7,9 +7,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from kvbench.gate.limits import Limit, judge_limits
 from kvbench.gate.pair_plot import pair_page
-from kvbench.gate.verdict import PASS, Verdict
-from tests.support import verdicts
+from kvbench.gate.verdict import PASS, Finding, Verdict
+from tests.support import report_cells, verdicts
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -96,3 +97,49 @@ def test_thousands_of_findings_stay_one_small_page() -> None:
 def test_pairs_that_are_all_equal_can_be_drawn() -> None:
     finding = verdicts.timing("a", PASS, 0.0, series=(0.0, 0.0), floor=0.0, margin=0.0)
     assert len(Page(pair_page(Verdict("compare", PASS, "s", (finding,))) or "").all("circle", "pair")) == 2
+
+
+def ratio(cell: str, low: float, high: float | None = None, every: bool = False) -> Finding:
+    """As the limits gate makes it, of three repeats: 0.9, 1.0 and 1.1 of another configuration."""
+    load = cell.rpartition("-")[2]
+    cells = [
+        report_cells.cell(kind, load=int(load), throughput=throughput)
+        for kind, throughput in (("paged", (90.0, 100.0, 110.0)), ("contiguous", (100.0, 100.0, 100.0)))
+    ]
+    limit = Limit("ratio", "steady_output_throughput", low=low, high=high, every=every, name=f"of {cell}")
+    (finding,) = judge_limits(report_cells.run(*cells, workload={"name": "mixed"}), [limit])
+    return finding
+
+
+def test_ratio_limits_have_full_names_their_limit_and_no_legend_of_what_is_not_there() -> None:
+    findings = (ratio("ab" * 30 + "-3", 0.95), ratio("ab" * 30 + "-32", 0.9, 1.2))
+    text = pair_page(Verdict("limits", PASS, "s", findings)) or ""
+    page = Page(text)
+    written = "".join(words for tag, words in page.texts if tag == "text").replace(" ", "")
+    for finding in findings:
+        assert finding.title.replace(" ", "") in written
+    assert len(page.all("line", "limit")) == 3 and not page.all("line", "floor") and not page.all("line", "interval")
+    assert "limit: it may be reached" in text and "one repeat" in text and "<title>repeat 3: +10.0 %" in text
+    body = text.partition("</style>")[2]
+    assert not [word for word in ("floor:", "margin:", "interval", "candidate against") if word in body]
+    assert "1 (0.00 %), &gt;= 0.900 and &lt;= 1.20" in body
+    of_both = "".join(re.findall("<h2>.*?</h2>", text))
+    assert "less is worse" in of_both and "more to the right" in of_both
+
+
+def test_the_limit_of_a_ratio_is_drawn_at_its_place() -> None:
+    page = Page(pair_page(Verdict("limits", PASS, "s", (ratio("a-3", 0.95),))) or "")
+    low, middle, high = sorted(float(values["cx"] or "nan") for values in page.all("circle", "pair"))
+    (limit,) = page.all("line", "limit")
+    assert high - middle == pytest.approx(middle - low, abs=0.2)  # 1.1, 1.0 and 0.9, less being worse
+    assert (float(limit["x1"] or "nan") - middle) / (high - middle) == pytest.approx(0.5, abs=0.01)
+
+
+def test_no_row_of_a_panel_is_written_over_the_next() -> None:
+    findings = tuple(verdicts.timing(f"{'word ' * 30}{i}", PASS, 0.01) for i in range(3))
+    page = Page(pair_page(Verdict("compare", PASS, "s", findings)) or "")
+    rows = sorted(float(values["y"] or "nan") for values in page.all("rect", "row"))
+    height = {float(values["height"] or "nan") for values in page.all("rect", "row")}
+    names = [float(values["y"] or "nan") for tag, values in page.found if tag == "text" and values.get("x") == "8"]
+    assert rows == pytest.approx([rows[0], rows[0] + 2 * height.pop()])
+    assert names == sorted(names) and len(names) > 6

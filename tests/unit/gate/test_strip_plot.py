@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.gate.strip_plot import strip
+from kvbench.gate.strip_plot import legend, strip
 from kvbench.gate.verdict import FAIL, PASS, Finding
 from tests.support import verdicts
 
@@ -54,3 +54,11 @@ def test_odd_pairs_are_drawn_within_the_width(series: tuple[float, ...]) -> None
 
 def test_all_is_ascii_but_the_title() -> None:
     assert "".join(strip(verdicts.hostile().findings[0])[1:]).isascii()
+
+
+def test_the_limit_of_a_ratio_is_drawn_and_the_legend_has_what_is_there() -> None:
+    held = finding(series=(-0.1, 0.1), change=0.0, higher_is_better=True, figures={"min_ratio": 0.95})
+    assert strip(held, width=101)[-2][75] == "L"  # a loss of 5 % of a scale from +10 to -10 %
+    assert legend([held], "repeat") == "o one repeat (a digit: so many)   * what is judged   0 no change   L limit"
+    timed = finding(series=(0.1,), change=0.1, interval=(0.0, 0.2), figures={"floor": 0.05, "margin": 0.1})
+    assert "95 % interval" in legend([timed]) and legend([timed]).endswith("F floor   M margin")
