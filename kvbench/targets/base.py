@@ -24,7 +24,7 @@ from kvbench.targets.texts import Texts, with_texts
 from kvbench.targets.trouble import BAD_REQUEST, connection_trouble, key_trouble, scheme_trouble
 
 _READ_TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
-_FACTS_TIMEOUT_S = 60.0  # vLLM, asked the first time, runs a dozen programs to describe its machine
+FACTS_TIMEOUT_S = 60.0  # vLLM, asked the first time, runs a dozen programs to describe its machine
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _NOT_THERE = (404, 405, 501)
 _REFUSED = (400, 404, 405, 413, 422)  # of a request that would fare no better a second time
@@ -183,7 +183,7 @@ class HttpTarget:
     def server_info(self) -> dict[str, Any] | None:
         """None when the server has none. Raises MeasurementError when no answer comes."""
         try:
-            response = self._http.get("/server_info", timeout=_FACTS_TIMEOUT_S)
+            response = self._http.get("/server_info", timeout=FACTS_TIMEOUT_S)
             info = response.json() if response.status_code == 200 else None
         except httpx.HTTPError as error:
             raise MeasurementError(f"{self.base_url}/server_info did not answer: {error!r}") from None

@@ -26,6 +26,12 @@ COMMANDS = (
     "mock-server",
     "calibrate-client",
     "trace",
+    "compare",
+    "calibrate",
+    "gate",
+    "accept",
+    "history",
+    "quality",
 )
 WORKLOAD = {
     "name": "tiny",
@@ -63,7 +69,7 @@ def test_help_lists_every_command_and_the_exit_codes(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
     assert all(name in out for name in COMMANDS)
-    assert re.findall(r"^    (\d+) ", out, re.MULTILINE) == ["0", "1", "2", "3", "4", "130"]  # 5 nothing returns
+    assert re.findall(r"^    (\d+) ", out, re.MULTILINE) == ["0", "1", "2", "3", "4", "5", "130"]
     assert set(cli.commands) == set(COMMANDS)
     said = " ".join(out.split())
     assert "`load --output-dir DIR --resume`" in said and "`sweep --resume [RUN_DIR]`" in said
@@ -71,8 +77,12 @@ def test_help_lists_every_command_and_the_exit_codes(capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["sweep", "load", "report", "plan", "cache-sim", "tune", "doctor", "mock-server", "calibrate-client"]
-)
+    "name",
+    [
+        "sweep", "load", "report", "plan", "cache-sim", "tune", "doctor", "mock-server", "calibrate-client", "compare",
+        "calibrate", "quality",
+    ],
+)  # fmt: skip
 def test_each_help_tells_purpose_files_and_exit_codes(capsys, name):
     code, out, _ = run(capsys, name, "--help")
     assert code == 0

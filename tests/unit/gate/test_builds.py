@@ -19,7 +19,7 @@ from kvbench.errors import MeasurementError, UsageError
 from kvbench.gate import builds as module
 from kvbench.gate import environments
 from kvbench.gate.builds import Builds, builds_folder
-from kvbench.gate.environments import ask, require_source, running_layers, same_dependencies
+from kvbench.gate.environments import ask, is_kvbench, require_source, running_layers, same_dependencies
 from kvbench.gate.worktrees import find_commit
 from kvbench.house import HOUSE
 from tests.support.git_repo import commit_all, git, make_repo, make_tiny_kvbench, write
@@ -270,7 +270,7 @@ def test_a_python_that_does_not_start_says_so(tmp_path):
 def test_no_kvbench_is_among_the_layers(monkeypatch, tiny):
     monkeypatch.setattr(sys, "path", ["", str(HOUSE), str(tiny), *sys.path, "/nowhere"])
     layers = running_layers()
-    assert layers and not [p for p in layers if (p / "engine").is_dir() or not p.is_dir()]
+    assert layers and not [p for p in layers if is_kvbench(p) or not p.is_dir()]
     assert Path(numpy.__file__).parent.parent in layers
 
 

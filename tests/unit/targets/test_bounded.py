@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kvbench.errors import MeasurementError
-from kvbench.targets import bounded
+from kvbench.targets import base, bounded
 from kvbench.targets.base import HttpTarget, ModelFacts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,6 +50,7 @@ def url():
 @pytest.mark.parametrize("path", CALLS)
 def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(url, path, monkeypatch):
     monkeypatch.setattr(bounded, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(base, "FACTS_TIMEOUT_S", TIMEOUT_S)
     target = HttpTarget(url)
     target._http.timeout = httpx.Timeout(TIMEOUT_S)
     target.model = ModelFacts("fake", 8192, 1024)
