@@ -16,8 +16,8 @@ from rich.console import Console
 from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.compare import Comparison
-from kvbench.gate.compare_manifest import PATHS, go_on, new_comparison, unusable_repeat
-from kvbench.gate.conclude import table_of
+from kvbench.gate.compare_manifest import PATHS, edited, go_on, new_comparison, unusable_repeat
+from kvbench.gate.conclude import finished_verdict, table_of
 from kvbench.gate.folder import KIND, CompareFolder
 from kvbench.gate.github import publish
 from kvbench.gate.lanes import Lane, close_lanes, open_lanes
@@ -133,19 +133,26 @@ def _asked(options: dict[str, Any], subcommand: str, held: ExitStack) -> _Job:
     manifest = folder.manifest()
     if manifest["subcommand"] != subcommand:
         raise UsageError(f"{folder.path} was begun by `kvbench {manifest['subcommand']}`: go on with that")
-    context = click.get_current_context()
-    given = [n for n in options if context.get_parameter_source(n) is click.core.ParameterSource.COMMANDLINE]
-    if wrong := [name for name in given if name not in _OF_THIS_TIME]:
-        raise UsageError(
-            f"--{wrong[0].replace('_', '-')} cannot change a comparison that has begun: leave it out, or start a new "
-            "one without --resume"
-        )
+    _refuse_changes(folder)
     stored = manifest["options"]
     asked = stored | {name: options[name] for name in _OF_THIS_TIME}
     asked |= {name: Path(stored[name]) for name in PATHS if stored.get(name)}
     asked["force"] = options["force"] or stored["force"]
     workloads = [resolve(each["workload"], profile=each["profile"], source=None) for each in manifest["given"]]
     return _Job(subcommand, asked, policy_of(manifest["policy"]), _sides(asked), workloads, folder)
+
+
+def _refuse_changes(folder: CompareFolder) -> None:
+    """Raises UsageError for an argument or option that cannot be given with --resume."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        if given and parameter.name not in _OF_THIS_TIME:
+            name = parameter.human_readable_name if isinstance(parameter, click.Argument) else parameter.opts[0]
+            raise UsageError(
+                f"{name} cannot change a comparison that has begun ({folder.path}): leave it out, or start a new one "
+                "without --resume"
+            )
 
 
 def _sides(options: Mapping[str, Any]) -> dict[str, Side]:
@@ -156,6 +163,9 @@ def _sides(options: Mapping[str, Any]) -> dict[str, Side]:
 def _run(job: _Job, console: Console, held: ExitStack) -> tuple[CompareFolder, Verdict] | None:
     """Open both sides and measure; None when it was interrupted. The folder stays locked in ``held``."""
     options, say = job.options, _say(console)
+    if job.folder is not None and (finished := finished_verdict(job.folder, job.policy)):
+        say(f"{job.folder.path} is finished: nothing is measured, and this is its verdict")
+        return job.folder, finished
     builds = held.enter_context(Builds(rebuild=options["rebuild"], build_cmd=options["build_cmd"], say=say))
     try:
         lanes = open_lanes(job.sides, job.workloads, {**options, "port": 0}, builds)
@@ -173,7 +183,7 @@ def _run(job: _Job, console: Console, held: ExitStack) -> tuple[CompareFolder, V
         held.enter_context(folder.run_lock())
     manifest = folder.manifest()
     if job.folder is not None and not folder.stored:
-        for remark in go_on(manifest, lanes, force=options["force"]):
+        for remark in (*edited(manifest), *go_on(manifest, lanes, force=options["force"])):
             say(f"note: {remark}")
     say(f"results: {folder.path}")
     for note in manifest["notes"]:
@@ -192,8 +202,12 @@ def _run(job: _Job, console: Console, held: ExitStack) -> tuple[CompareFolder, V
     )
     try:
         verdict = _judge_stored(comparison) if folder.stored else _measure(comparison, lanes, say)
-    except (UsageError, MeasurementError) as error:
+    except MeasurementError as error:
         _write_invalid(job, folder.path, error, say)
+        raise
+    except UsageError:
+        if job.folder is None and folder.remove_unmeasured():
+            say(f"removed: {folder.path}, since nothing was measured")
         raise
     return None if verdict is None else (folder, verdict)
 

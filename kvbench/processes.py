@@ -177,11 +177,11 @@ def _signal_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def last_lines(path: Path, count: int = 8, limit: int = 1500) -> str:
-    """The last lines of a log as one text, for a message; empty when there is none."""
+def last_lines(path: Path, count: int = 8, limit: int = 1500, after: int = 0) -> str:
+    """The last lines of a log as one text, for a message; empty when there is none. ``after``: bytes to skip."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 16384))
+            file.seek(max(after, path.stat().st_size - 16384))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""

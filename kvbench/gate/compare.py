@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +26,7 @@ from kvbench.gate.values import whole_pairs
 from kvbench.gate.verdict import INCONCLUSIVE, Verdict
 from kvbench.interruption import Interruption
 from kvbench.progress import Speaker, clock
+from kvbench.report.words import plural
 from kvbench.results import utc_now, write_json
 from kvbench.targets.base import Target
 
@@ -99,7 +98,7 @@ class Comparison:
         return self._conclude(None)
 
     def resume_command(self) -> str:
-        return shlex.join(["kvbench", self.manifest["subcommand"], "--resume", os.path.relpath(self.folder.path)])
+        return self.folder.resume_command(self.manifest["subcommand"])
 
     def say(self, text: str) -> None:
         """As it is, unwrapped: commands are copied from it."""
@@ -114,7 +113,14 @@ class Comparison:
         """Pair after pair. Why it ended before a look decided; None: a look did, or the last was taken."""
         self.manifest["void"] = None
         looks = look_points(self.policy.timing, self.manifest["early_looks"])
-        runner = PairRunner(self.folder, self._runners(check), self.policy.timing.metrics, self._on_kept, self._on_void)
+        runner = PairRunner(
+            self.folder,
+            self._runners(check),
+            self.policy.timing.metrics,
+            self._on_kept,
+            self._on_void,
+            len(self.manifest["resumed"]),
+        )
         began, seconds = time.monotonic(), self.manifest["seconds"]
         known = sum(1 for pair in range(1, self.pairs + 1) if self._is_whole(pair))
         for pair in range(1, self.pairs + 1):
@@ -123,7 +129,8 @@ class Comparison:
                 # The first pair takes longer than all others: it calibrates the client.
                 expected = max(seconds[1:] or seconds, default=0.0)
                 if self.max_minutes is not None and elapsed + expected > self.max_minutes * 60:
-                    return f"--max-minutes {self.max_minutes:g} were over after {pair - 1} pairs"
+                    most = f"{'up to ' if self.stop_early else ''}{plural(self.pairs, 'pair')}"
+                    return f"--max-minutes {self.max_minutes:g} were over after {pair - 1} of {most}"
                 try:
                     runner.run(turns(self.matches, pair, self.manifest["order_seed"]), pair)
                 except PairVoid as void:
@@ -156,11 +163,12 @@ class Comparison:
         self.manifest["order"].setdefault(str(turn.pair), {})[turn.match.key] = first
         self._write("incomplete")
 
-    def _on_void(self, void: Void, last: bool) -> None:
+    def _on_void(self, void: Void, most: int) -> None:
         self.manifest["voids"].append(void.to_json())
         self._write("incomplete")
-        again = "" if last else ", and is measured again"
-        self.say(f"pair {void.pair} of {void.turn} is no measurement{again} (attempt {void.attempt}): {void.words()}")
+        again = "" if void.attempt == most else ", and is measured again"
+        counted = f"attempt {void.attempt} of up to {most}"
+        self.say(f"pair {void.pair} of {void.turn} is no measurement{again} ({counted}): {void.words()}")
 
     def _is_whole(self, pair: int) -> bool:
         return all(self.folder.is_whole(match, pair) for match in self.matches)
@@ -170,9 +178,8 @@ class Comparison:
         self.manifest["stopped"] = stopped
         if stopped and pairs and pairs not in look_points(self.policy.timing, early):
             early.append(pairs)
-        verdict = conclude(self.folder, self.manifest, self.policy)
-        self._write("complete")
-        return verdict
+        self._write("complete")  # first: what is judged again later says the same, the time of its end too
+        return conclude(self.folder, self.manifest, self.policy)
 
     def _write(self, status: str) -> None:
         calibrator = Calibrator(self.folder.path, self.calibrate)

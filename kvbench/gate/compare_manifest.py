@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 import sys
@@ -24,7 +25,7 @@ from kvbench.house import HOUSE
 from kvbench.manifest import environment, git_state
 from kvbench.results import DONE, RunFolder, create_run, read_json, utc_now, write_json
 from kvbench.resume import environment_differences
-from kvbench.workload import Workload
+from kvbench.workload import Workload, load_workload
 
 # Options that say what is compared, as words of the command that does it again.
 _REPEATED = (
@@ -178,6 +179,22 @@ def go_on(manifest: dict[str, Any], lanes: Sequence[Lane], *, force: bool) -> li
     mixed = [f"--force: pairs were measured under different conditions: {each}" for each in found]
     manifest["notes"] += [note for note in mixed if note not in manifest["notes"]]
     return remarks
+
+
+def edited(manifest: dict[str, Any]) -> list[str]:
+    """Puts down, and tells, which workload files hold something else now than when the comparison began."""
+    options = manifest["options"]
+    how = {name: options[name] for name in ("profile", "overrides", "seed")}
+    found = []
+    for path, given in zip(options["workloads"], manifest["given"], strict=False):  # stored runs have no files
+        try:
+            same = json.loads(json.dumps(load_workload(path, **how).resolved, default=str)) == given["workload"]
+        except UsageError:
+            same = False
+        if not same:
+            found.append(f"{path} is not what it was when the comparison began, which goes on as it was then")
+    manifest["notes"] += [note for note in found if note not in manifest["notes"]]
+    return found
 
 
 def unusable_repeat(folder: CompareFolder, manifest: Mapping[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ policy's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from kvbench.gate.policy import Policy
 from kvbench.gate.rules import CELL, OVERALL, TimingRules
 from kvbench.gate.same_server import cache_notes
 from kvbench.gate.stored_policy import policy_facts
-from kvbench.gate.values import read_counters, read_values, whole_pairs
-from kvbench.gate.verdict import FAIL, INCONCLUSIVE, Verdict, worst
+from kvbench.gate.values import no_first_pair, read_counters, read_values, whole_pairs
+from kvbench.gate.verdict import FAIL, INCONCLUSIVE, PASS, Verdict, worst
 from kvbench.gate.void_findings import void_findings
 
 
@@ -77,13 +78,14 @@ def conclude(
     facts = _facts(manifest) | policy_facts(policy) | {"pairs": measured}
     notes = [*manifest.get("notes", ()), *cache_notes(manifest)]
     notes += [f"base and candidate differ: {d}" for d in manifest["differences"]]
-    if stopped := manifest.get("stopped"):
+    stopped = manifest.get("stopped")
+    if stopped:
         notes.append(f"{stopped}.")
     extra = void_findings(manifest)
     made = {"base": manifest["base"], "candidate": manifest["candidate"], "reproduce": manifest["reproduce"]}
     if not measured or not manifest["cells"]:
         outcome = worst([f.outcome for f in extra])
-        said = extra[0].sentence if extra else "nothing was compared: no pair was measured"
+        said = extra[0].sentence if extra else f"nothing was compared: {no_first_pair(folder, manifest)}"
         return Verdict("compare", outcome, said, extra, **made, notes=tuple(notes), facts=facts)
     values = read_values(folder, manifest, rules.metrics, range(1, measured + 1))
     try:
@@ -101,12 +103,30 @@ def conclude(
         where = where_it_went(moved, findings, counters)
     outcome = worst([judgement.outcome, *(f.outcome for f in extra)])
     said = extra[0].sentence if extra and outcome != judgement.outcome else sentence(judgement)
+    if stopped and manifest["void"] is None and outcome == INCONCLUSIVE:  # more time may settle it
+        said = f"{stopped}. {said}"
+        notes.append(f"go on with: {_more_time(folder, manifest, rules.looks[-1].pairs - measured)}")
     if doubt := manifest.get("doubt"):  # in the sentence itself: who reads no further must see it
         said = f"{said} ({doubt})"
     if where:
         notes.insert(0, where)
     notes += judgement.notes
     return Verdict("compare", outcome, said, findings, **made, moved=moved, notes=tuple(notes), facts=facts)
+
+
+def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
+    """The verdict of a comparison that no further pair would change by the policy that it was measured with."""
+    manifest = folder.manifest()
+    if manifest["status"] != "complete":
+        return None
+    verdict = conclude(folder, manifest, policy)
+    return verdict if manifest["stopped"] is None or verdict.outcome in (FAIL, PASS) else None
+
+
+def _more_time(folder: CompareFolder, manifest: Mapping[str, Any], pairs: int) -> str:
+    """The command that goes on, with minutes for so many further pairs."""
+    minutes = math.ceil(pairs * max(manifest["seconds"]) / 60) if manifest.get("seconds") else None
+    return folder.resume_command(manifest["subcommand"]) + (f" --max-minutes {minutes}" if minutes else "")
 
 
 def judge_folder(path: Path, policy: Policy, *, force: bool = False) -> Verdict:

@@ -11,6 +11,9 @@ results/compare/<UTC time>-<git short sha>/
 from __future__ import annotations
 
 import itertools
+import os
+import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -54,9 +57,20 @@ class CompareFolder:
             )
         return manifest
 
+    def resume_command(self, subcommand: str) -> str:
+        """The command that goes on with it, from where we are."""
+        return shlex.join(["kvbench", subcommand, "--resume", os.path.relpath(self.path)])
+
     def run_lock(self) -> AbstractContextManager[None]:
         """Only one process may work in a folder."""
         return RunFolder(self.path).locked()
+
+    def remove_unmeasured(self) -> bool:
+        """Removes the folder of a comparison that has neither a load nor a verdict; whether it had none."""
+        if any(self.path.rglob(DONE)) or (self.path / "verdict.json").exists():
+            return False
+        shutil.rmtree(self.path)
+        return True
 
     def run(self, side: str, workload: str) -> RunFolder:
         return RunFolder(self.stored.get(side) or self.path / side / workload)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.design import Design, make_design, select
+from kvbench.design import Cell, Configuration, Design, make_design, select
 from kvbench.errors import MeasurementError, UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.sides import OpenSide, Side, open_side, require_used, same_sides
 from kvbench.planning import SweepOptions, preflight
-from kvbench.results import RunFolder
+from kvbench.results import RunFolder, read_json
+from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload import Workload
 
 _NOT_FRESH = (
@@ -45,6 +46,7 @@ class Lane:
         """One launch of each configuration of a side that may compile at its first start: pair 1 must not pay for it.
 
         A launch that fails is said, and left to the pairs: they tell a server that fails from one that failed once.
+        Raises UsageError for a command that does not take the settings.
         """
         for side, opened in self.sides.items():
             if not opened.needs_first_launch or not (opened.build is None or opened.build.fresh):
@@ -55,6 +57,8 @@ class Lane:
                 log = folder / side / self.name / "logs" / f"first-launch-{configuration.config_id}.log"
                 try:
                     opened.first_launch(configuration.settings, log)
+                except ServerRefusedError as error:
+                    raise UsageError(f"{side} ({opened.name}) did not start: {error}{opened.refusal_hint}") from None
                 except MeasurementError as error:
                     say(f"note: {side} did not start: {error}; the pairs will tell whether it ever does")
 
@@ -82,7 +86,7 @@ def open_lanes(
         close_lanes(lanes)
         raise
     if not any(lane.matches for lane in lanes):
-        raise UsageError(f"--only {' '.join(options['only'])} leaves no cell of either workload")
+        raise UsageError(f"{' and '.join(names)}: there is no cell to compare")
     return tuple(lanes)
 
 
@@ -110,11 +114,9 @@ def _open_lane(workload: Workload, sides: Mapping[str, Side], options: Mapping[s
 
 def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Mapping[str, Any]]]:
     """The side's cells, and what each configuration holds. Raises UsageError for one that cannot be."""
-    workload = side.workload
     if side.stored is not None:
-        design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
-        measured = {cell_id for block in RunFolder(side.stored).manifest()["plan"] for cell_id in block["cells"]}
-        return select(_of_cells(design, measured), only), {}
+        return select(_measured(RunFolder(side.stored), side.workload), only), {}
+    workload = side.workload
     choice = side.choice
     sweep = SweepOptions(
         only=tuple(only), check=choice.check, refuses=choice.refuses, fresh=choice.fresh, require=choice.require
@@ -124,8 +126,27 @@ def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, M
     return design, capacity
 
 
-def _of_cells(design: Design, cell_ids: Container[str]) -> Design:
-    """What a run measured of its workload: with --only it is a part."""
-    cells = tuple(cell for cell in design.cells if cell.cell_id in cell_ids)
-    kept = tuple(c for c in design.configurations if any(cell.configuration is c for cell in cells))
-    return dataclasses.replace(design, configurations=kept, cells=cells)
+def _measured(run: RunFolder, workload: Workload) -> Design:
+    """What the run says that it measured: of its workload all or, with --only, a part, or what its target made of it.
+
+    A URL has one configuration, whatever the workload sweeps. Those of the workload come first, in its order.
+    """
+    known = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
+    ids = [configuration.config_id for configuration in known.configurations]
+    planned: dict[str, set[str]] = {}
+    for block in run.manifest()["plan"]:
+        planned.setdefault(block["configuration"], set()).update(block["cells"])
+    cells: list[Cell] = []
+    for config_id in sorted(planned, key=lambda each: ids.index(each) if each in ids else len(ids)):
+        told = _told(run, min(planned[config_id]))
+        label, settings, varied = told.get("label", config_id), told.get("settings", {}), told.get("varied", {})
+        configuration = Configuration(config_id, label, settings, varied, told.get("is_baseline", False))
+        made = [Cell(f"{config_id}-{load.load_id}", configuration, load) for load in workload.load_points]
+        cells += [cell for cell in made if cell.cell_id in planned[config_id]]
+    return Design(tuple({cell.configuration.config_id: cell.configuration for cell in cells}.values()), tuple(cells))
+
+
+def _told(run: RunFolder, cell_id: str) -> Mapping[str, Any]:
+    """What a cell's summary says of its configuration; empty where the run has none."""
+    path = run.cell(cell_id) / "summary.json"
+    return read_json(path) if path.is_file() else {}

@@ -21,7 +21,8 @@ ATTEMPTS_TO_BLAME = 8  # where the candidate's server alone fails each time: 2^-
 class Void:
     """Why one attempt at a pair is none: reasons by side. ``faults``: those of them that are the server's own doing.
 
-    ``first``: the side that was launched first, the other one in the next attempt.
+    ``first``: the side that was launched first, the other one in the next attempt. ``resume``: how often the
+    comparison had been gone on with; attempts are counted anew each time.
     """
 
     pair: int
@@ -30,6 +31,7 @@ class Void:
     first: str
     reasons: Mapping[str, Sequence[str]]
     faults: Mapping[str, Sequence[str]]
+    resume: int = 0
 
     @property
     def guilty(self) -> str | None:
@@ -59,14 +61,15 @@ class PairRunner:
     """``runners``: by side and workload. ``metrics``: what each load must have if its other half has it.
 
     ``on_kept`` is told the side that went first in the attempt that counts; ``on_void`` each attempt that does not,
-    and whether it was the last.
+    and how many there can be, as it looks now. ``resume``: as of ``Void``.
     """
 
     folder: CompareFolder
     runners: Mapping[tuple[str, str], BlockRunner]
     metrics: Sequence[MetricRule]
     on_kept: Callable[[Turn, str], None]
-    on_void: Callable[[Void, bool], None]
+    on_void: Callable[[Void, int], None]
+    resume: int = 0
 
     def run(self, turns: Sequence[Turn], pair: int) -> None:
         """Everything of the pair that is not there yet. Raises PairVoid when that takes too many attempts."""
@@ -89,9 +92,9 @@ class PairRunner:
                 return self.on_kept(turn, sides[0])
             voids.append(void)
             blamed = all(each.guilty == CANDIDATE for each in voids)
-            last = len(voids) >= (ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
-            self.on_void(void, last)
-            if last:
+            most = max(len(voids), ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
+            self.on_void(void, most)
+            if len(voids) == most:
                 raise PairVoid(void)
 
     def _run_side(self, turn: Turn, side: str, pair: int) -> list[Failure]:
@@ -119,7 +122,7 @@ class PairRunner:
                 faults[side] += lost
         if not any(reasons.values()):
             return None
-        return Void(pair, attempt, turn.match.key, first, reasons, faults)
+        return Void(pair, attempt, turn.match.key, first, reasons, faults, self.resume)
 
     def _lost(self, turn: Turn, loads: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
         """By side, the metrics that only its other half has: a ratio with nothing is none."""

@@ -31,6 +31,7 @@ from kvbench.workload import Workload, differing_keys, resolve
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")
 _STORED_RUN = "a folder of results"
+_NO_PORT = "A command without {port} gets the built-in server's flags: any other needs it in it (such as --port {port})"
 _FREE = ("engine", "sweep", "description")  # of the workload: what two stored runs may differ in
 
 
@@ -68,6 +69,11 @@ class OpenSide:
     def needs_first_launch(self) -> bool:
         """Whether a launch compiles what later ones find compiled, so that the first must not be measured."""
         return self.stored is None and not self.choice.probes
+
+    @property
+    def refusal_hint(self) -> str:
+        """To a command's own sentence when it refuses how it was launched."""
+        return f". {_NO_PORT}" if self.side.kind == CMD and not is_template(self.side.text) else ""
 
     def first_launch(self, settings: Mapping[str, Any], log: Path) -> None:
         """Starts the server once and stops it. Errors as of ``Target.start``.
@@ -114,6 +120,9 @@ def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
             f"{' and '.join(side.text for side in sides)}: a stored run is compared only with another stored one, "
             "since pairs are measured side by side; give the ref or the command that it was made with"
         )
+    bare = [s for s in sides if s.kind == CMD and not is_template(s.text) and _SERVER[-1] not in s.text.split()]
+    if bare and any(side.kind == CMD and is_template(side.text) for side in sides):
+        raise UsageError(f"{bare[0].text!r} has no {{port}}, which must be in it. {_NO_PORT}")
     places = [_place(side, options) for side in sides]
     for name, where in APPLIES.items():
         if options.get(name) and not any(place in where for place in places):

@@ -34,6 +34,18 @@ def whole_pairs(folder: CompareFolder, manifest: Mapping[str, Any]) -> int:
     raise AssertionError("count() does not end")
 
 
+def no_first_pair(folder: CompareFolder, manifest: Mapping[str, Any]) -> str:
+    """What is missing of the first pair of a comparison without one."""
+    for side, cell in itertools.product(SIDES, manifest["cells"]):
+        done = load_folder(folder, cell, side, 1) / DONE
+        if side in folder.stored and not done.is_file():
+            return (
+                f"{side} has no {done}: the loads of each repeat are compared, and a summary of them does not do; give "
+                "runs whose folders are whole"
+            )
+    return "no pair was measured"
+
+
 def read_values(
     folder: CompareFolder, manifest: Mapping[str, Any], metrics: Sequence[MetricRule], pairs: Sequence[int]
 ) -> dict[str, np.ndarray]:

@@ -30,6 +30,7 @@ def void_findings(manifest: Mapping[str, Any]) -> tuple[Finding, ...]:
     if given_up is None or (found and found[0].outcome == FAIL):
         return found
     of = [void for void in voids if (void.pair, void.turn) == (given_up["pair"], given_up["turn"])]
+    of = [void for void in of if void.resume == of[-1].resume]  # those that it was given up after
     said = f"{of[-1].turn} could not be measured in {plural(len(of), 'attempt')}: {of[-1].words()}"
     title = f"{of[-1].turn} is measured"
     return (Finding(f"measured/{of[-1].turn}", CELL, title, INVALID, said, details=_words(of)), *found)
@@ -57,4 +58,8 @@ def _served(voids: Sequence[Void]) -> tuple[Finding, ...]:
 
 
 def _words(voids: Sequence[Void]) -> tuple[str, ...]:
-    return tuple(f"pair {v.pair}, attempt {v.attempt} ({v.first} first): {v.words()}" for v in voids)
+    return tuple(
+        f"pair {v.pair}, attempt {v.attempt}{f' after resume {v.resume}' if v.resume else ''} ({v.first} first): "
+        f"{v.words()}"
+        for v in voids
+    )

@@ -34,6 +34,7 @@ class OwnServer(HttpTarget):
         self._process: processes.Child | None = None
         self._watchdog: Watchdog | None = None
         self._log: Path | None = None
+        self._said_at_start = 0  # bytes of its log when it was ready
 
     @contextmanager
     def _launched(
@@ -45,7 +46,7 @@ class OwnServer(HttpTarget):
         scratch: Path | None = None,
     ) -> Iterator[None]:
         """Launches; what is raised inside stops the server again. ``scratch``: removed if kvbench is killed."""
-        self._log = log
+        self._log, self._said_at_start = log, 0
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = processes.launch(
@@ -71,6 +72,8 @@ class OwnServer(HttpTarget):
             if (code := self._process.poll()) is not None:
                 raise self._ended_at_start(code)  # whoever answers there now is somebody else
             if found := ready():
+                assert self._log is not None
+                self._said_at_start = self._log.stat().st_size
                 return found
             time.sleep(self.poll_s)
         raise MeasurementError(
@@ -101,7 +104,9 @@ class OwnServer(HttpTarget):
         code = self._process.poll()
         if code is not None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise MeasurementError(f"{self.preset.title} {how}; its last lines:\n{self._last_lines()}")
+            said = processes.last_lines(self._log, after=self._said_at_start) if self._log else ""
+            words = f"its last lines:\n{said}" if said else "it said nothing after it was ready"
+            raise MeasurementError(f"{self.preset.title} {how}; {words}")
 
     def stop(self) -> None:
         if self._process is not None:

@@ -5,6 +5,8 @@ No server is launched: measuring is replaced, everything before and after it is 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import shlex
 import shutil
@@ -27,7 +29,7 @@ from kvbench.gate.side_text import parse_side
 from kvbench.gate.sides import open_side
 from kvbench.gate.stored_policy import digest, policy_of, stored_policy
 from kvbench.gate.verdict import Verdict
-from kvbench.results import read_json, write_json
+from kvbench.results import RunFolder, read_json, write_json
 from kvbench.workload import load_workload
 from tests.support.compare_folders import write_load
 from tests.support.git_repo import make_repo
@@ -92,6 +94,8 @@ def test_it_is_gone_on_with_by_what_it_began_with_whatever_the_files_hold_now(co
     monkeypatch.chdir(tmp_path / "elsewhere")
     code, other, err = compare("--resume", str(folder))
     assert (code, other) == (130, None), err
+    (note,) = [note for note in read_json(folder / "manifest.json")["notes"] if "is not what it was" in note]
+    assert note.startswith(str(tmp_path / "tiny.yaml"))
     first, second = compare.begun
     assert [lane.sides["base"].workload.load_points for lane in first.lanes] == [
         lane.sides["base"].workload.load_points for lane in second.lanes
@@ -163,8 +167,8 @@ def test_the_folder_is_locked_while_it_is_measured_and_free_afterwards(compare):
         pass
 
 
-@pytest.mark.parametrize(("error", "code"), [(UsageError("dtype differs"), 2), (MeasurementError("a full disk"), 4)])
-def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp_path, error, code):
+def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp_path):
+    error, code = MeasurementError("a full disk"), 4
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
 
     def fails(comparison):
@@ -173,10 +177,72 @@ def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp
     left, folder, err = compare(*SIDES, *WORDS, measure=fails)
     assert left == code and str(error) in err
     verdict = read_json(folder / "verdict.json")
-    assert (verdict["outcome"], verdict["sentence"]) == ("invalid", str(error))
+    assert (verdict["outcome"], verdict["exit_code"], verdict["sentence"]) == ("invalid", code, str(error))
     assert verdict["base"]["text"] == "page_size=16" and verdict["reproduce"].startswith("kvbench compare page_size")
     assert str(error) in ET.parse(folder / "junit.xml").find(".//error").get("message")
     assert str(error) in (tmp_path / "step.md").read_text()
+
+
+def test_bad_input_leaves_no_verdict_and_nothing_at_all_where_nothing_was_measured(compare):
+    def refused(comparison):
+        raise UsageError("the URL does not serve")
+
+    assert compare(*SIDES, *WORDS, measure=refused)[:2] == (2, None)
+
+    def unlike(comparison):
+        path = comparison.folder.run("base", "tiny").load("paged-p16-c2", 1)
+        write_load(path, "paged-p16-c2", (1.0, 1.0, 1.0))
+        raise UsageError("dtype differs")
+
+    code, folder, err = compare(*SIDES, *WORDS, measure=unlike)
+    assert code == 2 and "dtype differs" in err
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "base", "manifest.json"]
+    code, _, err = compare("--resume", str(folder), measure=refused)
+    assert code == 2 and folder.is_dir()  # it was there before
+
+
+def end(comparison, pairs, stopped=None, candidate=100.0):
+    """As if so many pairs had been measured."""
+    for cell, side in itertools.product(comparison.manifest["cells"], ("base", "candidate")):
+        for pair in range(1, pairs + 1):
+            path = comparison.folder.run(side, cell["workload"]).load(cell[side], pair)
+            noise = 1 + 0.001 * (pair * 7 % 5)
+            write_load(path, cell[side], ((candidate if side == "candidate" else 100.0) * noise, 100.0 * noise, 10.0))
+    comparison.manifest["seconds"] = [30.0] * pairs
+    return comparison._conclude(stopped)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "stopped", "candidate", "code"),
+    [(10, None, 50.0, 1), (10, None, 100.0, 0), (8, "--max-minutes 1 were over", 50.0, 1)],
+)
+def test_going_on_with_a_finished_comparison_shows_its_verdict_and_opens_nothing(
+    compare, monkeypatch, pairs, stopped, candidate, code
+):
+    left, folder, err = compare(*SIDES, *WORDS, measure=lambda each: end(each, pairs, stopped, candidate))
+    assert left == code, err
+    verdict = read_json(folder / "verdict.json")
+    monkeypatch.setattr("kvbench.compare_main.open_lanes", lambda *_: pytest.fail("opened though it is finished"))
+    assert compare("--resume", str(folder))[0] == code
+    assert read_json(folder / "verdict.json") == verdict
+
+
+def test_a_comparison_that_the_clock_ended_says_so_first_and_how_it_goes_on(compare):
+    stopped = "--max-minutes 1 were over after 2 of up to 10 pairs"
+    code, folder, _ = compare(*SIDES, *WORDS, measure=lambda each: end(each, 2, stopped))
+    verdict = read_json(folder / "verdict.json")
+    assert (code, verdict["exit_code"]) == (3, 3) and verdict["sentence"].startswith(f"{stopped}. ")
+    (way,) = [note for note in verdict["notes"] if note.startswith("go on with: ")]
+    words = shlex.split(way.removeprefix("go on with: "))
+    assert words == ["kvbench", "compare", "--resume", f"results/compare/{folder.name}", "--max-minutes", "4"]
+    assert compare(*words[2:])[0] == 130 and len(compare.begun) == 1  # it is not finished
+
+
+def test_what_cannot_be_changed_is_called_as_it_was_given(compare):
+    _, folder, _ = compare(*SIDES, *WORDS)
+    for words, name in ((WORDS[:2], "--workload"), (("-o", "seed=4"), "-o"), (SIDES, "BASE")):
+        code, _, err = compare(*words, "--resume", str(folder))
+        assert code == 2 and f"error: {name} cannot change" in err
 
 
 def test_a_build_that_fails_leaves_a_verdict_for_ci(compare, tmp_path, monkeypatch):
@@ -269,7 +335,11 @@ def stored_run(folder: Path, of, values, *, told=(), invalid=(), cells=None) -> 
     ids = [cell.cell_id for cell in design.cells if cells is None or cells in cell.cell_id]
     servers = {c.config_id: {"resolved": dict(told)} for c in design.configurations}
     manifest = {"format": 1, "status": "complete", "workload": dict(of.resolved), "profile": "cpu", **HERE}
-    write_json(folder / "manifest.json", manifest | {"plan": [{"cells": ids}], "servers": servers})
+    plan = [
+        {"configuration": c.config_id, "cells": [i for i in ids if i.startswith(f"{c.config_id}-c")]}
+        for c in reversed(design.configurations)  # in a run their order is random
+    ]
+    write_json(folder / "manifest.json", manifest | {"plan": [b for b in plan if b["cells"]], "servers": servers})
     for repeat, value in enumerate(values, 1):
         for cell_id in ids:
             why = {"valid": False, "invalid_reasons": ["others used the machine"]} if repeat in invalid else {}
@@ -292,6 +362,33 @@ def test_stored_runs_that_were_measured_with_only(compare, tmp_path, swept):
     assert "order was not random" in verdict["sentence"] and verdict["facts"]["pairs"] == 8
     assert len(read_json(folder / "manifest.json")["cells"]) == 1
     assert f"run:{tmp_path / 'a'}" == read_json(folder / "manifest.json")["options"]["base"]
+
+
+def test_stored_runs_of_running_servers_are_paired_by_what_they_measured(compare, tmp_path, swept):
+    for name, port, value in (("a", 8001, 100.0), ("b", 8002, 80.0)):
+        of = dataclasses.replace(swept, engine={"target": f"http://127.0.0.1:{port}"}, sweep={})
+        stored_run(tmp_path / name, of, [value] * 8)
+    code, folder, err = compare("run:a", "run:b")
+    assert code == 1, err
+    (cell,) = read_json(folder / "manifest.json")["cells"]
+    assert (cell["name"], cell["base"], cell["candidate"]) == ("tiny/target-c2", "target-c2", "target-c2")
+
+
+def test_stored_runs_keep_the_order_of_their_workload_and_the_settings_that_were_measured(tmp_path, swept):
+    run = stored_run(tmp_path / "a", swept, [100.0])
+    for cell_id, page in (("paged-p16-c2", 16), ("contiguous-c2", None)):
+        write_json(run / "cells" / cell_id / "summary.json", {"settings": {"page_size": page}, "label": cell_id})
+    design = lanes._measured(RunFolder(run), swept)
+    assert [cell.cell_id for cell in design.cells] == ["paged-p16-c2", "contiguous-c2"]
+    assert [c.settings["page_size"] for c in design.configurations] == [16, None]
+
+
+def test_stored_runs_without_their_loads_say_what_is_missing(compare, tmp_path, swept):
+    run = stored_run(tmp_path / "a", swept, [])
+    code, folder, _ = compare(str(run), str(run))
+    verdict = read_json(folder / "verdict.json")
+    assert (code, verdict["exit_code"]) == (5, 5)
+    assert f"base has no {run}/cells/paged-p16-c2/loads/1/done.json" in verdict["sentence"]
 
 
 def test_stored_runs_whose_first_repeat_is_invalid_are_no_measurement(compare, tmp_path, swept):

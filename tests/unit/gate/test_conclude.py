@@ -79,10 +79,10 @@ def test_a_metric_that_is_there_now_and_then_is_refused(tmp_path):
         verdict_of(tmp_path, base, candidate)
 
 
-def void(attempt, pair=9, base=(), candidate=(), machine=()):
+def void(attempt, pair=9, base=(), candidate=(), machine=(), resume=0):
     reasons = {"base": [*base, *machine], "candidate": [*candidate, *machine]}
     faults = {"base": list(base), "candidate": list(candidate)}
-    return Void(pair, attempt, "mixed/a", SIDES[attempt % 2], reasons, faults).to_json()
+    return Void(pair, attempt, "mixed/a", SIDES[attempt % 2], reasons, faults, resume).to_json()
 
 
 DIED = {"candidate": ["died"]}
@@ -109,6 +109,17 @@ def test_a_server_that_fails_alone_is_a_regression_once_chance_is_ruled_out(tmp_
     assert verdict.outcome == outcome
     assert words is None or words in verdict.sentence
     assert verdict == conclude(folder, folder.manifest(), POLICY)
+
+
+def test_attempts_after_going_on_are_told_apart_and_those_before_were_not_what_gave_it_up(tmp_path):
+    folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 8), CELLS)
+    voids = [void(n, machine=["others used it"], resume=r) for r, n in ((0, 1), (0, 2), (1, 1), (1, 2), (1, 3))]
+    manifest = folder.manifest() | {"voids": voids, "void": {"pair": 9, "turn": "mixed/a"}}
+    (gave_up, *_) = conclude(folder, manifest, POLICY).findings
+    assert "in 3 attempts" in gave_up.sentence
+    assert [words.split(" (")[0] for words in gave_up.details] == [
+        f"pair 9, attempt {n} after resume 1" for n in (1, 2, 3)
+    ]
 
 
 def test_a_stored_comparison_is_judged_again_by_another_policy(tmp_path):

@@ -62,13 +62,14 @@ def matches():
 def run(tmp_path, matches, **told):
     folder = CompareFolder(tmp_path)
     sides = Sides(folder, **told)
-    sides.kept, sides.voids = [], []
+    sides.kept, sides.voids, sides.most = [], [], []
     sides.runner = PairRunner(
         folder,
         sides.runners,
         DEFAULT_RULES.metrics,
         lambda turn, first: sides.kept.append((turn.match.key, first)),
-        lambda void, last: sides.voids.append(void),
+        lambda void, most: (sides.voids.append(void), sides.most.append(most)),
+        resume=2,
     )
     try:
         sides.runner.run(turns(matches, 1, 5), 1)
@@ -125,6 +126,9 @@ MANY = ATTEMPTS_TO_BLAME
 def test_a_pair_that_is_never_measured_is_given_up_and_says_whose_fault_it_is(tmp_path, matches, told, guilty):
     sides = run(tmp_path, matches[:1], **told)
     assert [void.guilty for void in sides.voids] == guilty
+    assert [(void.attempt, void.resume) for void in sides.voids] == [(n, 2) for n in range(1, len(guilty) + 1)]
+    blamed = [set(guilty[:n]) == {"candidate"} for n in range(1, len(guilty) + 1)]
+    assert sides.most == [MANY if each else ATTEMPTS for each in blamed]
     assert (sides.gave_up.pair, sides.gave_up.turn) == (1, matches[0].key)
     assert not sides.kept
 

@@ -271,6 +271,8 @@ def test_a_stored_run(tiny, workload, tmp_path):
     ("texts", "options", "says"),
     [
         (("main", "http://h:1"), {"vocab_size": 9}, None),
+        ((f"{sys.executable} -m serve", f"{sys.executable} --port {{port}}"), {}, r"has no \{port\}, which must be"),
+        ((f"{sys.executable} -m engine.server", f"{sys.executable} --port {{port}}"), {}, None),
         (("main", "v1.2"), {"vocab_size": 9}, "--vocab-size goes with"),
         (("page_size=8", "page_size=16"), {"target": "vllm"}, None),
         (("main", "v1.2"), {"target": "vllm"}, "--target goes with a side that is settings"),
