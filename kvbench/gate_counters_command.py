@@ -42,7 +42,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
       kvbench gate counters
       kvbench gate counters --only 'forks/paged-*' --output-dir results/gate
     \b
-    Files written, with --output-dir: verdict.json, junit.xml, summary.md. In GitHub Actions, with or without it: the
+    Files written, with --output-dir: verdict.json, junit.xml and summary.md. In GitHub Actions, with or without it: the
     step summary and up to 5 annotations.
     \b
     Exit codes:
@@ -118,6 +118,8 @@ def _read(path: Path, only: tuple[str, ...]) -> CounterWorkload:
 
     from kvbench.gate.counter_workload import read_counter_workload
 
+    if path == WORKLOAD and not path.exists():
+        raise UsageError(f"there is no {path} in {Path.cwd()}: go to the root of the repository, or give the file")
     workload = read_counter_workload(path)
     if not only:
         return workload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbench.errors import UsageError
@@ -15,6 +15,8 @@ from kvbench.gate.verdict import PASS, Verdict
 from kvbench.manifest import git_state
 from kvbench.results import utc_now
 
+_NAMED = 12  # scenarios of one kind; the diff of the lock file has all
+
 
 def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, reason: str) -> list[str]:
     """Write the lock file, unless it says the same already; what changed, in lines. Raises UsageError.
@@ -25,7 +27,7 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
     verdict = judge(workload, known, runs, runs, Commands(workload.path, path), {})
     if known is not None and _same(workload, known, verdict):
         return [f"nothing to accept: {path} says what this code counts"]
-    changed = _changed(known, verdict, len(workload.scenarios))
+    changed = _changed(known, workload, verdict)
     entry = Accepted(reason=reason, git=_commit(), date=utc_now(), changed=changed)
     try:
         write_lock(path, workload, runs, [*(known.accepted if known else ()), entry])
@@ -51,14 +53,33 @@ def _same(workload: CounterWorkload, known: CounterLock, verdict: Verdict) -> bo
     )
 
 
-def _changed(known: CounterLock | None, verdict: Verdict, scenarios: int) -> str:
+def _changed(known: CounterLock | None, workload: CounterWorkload, verdict: Verdict) -> str:
+    """What the acceptance does to which scenarios: a removed one is guarded by nothing from then on."""
     if known is None:
-        return f"the first lock file, {scenarios} scenarios"
-    differ = sum(finding.outcome != PASS for finding in verdict.findings)
+        return f"the first lock file, {len(workload.scenarios)} scenarios"
+    differ = [finding.id.partition("/")[2] for finding in verdict.findings if finding.outcome != PASS]
     if not differ:
         return "the workload file, and no counter"
-    names = ", ".join(moved.title for moved in verdict.moved[:5])
-    return f"{differ} of {len(verdict.findings)} scenarios" + (f": {names}" if names else "")
+    now = {scenario.name: scenario.digest for scenario in workload.scenarios}
+    was = {name: scenario.definition for name, scenario in known.scenarios.items()}
+    kinds: dict[str, list[str]] = {}
+    for name in differ:
+        kind = (
+            "removed and guarded no more" if name not in now
+            else "new" if name not in was
+            else "defined anew" if now[name] != was[name]
+            else "counted otherwise"
+        )  # fmt: skip
+        kinds.setdefault(kind, []).append(name)
+    parts = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items()]
+    counters = ", ".join(moved.title for moved in verdict.moved[:5])
+    return f"{len(differ)} of {len(verdict.findings)} scenarios: {'; '.join(parts)}" + (
+        f": {counters}" * bool(counters)
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _commit() -> str:

@@ -36,15 +36,21 @@ class Judged:
         return self.parting.step if self.parting else 0
 
     @property
+    def first_counter(self) -> str:
+        """``preempted up``, of what differs at its first different step the nearest to a cause; else empty."""
+        if self.parting is None or not self.parting.changes:
+            return ""
+        first = self.parting.changes[0]
+        return f"{first.words} {'up' if first.now > first.was else 'down'}"
+
+    @property
     def beginning(self) -> str:
         """How its difference begins, without numbers: what is alike in this is likely to have one cause."""
         if self.finding.outcome == INVALID:
             return ""
-        if self.parting and self.parting.changes:
-            first = self.parting.changes[0]
-            begins = f"{first.words} {'up' if first.now > first.was else 'down'}"
-        else:
-            begins = "" if self.trouble or self.changes else self.finding.sentence.removeprefix(self.name)
+        begins = self.first_counter
+        if not begins and not self.trouble and not self.changes:
+            begins = self.finding.sentence.removeprefix(self.name)
         return begins + re.sub(r"\d+", "", self.trouble or "").split("(")[0]
 
 
@@ -64,8 +70,8 @@ def verdict_sentence(outcome: str, judged: Sequence[Judged], lock: str, runs: Ma
         parts.append(f"{broken[0].trouble} ({_name_and_more([each.name for each in broken])})")
     group = _alike(concerned)[0]
     if group[0].parting:
-        many = f"{len(group)} of them begin" if len(group) > 1 else "it begins"
-        parts.append(f"{many} like {group[0].name} at {group[0].parting}")
+        alike = f"{len(group)} of them begin {_alike_in(group)}; the earliest is" if len(group) > 1 else "it begins in"
+        parts.append(f"{alike} {group[0].name} at {group[0].parting}")
     elif not broken:
         parts.append(group[0].finding.sentence)
     counted = _scenarios_of(concerned)
@@ -79,12 +85,28 @@ def beginnings(judged: Sequence[Judged]) -> tuple[str, ...]:
     ordered = _alike([each for each in judged if each.finding.outcome != PASS])
     notes = []
     for group in ordered[:_BEGINNINGS]:
-        also = f" ({len(group) - 1} more begin alike)" if len(group) > 1 else ""
+        also = f" ({len(group) - 1} more {_also(group)})" if len(group) > 1 else ""
         notes.append(group[0].finding.sentence + also)
     if len(ordered) > _BEGINNINGS:
         rest = sum(len(group) for group in ordered[_BEGINNINGS:])
         notes.append(f"{rest} more scenarios begin to differ in {len(ordered) - _BEGINNINGS} other ways")
     return tuple(notes)
+
+
+def _also(group: Sequence[Judged]) -> str:
+    """What the rest of a group has in common with the first, which is said in full."""
+    if group[0].finding.outcome == INVALID:
+        return "differ between the two runs"
+    return f"begin {_alike_in(group)}" if group[0].parting else "likewise"
+
+
+def _alike_in(group: Sequence[Judged]) -> str:
+    """``with the same counter, preempted up, at steps 35 to 48``: they need not be alike in anything else."""
+    steps = [each.first_step for each in group if each.parting]
+    low, high = min(steps), max(steps)
+    where = f"at step {low}" if low == high else f"at steps {low} to {high}"
+    begins = group[0].first_counter
+    return f"with the same counter, {begins}, {where}" if begins else f"to differ {where}"
 
 
 def _alike(judged: Sequence[Judged]) -> list[list[Judged]]:

@@ -146,12 +146,13 @@ class Scenario:
 
 @dataclass(frozen=True)
 class CounterWorkload:
-    """``digest`` is of what the file says, not of its comments."""
+    """``digest`` is of what the file says, not of its comments. ``names``: of all scenarios of the file."""
 
     path: Path
     name: str
     digest: str
     scenarios: tuple[Scenario, ...]
+    names: tuple[str, ...]
 
 
 def read_counter_workload(path: Path) -> CounterWorkload:
@@ -170,7 +171,8 @@ def read_counter_workload(path: Path) -> CounterWorkload:
     names = [scenario.name for scenario in scenarios]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"{path}: two rows of a matrix give the same scenario {twice!r}: remove one of them")
-    return CounterWorkload(path, file.name, _digest(file.model_dump(mode="json", exclude={"description"})), scenarios)
+    digest = _digest(file.model_dump(mode="json", exclude={"description"}))
+    return CounterWorkload(path, file.name, digest, scenarios, tuple(names))
 
 
 def _scenarios(path: Path, file: CounterFile) -> Iterator[Scenario]:

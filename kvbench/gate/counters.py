@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvbench.gate.counter_commands import Commands
@@ -35,9 +36,9 @@ def judge(
     last = lock.accepted[-1]
     common["base"] = {"name": str(commands.lock), "sha": last.git, "accepted": last.date, "reason": last.reason}
     present = {scenario.name for scenario in workload.scenarios}
-    if not present & set(lock.scenarios):
-        sentence = f"nothing was compared: no chosen scenario of {commands.workload} is in {commands.lock}"
-        return Verdict(SUITE, EMPTY, sentence, **common)
+    locked = set(lock.scenarios)
+    if not present & locked and not (commands.only and present | locked):  # a new or a removed one may be asked for
+        return Verdict(SUITE, EMPTY, f"nothing was compared: {_nothing(workload, commands)}", **common)
     judged = [_judged(scenario, lock, first, second, commands) for scenario in workload.scenarios]
     judged += [_removed(name, commands) for name in lock.scenarios if name not in present]
     outcomes = [each.finding.outcome for each in judged]
@@ -57,6 +58,15 @@ def judge(
         facts={"scenarios": len(present), "steps": total_steps(first), "counters": len(COUNTERS)},
         **common,
     )
+
+
+def _nothing(workload: CounterWorkload, commands: Commands) -> str:
+    if not commands.only:
+        return f"no scenario of {commands.workload} is in {commands.lock}"
+    groups = Counter(name.partition("/")[0] for name in workload.names)
+    told = ", ".join(f"'{group}/*' ({count})" for group, count in groups.items())
+    globs = " and ".join(repr(glob) for glob in commands.only)
+    return f"--only {globs} fits no scenario; {commands.workload} has {told}, such as {workload.names[0]}"
 
 
 def _judged(

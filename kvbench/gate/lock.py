@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from kvbench.errors import UsageError
+from kvbench.gate.counter_commands import LOCK
 from kvbench.gate.counter_workload import CounterWorkload, Scenario
 from kvbench.gate.history_text import decode, encode
 from kvbench.gate.replay import COUNTERS, Replayed
@@ -67,7 +68,10 @@ def read_lock(path: Path) -> CounterLock | None:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        hint = f"give the file, such as {path / LOCK.name}" if path.is_dir() else "make it readable, or give another"
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; {hint}") from None
+    except ValueError as error:
         raise UsageError(f"{path} cannot be read: {error}; {way_out}") from None
     try:
         if isinstance(data, Mapping) and data.get("format") != LOCK_FORMAT:

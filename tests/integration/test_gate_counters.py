@@ -153,7 +153,23 @@ def test_some_scenarios_only(gate):
     code, output = run(counters, gate.workload_path, "--lock", gate.lock_path, "--only", "*-swap", "--only", "forks/*")
     assert code == 0 and output.startswith("PASS  all 3 scenarios")
     code, output = run(counters, gate.workload_path, "--lock", gate.lock_path, "--only", "nothing*")
-    assert code == 5 and "nothing was compared: no chosen scenario" in output
+    assert code == 5 and "nothing was compared: --only 'nothing*' fits no scenario; " in output
+    assert "has 'grow/*' (3), 'forks/*' (2), such as grow/paged-p4-recompute" in output
+
+
+def test_a_new_or_removed_scenario_alone_fails_as_it_does_among_all(gate):
+    """Its finding says to reproduce it so."""
+    gate.workload_path.write_text(gate.workload_path.read_text().replace("reservation: [oracle]", "reservation: [max]"))
+    for name, said in (("grow/contiguous-max", "new in the workload"), ("grow/contiguous-oracle", "no longer in the")):
+        code, output = run(counters, gate.workload_path, "--lock", gate.lock_path, "--only", name)
+        assert code == 1 and said in output
+
+
+def test_outside_of_the_repository_it_says_where_to_go(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in ((counters,), (accept, "counters", "--reason", "r")):
+        code, words = run(*command)
+        assert code == 2 and f"in {tmp_path}: go to the root of the repository, or give the file" in words
 
 
 def test_without_a_lock_nothing_is_compared(gate):

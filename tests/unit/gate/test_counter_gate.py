@@ -56,11 +56,35 @@ def test_one_preemption_more(gate, monkeypatch):
     assert "first difference at step 9: preempted 1, was 0" in told["grow/paged-p4-recompute"]
     assert "the same until then; step 8: " in told["grow/paged-p4-recompute"]
     assert "at step 9: preempted 1, was 0" in verdict.sentence and "5 of 5 scenarios differ" in verdict.sentence
+    assert "5 of them begin with the same counter, preempted up, at step 9; the earliest is " in verdict.sentence
     assert f"kvbench gate counters {gate.workload_path} --lock {gate.lock_path}" in verdict.reproduce
     assert '--reason "..."' in verdict.accept and verdict.accept.startswith("kvbench accept counters")
     assert {m.name for m in verdict.moved} >= {"preempted", "recomputed_tokens", "swapped_out_slots"}
     order = [(is_sum(m.name), -int(m.where.partition(" ")[0])) for m in verdict.moved]
     assert order == sorted(order) and verdict.moved[0].where == "5 of 5 scenarios"
+
+
+def test_what_begins_with_one_counter_at_other_steps_is_not_said_to_be_alike_in_more(gate, monkeypatch):
+    real = Scheduler._schedule_running
+
+    def schedule_running(self, plan, budget):
+        self.times = getattr(self, "times", 0) + 1
+        if self.times == (9 if self.config.layout == "paged" else 12):
+            self._preempt(self.running.pop(), plan)
+        return real(self, plan, budget)
+
+    monkeypatch.setattr(Scheduler, "_schedule_running", schedule_running)
+    verdict = gate.judge()
+    told = failed(verdict)
+    begins = {
+        name: int(re.search(r"first difference at step (\d+): preempted 1, was 0", told[name])[1]) for name in told
+    }
+    low, high = min(begins.values()), max(begins.values())
+    assert (low, high) == (9, 12)
+    first = next(name for name in NAMES if begins.get(name) == low)
+    alike = f"begin with the same counter, preempted up, at steps {low} to {high}"
+    assert f"{len(told)} of them {alike}; the earliest is {first} at step {low}: preempted 1" in verdict.sentence
+    assert verdict.notes[0].endswith(f" ({len(told) - 1} more {alike})")
 
 
 def test_one_page_leaked(gate, monkeypatch):
@@ -227,6 +251,32 @@ def test_what_is_accepted_is_the_new_baseline_and_the_reasons_stay(gate, monkeyp
     assert [entry.reason for entry in log] == ["as it was", "less room is kept"]
     assert all(entry.git and re.match(r"20\d\d-\d\d-\d\dT", entry.date) for entry in log)
     assert log[0].changed == "the first lock file, 5 scenarios"
+
+
+def test_the_record_says_what_is_guarded_no_more(gate):
+    text = gate.workload_path.read_text().replace("output: 12", "output: 13")
+    gate.workload_path.write_text(text.replace("reservation: [oracle]", "reservation: [max]"))
+    lines = _accept_now(gate)
+    changed = read_lock(gate.lock_path).accepted[-1].changed
+    assert lines[0] == f"accepted: {changed}"
+    assert "1 removed and guarded no more (grow/contiguous-oracle)" in changed
+    assert "1 new (grow/contiguous-max)" in changed
+    assert "2 defined anew (forks/paged-p4-noprefix, forks/paged-p4-prefix)" in changed
+    assert changed.startswith("4 of 6 scenarios: ")
+
+
+def test_the_record_says_what_counts_otherwise(gate, monkeypatch):
+    monkeypatch.setattr("engine.paged_kv.SPARE_TOKENS", 4)
+    names = sorted(failed(gate.judge()))
+    _accept_now(gate)
+    changed = read_lock(gate.lock_path).accepted[-1].changed
+    assert re.match(r"2 of 5 scenarios: 2 counted otherwise \((.*)\): \w", changed)[1].split(", ") == names
+
+
+def test_a_lock_that_is_a_folder_is_not_to_be_restored(gate):
+    with pytest.raises(UsageError, match=r"Is a directory; give the file, such as .*/counters\.lock\.json") as caught:
+        read_lock(gate.lock_path.parent)
+    assert "git checkout" not in str(caught.value)
 
 
 def test_a_lock_that_cannot_be_read_is_not_written_over(gate):
