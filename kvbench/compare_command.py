@@ -87,6 +87,7 @@ def compare(**options: Any) -> int:
     \b
     Files written, in results/compare/<UTC time>-<git sha>/:
       verdict.json, junit.xml, summary.md   the verdict for programs, for CI, for people; pairs.html: the pairs drawn
+      benchmark-{bigger,smaller}-is-better.json   the candidate's values for github-action-benchmark
       pairs.csv                             one row a pair, cell and metric
       manifest.json                         both sides, the order, the machine
       base/, candidate/                     raw samples and counters of every load, laid out as a sweep's

@@ -59,8 +59,9 @@ def results(**options: Any) -> int:
       kvbench gate results/mixed/20260101T120000Z-1a2b3c4 --policy ci/gates.yaml
       kvbench gate results/mixed/20260101T120000Z-1a2b3c4 --policy ci/gates.yaml --output-dir verdict
     \b
-    Files written: verdict.json, junit.xml, summary.md and the JSON of github-action-benchmark; in GitHub Actions the
-    step summary and up to 5 annotations.
+    Files written: verdict.json, junit.xml, summary.md, pairs.html where there are pairs or ratios, and
+    benchmark-bigger-is-better.json and benchmark-smaller-is-better.json for github-action-benchmark; in GitHub Actions
+    the step summary and up to 5 annotations.
     Exit codes: 0 all hold, 1 one is broken, 2 usage, 3 inconclusive, 4 invalid, 5 nothing was compared.
     """
     return results_command(**options)

@@ -19,6 +19,7 @@ from kvbench.report import words
 BLOCKS = "▁▂▃▄▅▆▇█"
 GAP = "·"  # a run that measured it and does not count
 WIDTH = 16
+FLAT = "▄"  # where there is nothing to be higher or lower than
 NARROWEST = 0.05  # of the middle value: a spread below it is drawn as part of this range, so that noise looks small
 UNITS = {"tokens/s": "tok/s"}
 
@@ -30,7 +31,9 @@ def sparkline(points: Sequence[Point]) -> str:
     if not values:
         return GAP * len(shown)
     low, high = min(values), max(values)
-    span = max(high - low, NARROWEST * abs(low + high) / 2) or 1.0
+    if low == high:
+        return "".join(FLAT if point.state == VALID else GAP for point in shown)
+    span = max(high - low, NARROWEST * abs(low + high) / 2)
     bottom = (low + high - span) / 2
     return "".join(
         BLOCKS[round((point.value - bottom) / span * (len(BLOCKS) - 1))] if point.state == VALID else GAP

@@ -177,7 +177,7 @@ def fence(lines: Sequence[str], language: str = "") -> list[str]:
 
 def _facts(verdict: Verdict) -> list[str]:
     rows = [
-        (f"{role} {wording.figure_name(key)}".strip(), wording.line(wording.fact(value), _DETAIL))
+        (f"{role} {wording.figure_name(key)}".strip(), wording.line(wording.fact(value, key), _DETAIL))
         for role, facts in (("", verdict.facts), ("base", verdict.base), ("candidate", verdict.candidate))
         for key, value in facts.items()
         if value not in (None, "", [], {}, ())

@@ -183,14 +183,16 @@ def sides(verdict: Verdict) -> list[tuple[str, str]]:
     return found
 
 
-def fact(value: object) -> str:
-    """A value of ``Verdict.facts`` or of a side in words."""
+def fact(value: object, name: str = "") -> str:
+    """A value of ``Verdict.facts`` or of a side in words. ``name``: whose; a seed is to be pasted as it is."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int) and name.endswith("seed"):
+        return str(value)
     if isinstance(value, int | float):
         return number(value)
     if isinstance(value, list | tuple):
-        return ", ".join(fact(each) for each in value)
+        return ", ".join(fact(each, name) for each in value)
     if isinstance(value, dict):
-        return ", ".join(f"{line(key)} {fact(each)}" for key, each in value.items())
+        return ", ".join(f"{line(key)} {fact(each, str(key))}" for key, each in value.items())
     return line(value) if value is not None else NONE

@@ -135,6 +135,14 @@ def test_a_flat_series_with_noise_looks_flat(tmp_path: Path) -> None:
     assert len(set(sparkline(flat.points))) <= 2 and sparkline(rising.points) == "▁▃▆█"
 
 
+def test_one_run_or_equal_ones_are_drawn_alike_whatever_their_value(tmp_path: Path) -> None:
+    cells = {f"a-c{i}": [3.0 * 1.37**i] for i in range(60)}
+    write_run(tmp_path, 0, cells)
+    assert {sparkline(series.points) for series in series_of(tmp_path)} == {"▄"}
+    write_run(tmp_path, 1, cells)
+    assert {sparkline(series.points) for series in series_of(tmp_path)} == {"▄▄"}
+
+
 def test_cells_are_in_natural_order(tmp_path: Path) -> None:
     write_run(tmp_path, 0, {cell: [1.0] for cell in ("p16-c32", "p16-c4", "p8-c4", "contiguous-c4")})
     cells = [series.cell for series in series_of(tmp_path)]

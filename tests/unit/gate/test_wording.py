@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.gate import wording
+from kvbench.gate.summary import summary
 from kvbench.gate.verdict import FAIL, PASS, Finding, Verdict
 
 
@@ -115,3 +116,12 @@ def test_where_no_direction_is_better_the_greater_change_comes_first() -> None:
     assert wording.worst_first([small, up, down]) == [down, up, small]
     fine = Finding("a", "counters", "t", PASS, "s", change=5.0)
     assert wording.worst_first([fine, small]) == [small, fine]
+
+
+def test_a_seed_is_written_as_it_is_pasted() -> None:
+    assert (
+        wording.fact(1905392412, "order_seed") == "1905392412" and wording.fact(1905392412, "steps") == "1,905,392,412"
+    )
+    assert wording.fact({"seed": 12345, "steps": 12345}) == "seed 12345, steps 12,345"
+    verdict = Verdict("compare", PASS, "s", facts={"order_seed": 1905392412})
+    assert "| order seed | 1905392412 |" in summary(verdict)
