@@ -13,6 +13,18 @@ from kvbench.gate.plan import SIDES
 from kvbench.results import write_json
 
 BASE_VALUES = (400.0, 100.0, 20.0)  # tokens/s, ms, ms
+POLICY = """
+timing:
+  looks: [{pairs: 10, alpha: 1%}]
+  metrics: {p95_ttft_ms: {floor: 2%}}
+  classes: {b: ['*b*'], a: '*'}
+"""
+HERE = {
+    "git": {"sha": "1" * 40, "short_sha": "1111111", "dirty": False},
+    "versions": {"torch": "2"},
+    "cpu": {"model": "a processor", "architecture": "x86_64", "cores": 2},
+    "gpus": [{"name": "a GPU", "driver_version": "1"}],
+}
 
 
 def write_load(path: Path, cell: str, values: Sequence[float], **more: Any) -> None:
