@@ -39,11 +39,11 @@ def strip(finding: Finding, width: int = WIDTH) -> list[str]:
     if centre or len(bounds) == 2:
         lines.append(_effect_line([column(b) for b in bounds], [column(c) for c in centre], width))
     axis = ["-"] * width
-    for letter, change in (*((name[0].upper(), value) for name, value in marks), ("0", 0.0)):
+    for letter, change in (("0", 0.0), *((name[0].upper(), value) for name, value in marks)):
         axis[column(change)] = letter
     ends = [wording.percent(end) for end in ((low, high) if worse > 0 else (high, low))]
     lines += ["".join(axis), ends[0] + ends[1].rjust(width - len(ends[0]))]
-    head = f"{wording.shortened(finding.title, 60)}: {wording.LABELS[finding.outcome]}, {wording.change(finding)}"
+    head = f"{wording.shortened(finding.title, 120)}: {wording.LABELS[finding.outcome]}, {wording.change(finding)}"
     return [head, *(each.rstrip() for each in lines)]
 
 

@@ -60,5 +60,7 @@ def test_the_limit_of_a_ratio_is_drawn_and_the_legend_has_what_is_there() -> Non
     held = finding(series=(-0.1, 0.1), change=0.0, higher_is_better=True, figures={"min_ratio": 0.95})
     assert strip(held, width=101)[-2][75] == "L"  # a loss of 5 % of a scale from +10 to -10 %
     assert legend([held], "repeat") == "o one repeat (a digit: so many)   * what is judged   0 no change   L limit"
+    at_most_as_slow = finding(series=(-0.1, 0.1), change=0.0, figures={"max_ratio": 1.0})
+    assert strip(at_most_as_slow, width=101)[-2][50] == "L"
     timed = finding(series=(0.1,), change=0.1, interval=(0.0, 0.2), figures={"floor": 0.05, "margin": 0.1})
     assert "95 % interval" in legend([timed]) and legend([timed]).endswith("F floor   M margin")
