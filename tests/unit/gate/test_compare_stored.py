@@ -11,7 +11,7 @@ import yaml
 
 from kvbench.gate import lanes
 from kvbench.results import RunFolder, read_json, write_json
-from kvbench.workload import load_workload
+from kvbench.workload import load_workload, resolve
 from tests.support.compare_folders import HERE, write_load
 from tests.support.sweep_parts import TINY
 
@@ -68,6 +68,11 @@ def test_stored_runs_keep_the_order_of_their_workload_and_the_settings_that_were
     design = lanes._measured(RunFolder(run), swept)
     assert [cell.cell_id for cell in design.cells] == ["paged-p16-c2", "contiguous-c2"]
     assert [c.settings["page_size"] for c in design.configurations] == [16, None]
+    more = resolve(
+        swept.resolved | {"load": swept.resolved["load"] | {"concurrency": [2, 4]}}, profile="cpu", source=None
+    )
+    one_load = stored_run(tmp_path / "b", more, [100.0], cells="-c4")
+    assert [c.cell_id for c in lanes._measured(RunFolder(one_load), more).cells] == ["paged-p16-c4", "contiguous-c4"]
 
 
 def test_stored_runs_without_their_loads_say_what_is_missing(compare, tmp_path, swept):
