@@ -30,7 +30,7 @@ def quality(**options: Any) -> int:
     that KV written by decodes is read as well. Reported is KL(reference || quantised) over the vocabulary, position by
     position, in nats, and how often the likeliest token is the same. `kld:` limits of `kvbench gate` hold it.
 
-    It takes minutes on a CPU, about 4 for workloads/mixed.yaml on 2 busy cores; fewer --prompts take less. Measure with
+    It takes minutes on a CPU, 1 to 4 for workloads/mixed.yaml on 2 cores; fewer --prompts take less. Measure with
     the commit and the versions that the run was measured with: `kvbench gate` takes others only with --force.
 
     With random weights (load_format: dummy) the KLD is much smaller than a trained model's, and the result says so.
@@ -77,7 +77,7 @@ def quality_command(
     console = Console()
     configurations = quantised(workload, only)
     console.print(
-        f"{plural(len(configurations), 'configuration')} with a quantised KV, {plural(prompts, 'prompt')} each"
+        f"{plural(len(configurations), 'configuration')} with a quantised KV, at most {plural(prompts, 'prompt')} each"
     )
     with console.status("loading") as status:
         result = measure(

@@ -15,6 +15,7 @@ from scipy.special import log_softmax, rel_entr
 from engine import teacher_forcing
 from engine.config import EngineConfig
 from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
+from kvbench.errors import UsageError
 from kvbench.house import guarded
 from kvbench.manifest import git_state
 from kvbench.quality_command import quality
@@ -178,8 +179,21 @@ def test_the_command_on_a_run(workload, capsys):
     )
     assert result.note == "" and "those of" in result.weights  # a folder's weights are somebody's
     assert result.differs_from(json.loads((run / "manifest.json").read_text())).keys() == {"set of weights"}
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "warning" not in err
     assert "same token" in out and all(config_id in out for config_id in result.configurations)
+
+
+def test_other_code_than_the_run_is_said_before_it_is_measured(workload, capsys, monkeypatch):
+    run = run_folder(workload, git={"sha": "0123456789abcdef"})
+
+    def measure(*_, **__):
+        raise UsageError("measured")
+
+    monkeypatch.setattr("kvbench.quality.measure", measure)
+    assert command(run) == 2
+    warning, said = capsys.readouterr().err.splitlines()
+    assert "of the run 0123456789ab" in warning and "only with --force" in warning and said == "error: measured"
 
 
 def test_random_weights_are_said_to_be_random(workload, capsys):
