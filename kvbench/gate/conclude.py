@@ -79,13 +79,12 @@ def conclude(
     notes = [*manifest.get("notes", ()), *cache_notes(manifest)]
     notes += [f"base and candidate differ: {d}" for d in manifest["differences"]]
     stopped = manifest.get("stopped")
-    if stopped:
-        notes.append(f"{stopped}.")
     extra = void_findings(manifest)
     made = {"base": manifest["base"], "candidate": manifest["candidate"], "reproduce": manifest["reproduce"]}
     if not measured or not manifest["cells"]:
         outcome = worst([f.outcome for f in extra])
         said = extra[0].sentence if extra else f"nothing was compared: {no_first_pair(folder, manifest)}"
+        notes += [f"{stopped}."] if stopped else []
         return Verdict("compare", outcome, said, extra, **made, notes=tuple(notes), facts=facts)
     values = read_values(folder, manifest, rules.metrics, range(1, measured + 1))
     try:
@@ -105,7 +104,9 @@ def conclude(
     said = extra[0].sentence if extra and outcome != judgement.outcome else sentence(judgement)
     if stopped and manifest["void"] is None and outcome == INCONCLUSIVE:  # more time may settle it
         said = f"{stopped}. {said}"
-        notes.append(f"go on with: {_more_time(folder, manifest, rules.looks[-1].pairs - measured)}")
+        notes.append(f"go on with: {_more_time(folder, manifest, max(0, rules.looks[-1].pairs - measured))}")
+    elif stopped:
+        notes.append(f"{stopped}.")
     if doubt := manifest.get("doubt"):  # in the sentence itself: who reads no further must see it
         said = f"{said} ({doubt})"
     if where:

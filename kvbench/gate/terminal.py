@@ -35,7 +35,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     _print_reasons(findings, verdict.sentence, console)
     _print_moved(verdict, console)
     for note in verdict.notes:
-        console.print(Text(f"note: {wording.line(note, _SENTENCE)}"))
+        console.print(Text(f"note: {wording.line(note, _SENTENCE)}"), soft_wrap=": kvbench " in note)
     for title, command in (("reproduce", verdict.reproduce), ("accept", verdict.accept)):
         if command:
             console.print(Text(f"{title}:"), Text(wording.clean(command)), soft_wrap=True)

@@ -83,7 +83,8 @@ def test_time_that_runs_out_ends_inconclusive_and_resume_goes_on(compare, tmp_pa
     verdict = json.loads((folder / "verdict.json").read_text())
     pairs = verdict["facts"]["pairs"]
     assert 1 <= pairs < 8
-    assert any("--max-minutes 0.15" in note for note in verdict["notes"])
+    assert verdict["sentence"].startswith(f"--max-minutes 0.15 were over after {pairs} of up to 16 pairs. ")
+    assert any(note.startswith("go on with: kvbench compare --resume") for note in verdict["notes"])
     if pairs > 1:
         assert all("pairs_needed" in f["figures"] for f in verdict["findings"])
     code, other, said = compare("--resume", str(folder), "--max-minutes", "0.4")

@@ -35,6 +35,8 @@ def test_the_verdict_comes_first_and_lines_keep_the_width(name: str, width: int)
 
 def test_the_command_is_one_line_however_long_it_is() -> None:
     assert "\nreproduce: " + verdicts.failed().reproduce + "\n" in printed(verdicts.failed(), 40)
+    way = "go on with: kvbench compare --resume results/compare/20260101T000000Z-1a2b3c4 --max-minutes 10"
+    assert f"\nnote: {way}\n" in printed(dataclasses.replace(verdicts.failed(), notes=(way,)), 40)
 
 
 def test_at_most_twenty_rows_worst_first_and_the_rest_counted() -> None:
