@@ -52,7 +52,9 @@ class BuiltinTarget(OwnServer):
             require_free_port("127.0.0.1", self.port)
         command = [*self.command, *command_line(settings), "--host", "127.0.0.1", "--port", str(self.port)]
         with self._launched(command, log, env=self.env):
-            self._connect(self._wait_ready(lambda: _READY.search(log.read_bytes()))[1].decode())
+            ready = self._wait_ready(lambda: _READY.search(log.read_bytes()))
+            self._said_at_start = ready.end()
+            self._connect(ready[1].decode())
             try:
                 self.model = model_facts(self.server_info() or {}, self.models()[0])
             except MeasurementError as error:

@@ -66,14 +66,14 @@ class OwnServer(HttpTarget):
 
     def _wait_ready(self, ready: Callable[[], _Found | None]) -> _Found:
         """What ``ready`` finds. Raises MeasurementError with the last words of a server that ends or takes too long."""
-        assert self._process is not None
+        assert self._process is not None and self._log is not None
         deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
             if (code := self._process.poll()) is not None:
                 raise self._ended_at_start(code)  # whoever answers there now is somebody else
+            said = self._log.stat().st_size  # before it is asked: what it says from now on may be its last words
             if found := ready():
-                assert self._log is not None
-                self._said_at_start = self._log.stat().st_size
+                self._said_at_start = said
                 return found
             time.sleep(self.poll_s)
         raise MeasurementError(

@@ -218,3 +218,6 @@ def test_last_lines_of_a_log(tmp_path):
     log.write_text("\n".join(f"line {i}" for i in range(5000)) + "\n\n")
     assert processes.last_lines(log, 2) == "line 4998\nline 4999"
     assert processes.last_lines(tmp_path / "none") == ""
+    whole = log.stat().st_size
+    assert processes.last_lines(log, 8, after=whole) == ""
+    assert processes.last_lines(log, 8, after=whole - 12) == "line 4999"
