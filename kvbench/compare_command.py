@@ -41,7 +41,8 @@ _SHARED = (
                  help="Compare though model, device or versions of the sides differ; with --resume: go on though "
                  "code, versions or machine are others than when it began."),
     click.option("--resume", type=_FOLDER, metavar="DIR",
-                 help="Go on with the comparison in DIR, by the workloads and the policy that it began with."),
+                 help="Go on with the comparison in DIR, by the workloads and the policy that it began with; "
+                 "the verdict of one that is finished is shown again."),
     click.option("--runner-class", metavar="NAME",
                  help="Which machines have the noise of this one (default: processor, cores and GPUs)."),
 )  # fmt: skip
@@ -96,7 +97,7 @@ def compare(**options: Any) -> int:
     Exit codes:
       0    PASS: every change is shown to be within its margin
       1    FAIL: a slowdown is shown, and it is above its floor
-      2    usage or bad input, or the sides differ in model, device, versions or requests (see --force)
+      2    usage or bad input, or the sides differ in model, device, versions or requests (see --force); no verdict
       3    INCONCLUSIVE, with the smallest slowdown that would have been seen and the pairs that are needed
       4    INVALID: a pair could not be measured, a build failed, or the disk is full
       5    nothing was compared
