@@ -31,7 +31,8 @@ class Finding:
 
     ``id`` is unique in its verdict and the same in every run of the same gate; ``suite`` groups: ``overall``,
     ``class``, ``cell``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers, in one line.
-    ``base`` and ``candidate`` in ``unit``; ``change`` is candidate / base - 1 and ``interval`` its 95 % interval;
+    ``base`` and ``candidate`` in ``unit``; ``change`` is candidate / base - 1 and ``interval`` its 95 % interval (a
+    limit on a ratio has no base: its candidate is the ratio, its change the ratio - 1);
     ``p`` is adjusted for all hypotheses of the gate. ``figures``: further numbers by name (floor, margin,
     smallest_detectable, pairs_needed ...). ``details``: further lines for who reads on. ``series``: the change in each
     pair, in the order of the pairs.
