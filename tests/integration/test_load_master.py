@@ -17,7 +17,7 @@ from tests.unit.load.test_load_shared import start
 
 def test_what_is_told_and_judged_is_the_workers_machine(tmp_path, monkeypatch, capsys) -> None:
     """Of this process, any use of its machine by others is too much; the worker has the limits of a load."""
-    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1.0)
+    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)
     workload, port, out = tmp_path / "tiny.yaml", str(free_port()), tmp_path / "out"
     workload.write_text(yaml.safe_dump({**TINY, "sweep": {}}))
     place = ("--master", "--bind-port", port, "--output-dir", str(out), "--no-calibration")
