@@ -77,9 +77,14 @@ class CompareFolder:
 
     def is_whole(self, match: Match, pair: int) -> bool:
         """Whether both sides of the pair are there and are measurements."""
-        wanted = len(match.names)
-        loads = [done for side in SIDES for done in self.loads(match, side, pair)]
-        return len(loads) == 2 * wanted and all(done["valid"] for done in loads)
+        return all(
+            self.is_measured(side, match.workload, cell.cell_id, pair) for side in SIDES for cell in match.cells(side)
+        )
+
+    def is_measured(self, side: str, workload: str, cell_id: str, pair: int) -> bool:
+        """Whether that load is finished, and valid."""
+        run = self.run(side, workload)
+        return run.is_done(cell_id, pair) and bool(read_json(run.load(cell_id, pair) / DONE)["valid"])
 
     def loads(self, match: Match, side: str, pair: int) -> Iterator[dict[str, Any]]:
         """done.json of each finished load of one side."""
