@@ -4,10 +4,10 @@ catches one whose decode steps take a tenth longer.
     python -m tests.benchmarks.gate_runs OUT --runs 20
 
 Runs ``kvbench compare`` for A/A and for the slowed commit in turn, so that both meet the same weather, and writes
-OUT/runs.csv (one row a run, with every number of its verdict's overall findings) and OUT/README.md (the table, exact
-bounds, the machine). The slowed commit is HEAD with a busy wait of 10 % of the forward pass after each step that only
-decodes; it lies in the repository as a commit without a branch, which git forgets by itself. What was begun is gone on
-with: runs that OUT/runs.csv holds are not run again.
+OUT/runs.csv (one row a run, with every number of its verdict's overall findings), OUT/pairs.csv (every pair of every
+run) and OUT/README.md (the table, exact bounds, the machine). The slowed commit is HEAD with a busy wait of 10 % of the
+forward pass after each step that only decodes; it lies in the repository as a commit without a branch, which git
+forgets by itself. What was begun is gone on with: runs that OUT/runs.csv holds are not run again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
 from kvbench.house import HOUSE
@@ -106,8 +108,49 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def seed_of(kind: str, run: int) -> int:
+    """A run's order seed, by which its folder is known again."""
+    return 2 * run + (kind == SLOW)
+
+
+def collect_pairs(out: Path) -> list[dict[str, str]]:
+    """Every pair of the runs below ``out``, with kind and run in front; written to OUT/pairs.csv."""
+    pairs: list[dict[str, str]] = []
+    for folder in out.glob("compare/*"):
+        if not (folder / "verdict.json").is_file():
+            continue
+        facts = json.loads((folder / "verdict.json").read_text())["facts"]
+        run, slowed = divmod(facts["order_seed"], 2)
+        name = {"kind": SLOW if slowed else SAME, "run": str(run)}
+        pairs += [name | row for row in read_rows(folder / "pairs.csv") if int(row["pair"]) <= facts["pairs"]]
+    pairs.sort(key=lambda row: (int(row["run"]), row["kind"], int(row["pair"])))
+    with (out / "pairs.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(pairs[0]) if pairs else ["kind", "run", "pair"])
+        writer.writeheader()
+        writer.writerows(pairs)
+    return pairs
+
+
+def scatter_table(pairs: list[dict[str, str]]) -> list[str]:
+    """Per metric: the mean change of all runs of a kind, and by how much one pair scatters around its run's mean."""
+    lines = ["| what | metric | mean change | SD of one pair |", "|---|---|--:|--:|"]
+    for kind in (SAME, SLOW):
+        for metric in METRICS:
+            by_run: dict[str, list[float]] = {}
+            for row in pairs:
+                if (row["kind"], row["metric"]) == (kind, metric):
+                    by_run.setdefault(row["run"], []).append(float(row["log_ratio"]))
+            if not by_run:
+                continue
+            within = [y - np.mean(ys) for ys in by_run.values() for y in ys]
+            sd = math.sqrt(np.square(within).sum() / (len(within) - len(by_run)))
+            change = math.expm1(np.mean([np.mean(ys) for ys in by_run.values()]))
+            lines.append(f"| {kind} | {metric} | {change:+.1%} | {sd:.1%} |")
+    return lines
+
+
 def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float, words: list[str]) -> None:
-    """README.md: counts with exact 95 % bounds, and every run."""
+    """README.md: counts with exact 95 % bounds, the scatter of the pairs, and every run."""
     cpu = environment()["cpu"]
     lines = [
         "# The gate, run on its own engine",
@@ -131,6 +174,7 @@ def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float,
             f"| {kind} | {len(of)} | {' | '.join(map(str, counts))} | {low:.0%} to {high:.0%} | {pairs:.1f} | "
             f"{minutes:.1f} |"
         )
+    lines += ["", *scatter_table(collect_pairs(out))]
     heads = ("what", "run", "verdict", "pairs", "throughput", "p95 TTFT", "p95 ITL", "smallest p")
     lines += ["", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in rows:
@@ -164,8 +208,7 @@ def main() -> None:
                 continue
             if options.max_minutes and time.monotonic() - began > 60 * options.max_minutes:
                 return
-            seed = 2 * run + (kind == SLOW)
-            verdict = run_gate(base, candidate, seed, options.out, words)
+            verdict = run_gate(base, candidate, seed_of(kind, run), options.out, words)
             row = {key: str(value) for key, value in row_of(kind, run, verdict).items()}
             rows.append(row)
             with table.open("w", newline="") as file:
