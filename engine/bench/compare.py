@@ -74,8 +74,7 @@ def parse_bars(texts: Sequence[str], sides: Sequence[str]) -> list[Bar]:
             ratio = 0.0
         if not 0.0 < ratio < float("inf"):
             raise ValueError(
-                f"--require cannot be {text!r}: write SIDE=RATIO with a ratio above 0, such as "
-                "hf-continuous=5"
+                f"--require cannot be {text!r}: write SIDE=RATIO with a ratio above 0, such as hf-continuous=5"
             )
         if side not in sides or OURS not in sides or side == OURS:
             raise ValueError(
