@@ -108,27 +108,24 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def seed_of(kind: str, run: int) -> int:
-    """A run's order seed, by which its folder is known again."""
-    return 2 * run + (kind == SLOW)
-
-
-def collect_pairs(out: Path) -> list[dict[str, str]]:
-    """Every pair of the runs below ``out``, with kind and run in front; written to OUT/pairs.csv."""
-    pairs: list[dict[str, str]] = []
-    for folder in out.glob("compare/*"):
-        if not (folder / "verdict.json").is_file():
-            continue
-        facts = json.loads((folder / "verdict.json").read_text())["facts"]
-        run, slowed = divmod(facts["order_seed"], 2)
-        name = {"kind": SLOW if slowed else SAME, "run": str(run)}
-        pairs += [name | row for row in read_rows(folder / "pairs.csv") if int(row["pair"]) <= facts["pairs"]]
-    pairs.sort(key=lambda row: (int(row["run"]), row["kind"], int(row["pair"])))
-    with (out / "pairs.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(pairs[0]) if pairs else ["kind", "run", "pair"])
+def write_rows(path: Path, fields: list[str], rows: list[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields)
         writer.writeheader()
-        writer.writerows(pairs)
-    return pairs
+        writer.writerows(rows)
+
+
+def pairs_of(out: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Every pair that the verdicts of ``rows`` are from, with kind and run in front."""
+    folders = {}
+    for path in sorted(out.glob("compare/*/verdict.json")):  # by time: a run that was begun anew has its latest folder
+        folders[str(json.loads(path.read_text())["facts"]["order_seed"])] = path.parent
+    return [
+        {"kind": row["kind"], "run": row["run"], **pair}
+        for row in rows
+        for pair in read_rows(folders[row["order_seed"]] / "pairs.csv")
+        if int(pair["pair"]) <= int(row["pairs"])
+    ]
 
 
 def scatter_table(pairs: list[dict[str, str]]) -> list[str]:
@@ -150,7 +147,9 @@ def scatter_table(pairs: list[dict[str, str]]) -> list[str]:
 
 
 def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float, words: list[str]) -> None:
-    """README.md: counts with exact 95 % bounds, the scatter of the pairs, and every run."""
+    """pairs.csv; README.md: counts with exact 95 % bounds, the scatter of the pairs, and every run."""
+    pairs = pairs_of(out, rows)
+    write_rows(out / "pairs.csv", list(pairs[0]), pairs)
     cpu = environment()["cpu"]
     lines = [
         "# The gate, run on its own engine",
@@ -168,13 +167,13 @@ def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float,
             continue
         counts = [sum(row["outcome"] == each for row in of) for each in ("fail", "pass", "inconclusive", "invalid")]
         low, high = stats.binomtest(counts[0], len(of)).proportion_ci(0.95, method="exact")
-        pairs = sum(int(row["pairs"]) for row in of) / len(of)
+        mean_pairs = sum(int(row["pairs"]) for row in of) / len(of)
         minutes = sum(float(row["minutes"]) for row in of) / len(of)
         lines.append(
-            f"| {kind} | {len(of)} | {' | '.join(map(str, counts))} | {low:.0%} to {high:.0%} | {pairs:.1f} | "
+            f"| {kind} | {len(of)} | {' | '.join(map(str, counts))} | {low:.0%} to {high:.0%} | {mean_pairs:.1f} | "
             f"{minutes:.1f} |"
         )
-    lines += ["", *scatter_table(collect_pairs(out))]
+    lines += ["", *scatter_table(pairs)]
     heads = ("what", "run", "verdict", "pairs", "throughput", "p95 TTFT", "p95 ITL", "smallest p")
     lines += ["", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in rows:
@@ -208,13 +207,11 @@ def main() -> None:
                 continue
             if options.max_minutes and time.monotonic() - began > 60 * options.max_minutes:
                 return
-            verdict = run_gate(base, candidate, seed_of(kind, run), options.out, words)
+            seed = 2 * run + (kind == SLOW)
+            verdict = run_gate(base, candidate, seed, options.out, words)
             row = {key: str(value) for key, value in row_of(kind, run, verdict).items()}
             rows.append(row)
-            with table.open("w", newline="") as file:
-                writer = csv.DictWriter(file, fields)
-                writer.writeheader()
-                writer.writerows(rows)
+            write_rows(table, fields, rows)
             write_report(options.out, rows, base, options.share, words)
             print(f"{kind} {run}: {row['outcome']} after {row['pairs']} pairs, {row['minutes']} min", flush=True)
 

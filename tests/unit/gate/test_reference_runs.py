@@ -21,23 +21,20 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 def tables() -> dict[tuple[str, str], PairTable]:
-    """[pairs, 1, metrics] per run, from the measured values of both sides."""
-    values: dict[tuple[str, str], dict[tuple[int, str], float]] = defaultdict(dict)
-    cells = set()
+    """One table per run, of a single cell."""
+    measured: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
     for row in rows("pairs.csv"):
-        ratio = float(row["candidate"]) / float(row["base"])
-        values[row["kind"], row["run"]][int(row["pair"]), row["metric"]] = float(np.log(ratio))
-        cells.add(row["cell"])
-    (cell,) = cells
-    return {
-        key: PairTable(
-            np.array([[[of[pair, metric] for metric in METRICS]] for pair in range(1, len(of) // len(METRICS) + 1)]),
-            (cell,),
-            (cell.split("/")[0],),
-            DEFAULT_RULES.metrics,
-        )
-        for key, of in values.items()
-    }
+        measured[row["kind"], row["run"]].append(row)
+    return {key: table(of) for key, of in measured.items()}
+
+
+def table(of: list[dict[str, str]]) -> PairTable:
+    (cell,) = {row["cell"] for row in of}
+    assert [row["metric"] for row in of] == METRICS * (len(of) // len(METRICS))
+    base, candidate = (
+        np.array([float(row[side]) for row in of]).reshape(-1, 1, len(METRICS)) for side in ("base", "candidate")
+    )
+    return PairTable.from_values(base, candidate, [cell], [DEFAULT_RULES.class_of(cell)], DEFAULT_RULES.metrics)
 
 
 def test_the_pairs_give_the_verdicts_that_are_documented():
