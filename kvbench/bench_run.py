@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.bench_table import BENCH_JSON, TABLE_MD, bar_lines, write_tables
-from kvbench.contention import MAX_FOREIGN_CORES, load_average
-from kvbench.errors import UsageError
-from kvbench.house import HOUSE, check_house
+from kvbench.common.errors import UsageError
+from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, load_average
+from kvbench.common.packages import HOUSE, check_house
 from kvbench.manifest import environment, usable_cores
 from kvbench.results import MANIFEST, create_run, utc_now, write_json
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.bench_bars import BARS, Bar, Measured
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.results import read_json, write_text
 
 BENCH_JSON, TABLE_MD, TABLE_CSV = "bench.json", "table.md", "table.csv"

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from kvbench import loadrun
 from kvbench.calibration import Calibration
 from kvbench.calibrator import Demand
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.design import Block, Cell
-from kvbench.errors import MeasurementError, UsageError
 from kvbench.measure import Subject, measure_load
 from kvbench.results import DONE, RunFolder, write_json
 from kvbench.server_metrics import POLL_INTERVAL_S

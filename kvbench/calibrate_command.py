@@ -46,8 +46,8 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
     from rich.console import Console
 
     from kvbench.calibration import CalibrationSettings, aims, calibrate
-    from kvbench.contention import busy_notice
-    from kvbench.errors import UsageError
+    from kvbench.common.errors import UsageError
+    from kvbench.common.foreign_cpu import busy_notice
     from kvbench.results import write_json
 
     settings = CalibrationSettings(**options)

@@ -29,7 +29,7 @@ import pandas as pd
 
 from kvbench import loadrun
 from kvbench.calibration_figures import Figures, figures_of
-from kvbench.contention import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, Server
+from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, Server
 from kvbench.load.probe import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms
 from kvbench.load.requests import RequestSpec, write_requests
 from kvbench.manifest import machine, versions

@@ -12,11 +12,11 @@ import click
 from kvbench import __version__
 from kvbench.calibrate_command import NO_CALIBRATION, calibrate_client
 from kvbench.cli_tools import cache_sim, tune
+from kvbench.common.packages import check_house, guarded
 from kvbench.compare_command import calibrate, compare
 from kvbench.gate_command import gate
 from kvbench.gate_counters_command import accept
 from kvbench.history_command import history
-from kvbench.house import check_house, guarded
 from kvbench.load_command import load
 from kvbench.mock_command import mock_server
 from kvbench.option_types import FiniteRange

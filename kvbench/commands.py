@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.results import RunFolder, latest_incomplete, open_run
 from kvbench.workload import Workload, load_workload, resolve
 
@@ -100,7 +100,7 @@ def serve_command(arguments: list[str]) -> int:
 def bench_engine_command(arguments: list[str]) -> int:
     """``kvbench bench-engine``: the engine's own parser and benchmark. Raises UsageError."""
     from engine.bench.command import main as bench_main
-    from kvbench.bench_watch import ForeignWatch
+    from kvbench.common.bench_watch import ForeignWatch
 
     try:
         return bench_main(arguments, ForeignWatch().report)

@@ -13,7 +13,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, UsageError
+from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.gate.builds import Builds
 from kvbench.gate.compare import Comparison
 from kvbench.gate.compare_manifest import PATHS, edited, go_on, new_comparison, unusable_repeat
@@ -31,7 +32,6 @@ from kvbench.gate.stored_policy import policy_of
 from kvbench.gate.terminal import print_verdict
 from kvbench.gate.values import read_values, whole_pairs, write_pairs
 from kvbench.gate.verdict import INVALID, Finding, Verdict
-from kvbench.house import HOUSE
 from kvbench.manifest import environment, git_state
 from kvbench.results import MANIFEST, RunFolder, create_run, read_json
 from kvbench.workload import Workload, load_workload, resolve

@@ -15,8 +15,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbench.common.errors import UsageError
 from kvbench.config_names import config_id_of, label_of, slug
-from kvbench.errors import UsageError
 from kvbench.settings import DEFAULTS, ONLY_WITH, applies, effective
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench import manifest
-from kvbench.house import HOUSE, foreign_package
+from kvbench.common.packages import HOUSE, foreign_package
 from kvbench.workload import default_profile
 
 _READ_BYTES = 256 * 2**20

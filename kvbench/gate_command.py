@@ -71,7 +71,7 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     """Judge, print and write. Raises UsageError."""
     from rich.console import Console
 
-    from kvbench.errors import UsageError
+    from kvbench.common.errors import UsageError
     from kvbench.gate.benchmark_action import sweep_points, write_benchmarks
     from kvbench.gate.github import publish
     from kvbench.gate.outputs import write_outputs

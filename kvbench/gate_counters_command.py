@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvbench.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageError
+from kvbench.common.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.gate.counter_commands import LOCK, WORKLOAD, Commands
 
 if TYPE_CHECKING:

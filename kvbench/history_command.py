@@ -94,10 +94,10 @@ def show_command(
     **asked: Any,
 ) -> int:
     """Raises UsageError."""
-    from kvbench.errors import EXIT_NOTHING, EXIT_OK
+    from kvbench.common.errors import EXIT_NOTHING, EXIT_OK
+    from kvbench.common.packages import say
     from kvbench.history_drift import drift_exit_code
     from kvbench.history_view import Asked, check_metrics, view
-    from kvbench.house import say
 
     check_metrics(asked["metrics"])
     found = view(folders, Asked(**asked, change_points=not no_change_points))
@@ -140,10 +140,10 @@ def _write_page(path: Path, found: Any) -> None:
 
 def add_command(*, runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool) -> int:
     """Raises UsageError."""
-    from kvbench.errors import EXIT_NOTHING, EXIT_OK, UsageError
+    from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError
+    from kvbench.common.packages import say
     from kvbench.history_runs import find_runs
     from kvbench.history_store import PassedOver, add_run
-    from kvbench.house import say
 
     if release is not None and not release.strip():
         raise UsageError("--release '' is no name: give one such as v1.2, or leave it out")

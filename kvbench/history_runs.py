@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.aggregate import flatten
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.metric_names import value_of
 from kvbench.history import METRICS, Measured, StoredRun
 from kvbench.results import FORMAT, MANIFEST

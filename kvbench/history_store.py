@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.history import StoredRun
 from kvbench.history_runs import RELEASE, OtherKind, read_object, read_run
 from kvbench.results import MANIFEST, write_text

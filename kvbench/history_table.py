@@ -10,11 +10,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.common import text as words
 from kvbench.history import VALID, Metric, Point, Series
 from kvbench.history_drift import DRIFTED, UNCLEAR, Drift
 from kvbench.history_otava import ADVISORY
 from kvbench.history_view import View
-from kvbench.report import words
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 GAP = "·"  # a run that measured it and does not count

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.history import METRICS, Series, StoredRun, all_series
 from kvbench.history_drift import Drift, Releases, default_margins, drift_sentence, find_drifts, find_releases
 from kvbench.history_otava import ChangePoint, find_change_points

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 
 PROFILES = ("cpu", "gpu")
 

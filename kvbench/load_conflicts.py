@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.common.errors import UsageError
 from kvbench.design import LoadPoint
-from kvbench.errors import UsageError
 from kvbench.load_options import Asked, shaped
 
 _NEEDS = {  # option -> what it does nothing without

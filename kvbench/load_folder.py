@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.common.errors import UsageError
 from kvbench.design import LoadPoint
-from kvbench.errors import UsageError
 from kvbench.manifest import environment
 from kvbench.rate_search import INVALID
 from kvbench.results import MANIFEST, RunFolder, read_json, utc_now, write_json

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from kvbench import loadrun
 from kvbench.calibrator import Calibrator
-from kvbench.design import LoadPoint, load_point
-from kvbench.errors import (
+from kvbench.common.errors import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
     EXIT_OK,
@@ -25,7 +24,8 @@ from kvbench.errors import (
     UsageError,
     storage_sentence,
 )
-from kvbench.interruption import Interruption
+from kvbench.common.signals import Interruption
+from kvbench.design import LoadPoint, load_point
 from kvbench.load_conflicts import check_named_load, check_words
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped

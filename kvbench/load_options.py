@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.common.errors import UsageError
 from kvbench.design import LoadPoint
-from kvbench.errors import UsageError
 from kvbench.load.schema import Slo
 from kvbench.workload import Workload, load_workload
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.load.run_arguments import ARRIVE_S, DEFAULT_PORT
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from kvbench import processes
+from kvbench.common import processes
+from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.design import LoadPoint
-from kvbench.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import conversations, notes_path, write_requests
 from kvbench.load.run_arguments import ARRIVE_S

@@ -18,9 +18,9 @@ import pandas as pd
 from kvbench import loadrun, server_state
 from kvbench.calibration import Calibration
 from kvbench.calibrator import UNKNOWN_STREAMS, Demand
-from kvbench.contention import MachineWatch, as_judged
+from kvbench.common.errors import MeasurementError
+from kvbench.common.foreign_cpu import MachineWatch, as_judged
 from kvbench.design import LoadPoint
-from kvbench.errors import MeasurementError
 from kvbench.load.schema import LoadConfig
 from kvbench.metrics import summarise, too_many_failed
 from kvbench.results import read_json, utc_now, write_json

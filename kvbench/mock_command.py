@@ -53,8 +53,8 @@ def mock_server(**options: Any) -> int:
     import asyncio
     import errno
 
-    from kvbench.api_key import api_key
-    from kvbench.errors import UsageError
+    from kvbench.common.errors import UsageError
+    from kvbench.common.secrets import api_key
     from kvbench.mock.server import serve
     from kvbench.mock.settings import MockSettings
 
@@ -75,7 +75,7 @@ def mock_server(**options: Any) -> int:
 def _tls(cert: Path | None, key: Path | None) -> Any:
     import ssl
 
-    from kvbench.errors import UsageError
+    from kvbench.common.errors import UsageError
 
     if cert is None:
         if key is not None:

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from kvbench import loadrun
+from kvbench.common.errors import UsageError
+from kvbench.common.text import plural
 from kvbench.design import Block, Configuration, Design, make_design, plan_blocks, select, without
-from kvbench.errors import UsageError
 from kvbench.progress import START_GUESS_S, clock
-from kvbench.report.words import plural
 from kvbench.results import RunFolder
 from kvbench.settings import effective
 from kvbench.workload import Workload

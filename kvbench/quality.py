@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvbench.common.errors import UsageError
 from kvbench.design import Configuration
-from kvbench.errors import UsageError
 from kvbench.loadrun import make_requests
 from kvbench.manifest import git_state, versions
 from kvbench.planning import plan_sweep

@@ -57,10 +57,10 @@ def quality_command(
     """Measure, print and store. Raises UsageError."""
     from rich.console import Console
 
+    from kvbench.common.text import plural
     from kvbench.quality import measure, quantised
     from kvbench.quality_result import QUALITY
     from kvbench.rate_words import print_table
-    from kvbench.report.words import plural
     from kvbench.results import open_run, write_json
     from kvbench.workload import load_workload, resolve
 
@@ -94,7 +94,7 @@ def quality_command(
 
 
 def _refuse_for_a_run(given: dict[str, Any]) -> None:
-    from kvbench.errors import UsageError
+    from kvbench.common.errors import UsageError
 
     for name, value in given.items():
         if value:
@@ -102,7 +102,7 @@ def _refuse_for_a_run(given: dict[str, Any]) -> None:
 
 
 def _require_builtin(manifest: dict[str, Any], run: Path) -> None:
-    from kvbench.errors import UsageError
+    from kvbench.common.errors import UsageError
 
     backend = manifest.get("backend") or "kvbench"
     if backend != "kvbench" or manifest.get("target"):
@@ -114,7 +114,7 @@ def _require_builtin(manifest: dict[str, Any], run: Path) -> None:
 
 def _warn_of_other_code(manifest: dict[str, Any]) -> None:
     """Before the minutes that it takes, and not by the gate afterwards."""
-    from kvbench.house import say
+    from kvbench.common.packages import say
     from kvbench.manifest import git_state, versions
     from kvbench.quality_result import code_differences, told
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.results import read_json
 
 QUALITY, FORMAT = "quality.json", "kvbench-quality/1"

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from kvbench.backlog import arrivals_to_tell, share_told
+from kvbench.common.errors import UsageError
 from kvbench.design import LoadPoint
-from kvbench.errors import UsageError
 from kvbench.load.schema import LoadConfig, Slo
 from kvbench.load_options import Asked, shaped
 from kvbench.metrics import QUANTILES

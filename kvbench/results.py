@@ -24,8 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError, storage_sentence
-from kvbench.house import say
+from kvbench.common.errors import UsageError, storage_sentence
+from kvbench.common.packages import say
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of a sweep's folder

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.manifest import environment
 from kvbench.results import RunFolder, utc_now
 from kvbench.workload import Workload, differing_keys

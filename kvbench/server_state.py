@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 from kvbench.load.hits import HitBounds, outside, predict_hits, unverified
 from kvbench.load.requests import RequestSpec, distinct_prefixes
 from kvbench.load.schema import LoadConfig

@@ -15,10 +15,17 @@ from rich.console import Console
 
 from kvbench.block import BlockRunner, Failure
 from kvbench.calibrator import Calibrator
+from kvbench.common.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    EXIT_OK,
+    Interrupted,
+    MeasurementError,
+    storage_sentence,
+)
+from kvbench.common.packages import say
+from kvbench.common.signals import Interruption
 from kvbench.design import Block, Design, make_design
-from kvbench.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, Interrupted, MeasurementError, storage_sentence
-from kvbench.house import say
-from kvbench.interruption import Interruption
 from kvbench.manifest import add_server, build_manifest, git_state
 from kvbench.planning import SweepOptions, capacity_note, planned_blocks, preflight, without_done
 from kvbench.progress import Estimator, SweepProgress
@@ -219,7 +226,7 @@ class Sweep:
 
 def _busy_notice() -> str | None:
     """One line when other programs use this machine already."""
-    from kvbench.contention import busy_notice
+    from kvbench.common.foreign_cpu import busy_notice
 
     return busy_notice()
 

@@ -73,7 +73,7 @@ def describe_command(
     from rich.console import Console
 
     from kvbench.cache_sim import parse_pages
-    from kvbench.errors import UsageError
+    from kvbench.common.errors import UsageError
     from kvbench.trace_description import as_dict
     from kvbench.trace_description import describe as count
     from kvbench.traces.read import read_trace
@@ -109,7 +109,7 @@ def describe_command(
 
 
 def _write(path: Path, found: Description) -> None:
-    from kvbench.errors import UsageError
+    from kvbench.common.errors import UsageError
     from kvbench.trace_figures import page
 
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kernels.launch import MIN_DOT, Tiles
 from kernels.tuning import Entry, Table, unusable
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 
 MIN_GAIN = 0.02  # of the default's time: less is within what two sittings differ by
 ROUNDS = 5  # in which winner and default are timed again, in turns

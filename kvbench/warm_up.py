@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.design import LoadPoint
-from kvbench.errors import MeasurementError, RefusedError
 
 if TYPE_CHECKING:
     from kvbench.measure import Subject

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.design import LoadPoint
-from kvbench.errors import UsageError
-from kvbench.house import HOUSE
 from kvbench.layers import apply_override, apply_profile, read_yaml, section_of
 from kvbench.load.schema import LoadConfig, StrictModel, explain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.counter_commands import Commands
 from kvbench.gate.counter_workload import CounterWorkload
 from kvbench.gate.counters import judge

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.common.text import plural
 from kvbench.gate import wording
 from kvbench.gate.verdict import Verdict
-from kvbench.report.words import plural
 from kvbench.results import write_json
 
 BIGGER, SMALLER = "benchmark-bigger-is-better.json", "benchmark-smaller-is-better.json"

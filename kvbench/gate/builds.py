@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from kvbench.errors import MeasurementError, UsageError, storage_sentence
+from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
 from kvbench.gate import environments, worktrees
 from kvbench.gate.worktrees import Commit
 from kvbench.results import write_json

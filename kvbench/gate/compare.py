@@ -13,8 +13,10 @@ from rich.console import Console
 
 from kvbench.block import BlockRunner
 from kvbench.calibrator import Calibrator
+from kvbench.common.errors import Interrupted, MeasurementError, storage_sentence
+from kvbench.common.signals import Interruption
+from kvbench.common.text import plural
 from kvbench.design import Block, Cell
-from kvbench.errors import Interrupted, MeasurementError, storage_sentence
 from kvbench.gate.conclude import conclude, look_points, pair_line
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.lanes import Lane
@@ -24,9 +26,7 @@ from kvbench.gate.policy import Policy
 from kvbench.gate.same_server import hear_server, require_same_requests
 from kvbench.gate.values import whole_pairs
 from kvbench.gate.verdict import INCONCLUSIVE, Verdict
-from kvbench.interruption import Interruption
 from kvbench.progress import Speaker, clock
-from kvbench.report.words import plural
 from kvbench.results import utc_now, write_json
 from kvbench.targets.base import Target
 

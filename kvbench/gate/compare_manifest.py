@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.gate.folder import FORMAT, KIND, CompareFolder
 from kvbench.gate.lanes import Lane
 from kvbench.gate.plan import BASE, SIDES, cell_rows
@@ -21,7 +22,6 @@ from kvbench.gate.side_text import RUN, parse_side
 from kvbench.gate.sides import OpenSide
 from kvbench.gate.stored_policy import stored_policy
 from kvbench.gate.values import whole_pairs
-from kvbench.house import HOUSE
 from kvbench.manifest import environment, git_state
 from kvbench.results import DONE, RunFolder, create_run, read_json, utc_now, write_json
 from kvbench.resume import environment_differences

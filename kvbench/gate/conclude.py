@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.judge import Judgement, findings_of, judge, sentence
 from kvbench.gate.moved import moved_between, where_it_went

@@ -23,10 +23,10 @@ from engine.kv_budget import KVCapacity, capacity_of
 from engine.model_spec import find_model
 from engine.replay import mixed, name_number
 from engine.sequence import Request, SamplingParams
+from kvbench.common.errors import UsageError
+from kvbench.common.schema import StrictModel, explain
 from kvbench.config_names import config_id_of
-from kvbench.errors import UsageError
 from kvbench.layers import read_yaml
-from kvbench.load.strict import StrictModel, explain
 
 _PROMPT, _OUTPUT, _OWN, _SHARED = range(4)  # what a number is drawn for
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench import processes
-from kvbench.errors import MeasurementError, UsageError
-from kvbench.house import HOUSE
+from kvbench.common import processes
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.packages import HOUSE
 
 PACKAGES = ("kvbench", "engine", "kernels")
 LAYERED, PIP, COMMAND = "layered", "pip", "command"

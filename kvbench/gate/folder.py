@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.plan import SIDES, Match
 from kvbench.results import DONE, MANIFEST, RunFolder, read_json
 

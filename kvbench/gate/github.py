@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvbench.common.packages import say
 from kvbench.gate import wording
 from kvbench.gate.summary import SUMMARY_BYTES, summary
 from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Verdict
-from kvbench.house import say
 
 ANNOTATIONS = 5
 _MESSAGE, _TITLE = 1_000, 150  # characters

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from kvbench.common.text import plural
 from kvbench.gate.detectable import MOST_USEFUL, pairs_to_settle, seen_by
 from kvbench.gate.pairs import Hypotheses, Hypothesis, OneSided, PairTable, hypotheses
 from kvbench.gate.plan import BASE, CANDIDATE
@@ -35,7 +36,6 @@ from kvbench.gate.rules import CELL, Look, MetricRule, TimingRules
 from kvbench.gate.signflip import adjusted_p, noninferior_p
 from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, worst
 from kvbench.gate.wording import percent, probability
-from kvbench.report.words import plural
 
 CONFIDENCE = 0.95
 

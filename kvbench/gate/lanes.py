@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.design import Cell, Configuration, Design, make_design, select
-from kvbench.errors import MeasurementError, UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.sides import OpenSide, Side, open_side, require_used, same_sides

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.schema import StrictModel, explain
 from kvbench.gate.counter_commands import LOCK
 from kvbench.gate.counter_workload import CounterWorkload, Scenario
 from kvbench.gate.history_text import decode, encode
 from kvbench.gate.replay import COUNTERS, Replayed
-from kvbench.load.strict import StrictModel, explain
 from kvbench.results import write_json
 
 LOCK_FORMAT = "kvbench-counters/1"

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from kvbench.common.text import listing
 from kvbench.gate.plan import BASE, CANDIDATE
 from kvbench.gate.verdict import FAIL, Finding, Moved
-from kvbench.report.words import listing
 
 FLOOR = 0.01  # of a change that is listed
 CONFIDENCE = 0.95

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from kvbench.common.text import plural
 from kvbench.gate.detectable import critical_t_of, effective_tests, smallest_detectable, smallest_margin
 from kvbench.gate.pairs import Hypotheses, PairTable, hypotheses
 from kvbench.gate.rules import CELL, CLASS, OVERALL, MetricRule, TimingRules
 from kvbench.gate.signflip import critical_t
-from kvbench.report.words import plural
 
 FORMAT = "kvbench-noise/2"
 ENOUGH_PAIRS = 20

@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvbench.common.errors import UsageError
 from kvbench.design import Block, Cell, Configuration, Design
-from kvbench.errors import UsageError
 
 BASE, CANDIDATE = "base", "candidate"
 SIDES = (BASE, CANDIDATE)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.text import listing, plural
 from kvbench.gate.limits import SUITE, judge_limits
 from kvbench.gate.policy import Policy
 from kvbench.gate.stored_policy import digest, policy_of
@@ -18,7 +19,6 @@ from kvbench.gate.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, w
 from kvbench.quality_result import QualityResult, read_quality, told
 from kvbench.report.data import Run
 from kvbench.report.reading import read_run
-from kvbench.report.words import listing, plural
 from kvbench.results import MANIFEST, RunFolder, read_json
 
 _NAMED = 5  # cells in one sentence

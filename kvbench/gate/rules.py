@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 
 OVERALL, CLASS, CELL = "overall", "class", "cell"
 LEVELS = (OVERALL, CLASS, CELL)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.noise import RunnerNoise, warnings_of
 from kvbench.gate.rules import TimingRules
 from kvbench.results import read_json, write_json

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.plan import BASE, SIDES, Match
 from kvbench.results import DONE, read_json

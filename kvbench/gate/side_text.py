@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.gate import worktrees
 from kvbench.gate.wording import shortened
-from kvbench.house import HOUSE
 from kvbench.layers import apply_override
 from kvbench.results import MANIFEST
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.gate import environments, worktrees
 from kvbench.gate.builds import Build, Builds
 from kvbench.gate.side_text import CMD, REF, RUN, SET, URL, Side
-from kvbench.house import HOUSE
 from kvbench.manifest import git_state, versions
 from kvbench.results import RunFolder
 from kvbench.targets.applies import APPLIES, BUILTIN, PRESET, RUNNING, TEMPLATE, check_options

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvbench.common.text import upper_first
 from kvbench.gate import strip_plot, wording
 from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
-from kvbench.report.words import upper_first
 
 SUMMARY_BYTES = 1024 * 1024  # GitHub refuses a step's summary beyond it, all of it
 ROWS = 200  # of each table

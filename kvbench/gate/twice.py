@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import kvbench
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 from kvbench.gate.counter_workload import CounterWorkload, Scenario, read_counter_workload
 from kvbench.gate.replay import Replayed, replay
 

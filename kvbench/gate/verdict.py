@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION
+from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION
 
 FORMAT = "kvbench-verdict/1"
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from scipy import stats
 
+from kvbench.common.text import plural
 from kvbench.gate.pair_runner import Void
 from kvbench.gate.plan import BASE, CANDIDATE
 from kvbench.gate.rules import CELL
 from kvbench.gate.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding
-from kvbench.report.words import plural
 
 ALPHA = 0.004  # 8 attempts to none; beside the looks' alphas
 

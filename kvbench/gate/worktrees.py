@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 
 WORKING_TREE = "."
 _LIMIT_S = 300.0  # of one git command; a large checkout on a slow disk takes minutes

@@ -10,7 +10,7 @@ from itertools import count
 import gevent
 from gevent.event import Event
 
-from kvbench.kernel_timer import kernel_timer, set_timer
+from kvbench.common.kernel_timer import kernel_timer, set_timer
 
 
 class Alarms:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvbench.api_key import api_key
+from kvbench.common.secrets import api_key
 from kvbench.load.client import Address
 from kvbench.load.requests import RequestSpec
 from kvbench.load.spec import LoadSpec

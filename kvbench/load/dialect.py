@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from kvbench.load.strict import StrictModel
+from kvbench.common.schema import StrictModel
 
 _OURS = ("model", "prompt", "max_tokens", "stream")
 _FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench import processes
+from kvbench.common import processes
 from kvbench.load.merge import WorkerResult, most_in_flight
 from kvbench.load.probe import busiest_second
 from kvbench.load.spec import LoadSpec

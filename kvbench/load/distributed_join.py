@@ -12,7 +12,7 @@ from gevent.event import AsyncResult
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
-from kvbench.errors import EXIT_INTERRUPTED
+from kvbench.common.errors import EXIT_INTERRUPTED
 from kvbench.load.distributed_worker import STOP_SIGNALS, Worker
 from kvbench.load.process import EXIT_BAD_INPUT, EXIT_NOT_DRIVEN
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.contention import CpuReading, Server, contention_reasons, machine_report, read_cpu, server_at
+from kvbench.common.foreign_cpu import CpuReading, Server, contention_reasons, machine_report, read_cpu, server_at
 
 
 class OwnMachine:

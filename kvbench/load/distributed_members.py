@@ -19,7 +19,8 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import HEARTBEAT_LIVENESS, WorkerNode
 
-from kvbench import __version__, processes
+from kvbench import __version__
+from kvbench.common import processes
 from kvbench.load.distributed import TOKEN_VARIABLE
 from kvbench.load.distributed_door import GuardedMaster
 from kvbench.load.distributed_wire import CALL, CALL_LIMIT_S, EVENT, REPLY, Link, WorkerLost, proven

@@ -23,7 +23,7 @@ from locust.runners import WorkerRunner
 
 from engine.boot import boot_id
 from kvbench import __version__
-from kvbench.errors import EXIT_INTERRUPTED
+from kvbench.common.errors import EXIT_INTERRUPTED
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_calibration import calibrate_here
 from kvbench.load.distributed_machines import OwnMachine

@@ -13,7 +13,7 @@ from typing import Any
 
 import gevent
 
-from kvbench.kernel_timer import kernel_timer, set_timer
+from kvbench.common.kernel_timer import kernel_timer, set_timer
 
 PERIOD_S = 0.010
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from pydantic import model_serializer, model_validator
 
-from kvbench.load.strict import StrictModel
+from kvbench.common.schema import StrictModel
 
 PERCENTILE_KEYS = ("min", "p50", "p90", "p95", "p99", "max")
 

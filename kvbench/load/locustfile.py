@@ -26,7 +26,7 @@ from locust.rpc import Message
 from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed_wire import send_statistics
 from kvbench.load.lag import LagProbe

@@ -16,7 +16,7 @@ from typing import Any
 import gevent
 from locust.env import Environment
 
-from kvbench.errors import storage_sentence
+from kvbench.common.errors import storage_sentence
 from kvbench.load.client import StreamFailure
 from kvbench.load.distributed import useful_workers
 from kvbench.load.lag import LagProbe

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field, field_serializer, model_validator
 
+from kvbench.common.schema import StrictModel, explain
 from kvbench.design import LoadPoint, load_point
 from kvbench.load.arrival_schema import ArrivalFields, IntTuple, RateTuple
 from kvbench.load.length import Length
@@ -23,7 +24,6 @@ from kvbench.load.prompt_schema import (
     TracePrompts,
 )
 from kvbench.load.session_schema import Sessions
-from kvbench.load.strict import StrictModel, explain
 
 __all__ = [
     "Length",

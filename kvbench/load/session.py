@@ -11,7 +11,7 @@ import gevent
 from gevent.event import Event
 from gevent.queue import Queue
 
-from kvbench.api_key import without_key
+from kvbench.common.secrets import without_key
 from kvbench.load.alarms import Alarms
 from kvbench.load.body import http_request
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from kvbench.common.schema import StrictModel, explain
 from kvbench.load.dialect import Dialect
-from kvbench.load.strict import StrictModel, explain
 
 
 class LoadSpec(StrictModel):

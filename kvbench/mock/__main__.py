@@ -2,7 +2,7 @@
 
 import sys
 
-from kvbench.house import guarded
+from kvbench.common.packages import guarded
 from kvbench.mock_command import mock_server
 
 

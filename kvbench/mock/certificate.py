@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 
 _LIMIT_S = 30.0
 

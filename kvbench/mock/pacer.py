@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from kvbench.kernel_timer import kernel_timer, set_timer
+from kvbench.common.kernel_timer import kernel_timer, set_timer
 
 
 class Pacer:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench import processes
-from kvbench.errors import MeasurementError
+from kvbench.common import processes
+from kvbench.common.errors import MeasurementError
 
 _READY_S = 20.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, LoadPoint, Run, number
 from kvbench.report.findings import (
     HIGHER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run
 from kvbench.report.figures_latency import distribution_figure, latency_figure
 from kvbench.report.findings import HIGHER, LOWER, NOT_TOLD, SAME, UNCLEAR, Comparison, best, paging, reference, spread

@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import best, paging, spread
 from kvbench.report.series import ecdf, itl_ms, log_axis, ttft_ms

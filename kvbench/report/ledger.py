@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import baseline, best, paging
 from kvbench.server_metrics import time_mean

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run
 from kvbench.report.ledger import PLACES, Ledger, Place, ledger, ledger_sentence, ledgers, swapped_bytes
 from kvbench.report.style import Drawing, finish, safe

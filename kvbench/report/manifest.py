@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import SCATTER, scatters
 from kvbench.targets.presets import GENERIC

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.breakdown import (
     CLASS_METRICS,
     EFFECT_HEADS,

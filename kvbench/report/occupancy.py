@@ -5,7 +5,7 @@ from __future__ import annotations
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, LoadPoint, Run
 from kvbench.report.findings import paging, spread
 from kvbench.report.series import representative_repeat, thin

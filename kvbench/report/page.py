@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.breakdown import (
     CLASS_METRICS,
     EFFECT_HEADS,

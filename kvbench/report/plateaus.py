@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run, number
 
 LOAD_HEADS = (

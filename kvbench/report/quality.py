@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run, number
 from kvbench.report.table import Column, Row, Value
 

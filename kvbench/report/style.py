@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import NOT_TOLD, SAME, UNCLEAR, Ratio, compare, reference, spread
 

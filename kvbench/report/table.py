@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.report import words
+from kvbench.common import text as words
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import HIGHER, LOWER, Ratio, compare, reference, spread
 from kvbench.report.ledger import accounting

@@ -6,8 +6,8 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.api_key import api_key
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.secrets import api_key
 from kvbench.load.tls import tls_context
 
 

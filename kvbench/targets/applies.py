@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 
 BUILTIN = "the built-in server, or a command in its place"
 RUNNING = "a server that runs already (--target URL)"

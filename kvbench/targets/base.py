@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import httpx
 
-from kvbench.api_key import without_key
-from kvbench.contention import Server, server_at
-from kvbench.errors import MeasurementError, RefusedError
+from kvbench.common.errors import MeasurementError, RefusedError
+from kvbench.common.foreign_cpu import Server, server_at
+from kvbench.common.secrets import without_key
 from kvbench.load.dialect import Dialect
 from kvbench.load.requests import RequestSpec
 from kvbench.server_metrics import MetricsSample, parse_metrics

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench import processes
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common import processes
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets.base import ModelFacts, reason_of
 from kvbench.targets.owned import OwnServer, require_free_port
 from kvbench.workload import default_profile

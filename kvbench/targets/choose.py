@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvbench.contention import server_at
+from kvbench.common.errors import UsageError
+from kvbench.common.foreign_cpu import server_at
 from kvbench.design import Design
-from kvbench.errors import UsageError
 from kvbench.progress import START_GUESS_S
 from kvbench.targets.access import Access
 from kvbench.targets.applies import BUILTIN, PRESET, RUNNING, TEMPLATE, check_options, check_tls

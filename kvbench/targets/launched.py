@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.design import Design
-from kvbench.errors import MeasurementError, UsageError
 from kvbench.server_metrics import MetricsSample
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.model_folder import ModelFolders, ServedModel

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench import processes
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common import processes
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.watchdog import Watchdog
 from kvbench.targets.scratch import Scratch
-from kvbench.watchdog import Watchdog
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")

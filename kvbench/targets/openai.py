@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets.access import Access
 from kvbench.targets.base import HttpTarget, ModelFacts
 from kvbench.targets.preset import Preset

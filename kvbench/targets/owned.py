@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvbench import processes
-from kvbench.contention import Server
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common import processes
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.foreign_cpu import Server
+from kvbench.common.watchdog import Watchdog
 from kvbench.targets.base import HttpTarget
-from kvbench.watchdog import Watchdog
 
 _Found = TypeVar("_Found")
 

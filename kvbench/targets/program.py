@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.targets.preset import Preset
 
 _ANSWER_S = 60.0  # a Python on a cold disk; a launcher that looks for GPUs first

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.settings import effective
 
 OF_THE_LAUNCH = ("model", "port", "host")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.load.requests import RequestList, RequestSpec
 
 _LEAST_WORDS = 256  # under it, prompts that were drawn apart would meet by chance

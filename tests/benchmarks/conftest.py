@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 
-from kvbench.bench_watch import ForeignWatch
+from kvbench.common.bench_watch import ForeignWatch
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from kvbench.house import HOUSE
+from kvbench.common.packages import HOUSE
 from kvbench.manifest import environment
 
 FILE = "engine/executor.py"

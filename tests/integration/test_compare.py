@@ -10,7 +10,8 @@ import xml.etree.ElementTree as ET
 import pytest
 import yaml
 
-from kvbench import cli, contention
+from kvbench import cli
+from kvbench.common import foreign_cpu as contention
 from tests.support.sweep_parts import ROOT
 
 MOCK = f"{sys.executable} -m kvbench.mock --port {{port}} --ttft-ms 50 --itl-ms "

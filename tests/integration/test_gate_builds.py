@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.gate.builds import Builds
 from kvbench.gate.environments import is_kvbench
 from kvbench.gate.side_text import parse_side
 from kvbench.gate.sides import open_side
 from kvbench.gate.worktrees import find_commit, remove
-from kvbench.house import HOUSE
 from kvbench.workload import load_workload
 from tests.support.sweep_parts import TINY
 

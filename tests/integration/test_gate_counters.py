@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.gate_counters_command import accept, counters
 from tests.support import json_schema
 from tests.support.counter_files import Gate

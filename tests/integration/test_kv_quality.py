@@ -15,8 +15,8 @@ from scipy.special import log_softmax, rel_entr
 from engine import teacher_forcing
 from engine.config import EngineConfig
 from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
-from kvbench.errors import UsageError
-from kvbench.house import guarded
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import guarded
 from kvbench.manifest import git_state
 from kvbench.quality_command import quality
 from kvbench.quality_result import read_quality

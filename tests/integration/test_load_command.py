@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench import contention
 from kvbench.cli import cli
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common import foreign_cpu as contention
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.rate_search import CLIENT_LIMIT, INVALID
 from kvbench.results import write_json
 from tests.support.loads import own_mock

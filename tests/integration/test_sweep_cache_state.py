@@ -12,11 +12,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvbench import contention, server_state
 from kvbench import measure as measuring
+from kvbench import server_state
 from kvbench import warm_up as warming
 from kvbench.block import BlockRunner
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common import foreign_cpu as contention
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.planning import plan_sweep
 from kvbench.results import create_run
 from kvbench.targets.openai import OpenAITarget

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvbench.house import HOUSE
+from kvbench.common.packages import HOUSE
 
 FAKE_SERVER = Path(__file__).with_name("fake_engine_server.py")
 

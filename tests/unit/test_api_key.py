@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvbench.api_key import api_key, without_key
 from kvbench.cli import main
+from kvbench.common.secrets import api_key, without_key
 from kvbench.targets.base import HttpTarget
 from tests.support.loads import ROOT, LoadRunner, own_mock
 from tests.support.scripted_http import scripted_server
@@ -73,7 +73,7 @@ def test_what_a_server_repeats_of_the_key_is_taken_out(monkeypatch) -> None:
 
 
 def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_samples(tmp_path, monkeypatch) -> None:
-    from kvbench.errors import MeasurementError
+    from kvbench.common.errors import MeasurementError
     from kvbench.load.requests import RequestSpec
     from kvbench.targets.access import Access
     from kvbench.targets.base import ModelFacts

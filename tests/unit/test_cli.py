@@ -9,9 +9,9 @@ import sys
 import pytest
 import yaml
 
-from kvbench import house
 from kvbench.cli import cli, main
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common import packages as house
+from kvbench.common.errors import MeasurementError, UsageError
 
 COMMANDS = (
     "sweep",

@@ -5,8 +5,8 @@ import time
 
 import psutil
 
-from kvbench import bench_watch
-from kvbench.bench_watch import ForeignWatch
+from kvbench.common import bench_watch
+from kvbench.common.bench_watch import ForeignWatch
 
 TICKS = os.sysconf("SC_CLK_TCK")  # in a second
 

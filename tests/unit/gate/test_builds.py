@@ -15,13 +15,13 @@ import numpy
 import psutil
 import pytest
 
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.gate import builds as module
 from kvbench.gate import environments
 from kvbench.gate.builds import Builds, builds_folder
 from kvbench.gate.environments import ask, is_kvbench, require_source, running_layers, same_dependencies
 from kvbench.gate.worktrees import find_commit
-from kvbench.house import HOUSE
 from tests.support.git_repo import commit_all, git, make_repo, make_tiny_kvbench, write
 
 

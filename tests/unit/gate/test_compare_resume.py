@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.gate import environments, lanes
 from kvbench.gate.builds import Builds
 from kvbench.gate.compare_manifest import pinned, reproduce_command

@@ -11,7 +11,7 @@ import pytest
 from engine.page_pool import PagePool
 from engine.paged_kv import PagedKVManager
 from engine.scheduler import Scheduler
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.accept import accept
 from kvbench.gate.divergence import is_sum
 from kvbench.gate.lock import digest, read_lock

@@ -8,7 +8,7 @@ import pytest
 
 from engine.scheduler import Scheduler
 from engine.step_plan import StepPlan
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.counter_commands import Commands
 from kvbench.gate.counter_workload import read_counter_workload
 from kvbench.gate.counters import judge

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.history import INCOMPLETE, INVALID, VALID, Series, all_series
 from kvbench.history_command import history
 from kvbench.history_runs import find_runs, read_runs

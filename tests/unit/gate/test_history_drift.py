@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.history_drift import default_margins
 from tests.support.stored_runs import repeat, write_run
 from tests.unit.gate.test_history import show, shown

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.history_command import history
 from kvbench.history_store import add_run
 from tests.support.stored_runs import write_run

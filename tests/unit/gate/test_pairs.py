@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.pairs import PairTable, hypotheses
 from kvbench.gate.rules import CELL, CLASS, DEFAULT_RULES, LEVELS, OVERALL, Look, TimingRules
 

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from scipy.stats import binomtest
 
+from kvbench.common.errors import UsageError
 from kvbench.design import load_point, make_design
-from kvbench.errors import UsageError
 from kvbench.gate.plan import cell_rows, match_designs, turns
 
 LOADS = (

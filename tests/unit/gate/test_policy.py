@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.gate.limits import Limit, matches
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.rules import DEFAULT_RULES

@@ -5,11 +5,11 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
+from kvbench.common.packages import HOUSE
 from kvbench.gate.conclude import look_at
 from kvbench.gate.pairs import PairTable
 from kvbench.gate.rules import DEFAULT_RULES
 from kvbench.gate.verdict import FAIL
-from kvbench.house import HOUSE
 
 FOLDER = HOUSE / "results" / "reference" / "gate"
 METRICS = [metric.name for metric in DEFAULT_RULES.metrics]

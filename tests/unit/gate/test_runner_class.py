@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvbench import compare_main
-from kvbench.errors import EXIT_INVALID, EXIT_OK, UsageError
+from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
 from kvbench.gate.conclude import conclude
 from kvbench.gate.policy import load_policy
 from kvbench.gate.runner_class import noise_notes

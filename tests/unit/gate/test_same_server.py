@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvbench.common.errors import UsageError
 from kvbench.design import load_point, make_design
-from kvbench.errors import UsageError
 from kvbench.gate.plan import match_designs
 from kvbench.gate.same_server import cache_notes, differences, hear_server, require_same_requests
 from kvbench.results import read_json, write_json

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.gate import environments
 from kvbench.gate.builds import Builds
 from kvbench.gate.side_text import parse_settings, parse_side
 from kvbench.gate.sides import open_side, require_used, same_sides
-from kvbench.house import HOUSE
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.openai import OpenAITarget

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.errors import (
+from kvbench.common.errors import (
     EXIT_INCONCLUSIVE,
     EXIT_INVALID,
     EXIT_NOTHING,

@@ -21,7 +21,7 @@ from kvbench.calibration import (
 )
 from kvbench.calibration_figures import Figures, figures_of
 from kvbench.cli import main
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 from kvbench.mock.process import MockProcess
 
 ZERO = 1000.0

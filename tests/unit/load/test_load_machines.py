@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvbench.contention import MachineWatch, Server, as_judged, contention_reasons
+from kvbench.common.foreign_cpu import MachineWatch, Server, as_judged, contention_reasons
 from kvbench.load.distributed_machines import Seen, machine_reasons, without_ours, worst_machine
 from kvbench.load.samples import SCHEMA
 from tests.support.loads import LoadRunner

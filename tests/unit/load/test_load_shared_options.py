@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvbench.calibrator import Demand
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.load.run_arguments import parse
 from kvbench.load_command import load
 from kvbench.load_shared import be_worker, require_free, sharing

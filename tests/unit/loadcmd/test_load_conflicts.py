@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from kvbench.cli import cli
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.load.schema import LoadConfig
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.load_folder import METRICS, opened
 
 

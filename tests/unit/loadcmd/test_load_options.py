@@ -7,9 +7,9 @@ import math
 import pytest
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
+from kvbench.common.text import slo_words
 from kvbench.load_options import Asked, parse_goodput, parse_rate, shaped
-from kvbench.report.words import slo_words
 
 BASE = {
     "name": "w",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.load.schema import LoadConfig
 from kvbench.rate_plan import SearchPlan, Sizes, at_rate, mean_rate, require_searchable
 from kvbench.rate_search import parse_conditions

@@ -7,7 +7,7 @@ import json
 import pandas as pd
 import pytest
 
-from kvbench.errors import EXIT_INVALID, EXIT_OK, MeasurementError
+from kvbench.common.errors import EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.rate_plan import Sizes
 from kvbench.rate_run import _visits
 from kvbench.rate_search import Answer, Bounds

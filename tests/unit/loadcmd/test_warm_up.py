@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench import warm_up as warming
-from kvbench.errors import MeasurementError, RefusedError
+from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.load.requests import RequestSpec
 from kvbench.warm_up import ATTEMPTS, WarmUp, warm_up
 

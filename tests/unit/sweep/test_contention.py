@@ -11,8 +11,16 @@ from dataclasses import replace
 
 import pytest
 
-from kvbench import contention
-from kvbench.contention import CpuReading, Server, contention_reasons, machine_report, parse_stat, read_cpu, tree_cpu_s
+from kvbench.common import foreign_cpu as contention
+from kvbench.common.foreign_cpu import (
+    CpuReading,
+    Server,
+    contention_reasons,
+    machine_report,
+    parse_stat,
+    read_cpu,
+    tree_cpu_s,
+)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
 TICK = 1.0 / os.sysconf("SC_CLK_TCK")

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from kvbench.common.errors import UsageError
 from kvbench.design import load_point, make_design, normalise, plan_blocks, select
-from kvbench.errors import UsageError
 
 BASE = {"layout": "paged", "page_size": 16, "enable_prefix_caching": False, "max_num_seqs": 64}
 SWEEP = {"layout": ["contiguous", "paged"], "page_size": [8, 16, 64], "enable_prefix_caching": [False, True]}

@@ -11,8 +11,8 @@ import yaml
 
 from engine.config import KV_CACHE_DTYPES, EngineConfig
 from engine.server.arguments import build_parser, command_line, options_of
+from kvbench.common.errors import UsageError
 from kvbench.design import load_point, make_design
-from kvbench.errors import UsageError
 from kvbench.planning import SweepOptions, plan_sweep, planned_blocks, preflight
 from kvbench.settings import DEFAULTS, ONLY_WITH, phrase, value_words
 from kvbench.targets.builtin import check_configuration

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvbench.errors import Interrupted
+from kvbench.common.errors import Interrupted
 from kvbench.sweep import Interruption
 
 

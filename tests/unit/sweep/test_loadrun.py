@@ -10,9 +10,10 @@ import sys
 import httpx
 import pytest
 
-from kvbench import loadrun, processes
+from kvbench import loadrun
+from kvbench.common import processes
+from kvbench.common.errors import MeasurementError
 from kvbench.design import load_point
-from kvbench.errors import MeasurementError
 from kvbench.load.body import http_request
 from kvbench.load.client import Address
 from kvbench.load.requests import RequestSpec

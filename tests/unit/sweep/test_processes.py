@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from kvbench import processes
-from kvbench.watchdog import Watchdog
+from kvbench.common import processes
+from kvbench.common.watchdog import Watchdog
 
 STUBBORN = (
     "import signal, subprocess, sys, time\n"
@@ -125,7 +125,7 @@ def test_a_daemon_that_has_shed_all_it_could_is_stopped_too(dies_first):
 @linux_only
 def test_the_watchdog_ends_daemons_that_it_was_told_of():
     code = (
-        "import subprocess, sys, time\nfrom kvbench import processes\nfrom kvbench.watchdog import Watchdog\n"
+        "import subprocess, sys, time\nfrom kvbench import processes\nfrom kvbench.common.watchdog import Watchdog\n"
         f"p = processes.launch([sys.executable, '-c', {DAEMON!r}], stdout=subprocess.PIPE, stderr=None)\n"
         "w = Watchdog(p.pid, p.mark)\nline = p.stdout.readline().decode()\nw.watch(p.remember())\n"
         "print(line, flush=True)\ntime.sleep(60)"
@@ -155,7 +155,7 @@ def test_the_watchdog_ends_the_family_and_removes_the_folder_of_a_kvbench_that_w
     (folder / "weights").write_text("x")
     code = (
         "import subprocess, sys, time\nfrom pathlib import Path\nfrom kvbench import processes\n"
-        "from kvbench.watchdog import Watchdog\n"
+        "from kvbench.common.watchdog import Watchdog\n"
         f"p = processes.launch([sys.executable, '-c', {LAUNCHER!r}], stdout=subprocess.PIPE, stderr=None)\n"
         f"w = Watchdog(p.pid, p.mark, Path({str(folder)!r}))\n"
         "print(p.pid, p.stdout.readline().decode(), flush=True)\ntime.sleep(60)"

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.results import RunFolder, create_run, latest_incomplete, open_run, write_json
 
 

@@ -12,8 +12,8 @@ import yaml
 
 from kvbench import resume
 from kvbench.commands import _workload_and_run
-from kvbench.errors import UsageError
-from kvbench.house import HOUSE
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import HOUSE
 from kvbench.manifest import add_server, build_manifest, environment
 from kvbench.results import RunFolder, write_json
 from kvbench.resume import accept_server, environment_differences, reopen, server_differences

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvbench import server_state
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 from kvbench.server_metrics import counter_changes, parse_metrics
 
 TEXT = """

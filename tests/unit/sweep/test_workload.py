@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.layers import deep_merge
 from kvbench.planning import SweepOptions, capacity_note, plan_sweep, preflight
 from kvbench.targets.builtin import check_configuration

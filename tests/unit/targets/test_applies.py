@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import main
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.target_options import _OPTIONS
 from kvbench.targets.applies import APPLIES, BUILTIN, PRESET, RUNNING, TEMPLATE
 from kvbench.targets.choose import choose

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 from kvbench.targets import base, bounded
 from kvbench.targets.base import HttpTarget, ModelFacts
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import engine.tokenizer
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.manifest import environment
 from kvbench.planning import SweepOptions
 from kvbench.resume import reopen

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench import server_state
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load.requests import RequestSpec
 from kvbench.load.spec import LoadSpec
 from kvbench.targets.base import Access

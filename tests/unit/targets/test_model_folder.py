@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from engine.config import EngineConfig
 from engine.export_model import export_model
 from engine.model_loader import load_model
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets import model_folder, scratch
 from kvbench.targets.model_folder import ModelFolders, text_tokenizer
 from kvbench.targets.texts import WordTexts

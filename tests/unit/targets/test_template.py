@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.config import EngineConfig
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.targets.template import CommandTemplate, is_template
 
 KNOWN = [f.name for f in dataclasses.fields(EngineConfig)]

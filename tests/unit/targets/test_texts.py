@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import engine.tokenizer
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import RequestSpec
 from kvbench.targets.texts import TokenizerTexts, with_texts

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from kvbench.cli import main
-from kvbench.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets import trouble as troubles
 from kvbench.targets.access import Access
 from kvbench.targets.base import HttpTarget, ModelFacts

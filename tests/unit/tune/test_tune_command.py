@@ -7,7 +7,7 @@ import torch
 
 from kernels.launch import Tiles
 from kvbench.cli import main
-from kvbench.errors import UsageError
+from kvbench.common.errors import UsageError
 from kvbench.tune import Outcome
 from kvbench.tune_command import describe, make_cases
 

@@ -18,7 +18,7 @@ from kernels.tuning import (
     write_table,
 )
 from kvbench import tune
-from kvbench.errors import MeasurementError
+from kvbench.common.errors import MeasurementError
 from kvbench.tune import Case, candidates, entry_of, merge, search
 
 DECODE = Case(bucket_of("decode", "auto", 4, 128, 128, 2), 4, 128, 128, 16)

@@ -6,7 +6,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-from kvbench.errors import Interrupted
+from kvbench.common.errors import Interrupted
 
 
 class Interruption:

@@ -17,10 +17,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbench.errors import MeasurementError, UsageError, storage_sentence
+from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
 
 EXIT_UNREAD = 128 + signal.SIGPIPE  # what any program is ended with whose reader has gone
-HOUSE = Path(__file__).resolve().parent.parent
+HOUSE = Path(__file__).resolve().parents[2]
 
 
 def foreign_package(name: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from kvbench.contention import MAX_FOREIGN_CORES, parse_stat, tree_cpu_s
+from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, parse_stat, tree_cpu_s
 
 _RESOLUTION_S = 0.10  # the kernel counts in ticks of 10 ms, on every core and for every process
 

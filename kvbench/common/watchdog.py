@@ -1,6 +1,6 @@
 """Ends a launched server and removes its scratch folder when kvbench itself is killed outright.
 
-    python -m kvbench.watchdog PID MARK [FOLDER]       (started by ``Watchdog``, stdin is a pipe that kvbench holds)
+    python -m kvbench.common.watchdog PID MARK [FOLDER]   (started by ``Watchdog``, stdin is a pipe that kvbench holds)
 
 The pipe ends with kvbench, however that dies (SIGKILL, out of memory): then the server's family is killed and the
 folder removed. Lines of the pipe name members of the family, which may be found by nothing else once the first process
@@ -27,7 +27,7 @@ class Watchdog:
 
     def __init__(self, pid: int, mark: str, folder: Path | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvbench.watchdog", str(pid), mark, *([str(folder)] if folder else [])],
+            [sys.executable, "-m", "kvbench.common.watchdog", str(pid), mark, *([str(folder)] if folder else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -53,7 +53,7 @@ def main(pid: int, mark: str, folder: str | None = None) -> None:
     told = sys.stdin.buffer.read()
     if told.endswith(_RELEASED):
         return
-    from kvbench.processes import kill_family
+    from kvbench.common.processes import kill_family
 
     kill_family(pid, mark, filter(None, map(_member, told.decode().splitlines())))
     if folder:
