@@ -83,7 +83,7 @@ def describe_command(
         with Console(stderr=True).status("reading"):
             read = read_trace(files, name, page_size)
             if tokenizer is not None:
-                from kvbench.traces.tokenise import load_tokenizer, tokenised
+                from kvbench.traces.tokenizer import load_tokenizer, tokenised
 
                 if read.prompts is None:
                     raise ValueError(f"--tokenizer {tokenizer!r} has nothing to count: {files[0]} has no texts")

@@ -22,7 +22,7 @@ from kvbench.load.requests import RequestList, RequestSpec, distinct_prefixes, r
 from kvbench.load.schedule import draw_times, notes_of, recorded_times, with_times
 from kvbench.load.schema import LoadConfig, SyntheticPrompts, TextPrompts
 from kvbench.load.trace_prompts import draw_trace
-from kvbench.traces.tokenise import find_file, load_tokenizer
+from kvbench.traces.tokenizer import find_file, load_tokenizer
 
 __all__ = [
     "RequestList",

@@ -20,7 +20,7 @@ from kvbench.load.prompt_schema import TracePrompts
 from kvbench.load.requests import RequestSpec, compact
 from kvbench.traces.model import UNKNOWN, Trace, known_times, select
 from kvbench.traces.read import read_trace
-from kvbench.traces.tokenise import find_file, load_tokenizer, tokenised, written
+from kvbench.traces.tokenizer import find_file, load_tokenizer, tokenised, written
 
 Ids = tuple[int, ...]
 

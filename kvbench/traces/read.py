@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.traces import conversations, hashed, servegen, tables, weka
+from kvbench.traces.formats import chats as conversations
+from kvbench.traces.formats import csv as tables
+from kvbench.traces.formats import lengths_jsonl as hashed
+from kvbench.traces.formats import servegen, weka
 from kvbench.traces.model import Trace
 from kvbench.traces.source import Source, open_source, short
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.traces.formats.chat_text import message_texts, payload_texts
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
 from kvbench.traces.page_size import PageSize
 from kvbench.traces.rows import Rows
 from kvbench.traces.source import Row, Source, seconds, short, text, tokens
-from kvbench.traces.texts import message_texts, payload_texts
 
 _CONTENT = ("input_length", "text_input", "messages", "payload")
 _AIPERF = ("text_input", "messages", "payload", "delay", "message_mode", "session_id")

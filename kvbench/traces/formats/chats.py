@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvbench.traces.formats.chat_text import no_media, prompt_of
 from kvbench.traces.model import UNKNOWN, Trace
 from kvbench.traces.rows import Rows
 from kvbench.traces.source import Row, Source, seconds, short, text, tokens
-from kvbench.traces.texts import no_media, prompt_of
 
 _USERS = ("human", "user")
 _MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
