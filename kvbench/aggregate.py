@@ -16,8 +16,8 @@ from typing import Any
 import pandas as pd
 
 from kvbench.design import Cell
-from kvbench.metrics import in_steady
-from kvbench.metrics import pooled as pool_samples
+from kvbench.metrics.latency import in_steady
+from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.results import DONE, RunFolder, read_json, write_json, write_text
 
 MAX_SAMPLES = 8

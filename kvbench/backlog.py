@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.steady import in_system
+from kvbench.metrics.steady_window import in_system
 
 GROWTH_SHARE = 0.05  # of the arrivals meanwhile: fewer were served than came
 GROWTH_DEVIATIONS = 3.0  # of a Poisson count: what the number in flight of a server that keeps up swings by

@@ -32,7 +32,7 @@ from kvbench.load_options import Asked, parse_rate, shaped
 from kvbench.load_result import lengths_of, show, stored
 from kvbench.load_shared import Sharing, be_worker, require_free, sharing
 from kvbench.measure import Subject, measure_load, requests_for
-from kvbench.metrics import too_many_failed
+from kvbench.metrics.latency import too_many_failed
 from kvbench.progress import status_line
 from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.results import read_json, write_json

@@ -13,7 +13,7 @@ from kvbench.common.errors import UsageError
 from kvbench.design import LoadPoint
 from kvbench.load.schema import LoadConfig, Slo
 from kvbench.load_options import Asked, shaped
-from kvbench.metrics import QUANTILES
+from kvbench.metrics.latency import QUANTILES
 from kvbench.rate_search import Bounds, Condition, parse_conditions
 from kvbench.workload import Workload
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.backlog import Backlog
-from kvbench.metrics import QUANTILES, samples_needed, too_many_failed
+from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el", "client_queue")
 STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}

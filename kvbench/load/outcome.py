@@ -14,7 +14,7 @@ from kvbench.load.requests import RequestList
 from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
-from kvbench.steady import steady_state
+from kvbench.metrics.steady_window import steady_state
 
 MAX_WALL_STEP_S = 0.05
 _MAX_UNSTAMPED_SHARE = 0.01

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from kvbench.load.completion import Completion
 from kvbench.load.requests import RequestSpec
-from kvbench.request_rows import SESSION_BROKEN
+from kvbench.metrics.request_rows import SESSION_BROKEN
 
 SCHEMA = pa.schema(
     [

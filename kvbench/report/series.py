@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.metrics import inter_token_latencies, request_latencies
+from kvbench.metrics.latency import inter_token_latencies, request_latencies
 from kvbench.report.data import Cell
 
 MAX_POINTS = 400

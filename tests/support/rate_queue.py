@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
-from kvbench.metrics import summarise
+from kvbench.metrics.latency import summarise
 
 SERVICE_S = 0.1
 N = 4000  # requests of a run

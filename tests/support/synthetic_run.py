@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.aggregate import pooled_latencies
-from kvbench.metrics import summarise
+from kvbench.metrics.latency import summarise
 from tests.support.toy_engine import (
     BYTES_PER_TOKEN,
     CONFIGS,

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from kvbench import metrics
+from kvbench.metrics import latency as metrics
 
 
 def row(**given: object) -> dict:

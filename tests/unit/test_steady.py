@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.steady import LEAST_ARRIVALS, at_target, in_system, steady_state
+from kvbench.metrics.steady_window import LEAST_ARRIVALS, at_target, in_system, steady_state
 
 
 def queue(rate: float, servers: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

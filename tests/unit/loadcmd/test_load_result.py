@@ -14,7 +14,7 @@ from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.schema import LoadConfig
 from kvbench.load_result import goodput_share, lengths_of, lines, show, stored
 from kvbench.measure import client_cost
-from kvbench.metrics import summarise
+from kvbench.metrics.latency import summarise
 
 PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
 TARGET = {"url": "u", "preset": "vllm", "model": "m"}

@@ -12,7 +12,7 @@ import pytest
 
 from kvbench.aggregate import aggregate_cell
 from kvbench.design import Cell, Configuration, LoadPoint
-from kvbench.metrics import distribution, summarise
+from kvbench.metrics.latency import distribution, summarise
 from kvbench.results import RunFolder, write_json
 from tests.unit.test_metrics import queued_at_the_end
 
