@@ -15,10 +15,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.design import Cell
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.results import DONE, RunFolder, read_json, write_json, write_text
+from kvbench.workload.design import Cell
 
 MAX_SAMPLES = 8
 _TIMES = ("ttft", "tpot", "itl", "e2el")

@@ -13,7 +13,6 @@ from kvbench import loadrun
 from kvbench.calibration import Calibration
 from kvbench.calibrator import Demand
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.design import Block, Cell
 from kvbench.measure import Subject, measure_load
 from kvbench.results import DONE, RunFolder, write_json
 from kvbench.server_metrics import POLL_INTERVAL_S
@@ -21,7 +20,8 @@ from kvbench.targets.asked import contradiction
 from kvbench.targets.base import Target, reason_of
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.warm_up import WarmUp, warm_up
-from kvbench.workload import Workload
+from kvbench.workload.design import Block, Cell
+from kvbench.workload.file import Workload
 
 
 class Listener(Protocol):

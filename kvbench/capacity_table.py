@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from kvbench.design import Configuration, Design
-from kvbench.settings import effective
+from kvbench.workload.design import Configuration, Design
+from kvbench.workload.settings import effective
 
 _UNKNOWN = "at start"  # the GPU's free memory decides
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvbench.common.errors import UsageError
 from kvbench.results import RunFolder, latest_incomplete, open_run
-from kvbench.workload import Workload, load_workload, resolve
+from kvbench.workload.file import Workload, load_workload, resolve
 
 
 def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:

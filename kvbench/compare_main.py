@@ -34,7 +34,7 @@ from kvbench.gate.values import read_values, whole_pairs, write_pairs
 from kvbench.gate.verdict import INVALID, Finding, Verdict
 from kvbench.manifest import environment, git_state
 from kvbench.results import MANIFEST, RunFolder, create_run, read_json
-from kvbench.workload import Workload, load_workload, resolve
+from kvbench.workload.file import Workload, load_workload, resolve
 
 COMPARE, CALIBRATE = "compare", "calibrate"
 _OF_THIS_TIME = ("resume", "max_minutes", "output_dir", "force")  # not of the comparison that is gone on with

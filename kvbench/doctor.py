@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvbench import manifest
 from kvbench.common.packages import HOUSE, foreign_package
-from kvbench.workload import default_profile
+from kvbench.workload.file import default_profile
 
 _READ_BYTES = 256 * 2**20
 _ROUNDS = 5

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.design import LoadPoint
 from kvbench.load_options import Asked, shaped
+from kvbench.workload.design import LoadPoint
 
 _NEEDS = {  # option -> what it does nothing without
     "min_rate": "find_max_rate",

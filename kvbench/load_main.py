@@ -25,7 +25,6 @@ from kvbench.common.errors import (
     storage_sentence,
 )
 from kvbench.common.signals import Interruption
-from kvbench.design import LoadPoint, load_point
 from kvbench.load_conflicts import check_named_load, check_words
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped
@@ -39,7 +38,8 @@ from kvbench.results import read_json, write_json
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.versions import version_of
 from kvbench.warm_up import WarmUp, warm_up
-from kvbench.workload import Workload
+from kvbench.workload.design import LoadPoint, load_point
+from kvbench.workload.file import Workload
 
 _RUN = 1  # of a single load; 0 is the warm-up's
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.design import LoadPoint
-from kvbench.load.schema import Slo
-from kvbench.workload import Workload, load_workload
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.file import Workload, load_workload
+from kvbench.workload.load_section import Slo
 
 SLO_NAMES = tuple(name.removesuffix("_ms") for name in Slo.model_fields)
 

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from kvbench.aggregate import vllm_burstiness
 from kvbench.common.text import slo_words
-from kvbench.design import LoadPoint
-from kvbench.load.schema import LoadConfig
 from kvbench.rate_words import print_table
 from kvbench.report.plateaus import LOAD_HEADS, plateau_values
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import LoadConfig
 
 _ROWS = (
     ("ttft_ms", "TTFT"),

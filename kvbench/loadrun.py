@@ -16,13 +16,13 @@ from typing import IO, Any
 
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
-from kvbench.design import LoadPoint
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import conversations, notes_path, write_requests
 from kvbench.load.run_arguments import ARRIVE_S
-from kvbench.load.schema import LoadConfig
 from kvbench.results import write_json
-from kvbench.settings import effective
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.settings import effective
 
 _OWN_WORDS = "kvbench load: "  # before what the client says of an end that it foresaw
 _TELLING = (EXIT_USAGE, EXIT_INVALID)

@@ -13,11 +13,11 @@ from rich.console import Console
 from kvbench import loadrun
 from kvbench.common.errors import UsageError
 from kvbench.common.text import plural
-from kvbench.design import Block, Configuration, Design, make_design, plan_blocks, select, without
 from kvbench.progress import START_GUESS_S, clock
 from kvbench.results import RunFolder
-from kvbench.settings import effective
-from kvbench.workload import Workload
+from kvbench.workload.design import Block, Configuration, Design, make_design, plan_blocks, select, without
+from kvbench.workload.file import Workload
+from kvbench.workload.settings import effective
 
 _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is measured
 _CAPACITY = ("num_pages", "capacity_tokens", "kv_budget_bytes", "bytes_per_token")

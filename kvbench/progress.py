@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from kvbench.design import Block, Cell
+from kvbench.workload.design import Block, Cell
 
 START_GUESS_S = 8.0  # the built-in server, before the first one was seen
 QUIET_S = 30.0  # so long nothing is said where there is no terminal

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
-from kvbench.design import Configuration
 from kvbench.loadrun import make_requests
 from kvbench.manifest import git_state, versions
 from kvbench.planning import plan_sweep
 from kvbench.quality_result import QualityResult
-from kvbench.settings import effective
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload import Workload
+from kvbench.workload.design import Configuration
+from kvbench.workload.file import Workload
+from kvbench.workload.settings import effective
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig

@@ -62,7 +62,7 @@ def quality_command(
     from kvbench.quality_result import QUALITY
     from kvbench.rate_words import print_table
     from kvbench.results import open_run, write_json
-    from kvbench.workload import load_workload, resolve
+    from kvbench.workload.file import load_workload, resolve
 
     only: tuple[str, ...] = ()
     if workload_or_run.is_dir():

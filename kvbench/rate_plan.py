@@ -10,12 +10,12 @@ from typing import Any
 
 from kvbench.backlog import arrivals_to_tell, share_told
 from kvbench.common.errors import UsageError
-from kvbench.design import LoadPoint
-from kvbench.load.schema import LoadConfig, Slo
 from kvbench.load_options import Asked, shaped
 from kvbench.metrics.latency import QUANTILES
 from kvbench.rate_search import Bounds, Condition, parse_conditions
-from kvbench.workload import Workload
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.file import Workload
+from kvbench.workload.load_section import LoadConfig, Slo
 
 _FIRST_RATE = 1.0  # of a closed-loop workload, which has none
 _BELOW, _ABOVE = 64.0, 1024.0  # how far from the first rate the search goes by itself

@@ -14,7 +14,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.manifest import environment
 from kvbench.results import RunFolder, utc_now
-from kvbench.workload import Workload, differing_keys
+from kvbench.workload.file import Workload, differing_keys
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")

@@ -10,9 +10,9 @@ from typing import Any
 from kvbench.common.errors import MeasurementError
 from kvbench.load.hits import HitBounds, outside, predict_hits, unverified
 from kvbench.load.requests import RequestSpec, distinct_prefixes
-from kvbench.load.schema import LoadConfig
 from kvbench.server_metrics import MetricsSample
 from kvbench.targets.base import Target
+from kvbench.workload.load_section import LoadConfig
 
 IDLE_BOUND_S = 30.0  # aborted requests of an earlier load leave at the next steps
 RELEASE_BOUND_S = 5.0  # pages must be back that soon after the last request ended

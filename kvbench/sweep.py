@@ -25,7 +25,6 @@ from kvbench.common.errors import (
 )
 from kvbench.common.packages import say
 from kvbench.common.signals import Interruption
-from kvbench.design import Block, Design, make_design
 from kvbench.manifest import add_server, build_manifest, git_state
 from kvbench.planning import SweepOptions, capacity_note, planned_blocks, preflight, without_done
 from kvbench.progress import Estimator, SweepProgress
@@ -33,7 +32,8 @@ from kvbench.results import RunFolder, create_run, utc_now, write_json
 from kvbench.resume import accept_server, reopen
 from kvbench.sweep_end import by_reason, invalid_reasons, write_report
 from kvbench.targets.base import Target
-from kvbench.workload import Workload, portable
+from kvbench.workload.design import Block, Design, make_design
+from kvbench.workload.file import Workload, portable
 
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from kvbench.block import Failure
-from kvbench.design import Cell
 from kvbench.results import DONE, RunFolder, read_json
+from kvbench.workload.design import Cell
 
 
 def by_reason(failures: Sequence[Failure]) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
-from kvbench.design import LoadPoint
+from kvbench.workload.design import LoadPoint
 
 if TYPE_CHECKING:
     from kvbench.measure import Subject

@@ -16,7 +16,6 @@ from kvbench.calibrator import Calibrator
 from kvbench.common.errors import Interrupted, MeasurementError, storage_sentence
 from kvbench.common.signals import Interruption
 from kvbench.common.text import plural
-from kvbench.design import Block, Cell
 from kvbench.gate.conclude import conclude, look_points, pair_line
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.lanes import Lane
@@ -29,6 +28,7 @@ from kvbench.gate.verdict import INCONCLUSIVE, Verdict
 from kvbench.progress import Speaker, clock
 from kvbench.results import utc_now, write_json
 from kvbench.targets.base import Target
+from kvbench.workload.design import Block, Cell
 
 # A reading of /metrics takes the engine's thread from its steps. Four a second, as a sweep takes them, delay one gap in
 # twenty on a small machine, which is where p95 lies; what changed over a load is exact however few there are.

@@ -25,7 +25,7 @@ from kvbench.gate.values import whole_pairs
 from kvbench.manifest import environment, git_state
 from kvbench.results import DONE, RunFolder, create_run, read_json, utc_now, write_json
 from kvbench.resume import environment_differences
-from kvbench.workload import Workload, load_workload
+from kvbench.workload.file import Workload, load_workload
 
 # Options that say what is compared, as words of the command that does it again.
 _REPEATED = (

@@ -25,8 +25,8 @@ from engine.replay import mixed, name_number
 from engine.sequence import Request, SamplingParams
 from kvbench.common.errors import UsageError
 from kvbench.common.schema import StrictModel, explain
-from kvbench.config_names import config_id_of
-from kvbench.layers import read_yaml
+from kvbench.workload.layers import read_yaml
+from kvbench.workload.naming import config_id_of
 
 _PROMPT, _OUTPUT, _OWN, _SHARED = range(4)  # what a number is drawn for
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.design import Cell, Configuration, Design, make_design, select
 from kvbench.gate.builds import Builds
 from kvbench.gate.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.sides import OpenSide, Side, open_side, require_used, same_sides
 from kvbench.planning import SweepOptions, preflight
 from kvbench.results import RunFolder, read_json
 from kvbench.targets.builtin import ServerRefusedError
-from kvbench.workload import Workload
+from kvbench.workload.design import Cell, Configuration, Design, make_design, select
+from kvbench.workload.file import Workload
 
 _NOT_FRESH = (
     "a server that runs already is not launched anew for each pair: what its one launch differs in from another launch "

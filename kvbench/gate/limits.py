@@ -24,7 +24,7 @@ from kvbench.gate.wording import number, quantity
 from kvbench.quality_result import QualityResult
 from kvbench.report.data import Cell, Run
 from kvbench.report.findings import paging_pair
-from kvbench.settings import effective
+from kvbench.workload.settings import effective
 
 KINDS = ("metric", "slo", "ratio", "kld")  # as the policy writes them; an slo is the metric goodput_share
 KLD_STATISTICS = ("mean", "p95", "p99", "max", "same_argmax")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.common.errors import UsageError
-from kvbench.design import Block, Cell, Configuration, Design
+from kvbench.workload.design import Block, Cell, Configuration, Design
 
 BASE, CANDIDATE = "base", "candidate"
 SIDES = (BASE, CANDIDATE)

@@ -22,7 +22,7 @@ from kvbench.common.schema import StrictModel, explain
 from kvbench.gate.limits import KINDS, KLD_STATISTICS, Limit
 from kvbench.gate.metric_names import check_name
 from kvbench.gate.rules import DEFAULT_RULES, LEVELS, MOST_PAIRS, Look, MetricRule, TimingRules
-from kvbench.layers import parse_yaml
+from kvbench.workload.layers import parse_yaml
 
 MAX_ALPHA = 0.05  # of all looks together: a gate that fails more often without a reason is not believed any more
 MAX_ALPHA_PASS = 0.05

@@ -24,8 +24,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
 from kvbench.gate import worktrees
 from kvbench.gate.wording import shortened
-from kvbench.layers import apply_override
 from kvbench.results import MANIFEST
+from kvbench.workload.layers import apply_override
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
 KINDS = (REF, CMD, URL, SET, RUN)

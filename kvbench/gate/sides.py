@@ -26,7 +26,7 @@ from kvbench.targets.choose import STORED, Choice, choose
 from kvbench.targets.owned import require_free_port
 from kvbench.targets.presets import PRESETS
 from kvbench.targets.template import is_template
-from kvbench.workload import Workload, differing_keys, resolve
+from kvbench.workload.file import Workload, differing_keys, resolve
 
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvbench.load.draws import draw_lengths, draw_prefixes, even_quantiles, largest_remainder, random_tokens
-from kvbench.load.length import fit_scale, scale_lengths
-from kvbench.load.prompt_schema import PromptClass, SyntheticPrompts
 from kvbench.load.requests import RequestSpec
-from kvbench.load.session_schema import Sessions, Think, Turns
+from kvbench.workload.length import fit_scale, scale_lengths
+from kvbench.workload.prompts_section import PromptClass, SyntheticPrompts
+from kvbench.workload.sessions_section import Sessions, Think, Turns
 
 
 def draw_conversations(

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvbench.load.length import Length
 from kvbench.load.requests import compact
+from kvbench.workload.length import Length
 
 LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
 _QUANTILE_OF = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from locust.stats import RequestStats
 
-from kvbench.design import LoadPoint
 from kvbench.load.distributed import make_shards
 from kvbench.load.process import requests_of, session_of
 from kvbench.load.requests import RequestList
 from kvbench.load.samples import Sample
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, read_spec
-from kvbench.workload import Workload, load_workload
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.file import Workload, load_workload
 
 SPEC_VARIABLE = "KVBENCH_LOAD_SPEC"
 _WORKLOAD = Path(__file__).resolve().parents[2] / "workloads" / "mixed.yaml"

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvbench.load.arrivals import draw_arrivals, plateaus, spread_ticks
 from kvbench.load.requests import RequestSpec
-from kvbench.load.schema import LoadConfig
+from kvbench.workload.load_section import LoadConfig
 
 
 def draw_times(load: LoadConfig, rate: float | None, count: int | None, rng: np.random.Generator) -> np.ndarray:

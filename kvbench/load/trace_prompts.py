@@ -14,13 +14,13 @@ import numpy as np
 
 from kvbench.load.draws import draw_lengths, random_tokens
 from kvbench.load.hits import shared_beginnings
-from kvbench.load.length import fit_scale, scale_lengths
 from kvbench.load.page_prompts import page_prompts
-from kvbench.load.prompt_schema import TracePrompts
 from kvbench.load.requests import RequestSpec, compact
 from kvbench.traces.model import UNKNOWN, Trace, known_times, select
 from kvbench.traces.read import read_trace
 from kvbench.traces.tokenizer import find_file, load_tokenizer, tokenised, written
+from kvbench.workload.length import fit_scale, scale_lengths
+from kvbench.workload.prompts_section import TracePrompts
 
 Ids = tuple[int, ...]
 

@@ -24,7 +24,7 @@ from kvbench.report.findings import (
 from kvbench.report.ledger import share_of_steps, swapped_bytes
 from kvbench.report.manifest import code_paths
 from kvbench.report.sentence import WORDS, bounds, effect, rivals, running
-from kvbench.settings import effective, setting_title, value_words
+from kvbench.workload.settings import effective, setting_title, value_words
 
 
 @dataclass(frozen=True)

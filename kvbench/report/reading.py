@@ -14,7 +14,7 @@ from kvbench.report import ledger
 from kvbench.report.data import Cell, LoadPoint, Repeat, Run, number, read_gauges
 from kvbench.results import RunFolder
 from kvbench.server_metrics import time_mean
-from kvbench.settings import IN_LAYOUT, phrase
+from kvbench.workload.settings import IN_LAYOUT, phrase
 
 
 def read_run(folder: Path | str) -> Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvbench.settings import effective
+from kvbench.workload.settings import effective
 
 _TOLERANCE = 0.02  # a page table; a page on top of it, for rounding to whole ones
 

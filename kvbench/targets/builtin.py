@@ -17,7 +17,7 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets.base import ModelFacts, reason_of
 from kvbench.targets.owned import OwnServer, require_free_port
-from kvbench.workload import default_profile
+from kvbench.workload.file import default_profile
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)

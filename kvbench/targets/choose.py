@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import server_at
-from kvbench.design import Design
 from kvbench.progress import START_GUESS_S
 from kvbench.targets.access import Access
 from kvbench.targets.applies import BUILTIN, PRESET, RUNNING, TEMPLATE, check_options, check_tls
@@ -28,7 +27,8 @@ from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.program import program_of
 from kvbench.targets.template import CommandTemplate, is_template
-from kvbench.workload import Workload
+from kvbench.workload.design import Design
+from kvbench.workload.file import Workload
 
 STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
 _OF_A_RUNNING_ONE = ("model", "vocab_size", "max_model_len", "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.design import Design
 from kvbench.server_metrics import MetricsSample
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.model_folder import ModelFolders, ServedModel
@@ -22,6 +21,7 @@ from kvbench.targets.preset import OF_THE_MODEL, Context, Preset
 from kvbench.targets.template import CommandTemplate
 from kvbench.targets.texts import Texts, TokenizerTexts, WordTexts
 from kvbench.targets.versions import version_of
+from kvbench.workload.design import Design
 
 _OF_THE_MODEL = ("max_model_len", "vocab_size")  # of our arithmetic, what holds for any server
 _OF_THE_FOLDER = {"seed", "dtype", "device", "max_model_len"}  # beside ``OF_THE_MODEL``

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.server_metrics import OURS, MetricNames
-from kvbench.workload import default_profile
+from kvbench.workload.file import default_profile
 
 
 @dataclass(frozen=True)

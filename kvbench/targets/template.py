@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.settings import effective
+from kvbench.workload.settings import effective
 
 OF_THE_LAUNCH = ("model", "port", "host")
 _HOST = "127.0.0.1"

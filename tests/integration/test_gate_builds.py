@@ -15,7 +15,7 @@ from kvbench.gate.environments import is_kvbench
 from kvbench.gate.side_text import parse_side
 from kvbench.gate.sides import open_side
 from kvbench.gate.worktrees import find_commit, remove
-from kvbench.workload import load_workload
+from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import TINY
 
 

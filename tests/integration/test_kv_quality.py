@@ -20,7 +20,7 @@ from kvbench.common.packages import guarded
 from kvbench.manifest import git_state
 from kvbench.quality_command import quality
 from kvbench.quality_result import read_quality
-from kvbench.workload import load_workload
+from kvbench.workload.file import load_workload
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
 
 QUANTISED = ("int8_per_token_head", "fp8_e4m3", "fp8_e5m2", "int4_per_token_head")  # the more exact first

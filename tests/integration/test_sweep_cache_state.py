@@ -21,7 +21,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.planning import plan_sweep
 from kvbench.results import create_run
 from kvbench.targets.openai import OpenAITarget
-from kvbench.workload import load_workload
+from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, Bench, complaints, finished, manifest
 
 CACHING = ("--enable-prefix-caching", "--page-size", "4")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import RequestList, RequestSpec
-from kvbench.load.schema import LoadConfig
+from kvbench.workload.load_section import LoadConfig
 
 CLOSED = {"mode": "closed", "arrivals": "poisson", "concurrency": 1, "build": {"concurrency": 1}}
 

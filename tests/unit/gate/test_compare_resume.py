@@ -26,7 +26,7 @@ from kvbench.gate.sides import open_side
 from kvbench.gate.stored_policy import digest, policy_of, stored_policy
 from kvbench.gate.verdict import Verdict
 from kvbench.results import read_json, write_json
-from kvbench.workload import load_workload
+from kvbench.workload.file import load_workload
 from tests.support.compare_folders import POLICY, write_load
 from tests.support.git_repo import make_repo
 from tests.support.sweep_parts import TINY

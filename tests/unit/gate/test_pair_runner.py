@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.block import Failure
-from kvbench.design import load_point, make_design
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairRunner, PairVoid
 from kvbench.gate.plan import SIDES, match_designs, turns
 from kvbench.gate.rules import DEFAULT_RULES
+from kvbench.workload.design import load_point, make_design
 from tests.support.compare_folders import write_load
 
 POINTS = (load_point("closed", concurrency=4, rate=None, num_requests=8),)

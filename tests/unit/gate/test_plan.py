@@ -8,8 +8,8 @@ import pytest
 from scipy.stats import binomtest
 
 from kvbench.common.errors import UsageError
-from kvbench.design import load_point, make_design
 from kvbench.gate.plan import cell_rows, match_designs, turns
+from kvbench.workload.design import load_point, make_design
 
 LOADS = (
     load_point("closed", concurrency=4, rate=None, num_requests=8),

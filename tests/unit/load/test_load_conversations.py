@@ -19,9 +19,9 @@ from kvbench.load.conversations import draw_thinks, draw_turns
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import RequestList, RequestSpec, conversations, read_requests, write_requests
 from kvbench.load.samples import Sample, with_history
-from kvbench.load.schema import LoadConfig
-from kvbench.load.session_schema import Think, Turns
 from kvbench.load.spec import LoadSpec
+from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.sessions_section import Think, Turns
 
 PROMPTS = {
     "kind": "synthetic",

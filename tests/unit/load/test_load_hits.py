@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvbench.load.hits import HitBounds, outside, predict_hits, shared_beginnings, unverified
 from kvbench.load.requests import RequestSpec, distinct_prefixes
-from kvbench.load.schema import LoadConfig
 from kvbench.server_metrics import MetricsSample
 from kvbench.server_state import cache_use, hit_bounds
+from kvbench.workload.load_section import LoadConfig
 
 COLD = {"cache_state": "cold", "page_size": 4}
 

@@ -19,7 +19,7 @@ from kvbench.load.prompts import (
     read_requests,
     write_requests,
 )
-from kvbench.load.schema import Length, LoadConfig
+from kvbench.workload.load_section import Length, LoadConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 CLASSES = [

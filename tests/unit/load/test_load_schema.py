@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvbench.design import LoadPoint
-from kvbench.load.schema import LoadConfig, explain
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import LoadConfig, explain
 
 BASE: dict[str, Any] = {
     "mode": "closed",

@@ -7,7 +7,7 @@ import yaml
 
 from kvbench.cli import cli
 from kvbench.common.errors import UsageError
-from kvbench.load.schema import LoadConfig
+from kvbench.workload.load_section import LoadConfig
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
 SAME = {"num_requests": 20, "prompts": {"kind": "synthetic", "classes": CLASSES}}

@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from kvbench.design import LoadPoint
 from kvbench.load.requests import RequestList, RequestSpec
-from kvbench.load.schema import LoadConfig
 from kvbench.load_result import goodput_share, lengths_of, lines, show, stored
 from kvbench.measure import client_cost
 from kvbench.metrics.latency import summarise
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import LoadConfig
 
 PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
 TARGET = {"url": "u", "preset": "vllm", "model": "m"}

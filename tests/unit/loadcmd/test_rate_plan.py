@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.load.schema import LoadConfig
 from kvbench.rate_plan import SearchPlan, Sizes, at_rate, mean_rate, require_searchable
 from kvbench.rate_search import parse_conditions
+from kvbench.workload.load_section import LoadConfig
 
 
 def test_a_run_has_enough_requests_for_its_percentiles_and_its_seconds():

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 from kvbench.aggregate import aggregate_cell
-from kvbench.design import Cell, Configuration, LoadPoint
 from kvbench.metrics.latency import distribution, summarise
 from kvbench.results import RunFolder, write_json
+from kvbench.workload.design import Cell, Configuration, LoadPoint
 from tests.unit.test_metrics import queued_at_the_end
 
 CONFIGURATION = Configuration("paged", "paged", {"layout": "paged"}, {}, True)

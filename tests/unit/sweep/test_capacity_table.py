@@ -8,9 +8,9 @@ import sys
 import pytest
 import yaml
 
-from kvbench.design import Configuration, make_design
 from kvbench.planning import capacity_note
 from kvbench.targets.builtin import check_configuration
+from kvbench.workload.design import Configuration, make_design
 
 ENGINE = {
     "model": "llama-32m", "load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_budget": "65MiB",

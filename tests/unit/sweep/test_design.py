@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.design import load_point, make_design, normalise, plan_blocks, select
+from kvbench.workload.design import load_point, make_design, normalise, plan_blocks, select
 
 BASE = {"layout": "paged", "page_size": 16, "enable_prefix_caching": False, "max_num_seqs": 64}
 SWEEP = {"layout": ["contiguous", "paged"], "page_size": [8, 16, 64], "enable_prefix_caching": [False, True]}

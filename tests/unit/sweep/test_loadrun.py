@@ -13,13 +13,13 @@ import pytest
 from kvbench import loadrun
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
-from kvbench.design import load_point
 from kvbench.load.body import http_request
 from kvbench.load.client import Address
 from kvbench.load.requests import RequestSpec
-from kvbench.load.schema import LoadConfig
 from kvbench.load.spec import LoadSpec
 from kvbench.targets.base import HttpTarget
+from kvbench.workload.design import load_point
+from kvbench.workload.load_section import LoadConfig
 
 PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
 

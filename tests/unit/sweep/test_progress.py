@@ -9,8 +9,8 @@ import time
 import pytest
 from rich.console import Console
 
-from kvbench.design import load_point, make_design, plan_blocks
 from kvbench.progress import START_GUESS_S, Estimator, SweepProgress, clock, status_line
+from kvbench.workload.design import load_point, make_design, plan_blocks
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]
 DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")

@@ -17,7 +17,7 @@ from kvbench.common.packages import HOUSE
 from kvbench.manifest import add_server, build_manifest, environment
 from kvbench.results import RunFolder, write_json
 from kvbench.resume import accept_server, environment_differences, reopen, server_differences
-from kvbench.workload import differing_keys, load_workload, resolve
+from kvbench.workload.file import differing_keys, load_workload, resolve
 
 NOW = {
     "git": {"sha": "a" * 40, "short_sha": "aaaaaaa", "dirty": False},

@@ -27,7 +27,7 @@ from kvbench.loadrun import make_requests
 from kvbench.planning import plan_sweep
 from kvbench.targets.builtin import check_configuration
 from kvbench.traces.read import read_page_ids
-from kvbench.workload import load_workload
+from kvbench.workload.file import load_workload
 from tests.support.engine_parts import CountingExecutor
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from kvbench.common.errors import UsageError
-from kvbench.layers import deep_merge
 from kvbench.planning import SweepOptions, capacity_note, plan_sweep, preflight
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload import differing_keys, load_workload, resolve
+from kvbench.workload.file import differing_keys, load_workload, resolve
+from kvbench.workload.layers import deep_merge
 
 WORKLOADS = Path(__file__).resolve().parents[3] / "workloads"
 GOOD = {

@@ -12,7 +12,7 @@ from kvbench.common.errors import UsageError
 from kvbench.target_options import _OPTIONS
 from kvbench.targets.applies import APPLIES, BUILTIN, PRESET, RUNNING, TEMPLATE
 from kvbench.targets.choose import choose
-from kvbench.workload import load_workload
+from kvbench.workload.file import load_workload
 from tests.support.loads import ROOT
 
 WORKLOAD = str(ROOT / "workloads" / "uniform.yaml")

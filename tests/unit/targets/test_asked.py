@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.block import BlockRunner
-from kvbench.design import Block, Cell, Configuration, LoadPoint
 from kvbench.results import RunFolder
 from kvbench.targets.asked import contradiction
 from kvbench.targets.builtin import check_configuration
+from kvbench.workload.design import Block, Cell, Configuration, LoadPoint
 
 EACH = 16384
 SETTINGS = {"layout": "paged", "page_size": 32, "kv_budget": "97MiB"}

@@ -22,7 +22,7 @@ from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import choose, require_url
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.openai import OpenAITarget
-from kvbench.workload import load_workload
+from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import TINY
 
 NOTHING = dict.fromkeys(

@@ -13,7 +13,7 @@ from kvbench.common.errors import UsageError
 from kvbench.load.prompts import build_requests
 from kvbench.load.requests import RequestSpec
 from kvbench.targets.texts import TokenizerTexts, with_texts
-from kvbench.workload import load_workload
+from kvbench.workload.file import load_workload
 
 BPE = Path(engine.tokenizer.__file__).parent / "bpe8k"
 WORDS = ["".join(chr(97 + i // 26**k % 26) for k in range(3)) for i in range(1000)]

@@ -16,9 +16,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
-from kvbench.design import LoadPoint
-from kvbench.layers import apply_override, apply_profile, read_yaml, section_of
-from kvbench.load.schema import LoadConfig, StrictModel, explain
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.layers import apply_override, apply_profile, read_yaml, section_of
+from kvbench.workload.load_section import LoadConfig, StrictModel, explain
 
 _PATH_KEYS = (("prompts", "file"), ("prompts", "path"), ("prompts", "tokenizer"))
 

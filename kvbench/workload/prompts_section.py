@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from kvbench.common.schema import StrictModel
-from kvbench.load.length import Length
+from kvbench.workload.length import Length
 
 _MAX_PRIORITY = 2**63 - 1  # what a server and a Parquet column hold
 

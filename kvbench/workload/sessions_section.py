@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_serializer, model_validator
 
 from kvbench.common.schema import StrictModel
-from kvbench.load.arrival_schema import IntTuple
-from kvbench.load.length import Length
+from kvbench.workload.arrivals_section import IntTuple
+from kvbench.workload.length import Length
 
 _MOST_TURNS = 1000
 

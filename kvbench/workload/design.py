@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.config_names import config_id_of, label_of, slug
-from kvbench.settings import DEFAULTS, ONLY_WITH, applies, effective
+from kvbench.workload.naming import config_id_of, label_of, slug
+from kvbench.workload.settings import DEFAULTS, ONLY_WITH, applies, effective
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvbench.settings import IN_LAYOUT, phrase
+from kvbench.workload.settings import IN_LAYOUT, phrase
 
 # Short words for cell ids; anything else is spelled out.
 _SHORT = {

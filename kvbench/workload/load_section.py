@@ -12,10 +12,10 @@ from typing import Literal
 from pydantic import Field, field_serializer, model_validator
 
 from kvbench.common.schema import StrictModel, explain
-from kvbench.design import LoadPoint, load_point
-from kvbench.load.arrival_schema import ArrivalFields, IntTuple, RateTuple
-from kvbench.load.length import Length
-from kvbench.load.prompt_schema import (
+from kvbench.workload.arrivals_section import ArrivalFields, IntTuple, RateTuple
+from kvbench.workload.design import LoadPoint, load_point
+from kvbench.workload.length import Length
+from kvbench.workload.prompts_section import (
     PromptClass,
     Prompts,
     SharedPrefix,
@@ -23,7 +23,7 @@ from kvbench.load.prompt_schema import (
     TextPrompts,
     TracePrompts,
 )
-from kvbench.load.session_schema import Sessions
+from kvbench.workload.sessions_section import Sessions
 
 __all__ = [
     "Length",
