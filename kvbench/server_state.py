@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import MeasurementError
-from kvbench.load.hits import HitBounds, outside, predict_hits, unverified
-from kvbench.load.requests import RequestSpec, distinct_prefixes
+from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, unverified
+from kvbench.requests.request import RequestSpec, distinct_prefixes
 from kvbench.server_metrics import MetricsSample
 from kvbench.targets.base import Target
 from kvbench.workload.load_section import LoadConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvbench.common.secrets import api_key
 from kvbench.load.client import Address
-from kvbench.load.requests import RequestSpec
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestSpec
 
 
 def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> bytes:

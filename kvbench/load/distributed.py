@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.load.requests import RequestList, RequestSpec, conversations
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestList, RequestSpec, conversations
 
 TOKEN_VARIABLE = "KVBENCH_LOAD_TOKEN"
 

@@ -18,8 +18,8 @@ from kvbench.load.distributed_wire import WorkerLost
 from kvbench.load.merge import WorkerResult, merged_client, most_in_flight
 from kvbench.load.outcome import Clocked, Outcome, write_outcome
 from kvbench.load.process import EXIT_NOT_DRIVEN, EXIT_OK, PROGRESS_S, Voice
-from kvbench.load.requests import RequestList
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestList
 
 if TYPE_CHECKING:
     from kvbench.calibration import Calibration

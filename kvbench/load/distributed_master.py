@@ -25,8 +25,8 @@ from kvbench.load.locust_shares import fixed_shares
 from kvbench.load.merge import WorkerResult, samples_from_bytes
 from kvbench.load.outcome import Clocked
 from kvbench.load.process import START_LIMIT_S, user_class, user_count
-from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestList, RequestSpec
 
 _EXCHANGES = 16
 _EXCHANGE_LIMIT_S = 5.0

@@ -55,9 +55,9 @@ from kvbench.load.process import (
     wait_ready,
     watch,
 )
-from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestList, RequestSpec
 
 MASTER_LIMIT_S = 10.0  # Locust's master answers a heartbeat every second
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -16,10 +16,10 @@ from locust.stats import RequestStats
 
 from kvbench.load.distributed import make_shards
 from kvbench.load.process import requests_of, session_of
-from kvbench.load.requests import RequestList
 from kvbench.load.samples import Sample
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, read_spec
+from kvbench.requests.request import RequestList
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, load_workload
 

@@ -14,8 +14,8 @@ from kvbench.load.completion import Completion
 from kvbench.load.distributed_clock import ClockMap, clock_reasons
 from kvbench.load.outcome import Clocked, own_costs
 from kvbench.load.probe import client_report, invalid_reasons
-from kvbench.load.requests import RequestSpec
 from kvbench.load.samples import SCHEMA, Sample
+from kvbench.requests.request import RequestSpec
 
 _ROWS_BETWEEN_PAUSES = 200
 

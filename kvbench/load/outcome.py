@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.load.probe import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
-from kvbench.load.requests import RequestList
 from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.metrics.steady_window import steady_state
+from kvbench.requests.request import RequestList
 
 MAX_WALL_STEP_S = 0.05
 _MAX_UNSTAMPED_SHARE = 0.01

@@ -19,10 +19,10 @@ from kvbench.load.client import Address, StreamFailure, Timeouts
 from kvbench.load.lag import LagProbe
 from kvbench.load.outcome import Clocked
 from kvbench.load.priority import better_priority
-from kvbench.load.requests import RequestList, read_requests
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
+from kvbench.requests.request import RequestList, read_requests
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOT_DRIVEN = 0, 2, 4
 PROGRESS_S = 0.25

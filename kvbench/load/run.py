@@ -38,10 +38,10 @@ from kvbench.load.process import (
     wait_ready,
     watch,
 )
-from kvbench.load.requests import RequestList
 from kvbench.load.run_arguments import parse
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, read_spec
+from kvbench.requests.request import RequestList
 
 
 def main(argv: list[str]) -> int:

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvbench.load.completion import Completion
-from kvbench.load.requests import RequestSpec
 from kvbench.metrics.request_rows import SESSION_BROKEN
+from kvbench.requests.request import RequestSpec
 
 SCHEMA = pa.schema(
     [

@@ -17,10 +17,10 @@ from kvbench.load.body import http_request
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
 from kvbench.load.completion import Completion, judge
 from kvbench.load.presence import Presence
-from kvbench.load.requests import RequestSpec, conversations
 from kvbench.load.samples import SESSION_BROKEN, Sample, with_history
 from kvbench.load.spec import LoadSpec
 from kvbench.load.tls import tls_context
+from kvbench.requests.request import RequestSpec, conversations
 
 # An engine's step ends many streams' waits at once: the chunks that arrive with a stream's last one must be stamped
 # before that stream is parsed. Bursts of 64 chunks take under 2 ms.

@@ -11,8 +11,8 @@ from locust.exception import StopUser
 
 from kvbench.load.client import StreamFailure
 from kvbench.load.places import Places
-from kvbench.load.requests import RequestSpec
 from kvbench.load.session import LoadSession, Returned, Turn
+from kvbench.requests.request import RequestSpec
 
 # A server may have a thread for each connection and few of them: one that waits on a connection held in reserve serves
 # nobody else. Connections opened as they are needed, even 200 at once, made no request later than reserves did.

@@ -14,7 +14,7 @@ from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.common.foreign_cpu import Server, server_at
 from kvbench.common.secrets import without_key
 from kvbench.load.dialect import Dialect
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.request import RequestSpec
 from kvbench.server_metrics import MetricsSample, parse_metrics
 from kvbench.targets.access import Access
 from kvbench.targets.bounded import BoundedTransport

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench.common.errors import UsageError
-from kvbench.load.requests import RequestList, RequestSpec
+from kvbench.requests.request import RequestList, RequestSpec
 
 _LEAST_WORDS = 256  # under it, prompts that were drawn apart would meet by chance
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from kvbench.common.schema import StrictModel
-from kvbench.load.arrivals import Segment, Strategy, ramp
+from kvbench.requests.arrivals import Segment, Strategy, ramp
 
 Kind = Literal["poisson", "constant", "gamma", "ramp", "step", "trace"]
 _RAMP_KEYS = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "ramp_up_s")

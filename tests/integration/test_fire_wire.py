@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.request import RequestSpec
 from tests.support.fire_wire import BROKEN, ENDLESS, LATE, TOKENS, WHOLE
 from tests.support.loads import ROOT, LoadRunner
 

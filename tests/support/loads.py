@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.load.requests import RequestSpec, write_requests
+from kvbench.requests.request import RequestSpec, write_requests
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"

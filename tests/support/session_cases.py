@@ -26,9 +26,9 @@ from kvbench.load.merge import samples_to_bytes
 from kvbench.load.outcome import Clocked, read_delays
 from kvbench.load.places import Places
 from kvbench.load.process import Measuring, session_of
-from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.session import LoadSession, Returned
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestList, RequestSpec
 
 STUCK_S = 0.1
 stand_still = monkey.get_original("time", "sleep")  # the whole loop with it

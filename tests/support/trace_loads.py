@@ -6,8 +6,8 @@ import itertools
 import json
 from pathlib import Path
 
-from kvbench.load.prompts import build_requests
-from kvbench.load.requests import RequestList, RequestSpec
+from kvbench.requests.build import build_requests
+from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.workload.load_section import LoadConfig
 
 CLOSED = {"mode": "closed", "arrivals": "poisson", "concurrency": 1, "build": {"concurrency": 1}}

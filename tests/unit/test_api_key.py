@@ -74,7 +74,7 @@ def test_what_a_server_repeats_of_the_key_is_taken_out(monkeypatch) -> None:
 
 def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_samples(tmp_path, monkeypatch) -> None:
     from kvbench.common.errors import MeasurementError
-    from kvbench.load.requests import RequestSpec
+    from kvbench.requests.request import RequestSpec
     from kvbench.targets.access import Access
     from kvbench.targets.base import ModelFacts
 
@@ -94,7 +94,7 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_sampl
 
 
 def test_a_text_that_spells_the_key_token_by_token_is_stored_without_it(tmp_path, monkeypatch) -> None:
-    from kvbench.load.requests import RequestSpec
+    from kvbench.requests.request import RequestSpec
 
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     events = [{"choices": [{"text": text, "finish_reason": None}]} for text in ("it is ", KEY[:7], KEY[7:], ".")]

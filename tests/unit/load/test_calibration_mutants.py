@@ -14,7 +14,7 @@ import pytest
 
 from kvbench import loadrun
 from kvbench.calibration import Calibration, CalibrationSettings, aims, calibrate, validity_limits
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, SUPPORT, LoadRunner
 
 SETTINGS = CalibrationSettings(streams=16, itl_ms=20.0, seconds=0.8)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from kvbench.load.arrivals import Segment, draw_arrivals, plateaus, ramp, spread_ticks
+from kvbench.requests.arrivals import Segment, draw_arrivals, plateaus, ramp, spread_ticks
 
 
 def rng(seed: int = 1) -> np.random.Generator:

@@ -15,11 +15,11 @@ from scipy import stats
 from kvbench.load.body import http_request
 from kvbench.load.client import Address
 from kvbench.load.completion import Completion
-from kvbench.load.conversations import draw_thinks, draw_turns
-from kvbench.load.prompts import build_requests
-from kvbench.load.requests import RequestList, RequestSpec, conversations, read_requests, write_requests
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.build import build_requests
+from kvbench.requests.conversations import draw_thinks, draw_turns
+from kvbench.requests.request import RequestList, RequestSpec, conversations, read_requests, write_requests
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.sessions_section import Think, Turns
 

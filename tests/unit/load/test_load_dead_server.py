@@ -13,7 +13,7 @@ import urllib.request
 import pandas as pd
 import pytest
 
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, LoadRunner, Result, free_port, own_mock
 
 

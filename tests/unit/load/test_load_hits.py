@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.load.hits import HitBounds, outside, predict_hits, shared_beginnings, unverified
-from kvbench.load.requests import RequestSpec, distinct_prefixes
+from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, shared_beginnings, unverified
+from kvbench.requests.request import RequestSpec, distinct_prefixes
 from kvbench.server_metrics import MetricsSample
 from kvbench.server_state import cache_use, hit_bounds
 from kvbench.workload.load_section import LoadConfig

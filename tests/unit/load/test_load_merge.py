@@ -12,8 +12,8 @@ from kvbench.load.completion import Completion
 from kvbench.load.distributed_clock import ClockMap, Reading, clock_map
 from kvbench.load.merge import WorkerResult, merged_client, most_in_flight, samples_from_bytes, samples_to_bytes
 from kvbench.load.outcome import Clocked
-from kvbench.load.requests import RequestSpec
 from kvbench.load.samples import Sample
+from kvbench.requests.request import RequestSpec
 
 SAME = ClockMap((Reading(0.0, 0.0, 1e-4),), True)
 

@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.load.requests import RequestSpec
 from kvbench.load.spec import read_spec
+from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, LoadRunner, Result, stamps_of
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from kvbench.load.draws import draw_lengths, largest_remainder, random_tokens
-from kvbench.load.prompts import (
+from kvbench.requests.build import (
     RequestList,
     RequestSpec,
     build_requests,
@@ -19,6 +18,7 @@ from kvbench.load.prompts import (
     read_requests,
     write_requests,
 )
+from kvbench.requests.draw import draw_lengths, largest_remainder, random_tokens
 from kvbench.workload.load_section import Length, LoadConfig
 
 ROOT = Path(__file__).resolve().parents[3]

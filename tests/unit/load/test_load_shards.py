@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.load.distributed import cap_note, deal, make_shards, split_evenly, useful_workers
-from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestList, RequestSpec
 
 
 def spec(**fields: object) -> LoadSpec:

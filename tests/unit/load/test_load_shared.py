@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, LoadRunner, Result, stamps_of
 
 LIMIT_S = 40  # far beyond what each needs, so that a busy machine passes

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.load.body import authorization
-from kvbench.load.requests import RequestSpec
 from kvbench.load.tls import tls_context
+from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, SUPPORT, LoadRunner
 from tests.support.raw_server import certificate, raw_server, read_request
 

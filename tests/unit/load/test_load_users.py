@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.request import RequestSpec
 from tests.support.loads import LoadRunner, stamps_of
 
 MOCK = "mock?ttft_ms=30&itl_ms=10"

@@ -19,9 +19,9 @@ from kvbench.load.probe import (
     stamp_errors,
     turnarounds,
 )
-from kvbench.load.requests import RequestList, RequestSpec
 from kvbench.load.samples import Sample
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestList, RequestSpec
 
 
 def sample(sent: list[float], received: list[float], **more) -> Sample:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, LoadRunner, Result, stamps_of
 
 STEP_S = 7200

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.load.hits import predict_hits
-from kvbench.load.prompts import distinct_prefixes
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.build import distinct_prefixes
+from kvbench.requests.prefix_hits import predict_hits
+from kvbench.requests.request import RequestSpec
 from tests.support.trace_loads import CLOSED, build, jsonl, lengths, shared_tokens
 
 ROOT = Path(__file__).resolve().parents[3]

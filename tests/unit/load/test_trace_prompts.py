@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kvbench.load.hits import predict_hits
-from kvbench.load.prompts import distinct_prefixes
+from kvbench.requests.build import distinct_prefixes
+from kvbench.requests.prefix_hits import predict_hits
 from tests.support.trace_loads import CLOSED, build, jsonl, lengths, shared_tokens
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ import pytest
 
 from kvbench import warm_up as warming
 from kvbench.common.errors import MeasurementError, RefusedError
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.request import RequestSpec
 from kvbench.warm_up import ATTEMPTS, WarmUp, warm_up
 
 

@@ -15,8 +15,8 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
 from kvbench.load.body import http_request
 from kvbench.load.client import Address
-from kvbench.load.requests import RequestSpec
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import HttpTarget
 from kvbench.workload.design import load_point
 from kvbench.workload.load_section import LoadConfig

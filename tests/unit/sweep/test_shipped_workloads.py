@@ -21,10 +21,10 @@ from engine.model_spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.stats import EngineStats
 from kvbench.cache_sim import replay
-from kvbench.load.hits import predict_hits
-from kvbench.load.requests import RequestList, RequestSpec, distinct_prefixes
 from kvbench.loadrun import make_requests
 from kvbench.planning import plan_sweep
+from kvbench.requests.prefix_hits import predict_hits
+from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.targets.builtin import check_configuration
 from kvbench.traces.read import read_page_ids
 from kvbench.workload.file import load_workload

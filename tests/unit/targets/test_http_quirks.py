@@ -8,8 +8,8 @@ import pytest
 
 from kvbench import server_state
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.load.requests import RequestSpec
 from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import Access
 from kvbench.targets.openai import OpenAITarget
 from kvbench.targets.presets import GENERIC, PRESETS

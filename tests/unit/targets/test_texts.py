@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import engine.tokenizer
 from kvbench.common.errors import UsageError
-from kvbench.load.prompts import build_requests
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.build import build_requests
+from kvbench.requests.request import RequestSpec
 from kvbench.targets.texts import TokenizerTexts, with_texts
 from kvbench.workload.file import load_workload
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.load.arrivals import draw_arrivals, plateaus, spread_ticks
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.arrivals import draw_arrivals, plateaus, spread_ticks
+from kvbench.requests.request import RequestSpec
 from kvbench.workload.load_section import LoadConfig
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.load.draws import LOWEST_TOKEN, random_tokens
+from kvbench.requests.draw import LOWEST_TOKEN, random_tokens
 from kvbench.traces.model import Trace
 
 Ids = tuple[int, ...]

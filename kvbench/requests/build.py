@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbench.load.conversations import draw_conversations
-from kvbench.load.draws import draw_lengths, draw_prefixes, largest_remainder, random_tokens
-from kvbench.load.requests import RequestList, RequestSpec, distinct_prefixes, read_requests, write_requests
-from kvbench.load.schedule import draw_times, notes_of, recorded_times, with_times
-from kvbench.load.trace_prompts import draw_trace
+from kvbench.requests.conversations import draw_conversations
+from kvbench.requests.draw import draw_lengths, draw_prefixes, largest_remainder, random_tokens
+from kvbench.requests.from_trace import draw_trace
+from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes, read_requests, write_requests
+from kvbench.requests.schedule import draw_times, notes_of, recorded_times, with_times
 from kvbench.traces.tokenizer import find_file, load_tokenizer
 from kvbench.workload.length import fit_scale, scale_lengths
 from kvbench.workload.load_section import LoadConfig, SyntheticPrompts, TextPrompts

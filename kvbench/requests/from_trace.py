@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.load.draws import draw_lengths, random_tokens
-from kvbench.load.hits import shared_beginnings
-from kvbench.load.page_prompts import page_prompts
-from kvbench.load.requests import RequestSpec, compact
+from kvbench.requests.draw import draw_lengths, random_tokens
+from kvbench.requests.prefix_hits import shared_beginnings
+from kvbench.requests.request import RequestSpec, compact
+from kvbench.requests.shared_pages import page_prompts
 from kvbench.traces.model import UNKNOWN, Trace, known_times, select
 from kvbench.traces.read import read_trace
 from kvbench.traces.tokenizer import find_file, load_tokenizer, tokenised, written

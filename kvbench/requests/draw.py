@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvbench.load.requests import compact
+from kvbench.requests.request import compact
 from kvbench.workload.length import Length
 
 LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens

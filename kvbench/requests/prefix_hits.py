@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvbench.load.requests import RequestSpec, distinct_prefixes
+from kvbench.requests.request import RequestSpec, distinct_prefixes
 
 Ids = tuple[int, ...]
 _STRIDE = 256  # tokens compared at once

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.load.draws import draw_lengths, draw_prefixes, even_quantiles, largest_remainder, random_tokens
-from kvbench.load.requests import RequestSpec
+from kvbench.requests.draw import draw_lengths, draw_prefixes, even_quantiles, largest_remainder, random_tokens
+from kvbench.requests.request import RequestSpec
 from kvbench.workload.length import fit_scale, scale_lengths
 from kvbench.workload.prompts_section import PromptClass, SyntheticPrompts
 from kvbench.workload.sessions_section import Sessions, Think, Turns
