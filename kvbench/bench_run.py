@@ -27,8 +27,8 @@ from kvbench.bench_table import BENCH_JSON, TABLE_MD, bar_lines, write_tables
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, load_average
 from kvbench.common.packages import HOUSE, check_house
-from kvbench.manifest import environment, usable_cores
-from kvbench.results import MANIFEST, create_run, utc_now, write_json
+from kvbench.runs.folder import MANIFEST, create_run, utc_now, write_json
+from kvbench.runs.manifest import environment, usable_cores
 
 BENCHMARKS = HOUSE / "tests" / "benchmarks"
 MODES = ("full", "quick", "smoke")  # of KVBENCH_BENCH

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbench.bench_bars import BARS, Bar, Measured
 from kvbench.common.errors import UsageError
-from kvbench.results import read_json, write_text
+from kvbench.runs.folder import read_json, write_text
 
 BENCH_JSON, TABLE_MD, TABLE_CSV = "bench.json", "table.md", "table.csv"
 _SITTING = ("device", "foreign_cpu_cores", "disturbed")  # of extra_info; the rest are figures

@@ -14,7 +14,7 @@ from kvbench.calibration import Calibration
 from kvbench.calibrator import Demand
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.measure import Subject, measure_load
-from kvbench.results import DONE, RunFolder, write_json
+from kvbench.runs.folder import DONE, RunFolder, write_json
 from kvbench.server_metrics import POLL_INTERVAL_S
 from kvbench.targets.asked import contradiction
 from kvbench.targets.base import Target, reason_of

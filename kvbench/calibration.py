@@ -31,11 +31,11 @@ from kvbench import loadrun
 from kvbench.calibration_figures import Figures, figures_of
 from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, Server
 from kvbench.load.probe import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms
-from kvbench.manifest import machine, versions
 from kvbench.mock.certificate import self_signed
 from kvbench.mock.process import MockProcess
 from kvbench.requests.request import RequestSpec, write_requests
-from kvbench.results import read_json
+from kvbench.runs.folder import read_json
+from kvbench.runs.manifest import machine, versions
 
 DEFAULT_SECONDS, DEFAULT_ITL_MS = 3.0, 20.0
 ATTEMPTS = 3

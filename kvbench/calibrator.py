@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.calibration import ATTEMPTS, DEFAULT_ITL_MS, Calibration, CalibrationSettings, calibrate, machine_key
-from kvbench.results import read_json, write_json
+from kvbench.runs.folder import read_json, write_json
 
 FILE = "calibration.json"
 _SIZES = (4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)  # streams of one process, and at most so many in all

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.common.errors import UsageError
-from kvbench.results import RunFolder, latest_incomplete, open_run
+from kvbench.runs.folder import RunFolder, latest_incomplete, open_run
 from kvbench.workload.file import Workload, load_workload, resolve
 
 

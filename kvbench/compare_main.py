@@ -32,8 +32,8 @@ from kvbench.gate.stored_policy import policy_of
 from kvbench.gate.terminal import print_verdict
 from kvbench.gate.values import read_values, whole_pairs, write_pairs
 from kvbench.gate.verdict import INVALID, Finding, Verdict
-from kvbench.manifest import environment, git_state
-from kvbench.results import MANIFEST, RunFolder, create_run, read_json
+from kvbench.runs.folder import MANIFEST, RunFolder, create_run, read_json
+from kvbench.runs.manifest import environment, git_state
 from kvbench.workload.file import Workload, load_workload, resolve
 
 COMPARE, CALIBRATE = "compare", "calibrate"

@@ -10,8 +10,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from kvbench import manifest
 from kvbench.common.packages import HOUSE, foreign_package
+from kvbench.runs import manifest
 from kvbench.workload.file import default_profile
 
 _READ_BYTES = 256 * 2**20

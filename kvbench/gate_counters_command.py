@@ -136,7 +136,7 @@ def _judged(
 ) -> Verdict:
     from kvbench.gate.counters import judge
     from kvbench.gate.twice import replay_twice
-    from kvbench.manifest import git_state
+    from kvbench.runs.manifest import git_state
 
     first: dict[str, Replayed] = {}
     second: dict[str, Replayed] = {}

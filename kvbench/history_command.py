@@ -133,7 +133,7 @@ def _print(found: Any, html: Path | None) -> None:
 
 def _write_page(path: Path, found: Any) -> None:
     from kvbench.history_page import page
-    from kvbench.results import write_text
+    from kvbench.runs.folder import write_text
 
     write_text(path, page(found))
 

@@ -15,11 +15,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvbench.aggregate import flatten
 from kvbench.common.errors import UsageError
 from kvbench.gate.metric_names import value_of
 from kvbench.history import METRICS, Measured, StoredRun
-from kvbench.results import FORMAT, MANIFEST
+from kvbench.runs.aggregate import flatten
+from kvbench.runs.folder import FORMAT, MANIFEST
 
 RELEASE = "release.json"
 """Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""

@@ -22,7 +22,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.history import StoredRun
 from kvbench.history_runs import RELEASE, OtherKind, read_object, read_run
-from kvbench.results import MANIFEST, write_text
+from kvbench.runs.folder import MANIFEST, write_text
 
 VERDICT = "verdict.json"
 COPIED = (MANIFEST, "summary.csv", VERDICT)

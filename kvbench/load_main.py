@@ -34,7 +34,7 @@ from kvbench.measure import Subject, measure_load, requests_for
 from kvbench.metrics.latency import too_many_failed
 from kvbench.progress import status_line
 from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
-from kvbench.results import read_json, write_json
+from kvbench.runs.folder import read_json, write_json
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.versions import version_of
 from kvbench.warm_up import WarmUp, warm_up

@@ -9,10 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.aggregate import vllm_burstiness
 from kvbench.common.text import slo_words
 from kvbench.rate_words import print_table
 from kvbench.report.plateaus import LOAD_HEADS, plateau_values
+from kvbench.runs.aggregate import vllm_burstiness
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 

@@ -19,7 +19,7 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.load.run_arguments import ARRIVE_S
 from kvbench.requests.build import build_requests
 from kvbench.requests.request import conversations, notes_path, write_requests
-from kvbench.results import write_json
+from kvbench.runs.folder import write_json
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.settings import effective

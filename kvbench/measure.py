@@ -21,7 +21,7 @@ from kvbench.calibrator import UNKNOWN_STREAMS, Demand
 from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import MachineWatch, as_judged
 from kvbench.metrics.latency import summarise, too_many_failed
-from kvbench.results import read_json, utc_now, write_json
+from kvbench.runs.folder import read_json, utc_now, write_json
 from kvbench.server_metrics import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.targets.base import Target
 from kvbench.workload.design import LoadPoint

@@ -14,7 +14,7 @@ from kvbench import loadrun
 from kvbench.common.errors import UsageError
 from kvbench.common.text import plural
 from kvbench.progress import START_GUESS_S, clock
-from kvbench.results import RunFolder
+from kvbench.runs.folder import RunFolder
 from kvbench.workload.design import Block, Configuration, Design, make_design, plan_blocks, select, without
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import effective

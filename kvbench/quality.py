@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
 from kvbench.loadrun import make_requests
-from kvbench.manifest import git_state, versions
 from kvbench.planning import plan_sweep
 from kvbench.quality_result import QualityResult
+from kvbench.runs.manifest import git_state, versions
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload

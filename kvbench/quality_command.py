@@ -61,7 +61,7 @@ def quality_command(
     from kvbench.quality import measure, quantised
     from kvbench.quality_result import QUALITY
     from kvbench.rate_words import print_table
-    from kvbench.results import open_run, write_json
+    from kvbench.runs.folder import open_run, write_json
     from kvbench.workload.file import load_workload, resolve
 
     only: tuple[str, ...] = ()
@@ -115,8 +115,8 @@ def _require_builtin(manifest: dict[str, Any], run: Path) -> None:
 def _warn_of_other_code(manifest: dict[str, Any]) -> None:
     """Before the minutes that it takes, and not by the gate afterwards."""
     from kvbench.common.packages import say
-    from kvbench.manifest import git_state, versions
     from kvbench.quality_result import code_differences, told
+    from kvbench.runs.manifest import git_state, versions
 
     if different := code_differences(git_state(), versions(), manifest):
         say(f"warning: {told(different)}: `kvbench gate` takes this KLD only with --force")

@@ -36,7 +36,7 @@ from kvbench.rate_search import (
     unmet,
 )
 from kvbench.rate_words import ahead, print_table, say, table, told
-from kvbench.results import read_json, write_json
+from kvbench.runs.folder import read_json, write_json
 
 OUT_OF_TIME = "out of time"
 _RUN_OVER_FILLING = 4.0

@@ -25,11 +25,11 @@ from kvbench.common.errors import (
 )
 from kvbench.common.packages import say
 from kvbench.common.signals import Interruption
-from kvbench.manifest import add_server, build_manifest, git_state
 from kvbench.planning import SweepOptions, capacity_note, planned_blocks, preflight, without_done
 from kvbench.progress import Estimator, SweepProgress
-from kvbench.results import RunFolder, create_run, utc_now, write_json
-from kvbench.resume import accept_server, reopen
+from kvbench.runs.folder import RunFolder, create_run, utc_now, write_json
+from kvbench.runs.manifest import add_server, build_manifest, git_state
+from kvbench.runs.resume import accept_server, reopen
 from kvbench.sweep_end import by_reason, invalid_reasons, write_report
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Design, make_design
@@ -239,7 +239,7 @@ def _shown(source: Path) -> str:
 
 def aggregate_run(run: RunFolder, workload: Workload, manifest: Mapping[str, Any]) -> None:
     """cells/*/summary.json from the finished loads."""
-    from kvbench.aggregate import aggregate_cell
+    from kvbench.runs.aggregate import aggregate_cell
 
     design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
     facts = {

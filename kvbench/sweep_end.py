@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from kvbench.block import Failure
-from kvbench.results import DONE, RunFolder, read_json
+from kvbench.runs.folder import DONE, RunFolder, read_json
 from kvbench.workload.design import Cell
 
 

@@ -14,8 +14,8 @@ from kernels import tuning
 from kernels.kv_formats import KV_FORMATS
 from kernels.launch import Tiles
 from kernels.tuning import Entry, Table, bucket_of
-from kvbench import manifest
 from kvbench.common.errors import UsageError
+from kvbench.runs import manifest
 from kvbench.tune import Case, Outcome, candidates, entry_of, merge, search
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}

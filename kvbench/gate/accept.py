@@ -12,8 +12,8 @@ from kvbench.gate.counters import judge
 from kvbench.gate.lock import Accepted, CounterLock, read_lock, write_lock
 from kvbench.gate.replay import COUNTERS, Replayed
 from kvbench.gate.verdict import PASS, Verdict
-from kvbench.manifest import git_state
-from kvbench.results import utc_now
+from kvbench.runs.folder import utc_now
+from kvbench.runs.manifest import git_state
 
 _NAMED = 12  # scenarios of one kind; the diff of the lock file has all
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvbench.common.text import plural
 from kvbench.gate import wording
 from kvbench.gate.verdict import Verdict
-from kvbench.results import write_json
+from kvbench.runs.folder import write_json
 
 BIGGER, SMALLER = "benchmark-bigger-is-better.json", "benchmark-smaller-is-better.json"
 # columns of a sweep's summary.csv -> (unit, higher is better)

@@ -29,7 +29,7 @@ from typing import IO, Any
 from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
 from kvbench.gate import environments, worktrees
 from kvbench.gate.worktrees import Commit
-from kvbench.results import write_json
+from kvbench.runs.folder import write_json
 
 KEPT = 10
 BUILD_LIMIT_S = 1800.0  # of pip or a build command: an engine with kernels of its own compiles for long

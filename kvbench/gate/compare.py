@@ -26,7 +26,7 @@ from kvbench.gate.same_server import hear_server, require_same_requests
 from kvbench.gate.values import whole_pairs
 from kvbench.gate.verdict import INCONCLUSIVE, Verdict
 from kvbench.progress import Speaker, clock
-from kvbench.results import utc_now, write_json
+from kvbench.runs.folder import utc_now, write_json
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell
 

@@ -22,9 +22,9 @@ from kvbench.gate.side_text import RUN, parse_side
 from kvbench.gate.sides import OpenSide
 from kvbench.gate.stored_policy import stored_policy
 from kvbench.gate.values import whole_pairs
-from kvbench.manifest import environment, git_state
-from kvbench.results import DONE, RunFolder, create_run, read_json, utc_now, write_json
-from kvbench.resume import environment_differences
+from kvbench.runs.folder import DONE, RunFolder, create_run, read_json, utc_now, write_json
+from kvbench.runs.manifest import environment, git_state
+from kvbench.runs.resume import environment_differences
 from kvbench.workload.file import Workload, load_workload
 
 # Options that say what is compared, as words of the command that does it again.

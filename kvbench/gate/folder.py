@@ -22,7 +22,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.gate.plan import SIDES, Match
-from kvbench.results import DONE, MANIFEST, RunFolder, read_json
+from kvbench.runs.folder import DONE, MANIFEST, RunFolder, read_json
 
 KIND = "compare"
 FORMAT = 1

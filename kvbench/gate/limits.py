@@ -22,8 +22,8 @@ from kvbench.gate import metric_names
 from kvbench.gate.verdict import FAIL, INVALID, PASS, Finding
 from kvbench.gate.wording import number, quantity
 from kvbench.quality_result import QualityResult
-from kvbench.report.data import Cell, Run
 from kvbench.report.findings import paging_pair
+from kvbench.runs.model import Cell, Run
 from kvbench.workload.settings import effective
 
 KINDS = ("metric", "slo", "ratio", "kld")  # as the policy writes them; an slo is the metric goodput_share

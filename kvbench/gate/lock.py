@@ -20,7 +20,7 @@ from kvbench.gate.counter_commands import LOCK
 from kvbench.gate.counter_workload import CounterWorkload, Scenario
 from kvbench.gate.history_text import decode, encode
 from kvbench.gate.replay import COUNTERS, Replayed
-from kvbench.results import write_json
+from kvbench.runs.folder import write_json
 
 LOCK_FORMAT = "kvbench-counters/1"
 

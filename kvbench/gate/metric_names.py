@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.aggregate import flatten
 from kvbench.load_result import goodput_share
-from kvbench.report.data import Cell
+from kvbench.runs.aggregate import flatten
+from kvbench.runs.model import Cell
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el")
 _STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}

@@ -17,7 +17,7 @@ from kvbench.gate.junit import junit
 from kvbench.gate.pair_plot import pair_page
 from kvbench.gate.summary import summary
 from kvbench.gate.verdict import Verdict
-from kvbench.results import write_json, write_text
+from kvbench.runs.folder import write_json, write_text
 
 VERDICT, JUNIT, SUMMARY, PAIRS = "verdict.json", "junit.xml", "summary.md", "pairs.html"
 

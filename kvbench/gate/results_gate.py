@@ -17,9 +17,9 @@ from kvbench.gate.policy import Policy
 from kvbench.gate.stored_policy import digest, policy_of
 from kvbench.gate.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.quality_result import QualityResult, read_quality, told
-from kvbench.report.data import Run
-from kvbench.report.reading import read_run
-from kvbench.results import MANIFEST, RunFolder, read_json
+from kvbench.runs.folder import MANIFEST, RunFolder, read_json
+from kvbench.runs.model import Run
+from kvbench.runs.read import read_run
 
 _NAMED = 5  # cells in one sentence
 

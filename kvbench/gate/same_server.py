@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.plan import BASE, SIDES, Match
-from kvbench.results import DONE, read_json
+from kvbench.runs.folder import DONE, read_json
 
 # What must be equal, by section of /server_info, and the engine setting that makes a difference an intended one.
 _FACTS: Mapping[str, Mapping[str, str | None]] = {

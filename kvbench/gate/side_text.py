@@ -24,7 +24,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
 from kvbench.gate import worktrees
 from kvbench.gate.wording import shortened
-from kvbench.results import MANIFEST
+from kvbench.runs.folder import MANIFEST
 from kvbench.workload.layers import apply_override
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"

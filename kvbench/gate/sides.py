@@ -17,8 +17,8 @@ from kvbench.common.packages import HOUSE
 from kvbench.gate import environments, worktrees
 from kvbench.gate.builds import Build, Builds
 from kvbench.gate.side_text import CMD, REF, RUN, SET, URL, Side
-from kvbench.manifest import git_state, versions
-from kvbench.results import RunFolder
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.manifest import git_state, versions
 from kvbench.targets.applies import APPLIES, BUILTIN, PRESET, RUNNING, TEMPLATE, check_options
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration

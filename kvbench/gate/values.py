@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.aggregate import flatten
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.metric_names import value_of
 from kvbench.gate.plan import BASE, SIDES
 from kvbench.gate.rules import MetricRule
-from kvbench.results import DONE, read_json, write_text
+from kvbench.runs.aggregate import flatten
+from kvbench.runs.folder import DONE, read_json, write_text
 
 
 def load_folder(folder: CompareFolder, cell: Mapping[str, Any], side: str, pair: int) -> Path:

@@ -38,8 +38,8 @@ def build_report(run_dir: Path | str) -> ReportPaths:
 
     from kvbench.report.markdown import markdown
     from kvbench.report.page import page
-    from kvbench.report.reading import read_run
     from kvbench.report.table import flat_rows
+    from kvbench.runs.read import read_run
 
     run = read_run(run_dir)
     paths = ReportPaths(run.folder / "report.html", run.folder / "report.md", run.folder / "summary.csv")
@@ -55,8 +55,8 @@ def build_report(run_dir: Path | str) -> ReportPaths:
 
 def headline(run_dir: Path | str) -> str:
     """The sentence that says what was found."""
-    from kvbench.report.reading import read_run
     from kvbench.report.sentence import headline as sentence
+    from kvbench.runs.read import read_run
 
     return sentence(read_run(run_dir))
 
@@ -64,7 +64,7 @@ def headline(run_dir: Path | str) -> str:
 def console_table(run_dir: Path | str) -> Table:
     """The table of all measured cells, for a terminal."""
     from kvbench.report.console import table
-    from kvbench.report.reading import read_run
+    from kvbench.runs.read import read_run
 
     return table(read_run(run_dir))
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import Effect, effects, paging
 from kvbench.report.table import UNCERTAIN, Value, ratio_value
+from kvbench.runs.model import Cell, Run, number
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, LoadPoint, Run, number
 from kvbench.report.findings import (
     HIGHER,
     LOWER,
@@ -21,9 +20,10 @@ from kvbench.report.findings import (
     paging,
     spread,
 )
-from kvbench.report.ledger import share_of_steps, swapped_bytes
 from kvbench.report.manifest import code_paths
 from kvbench.report.sentence import WORDS, bounds, effect, rivals, running
+from kvbench.runs.kv_ledger import share_of_steps, swapped_bytes
+from kvbench.runs.model import Cell, LoadPoint, Run, number
 from kvbench.workload.settings import effective, setting_title, value_words
 
 

@@ -6,8 +6,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.report.data import Cell, Run
 from kvbench.report.table import Value, columns, rows
+from kvbench.runs.model import Cell, Run
 
 HEADS = {
     "configuration": "configuration",

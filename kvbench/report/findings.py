@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy import stats
 
-from kvbench.report.data import Cell, LoadPoint, Run
+from kvbench.runs.model import Cell, LoadPoint, Run
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
 LEVEL = 0.05  # how far from 1 a repeat's ratio may lie where all are called level

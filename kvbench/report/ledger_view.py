@@ -8,10 +8,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run
-from kvbench.report.ledger import PLACES, Ledger, Place, ledger, ledger_sentence, ledgers, swapped_bytes
 from kvbench.report.style import Drawing, finish, safe
 from kvbench.report.table import Column, Row, Value
+from kvbench.runs.kv_ledger import PLACES, Ledger, Place, ledger, ledger_sentence, ledgers, swapped_bytes
+from kvbench.runs.model import Cell, Run
 
 SECTION = "Where did the KV bytes go"
 _NOTE = "The whole KV budget, every byte in one place, averaged over the steady window and the repeats."

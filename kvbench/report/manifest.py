@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import SCATTER, scatters
+from kvbench.runs.model import Cell, Run, number
 from kvbench.targets.presets import GENERIC
 from kvbench.targets.template import is_template, placeholders
 

@@ -17,9 +17,7 @@ from kvbench.report.breakdown import (
     turn_rows,
 )
 from kvbench.report.conclusions import conclusions, reservation
-from kvbench.report.data import Run
 from kvbench.report.findings import paging
-from kvbench.report.ledger import ledger_sentence
 from kvbench.report.ledger_view import SECTION, ledger_columns, ledger_note, ledger_rows
 from kvbench.report.manifest import environment, made_from, reproduce, skipped_notes, warnings
 from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
@@ -28,6 +26,8 @@ from kvbench.report.sentence import headline
 from kvbench.report.style import RATIO_MARKS
 from kvbench.report.table import UNCERTAIN_NOTE, Value, columns, rows
 from kvbench.report.validity import validity
+from kvbench.runs.kv_ledger import ledger_sentence
+from kvbench.runs.model import Run
 
 STATUS_WORDS = {
     "valid": "The measurement is valid.",

@@ -21,7 +21,6 @@ from kvbench.report.breakdown import (
     turn_rows,
 )
 from kvbench.report.conclusions import conclusions, reservation, tiles
-from kvbench.report.data import Cell, LoadPoint, Run
 from kvbench.report.figures import drawings
 from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging
 from kvbench.report.ledger_view import SECTION, ledger_columns, ledger_note, ledger_rows
@@ -41,6 +40,7 @@ from kvbench.report.sentence import headline
 from kvbench.report.style import RATIO_MARKS, Drawing, looks
 from kvbench.report.table import UNCERTAIN_NOTE, columns, rows
 from kvbench.report.validity import validity
+from kvbench.runs.model import Cell, LoadPoint, Run
 
 BANNERS = {
     "valid": "Valid measurement, complete run",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run, number
+from kvbench.runs.model import Cell, Run, number
 
 LOAD_HEADS = (
     "asked for",

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run, number
 from kvbench.report.table import Column, Row, Value
+from kvbench.runs.model import Cell, Run, number
 
 QUALITY_NOTE = (
     "The worst repeat of each cell. Lag: how late the client stamped a chunk, against the source named below it; where "

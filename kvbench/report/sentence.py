@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run
 from kvbench.report.findings import (
     FEWEST,
     HIGHER,
@@ -25,8 +24,9 @@ from kvbench.report.findings import (
     scatters,
     spread,
 )
-from kvbench.report.ledger import swapped_bytes
 from kvbench.report.validity import validity
+from kvbench.runs.kv_ledger import swapped_bytes
+from kvbench.runs.model import Cell, Run
 
 WORDS = {SAME: "level", HIGHER: "ahead", LOWER: "behind", UNCLEAR: NOT_TOLD}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.metrics.latency import inter_token_latencies, request_latencies
-from kvbench.report.data import Cell
+from kvbench.runs.model import Cell
 
 MAX_POINTS = 400
 

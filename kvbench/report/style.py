@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run
 from kvbench.report.findings import NOT_TOLD, SAME, UNCLEAR, Ratio, compare, reference, spread
+from kvbench.runs.model import Cell, Run
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.
 CONTIGUOUS, PAGED = "#D55E00", "#0072B2"

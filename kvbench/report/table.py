@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run
 from kvbench.report.findings import HIGHER, LOWER, Ratio, compare, reference, spread
-from kvbench.report.ledger import accounting
 from kvbench.report.style import RATIO_MARKS, marked_ratio
+from kvbench.runs.kv_ledger import accounting
+from kvbench.runs.model import Cell, Run
 
 CLIENT_QUEUE = "client_queue_ms"
 TITLES = {CLIENT_QUEUE: "client queue"}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbench.report.data import Cell, Run
+from kvbench.runs.model import Cell, Run
 
 
 @dataclass(frozen=True)

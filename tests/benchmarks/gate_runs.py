@@ -28,7 +28,7 @@ import numpy as np
 from scipy import stats
 
 from kvbench.common.packages import HOUSE
-from kvbench.manifest import environment
+from kvbench.runs.manifest import environment
 
 FILE = "engine/executor.py"
 BEFORE = """        logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)

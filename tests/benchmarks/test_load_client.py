@@ -14,7 +14,7 @@ from bench_timing import note
 
 from kvbench.bench_bars import Measured, missed
 from kvbench.calibration import CalibrationSettings, aims, calibrate
-from kvbench.manifest import usable_cores
+from kvbench.runs.manifest import usable_cores
 
 CASES = choose(full=[(64, 1), (256, 1), (256, 4)], quick=[(64, 1)], smoke=[(8, 1)])
 SECONDS = choose(full=10.0, quick=5.0, smoke=1.0)

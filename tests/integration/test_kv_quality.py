@@ -17,9 +17,9 @@ from engine.config import EngineConfig
 from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import guarded
-from kvbench.manifest import git_state
 from kvbench.quality_command import quality
 from kvbench.quality_result import read_quality
+from kvbench.runs.manifest import git_state
 from kvbench.workload.file import load_workload
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
 

@@ -18,7 +18,7 @@ from kvbench.cli import cli
 from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.rate_search import CLIENT_LIMIT, INVALID
-from kvbench.results import write_json
+from kvbench.runs.folder import write_json
 from tests.support.loads import own_mock
 from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, alive
 

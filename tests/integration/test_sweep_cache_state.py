@@ -19,7 +19,7 @@ from kvbench.block import BlockRunner
 from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.planning import plan_sweep
-from kvbench.results import create_run
+from kvbench.runs.folder import create_run
 from kvbench.targets.openai import OpenAITarget
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, Bench, complaints, finished, manifest

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvbench.gate.folder import FORMAT, KIND, CompareFolder
 from kvbench.gate.plan import SIDES
-from kvbench.results import write_json
+from kvbench.runs.folder import write_json
 
 BASE_VALUES = (400.0, 100.0, 20.0)  # tokens/s, ms, ms
 POLICY = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvbench.report.data import Cell, LoadPoint, Repeat, Run
+from kvbench.runs.model import Cell, LoadPoint, Repeat, Run
 
 MIB = 1024 * 1024
 

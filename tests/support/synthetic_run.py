@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.aggregate import pooled_latencies
 from kvbench.metrics.latency import summarise
+from kvbench.runs.aggregate import pooled_latencies
 from tests.support.toy_engine import (
     BYTES_PER_TOKEN,
     CONFIGS,

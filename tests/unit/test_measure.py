@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.measure import _metrics
-from kvbench.results import read_json
+from kvbench.runs.folder import read_json
 from kvbench.server_metrics import MetricsSample
 from tests.unit.test_metrics import frame, row
 

@@ -25,7 +25,7 @@ from kvbench.gate.side_text import parse_side
 from kvbench.gate.sides import open_side
 from kvbench.gate.stored_policy import digest, policy_of, stored_policy
 from kvbench.gate.verdict import Verdict
-from kvbench.results import read_json, write_json
+from kvbench.runs.folder import read_json, write_json
 from kvbench.workload.file import load_workload
 from tests.support.compare_folders import POLICY, write_load
 from tests.support.git_repo import make_repo

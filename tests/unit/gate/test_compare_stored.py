@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvbench.gate import lanes
-from kvbench.results import RunFolder, read_json, write_json
+from kvbench.runs.folder import RunFolder, read_json, write_json
 from kvbench.workload.file import load_workload, resolve
 from tests.support.compare_folders import HERE, write_load
 from tests.support.sweep_parts import TINY

@@ -11,7 +11,7 @@ from kvbench.gate.pair_runner import Void
 from kvbench.gate.plan import SIDES
 from kvbench.gate.policy import load_policy
 from kvbench.gate.values import read_values, whole_pairs, write_pairs
-from kvbench.results import write_json
+from kvbench.runs.folder import write_json
 from tests.support.compare_folders import noisy_pairs, stored_comparison, write_load
 
 CELLS = ("mixed/a-c4", "mixed/b-c4", "uniform/a-c4")

@@ -293,7 +293,7 @@ def test_a_killed_acceptance_leaves_the_old_lock(gate, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvbench.results.os.fsync", killed)
+    monkeypatch.setattr("kvbench.runs.folder.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         _accept_now(gate)
     assert gate.lock_path.read_bytes() == before

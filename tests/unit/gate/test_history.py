@@ -63,7 +63,7 @@ def test_a_value_is_the_median_over_the_repeats_of_each_metric(tmp_path: Path) -
 
 
 def test_the_folder_of_a_sweep_is_read_as_its_report_reads_it(tmp_path: Path) -> None:
-    from kvbench.report.reading import read_run as read_for_report
+    from kvbench.runs.read import read_run as read_for_report
 
     folder = make_run(tmp_path / "mixed" / "run", VARIANTS["one_cell"])
     [cell] = read_for_report(folder).cells

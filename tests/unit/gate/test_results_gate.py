@@ -258,7 +258,7 @@ def test_a_comparison_that_is_not_finished_is_not_looked_at(compared, capsys):
 
 
 def test_a_comparison_that_is_gone_on_with_right_now_is_not_looked_at(compared, capsys):
-    from kvbench.results import RunFolder
+    from kvbench.runs.folder import RunFolder
 
     with RunFolder(compared).locked():
         assert command(compared) == 2

@@ -7,7 +7,7 @@ import pytest
 from kvbench.common.errors import UsageError
 from kvbench.gate.plan import match_designs
 from kvbench.gate.same_server import cache_notes, differences, hear_server, require_same_requests
-from kvbench.results import read_json, write_json
+from kvbench.runs.folder import read_json, write_json
 from kvbench.workload.design import load_point, make_design
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 

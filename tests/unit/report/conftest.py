@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.report import build_report
-from kvbench.report.data import Run
-from kvbench.report.reading import read_run
+from kvbench.runs.model import Run
+from kvbench.runs.read import read_run
 from tests.support.synthetic_run import PAIR, VARIANTS, make_run
 from tests.support.toy_engine import Scenario
 

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvbench.aggregate import aggregate_cell
 from kvbench.metrics.latency import distribution, summarise
-from kvbench.results import RunFolder, write_json
+from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.folder import RunFolder, write_json
 from kvbench.workload.design import Cell, Configuration, LoadPoint
 from tests.unit.test_metrics import queued_at_the_end
 

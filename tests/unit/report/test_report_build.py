@@ -15,13 +15,13 @@ import pytest
 import rich.console
 
 from kvbench.report import build_report, console_table, headline
-from kvbench.report.data import Run
 from kvbench.report.figures import drawings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
-from kvbench.report.reading import _observe, read_run
 from kvbench.report.series import ecdf, log_axis, thin
 from kvbench.report.style import looks
+from kvbench.runs.model import Run
+from kvbench.runs.read import _observe, read_run
 from tests.support.synthetic_run import PAIR, VARIANTS, make_run
 from tests.support.toy_engine import Scenario
 

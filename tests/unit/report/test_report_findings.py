@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.report.data import LoadPoint
 from kvbench.report.findings import (
     best,
     compare,
@@ -19,6 +18,7 @@ from kvbench.report.findings import (
     spread,
 )
 from kvbench.report.validity import validity
+from kvbench.runs.model import LoadPoint
 from tests.support.report_cells import cell, run
 
 

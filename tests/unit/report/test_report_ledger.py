@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 from kvbench.report import build_report
-from kvbench.report.data import Run, read_gauges
-from kvbench.report.ledger import PLACES, SLOT_PLACES, accounting, ledger, ledger_sentence, mean_slots, swapped_bytes
 from kvbench.report.ledger_view import SECTION, ledger_columns, ledger_figure, ledger_note, ledger_rows
 from kvbench.report.markdown import markdown
-from kvbench.report.reading import read_run
+from kvbench.runs.kv_ledger import PLACES, SLOT_PLACES, accounting, ledger, ledger_sentence, mean_slots, swapped_bytes
+from kvbench.runs.model import Run, read_gauges
+from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
 from tests.support.report_cells import run as run_of_cells
 from tests.support.toy_engine import CONFIGS

@@ -8,9 +8,9 @@ import pytest
 
 from kvbench.report.breakdown import effect_rows
 from kvbench.report.conclusions import conclusions
-from kvbench.report.data import Run
 from kvbench.report.findings import differing, effects
-from kvbench.report.reading import _config_name, _rank
+from kvbench.runs.model import Run
+from kvbench.runs.read import _config_name, _rank
 from tests.support.report_cells import cell, run
 
 

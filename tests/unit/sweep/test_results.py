@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.results import RunFolder, create_run, latest_incomplete, open_run, write_json
+from kvbench.runs.folder import RunFolder, create_run, latest_incomplete, open_run, write_json
 
 
 def make_run(base, name, status, sha="abc"):
@@ -116,7 +116,7 @@ def test_a_run_in_progress_is_left_alone(tmp_path):
     holder = subprocess.Popen(
         [
             sys.executable, "-c",
-            "import sys, pathlib; from kvbench.results import RunFolder\n"
+            "import sys, pathlib; from kvbench.runs.folder import RunFolder\n"
             f"with RunFolder(pathlib.Path({str(run.path)!r})).locked(): print('held', flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench import resume
 from kvbench.commands import _workload_and_run
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
-from kvbench.manifest import add_server, build_manifest, environment
-from kvbench.results import RunFolder, write_json
-from kvbench.resume import accept_server, environment_differences, reopen, server_differences
+from kvbench.runs import resume
+from kvbench.runs.folder import RunFolder, write_json
+from kvbench.runs.manifest import add_server, build_manifest, environment
+from kvbench.runs.resume import accept_server, environment_differences, reopen, server_differences
 from kvbench.workload.file import differing_keys, load_workload, resolve
 
 NOW = {

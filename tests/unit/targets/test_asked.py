@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.block import BlockRunner
-from kvbench.results import RunFolder
+from kvbench.runs.folder import RunFolder
 from kvbench.targets.asked import contradiction
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Block, Cell, Configuration, LoadPoint

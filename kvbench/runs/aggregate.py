@@ -17,7 +17,7 @@ import pandas as pd
 
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
-from kvbench.results import DONE, RunFolder, read_json, write_json, write_text
+from kvbench.runs.folder import DONE, RunFolder, read_json, write_json, write_text
 from kvbench.workload.design import Cell
 
 MAX_SAMPLES = 8

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from kvbench.common import text as words
-from kvbench.report.data import Cell, Run, number
 from kvbench.report.findings import baseline, best, paging
+from kvbench.runs.model import Cell, Run, number
 from kvbench.server_metrics import time_mean
 
 SLOT_PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 import kvbench
-from kvbench.results import FORMAT
+from kvbench.runs.folder import FORMAT
 
 _PACKAGES = ("torch", "triton", "transformers", "locust", "numpy", "numba", "gevent", "fastapi", "uvicorn", "pydantic")
 

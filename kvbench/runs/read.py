@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report import ledger
-from kvbench.report.data import Cell, LoadPoint, Repeat, Run, number, read_gauges
-from kvbench.results import RunFolder
+from kvbench.runs import kv_ledger as ledger
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.model import Cell, LoadPoint, Repeat, Run, number, read_gauges
 from kvbench.server_metrics import time_mean
 from kvbench.workload.settings import IN_LAYOUT, phrase
 

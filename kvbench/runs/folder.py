@@ -3,7 +3,7 @@
     results/<workload>/<UTC time>-<git short sha>/
       manifest.json  summary.csv  report.html  report.md
       logs/<configuration>-<repeat>.log           the server of one block
-      cells/<cell id>/                            all repeats together, see kvbench/aggregate.py
+      cells/<cell id>/                            all repeats together, see kvbench/runs/aggregate.py
       cells/<cell id>/loads/<repeat>/             one finished load; appears whole or not at all
 
 A load is written into a scratch folder and renamed into place, with done.json inside: what has a done.json is
