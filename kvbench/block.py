@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvbench import loadrun
 from kvbench.calibration import Calibration
 from kvbench.calibrator import Demand
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.load import launch as loadrun
 from kvbench.measure import Subject, measure_load
 from kvbench.runs.folder import DONE, RunFolder, write_json
 from kvbench.server_metrics import POLL_INTERVAL_S

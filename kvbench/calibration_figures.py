@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.load.completion import SENT_TOGETHER_S
-from kvbench.load.probe import percentile_ms
+from kvbench.load.validity import percentile_ms
 
 
 @dataclass(frozen=True)

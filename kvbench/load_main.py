@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench import loadrun
 from kvbench.calibrator import Calibrator
 from kvbench.common.errors import (
     EXIT_INTERRUPTED,
@@ -25,6 +24,7 @@ from kvbench.common.errors import (
     storage_sentence,
 )
 from kvbench.common.signals import Interruption
+from kvbench.load import launch as loadrun
 from kvbench.load_conflicts import check_named_load, check_words
 from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
 from kvbench.load_options import Asked, parse_rate, shaped

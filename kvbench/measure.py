@@ -15,11 +15,12 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench import loadrun, server_state
+from kvbench import server_state
 from kvbench.calibration import Calibration
 from kvbench.calibrator import UNKNOWN_STREAMS, Demand
 from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import MachineWatch, as_judged
+from kvbench.load import launch as loadrun
 from kvbench.metrics.latency import summarise, too_many_failed
 from kvbench.runs.folder import read_json, utc_now, write_json
 from kvbench.server_metrics import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench import loadrun
 from kvbench.common.errors import UsageError
 from kvbench.common.text import plural
+from kvbench.load import launch as loadrun
 from kvbench.progress import START_GUESS_S, clock
 from kvbench.runs.folder import RunFolder
 from kvbench.workload.design import Block, Configuration, Design, make_design, plan_blocks, select, without

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
-from kvbench.loadrun import make_requests
+from kvbench.load.launch import make_requests
 from kvbench.planning import plan_sweep
 from kvbench.quality_result import QualityResult
 from kvbench.runs.manifest import git_state, versions

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvbench.backlog import backlog_of, filling_s
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
-from kvbench.load.probe import invalid_reasons
+from kvbench.load.validity import invalid_reasons
 from kvbench.load_folder import METRICS, LoadFolder
 from kvbench.load_result import goodput_share
 from kvbench.rate_plan import Sizes

@@ -1,7 +1,7 @@
 """kvbench's own streaming HTTP client: timestamps when bytes arrive, everything else later.
 
 While a stream runs, the event loop's read callback reads, stamps and keeps; no greenlet is switched to. Of the bytes
-only the HTTP framing is followed, by a C parser (kvbench/load/http1.py), to know the response's end; events and JSON
+only the HTTP framing is followed, by a C parser (kvbench/load/http.py), to know the response's end; events and JSON
 are left to kvbench/load/completion.py. Used in the load process only (gevent must have patched first).
 """
 
@@ -21,7 +21,7 @@ from kvbench.load.connection import (
     Timeouts,
     open_connection,
 )
-from kvbench.load.http1 import ResponseReader
+from kvbench.load.http import ResponseReader
 from kvbench.load.sse import MalformedStream
 from kvbench.load.tls import tls_context
 

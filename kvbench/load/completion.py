@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.boot import boot_id
 from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.http1 import Response, read_response
+from kvbench.load.http import Response, read_response
 from kvbench.load.sse import MalformedStream, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from locust.stats import RequestStats
 
-from kvbench.load.distributed import make_shards
+from kvbench.load.multi.shards import make_shards
 from kvbench.load.process import requests_of, session_of
 from kvbench.load.samples import Sample
 from kvbench.load.session import LoadSession
@@ -98,7 +98,7 @@ def session_for(job: Job, host: str, options: Any, users: int, shard: tuple[int,
 
 
 def _from_workload(job: Job, host: str, options: Any, users: int, test: int) -> tuple[LoadSpec, RequestList]:
-    from kvbench import loadrun
+    from kvbench.load import launch as loadrun
     from kvbench.targets.openai import OpenAITarget
 
     if not host:

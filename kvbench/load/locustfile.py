@@ -28,10 +28,10 @@ from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from kvbench.common.errors import MeasurementError
 from kvbench.load.client import StreamFailure
-from kvbench.load.distributed_wire import send_statistics
-from kvbench.load.lag import LagProbe
 from kvbench.load.locust_job import Job, add_arguments, add_rows, job_of, session_for
-from kvbench.load.locust_shares import DealtOnce, fixed_shares
+from kvbench.load.loop_lag import LagProbe
+from kvbench.load.multi.dispatch import DealtOnce, fixed_shares
+from kvbench.load.multi.wire import send_statistics
 from kvbench.load.outcome import outcome_of, write_outcome
 from kvbench.load.process import EXIT_BAD_INPUT, EXIT_NOT_DRIVEN, START_LIMIT_S, Measuring, wait_ready, watch
 from kvbench.load.session import LoadSession

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.load.probe import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
 from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
+from kvbench.load.validity import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
 from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestList
 

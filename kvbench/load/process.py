@@ -16,7 +16,7 @@ from locust import User
 from locust.runners import STATE_STOPPED, Runner
 
 from kvbench.load.client import Address, StreamFailure, Timeouts
-from kvbench.load.lag import LagProbe
+from kvbench.load.loop_lag import LagProbe
 from kvbench.load.outcome import Clocked
 from kvbench.load.priority import better_priority
 from kvbench.load.session import LoadSession

@@ -18,8 +18,8 @@ from locust.env import Environment
 
 from kvbench.common.errors import storage_sentence
 from kvbench.load.client import StreamFailure
-from kvbench.load.distributed import useful_workers
-from kvbench.load.lag import LagProbe
+from kvbench.load.loop_lag import LagProbe
+from kvbench.load.multi.shards import useful_workers
 from kvbench.load.outcome import outcome_of, write_outcome
 from kvbench.load.process import (
     EXIT_BAD_INPUT,
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit code."""
     options = parse(argv)
     if options.worker:
-        from kvbench.load.distributed_join import run_worker
+        from kvbench.load.multi.join import run_worker
 
         return run_worker(options.master_host, options.master_port)
     try:
@@ -79,8 +79,8 @@ def _not_stored(load: Any, error: OSError) -> int:
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
     if not options.master and useful_workers(spec, requests, spec.processes) == 1:
         return Load(spec, requests, session_of(spec, requests))
-    from kvbench.load.distributed_load import SharedLoad
-    from kvbench.load.distributed_members import Meeting
+    from kvbench.load.multi.load import SharedLoad
+    from kvbench.load.multi.members import Meeting
 
     if not options.master:
         return SharedLoad(spec, requests, Meeting(spec.processes))

@@ -12,12 +12,12 @@ from gevent.event import Event
 from gevent.queue import Queue
 
 from kvbench.common.secrets import without_key
-from kvbench.load.alarms import Alarms
 from kvbench.load.body import http_request
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
 from kvbench.load.completion import Completion, judge
-from kvbench.load.presence import Presence
 from kvbench.load.samples import SESSION_BROKEN, Sample, with_history
+from kvbench.load.server_health import Presence
+from kvbench.load.sleep import Alarms
 from kvbench.load.spec import LoadSpec
 from kvbench.load.tls import tls_context
 from kvbench.requests.request import RequestSpec, conversations

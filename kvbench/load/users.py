@@ -10,7 +10,7 @@ from locust import User, constant, task
 from locust.exception import StopUser
 
 from kvbench.load.client import StreamFailure
-from kvbench.load.places import Places
+from kvbench.load.in_flight import Places
 from kvbench.load.session import LoadSession, Returned, Turn
 from kvbench.requests.request import RequestSpec
 

@@ -9,8 +9,8 @@ from typing import Any  # noqa: E402
 
 import gevent  # noqa: E402
 
-from kvbench.load import distributed_worker  # noqa: E402
-from kvbench.load.distributed_join import run_worker  # noqa: E402
+from kvbench.load.multi import worker as distributed_worker  # noqa: E402
+from kvbench.load.multi.join import run_worker  # noqa: E402
 
 
 def _out_of_files(*_: Any) -> None:

@@ -18,13 +18,15 @@ import numpy as np
 import pytest
 from gevent import monkey
 
-from kvbench.load import distributed_master, distributed_worker, process
+from kvbench.load import process
 from kvbench.load.client import RawStream
-from kvbench.load.distributed_clock import ClockMap, Reading
-from kvbench.load.lag import PERIOD_S, LagProbe
-from kvbench.load.merge import samples_to_bytes
+from kvbench.load.in_flight import Places
+from kvbench.load.loop_lag import PERIOD_S, LagProbe
+from kvbench.load.multi import master as distributed_master
+from kvbench.load.multi import worker as distributed_worker
+from kvbench.load.multi.clock import ClockMap, Reading
+from kvbench.load.multi.merge import samples_to_bytes
 from kvbench.load.outcome import Clocked, read_delays
-from kvbench.load.places import Places
 from kvbench.load.process import Measuring, session_of
 from kvbench.load.session import LoadSession, Returned
 from kvbench.load.spec import LoadSpec

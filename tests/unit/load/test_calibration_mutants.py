@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import loadrun
 from kvbench.calibration import Calibration, CalibrationSettings, aims, calibrate, validity_limits
+from kvbench.load import launch as loadrun
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, SUPPORT, LoadRunner
 

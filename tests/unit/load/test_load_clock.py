@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.load.distributed_clock import Exchange, Reading, clock_map, clock_reasons, reading
+from kvbench.load.multi.clock import Exchange, Reading, clock_map, clock_reasons, reading
 
 delays = st.floats(1e-6, 0.5)
 

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from kvbench.common.foreign_cpu import MachineWatch, Server, as_judged, contention_reasons
-from kvbench.load.distributed_machines import Seen, machine_reasons, without_ours, worst_machine
+from kvbench.load.multi.machines import Seen, machine_reasons, without_ours, worst_machine
 from kvbench.load.samples import SCHEMA
 from tests.support.loads import LoadRunner
 from tests.support.raw_worker import RawWorker

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvbench.load.completion import Completion
-from kvbench.load.distributed_clock import ClockMap, Reading, clock_map
-from kvbench.load.merge import WorkerResult, merged_client, most_in_flight, samples_from_bytes, samples_to_bytes
+from kvbench.load.multi.clock import ClockMap, Reading, clock_map
+from kvbench.load.multi.merge import WorkerResult, merged_client, most_in_flight, samples_from_bytes, samples_to_bytes
 from kvbench.load.outcome import Clocked
 from kvbench.load.samples import Sample
 from kvbench.requests.request import RequestSpec

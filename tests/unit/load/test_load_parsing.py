@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.load.completion import Completion, judge
 from kvbench.load.dialect import Dialect
-from kvbench.load.http1 import ResponseReader, read_response
+from kvbench.load.http import ResponseReader, read_response
 from kvbench.load.sse import MalformedStream, events
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.load.distributed import cap_note, deal, make_shards, split_evenly, useful_workers
+from kvbench.load.multi.shards import cap_note, deal, make_shards, split_evenly, useful_workers
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList, RequestSpec
 

@@ -10,7 +10,9 @@ from engine.boot import BOOT_HEADER, boot_id
 from kvbench.load.completion import Completion, judge
 from kvbench.load.dialect import Dialect
 from kvbench.load.outcome import Clocked, Outcome, write_outcome
-from kvbench.load.probe import (
+from kvbench.load.samples import Sample
+from kvbench.load.spec import LoadSpec
+from kvbench.load.validity import (
     busiest_second,
     client_report,
     invalid_reasons,
@@ -19,8 +21,6 @@ from kvbench.load.probe import (
     stamp_errors,
     turnarounds,
 )
-from kvbench.load.samples import Sample
-from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList, RequestSpec
 
 

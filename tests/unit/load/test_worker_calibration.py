@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from kvbench.calibration import Calibration, CalibrationSettings, Limits
-from kvbench.load.distributed_calibration import calibrate_here, calibration_reasons, settings_of
+from kvbench.load.multi.calibration import calibrate_here, calibration_reasons, settings_of
 from kvbench.load.spec import LoadSpec
 from tests.support.loads import LoadRunner
 from tests.unit.load.test_calibration import GOOD

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK
-from kvbench.load.probe import client_report, invalid_reasons
+from kvbench.load.validity import client_report, invalid_reasons
 from kvbench.rate_plan import Sizes
 from kvbench.rate_run import client_alone
 from kvbench.rate_search import Bounds

@@ -10,9 +10,9 @@ import sys
 import httpx
 import pytest
 
-from kvbench import loadrun
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
+from kvbench.load import launch as loadrun
 from kvbench.load.body import http_request
 from kvbench.load.client import Address
 from kvbench.load.spec import LoadSpec

@@ -21,7 +21,7 @@ from engine.model_spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.stats import EngineStats
 from kvbench.cache_sim import replay
-from kvbench.loadrun import make_requests
+from kvbench.load.launch import make_requests
 from kvbench.planning import plan_sweep
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes

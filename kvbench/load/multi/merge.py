@@ -11,10 +11,10 @@ import msgpack
 import numpy as np
 
 from kvbench.load.completion import Completion
-from kvbench.load.distributed_clock import ClockMap, clock_reasons
+from kvbench.load.multi.clock import ClockMap, clock_reasons
 from kvbench.load.outcome import Clocked, own_costs
-from kvbench.load.probe import client_report, invalid_reasons
 from kvbench.load.samples import SCHEMA, Sample
+from kvbench.load.validity import client_report, invalid_reasons
 from kvbench.requests.request import RequestSpec
 
 _ROWS_BETWEEN_PAUSES = 200

@@ -25,7 +25,7 @@ from gevent.event import AsyncResult
 from locust.rpc import Message
 from locust.runners import WorkerRunner
 
-from kvbench.load.distributed import TOKEN_VARIABLE
+from kvbench.load.multi.shards import TOKEN_VARIABLE
 
 HELLO, CALL, REPLY, EVENT = "kvbench_hello", "kvbench_call", "kvbench_reply", "kvbench_event"
 PIECE_BYTES = 1 << 20

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import gevent
 
 from engine.boot import boot_id
-from kvbench.load.distributed import TOKEN_VARIABLE, cap_note
-from kvbench.load.distributed_calibration import calibration_reasons, settings_of
-from kvbench.load.distributed_machines import Seen, machine_reasons, without_ours, worst_machine
-from kvbench.load.distributed_master import Crew
-from kvbench.load.distributed_members import LEFT_S, LoadStopped, Meeting
-from kvbench.load.distributed_wire import WorkerLost
-from kvbench.load.merge import WorkerResult, merged_client, most_in_flight
+from kvbench.load.multi.calibration import calibration_reasons, settings_of
+from kvbench.load.multi.machines import Seen, machine_reasons, without_ours, worst_machine
+from kvbench.load.multi.master import Crew
+from kvbench.load.multi.members import LEFT_S, LoadStopped, Meeting
+from kvbench.load.multi.merge import WorkerResult, merged_client, most_in_flight
+from kvbench.load.multi.shards import TOKEN_VARIABLE, cap_note
+from kvbench.load.multi.wire import WorkerLost
 from kvbench.load.outcome import Clocked, Outcome, write_outcome
 from kvbench.load.process import EXIT_NOT_DRIVEN, EXIT_OK, PROGRESS_S, Voice
 from kvbench.load.spec import LoadSpec

@@ -16,13 +16,13 @@ import numpy as np
 from locust.env import Environment
 
 from engine.boot import boot_id
-from kvbench.load.distributed import Shard, make_shards, useful_workers
-from kvbench.load.distributed_calibration import LIMIT_S as CALIBRATION_S
-from kvbench.load.distributed_clock import ClockMap, Exchange, clock_map, reading
-from kvbench.load.distributed_members import LEFT_S, LoadStopped, Meeting, Members, ignoring_loss
-from kvbench.load.distributed_wire import Link, WorkerLost, proof
-from kvbench.load.locust_shares import fixed_shares
-from kvbench.load.merge import WorkerResult, samples_from_bytes
+from kvbench.load.multi.calibration import LIMIT_S as CALIBRATION_S
+from kvbench.load.multi.clock import ClockMap, Exchange, clock_map, reading
+from kvbench.load.multi.dispatch import fixed_shares
+from kvbench.load.multi.members import LEFT_S, LoadStopped, Meeting, Members, ignoring_loss
+from kvbench.load.multi.merge import WorkerResult, samples_from_bytes
+from kvbench.load.multi.shards import Shard, make_shards, useful_workers
+from kvbench.load.multi.wire import Link, WorkerLost, proof
 from kvbench.load.outcome import Clocked
 from kvbench.load.process import START_LIMIT_S, user_class, user_count
 from kvbench.load.spec import LoadSpec

@@ -13,7 +13,7 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 
 from kvbench.common.errors import EXIT_INTERRUPTED
-from kvbench.load.distributed_worker import STOP_SIGNALS, Worker
+from kvbench.load.multi.worker import STOP_SIGNALS, Worker
 from kvbench.load.process import EXIT_BAD_INPUT, EXIT_NOT_DRIVEN
 
 CONNECT_LIMIT_S = 300.0

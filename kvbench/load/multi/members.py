@@ -21,9 +21,9 @@ from locust.runners import HEARTBEAT_LIVENESS, WorkerNode
 
 from kvbench import __version__
 from kvbench.common import processes
-from kvbench.load.distributed import TOKEN_VARIABLE
-from kvbench.load.distributed_door import GuardedMaster
-from kvbench.load.distributed_wire import CALL, CALL_LIMIT_S, EVENT, REPLY, Link, WorkerLost, proven
+from kvbench.load.multi.door import GuardedMaster
+from kvbench.load.multi.shards import TOKEN_VARIABLE
+from kvbench.load.multi.wire import CALL, CALL_LIMIT_S, EVENT, REPLY, Link, WorkerLost, proven
 
 LOCAL_ARRIVAL_S = 60.0
 LOST_S = 4.0  # without a heartbeat during the load

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.load.probe import lag_limit_ms
+from kvbench.load.validity import lag_limit_ms
 
 _ROUNDING_S = 1e-6
 _GOOD_ENOUGH_S = 1e-4

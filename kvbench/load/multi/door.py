@@ -15,7 +15,7 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import MasterRunner
 
-from kvbench.load.distributed_wire import CALL, HELLO
+from kvbench.load.multi.wire import CALL, HELLO
 
 _LOG = logging.getLogger(__name__)
 _TOLD = 8

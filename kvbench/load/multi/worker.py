@@ -25,9 +25,11 @@ from engine.boot import boot_id
 from kvbench import __version__
 from kvbench.common.errors import EXIT_INTERRUPTED
 from kvbench.load.client import StreamFailure
-from kvbench.load.distributed_calibration import calibrate_here
-from kvbench.load.distributed_machines import OwnMachine
-from kvbench.load.distributed_wire import (
+from kvbench.load.loop_lag import LagProbe
+from kvbench.load.multi.calibration import calibrate_here
+from kvbench.load.multi.machines import OwnMachine
+from kvbench.load.multi.merge import in_slices, samples_to_bytes
+from kvbench.load.multi.wire import (
     CALL,
     CALL_LIMIT_S,
     EVENT,
@@ -38,9 +40,6 @@ from kvbench.load.distributed_wire import (
     proven,
     send_statistics,
 )
-from kvbench.load.lag import LagProbe
-from kvbench.load.merge import in_slices, samples_to_bytes
-from kvbench.load.probe import client_report
 from kvbench.load.process import (
     EXIT_NOT_DRIVEN,
     STOP_LIMIT_S,
@@ -57,6 +56,7 @@ from kvbench.load.process import (
 )
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
+from kvbench.load.validity import client_report
 from kvbench.requests.request import RequestList, RequestSpec
 
 MASTER_LIMIT_S = 10.0  # Locust's master answers a heartbeat every second

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common import processes
-from kvbench.load.merge import WorkerResult, most_in_flight
-from kvbench.load.probe import busiest_second
+from kvbench.load.multi.merge import WorkerResult, most_in_flight
 from kvbench.load.spec import LoadSpec
+from kvbench.load.validity import busiest_second
 
 if TYPE_CHECKING:
     from kvbench.calibration import Calibration
