@@ -15,10 +15,10 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load import launch as loadrun
 from kvbench.measure import Subject, measure_load
 from kvbench.runs.folder import DONE, RunFolder, write_json
-from kvbench.server_metrics import POLL_INTERVAL_S
 from kvbench.targets.asked import contradiction
 from kvbench.targets.base import Target, reason_of
 from kvbench.targets.builtin import ServerRefusedError
+from kvbench.targets.prometheus import POLL_INTERVAL_S
 from kvbench.warm_up import WarmUp, warm_up
 from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload

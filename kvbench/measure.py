@@ -23,8 +23,8 @@ from kvbench.common.foreign_cpu import MachineWatch, as_judged
 from kvbench.load import launch as loadrun
 from kvbench.metrics.latency import summarise, too_many_failed
 from kvbench.runs.folder import read_json, utc_now, write_json
-from kvbench.server_metrics import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.targets.base import Target
+from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 

@@ -10,8 +10,8 @@ from typing import Any
 from kvbench.common.errors import MeasurementError
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
-from kvbench.server_metrics import MetricsSample
 from kvbench.targets.base import Target
+from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.load_section import LoadConfig
 
 IDLE_BOUND_S = 30.0  # aborted requests of an earlier load leave at the next steps

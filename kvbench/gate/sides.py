@@ -23,9 +23,9 @@ from kvbench.targets.applies import APPLIES, BUILTIN, PRESET, RUNNING, TEMPLATE,
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.choose import STORED, Choice, choose
+from kvbench.targets.launch_plan import is_template
 from kvbench.targets.owned import require_free_port
 from kvbench.targets.presets import PRESETS
-from kvbench.targets.template import is_template
 from kvbench.workload.file import Workload, differing_keys, resolve
 
 _START_S = 180.0

@@ -99,7 +99,7 @@ def session_for(job: Job, host: str, options: Any, users: int, shard: tuple[int,
 
 def _from_workload(job: Job, host: str, options: Any, users: int, test: int) -> tuple[LoadSpec, RequestList]:
     from kvbench.load import launch as loadrun
-    from kvbench.targets.openai import OpenAITarget
+    from kvbench.targets.running import OpenAITarget
 
     if not host:
         raise ValueError("no server is given; write for example --host http://127.0.0.1:8000.")

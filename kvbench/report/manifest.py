@@ -11,8 +11,8 @@ from typing import Any
 from kvbench.common import text as words
 from kvbench.report.findings import SCATTER, scatters
 from kvbench.runs.model import Cell, Run, number
+from kvbench.targets.launch_plan import is_template, placeholders
 from kvbench.targets.presets import GENERIC
-from kvbench.targets.template import is_template, placeholders
 
 CODE_PATHS = (
     "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "

@@ -17,7 +17,7 @@ import pandas as pd
 from kvbench.common import text as words
 from kvbench.report.findings import baseline, best, paging
 from kvbench.runs.model import Cell, Run, number
-from kvbench.server_metrics import time_mean
+from kvbench.targets.prometheus import time_mean
 
 SLOT_PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 """The places of the server's ledger. Each slot is in one of them, so they add up to all slots."""

@@ -15,13 +15,13 @@ from kvbench.common.foreign_cpu import Server, server_at
 from kvbench.common.secrets import without_key
 from kvbench.load.dialect import Dialect
 from kvbench.requests.request import RequestSpec
-from kvbench.server_metrics import MetricsSample, parse_metrics
 from kvbench.targets.access import Access
 from kvbench.targets.bounded import BoundedTransport
-from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, METRIC_KINDS
+from kvbench.targets.presets.preset import Preset
+from kvbench.targets.prometheus import MetricsSample, parse_metrics
 from kvbench.targets.texts import Texts, with_texts
-from kvbench.targets.trouble import BAD_REQUEST, connection_trouble, key_trouble, scheme_trouble
+from kvbench.targets.unreachable import BAD_REQUEST, connection_trouble, key_trouble, scheme_trouble
 
 _READ_TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
 FACTS_TIMEOUT_S = 60.0  # vLLM, asked the first time, runs a dozen programs to describe its machine

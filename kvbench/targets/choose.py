@@ -19,14 +19,14 @@ from kvbench.targets.access import Access
 from kvbench.targets.applies import BUILTIN, PRESET, RUNNING, TEMPLATE, check_options, check_tls
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
+from kvbench.targets.launch_plan import CommandTemplate, is_template
 from kvbench.targets.launched import LaunchedTarget, Launcher
-from kvbench.targets.model_folder import ModelFolders, text_tokenizer
-from kvbench.targets.openai import OpenAITarget
+from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.owned import require_free_port
-from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, PRESETS
+from kvbench.targets.presets.preset import Preset
 from kvbench.targets.program import program_of
-from kvbench.targets.template import CommandTemplate, is_template
+from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import Design
 from kvbench.workload.file import Workload
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.server_metrics import MetricsSample
 from kvbench.targets.base import ModelFacts
-from kvbench.targets.model_folder import ModelFolders, ServedModel
+from kvbench.targets.launch_plan import CommandTemplate
+from kvbench.targets.model_export import ModelFolders, ServedModel
 from kvbench.targets.owned import OwnServer, require_free_port
-from kvbench.targets.preset import OF_THE_MODEL, Context, Preset
-from kvbench.targets.template import CommandTemplate
+from kvbench.targets.presets.preset import OF_THE_MODEL, Context, Preset
+from kvbench.targets.prometheus import MetricsSample
 from kvbench.targets.texts import Texts, TokenizerTexts, WordTexts
 from kvbench.targets.versions import version_of
 from kvbench.workload.design import Design

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kvbench.common.errors import UsageError
-from kvbench.targets.preset import Preset
+from kvbench.targets.presets.preset import Preset
 
 _ANSWER_S = 60.0  # a Python on a cold disk; a launcher that looks for GPUs first
 _HAS_MODULE = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else 3)"

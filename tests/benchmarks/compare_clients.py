@@ -28,7 +28,7 @@ from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID
 from kvbench.common.foreign_cpu import tree_cpu_s
 from kvbench.common.watchdog import Watchdog
-from kvbench.server_metrics import parse_metrics
+from kvbench.targets.prometheus import parse_metrics
 
 REQUESTS, CONCURRENCY, INPUT, OUTPUT = 128, 16, 128, 64
 _SERVER = ("time_to_first_token_seconds", "inter_token_latency_seconds")

@@ -20,7 +20,7 @@ from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.planning import plan_sweep
 from kvbench.runs.folder import create_run
-from kvbench.targets.openai import OpenAITarget
+from kvbench.targets.running import OpenAITarget
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, Bench, complaints, finished, manifest
 

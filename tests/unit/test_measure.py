@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.measure import _metrics
 from kvbench.runs.folder import read_json
-from kvbench.server_metrics import MetricsSample
+from kvbench.targets.prometheus import MetricsSample
 from tests.unit.test_metrics import frame, row
 
 

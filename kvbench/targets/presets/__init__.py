@@ -1,16 +1,16 @@
-"""The servers that kvbench knows by name: one module each, see ``kvbench/targets/preset.py``."""
+"""The servers that kvbench knows by name: one module each, see ``kvbench/targets/presets/preset.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbench.server_metrics import OURS, MetricNames
-from kvbench.targets.preset import Preset, Reset
 from kvbench.targets.presets.llamacpp import LLAMACPP
+from kvbench.targets.presets.preset import Preset, Reset
 from kvbench.targets.presets.sglang import SGLANG
 from kvbench.targets.presets.tgi import TGI
 from kvbench.targets.presets.transformers import TRANSFORMERS
 from kvbench.targets.presets.vllm import VLLM
+from kvbench.targets.prometheus import OURS, MetricNames
 
 PRESETS: Mapping[str, Preset] = {each.name: each for each in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}
 GENERIC = Preset(  # the built-in server, and what is assumed of one that nobody has named

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvbench.load.dialect import Dialect
-from kvbench.server_metrics import MetricNames
-from kvbench.targets.preset import (
+from kvbench.targets.presets.preset import (
     Context,
     Preset,
     Reset,
@@ -24,6 +23,7 @@ from kvbench.targets.preset import (
     switch,
     whatever,
 )
+from kvbench.targets.prometheus import MetricNames
 
 _FROM_GGUF = (
     "the budget cannot be worked out from a GGUF file. Take the budget out with -o engine.kv_budget=null and give the "

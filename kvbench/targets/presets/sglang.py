@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbench.server_metrics import MetricNames
-from kvbench.targets.preset import (
+from kvbench.targets.presets.preset import (
     Context,
     Preset,
     Reset,
@@ -22,6 +21,7 @@ from kvbench.targets.preset import (
     flag,
     switch,
 )
+from kvbench.targets.prometheus import MetricNames
 
 
 def _batch_words(value: Any, context: Context) -> tuple[str, ...]:

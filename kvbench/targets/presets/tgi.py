@@ -10,8 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.load.dialect import Dialect
-from kvbench.server_metrics import MetricNames
-from kvbench.targets.preset import Context, Preset, Setting, Version, absent, always, budget_in_tokens, flag, whatever
+from kvbench.targets.presets.preset import (
+    Context,
+    Preset,
+    Setting,
+    Version,
+    absent,
+    always,
+    budget_in_tokens,
+    flag,
+    whatever,
+)
+from kvbench.targets.prometheus import MetricNames
 
 _MOST_REQUESTS = 65_536  # its router refuses any above its limit, 128 unless it is told, in place of queueing them
 

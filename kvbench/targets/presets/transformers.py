@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.load.dialect import Dialect
-from kvbench.targets.preset import Context, Preset, Setting, Version, absent, always, flag, whatever
+from kvbench.targets.presets.preset import Context, Preset, Setting, Version, absent, always, flag, whatever
 
 _LEAST_PAGE = 4
 

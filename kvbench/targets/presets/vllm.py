@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.server_metrics import MetricNames
-from kvbench.targets.preset import Context, Preset, Reset, Setting, Version, absent, always, flag, switch
+from kvbench.targets.presets.preset import Context, Preset, Reset, Setting, Version, absent, always, flag, switch
+from kvbench.targets.prometheus import MetricNames
 
 _CPU_PAGE, _GPU_PAGE = 32, 16
 _GPU_ONLY_DTYPES = ("int8_per_token_head", "int4_per_token_head")

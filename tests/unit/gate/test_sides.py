@@ -19,7 +19,7 @@ from kvbench.gate.side_text import parse_settings, parse_side
 from kvbench.gate.sides import open_side, require_used, same_sides
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.launched import LaunchedTarget
-from kvbench.targets.openai import OpenAITarget
+from kvbench.targets.running import OpenAITarget
 from kvbench.workload.file import load_workload
 from tests.support.git_repo import git, make_repo, make_tiny_kvbench
 from tests.support.sweep_parts import TINY

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, shared_beginnings, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
-from kvbench.server_metrics import MetricsSample
 from kvbench.server_state import cache_use, hit_bounds
+from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.load_section import LoadConfig
 
 COLD = {"cache_state": "cold", "page_size": 4}

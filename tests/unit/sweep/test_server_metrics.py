@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from kvbench.server_metrics import (
+from kvbench.targets.prometheus import (
     MetricsPoller,
     MetricsSample,
     counter_changes,

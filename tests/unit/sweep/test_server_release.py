@@ -8,7 +8,7 @@ import pytest
 
 from kvbench import server_state
 from kvbench.common.errors import MeasurementError
-from kvbench.server_metrics import counter_changes, parse_metrics
+from kvbench.targets.prometheus import counter_changes, parse_metrics
 
 TEXT = """
 # TYPE kvbench:kv_slot_steps counter

@@ -21,7 +21,7 @@ from kvbench.runs.resume import reopen
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import choose, require_url
 from kvbench.targets.launched import LaunchedTarget
-from kvbench.targets.openai import OpenAITarget
+from kvbench.targets.running import OpenAITarget
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import TINY
 

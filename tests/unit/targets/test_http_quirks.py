@@ -11,8 +11,8 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import Access
-from kvbench.targets.openai import OpenAITarget
 from kvbench.targets.presets import GENERIC, PRESETS
+from kvbench.targets.running import OpenAITarget
 from kvbench.targets.texts import WordTexts
 from kvbench.targets.versions import version_of
 from tests.support.scripted_http import scripted_server

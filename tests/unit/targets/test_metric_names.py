@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.server_metrics import counter_changes, parse_metrics
 from kvbench.targets.presets import METRIC_KINDS
+from kvbench.targets.prometheus import counter_changes, parse_metrics
 
 VLLM = """
 # TYPE vllm:num_requests_running gauge

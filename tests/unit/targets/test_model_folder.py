@@ -16,8 +16,9 @@ from engine.config import EngineConfig
 from engine.export_model import export_model
 from engine.model_loader import load_model
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets import model_folder, scratch
-from kvbench.targets.model_folder import ModelFolders, text_tokenizer
+from kvbench.targets import model_export as model_folder
+from kvbench.targets import scratch
+from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.texts import WordTexts
 from tests.integration.test_target_transformers import MODEL
 from tests.support.sweep_parts import alive, wait_until

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from engine.config import EngineConfig
-from kvbench.targets.preset import OF_THE_MODEL, Context
 from kvbench.targets.presets import PRESETS
+from kvbench.targets.presets.preset import OF_THE_MODEL, Context
 
 SETTINGS = {"model": "llama-32m", "layout": "paged", "device": "cpu", "page_size": 32, "max_num_seqs": 8}
 CAPACITY = {"kv_budget_bytes": 97 << 20, "capacity_tokens": 6208, "num_pages": 194}
@@ -73,9 +73,9 @@ def test_what_vllm_cannot_do_has_a_reason_that_names_setting_and_value(settings,
 
 
 def test_a_device_that_is_left_open_is_the_cpu_where_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr("kvbench.targets.preset.default_profile", lambda: "cpu")
+    monkeypatch.setattr("kvbench.targets.presets.preset.default_profile", lambda: "cpu")
     assert "CPU attention" in reasons("vllm", page_size=16, device="auto")[0]
-    monkeypatch.setattr("kvbench.targets.preset.default_profile", lambda: "gpu")
+    monkeypatch.setattr("kvbench.targets.presets.preset.default_profile", lambda: "gpu")
     assert reasons("vllm", page_size=16, device="auto") == []
     assert "CPU attention" in reasons("vllm", page_size=16, device="cpu")[0]
 

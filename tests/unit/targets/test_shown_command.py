@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvbench.targets.launch_plan import CommandTemplate
 from kvbench.targets.launched import LaunchedTarget, Launcher, _shown
 from kvbench.targets.presets import GENERIC, PRESETS
-from kvbench.targets.template import CommandTemplate
 
 
 @pytest.mark.parametrize(

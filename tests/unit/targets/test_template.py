@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import EngineConfig
 from kvbench.common.errors import UsageError
-from kvbench.targets.template import CommandTemplate, is_template
+from kvbench.targets.launch_plan import CommandTemplate, is_template
 
 KNOWN = [f.name for f in dataclasses.fields(EngineConfig)]
 ME = sys.executable

@@ -15,12 +15,12 @@ import pytest
 
 from kvbench.cli import main
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets import trouble as troubles
+from kvbench.targets import unreachable as troubles
 from kvbench.targets.access import Access
 from kvbench.targets.base import HttpTarget, ModelFacts
-from kvbench.targets.openai import OpenAITarget
 from kvbench.targets.presets import PRESETS
-from kvbench.targets.trouble import connection_trouble
+from kvbench.targets.running import OpenAITarget
+from kvbench.targets.unreachable import connection_trouble
 from tests.support.loads import ROOT, free_port, own_mock
 from tests.support.raw_server import certificate, raw_server, read_request
 from tests.support.scripted_http import scripted_server

@@ -9,8 +9,8 @@ from typing import Any
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets.access import Access
 from kvbench.targets.base import HttpTarget, ModelFacts
-from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC
+from kvbench.targets.presets.preset import Preset
 from kvbench.targets.texts import TokenizerTexts
 from kvbench.targets.versions import version_of
 

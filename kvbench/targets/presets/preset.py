@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.server_metrics import OURS, MetricNames
+from kvbench.targets.prometheus import OURS, MetricNames
 from kvbench.workload.file import default_profile
 
 
