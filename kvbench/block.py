@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvbench.calibration import Calibration
-from kvbench.calibrator import Demand
+from kvbench.calibration.cache import Demand
+from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load import launch as loadrun
 from kvbench.measure import Subject, measure_load

@@ -45,7 +45,7 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
     """
     from rich.console import Console
 
-    from kvbench.calibration import CalibrationSettings, aims, calibrate
+    from kvbench.calibration.calibrate import CalibrationSettings, aims, calibrate
     from kvbench.common.errors import UsageError
     from kvbench.common.foreign_cpu import busy_notice
     from kvbench.runs.folder import write_json

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench.calibrator import Calibrator
+from kvbench.calibration.cache import Calibrator
 from kvbench.common.errors import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,

@@ -16,8 +16,8 @@ from kvbench.common.errors import UsageError
 from kvbench.load.run_arguments import ARRIVE_S, DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from kvbench.calibration import Calibration
-    from kvbench.calibrator import Demand
+    from kvbench.calibration.cache import Demand
+    from kvbench.calibration.calibrate import Calibration
 
 Calibrate = Callable[["Demand", "Calibration | None"], "Calibration | None"]
 

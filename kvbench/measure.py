@@ -16,8 +16,8 @@ from typing import Any
 import pandas as pd
 
 from kvbench import server_state
-from kvbench.calibration import Calibration
-from kvbench.calibrator import UNKNOWN_STREAMS, Demand
+from kvbench.calibration.cache import UNKNOWN_STREAMS, Demand
+from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import MachineWatch, as_judged
 from kvbench.load import launch as loadrun

@@ -53,10 +53,10 @@ def mock_server(**options: Any) -> int:
     import asyncio
     import errno
 
+    from kvbench.calibration.mock.server import serve
+    from kvbench.calibration.mock.settings import MockSettings
     from kvbench.common.errors import UsageError
     from kvbench.common.secrets import api_key
-    from kvbench.mock.server import serve
-    from kvbench.mock.settings import MockSettings
 
     host, port, cert, key, key_env = (options.pop(k) for k in ("host", "port", "tls_cert", "tls_key", "api_key_env"))
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.block import BlockRunner, Failure
-from kvbench.calibrator import Calibrator
+from kvbench.calibration.cache import Calibrator
 from kvbench.common.errors import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.block import BlockRunner
-from kvbench.calibrator import Calibrator
+from kvbench.calibration.cache import Calibrator
 from kvbench.common.errors import Interrupted, MeasurementError, storage_sentence
 from kvbench.common.signals import Interruption
 from kvbench.common.text import plural

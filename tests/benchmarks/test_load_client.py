@@ -13,7 +13,7 @@ from bench_mode import MODE, choose
 from bench_timing import note
 
 from kvbench.bench_bars import Measured, missed
-from kvbench.calibration import CalibrationSettings, aims, calibrate
+from kvbench.calibration.calibrate import CalibrationSettings, aims, calibrate
 from kvbench.runs.manifest import usable_cores
 
 CASES = choose(full=[(64, 1), (256, 1), (256, 4)], quick=[(64, 1)], smoke=[(8, 1)])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import calibrator as module
-from kvbench.calibration import DEFAULT_ITL_MS, Calibration, CalibrationSettings
+from kvbench.calibration import cache as module
+from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
 from kvbench.cli import main
 from tests.support.sweep_parts import FAKE, Bench
 from tests.unit.load.test_calibration import taken

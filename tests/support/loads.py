@@ -36,7 +36,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def own_mock(*flags: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """A mock server that the test may kill, and its URL."""
-    command = [sys.executable, "-m", "kvbench.mock", "--port", "0", *flags]
+    command = [sys.executable, "-m", "kvbench.calibration.mock", "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         yield process, process.stdout.readline().split()[1]

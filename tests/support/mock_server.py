@@ -2,7 +2,7 @@
 
     python tests/support/mock_server.py [flags of kvbench mock-server]
 
-What one request gets is written in its model's name, see kvbench/mock/settings.py.
+What one request gets is written in its model's name, see kvbench/calibration/mock/settings.py.
 """
 
 from __future__ import annotations

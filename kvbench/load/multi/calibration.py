@@ -17,7 +17,7 @@ from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import busiest_second
 
 if TYPE_CHECKING:
-    from kvbench.calibration import Calibration
+    from kvbench.calibration.calibrate import Calibration
 
 LIMIT_S = 120.0
 _COMMAND_S = 90.0
@@ -26,7 +26,7 @@ _SAID_CHARS = 300
 
 def settings_of(spec: LoadSpec, workers: int) -> dict[str, Any]:
     """What each of ``workers`` is to be calibrated for: fields of CalibrationSettings."""
-    from kvbench.calibrator import UNKNOWN_STREAMS, Demand, settings_for
+    from kvbench.calibration.cache import UNKNOWN_STREAMS, Demand, settings_for
 
     streams = spec.concurrency or spec.max_concurrency or UNKNOWN_STREAMS
     asked = Demand(-(-streams // workers), tls=spec.base_url.startswith("https:"))
@@ -56,8 +56,8 @@ def calibration_reasons(found: Sequence[Calibration], results: Sequence[WorkerRe
 
     ``found`` and ``results`` [workers that handed back what they measured] are in the same order.
     """
-    from kvbench.calibration import validity_limits
-    from kvbench.calibrator import Demand
+    from kvbench.calibration.cache import Demand
+    from kvbench.calibration.calibrate import validity_limits
 
     reasons = []
     for each, result in zip(found, results, strict=True):

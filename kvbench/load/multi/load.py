@@ -22,7 +22,7 @@ from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList
 
 if TYPE_CHECKING:
-    from kvbench.calibration import Calibration
+    from kvbench.calibration.calibrate import Calibration
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHECK_CLOCKS_S = 5.0
@@ -117,7 +117,7 @@ class SharedLoad:
         return code
 
     def _calibrate(self) -> None:
-        from kvbench.calibration import Calibration
+        from kvbench.calibration.calibrate import Calibration
 
         self._say("calibrating")
         found = self.crew.calibrate(settings_of(self.spec, len(self.crew.links)))

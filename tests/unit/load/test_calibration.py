@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench import calibration as module
-from kvbench.calibration import (
+from kvbench.calibration import calibrate as module
+from kvbench.calibration.calibrate import (
     Attempt,
     Calibration,
     CalibrationSettings,
@@ -19,10 +19,10 @@ from kvbench.calibration import (
     judge_figures,
     validity_limits,
 )
-from kvbench.calibration_figures import Figures, figures_of
+from kvbench.calibration.figures import Figures, figures_of
+from kvbench.calibration.mock.process import MockProcess
 from kvbench.cli import main
 from kvbench.common.errors import MeasurementError
-from kvbench.mock.process import MockProcess
 
 ZERO = 1000.0
 CLIENT = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.calibration import Calibration, CalibrationSettings, aims, calibrate, validity_limits
+from kvbench.calibration.calibrate import Calibration, CalibrationSettings, aims, calibrate, validity_limits
 from kvbench.load import launch as loadrun
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, SUPPORT, LoadRunner
@@ -117,7 +117,7 @@ def test_a_client_whose_loop_stands_still_makes_a_load_invalid_though_its_stamps
 
 def test_wrong_gaps_are_caught_by_the_commands_limits(mutants: dict[str, Calibration]) -> None:
     """0.9 ms are within what validity allows, and over what the client is built to reach."""
-    from kvbench.calibration import judge_figures
+    from kvbench.calibration.calibrate import judge_figures
 
     figures = mutants["jittery"].figures
     assert validity_limits(20.0).itl_error_p99_ms == 1.0

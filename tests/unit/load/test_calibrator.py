@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvbench import calibrator as chooser
-from kvbench.calibration import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
-from kvbench.calibrator import Calibrator, Demand, settings_for
+from kvbench.calibration import cache as chooser
+from kvbench.calibration.cache import Calibrator, Demand, settings_for
+from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
 from kvbench.measure import _calibrated_as_it_was
 from tests.unit.load.test_calibration import GOOD, taken
 

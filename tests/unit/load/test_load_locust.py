@@ -39,7 +39,17 @@ load:
 def steady_url() -> Iterator[str]:
     """A mock server whose TTFT and ITL are known."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvbench.mock", "--port", "0", "--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS)],
+        [
+            sys.executable,
+            "-m",
+            "kvbench.calibration.mock",
+            "--port",
+            "0",
+            "--ttft-ms",
+            str(TTFT_MS),
+            "--itl-ms",
+            str(ITL_MS),
+        ],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,

@@ -9,7 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from kvbench.calibrator import Demand
+from kvbench.calibration.cache import Demand
 from kvbench.common.errors import UsageError
 from kvbench.load.run_arguments import parse
 from kvbench.load_command import load

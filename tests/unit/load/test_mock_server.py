@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kvbench.calibrate_command import calibrate_client
-from kvbench.calibration import CalibrationSettings
+from kvbench.calibration.calibrate import CalibrationSettings
+from kvbench.calibration.mock.server import KEPT_STAMPS
+from kvbench.calibration.mock.settings import MockSettings
 from kvbench.cli import main
-from kvbench.mock.server import KEPT_STAMPS
-from kvbench.mock.settings import MockSettings
 from tests.support.loads import ROOT, stamps_of
 
 TOKENS = 12
@@ -163,7 +163,7 @@ def test_bad_options_are_a_sentence(capsys, flags: list[str], words: str) -> Non
 
 def test_sigterm_ends_it_with_streams_open() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvbench.mock", "--port", "0"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-m", "kvbench.calibration.mock", "--port", "0"], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     try:
         url = process.stdout.readline().split()[1]

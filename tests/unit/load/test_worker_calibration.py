@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from kvbench.calibration import Calibration, CalibrationSettings, Limits
+from kvbench.calibration.calibrate import Calibration, CalibrationSettings, Limits
 from kvbench.load.multi.calibration import calibrate_here, calibration_reasons, settings_of
 from kvbench.load.spec import LoadSpec
 from tests.support.loads import LoadRunner

@@ -16,11 +16,11 @@ _READY_S = 20.0
 
 
 class MockProcess:
-    """``python -m kvbench.mock`` on a free port for as long as the block lasts; gives its URL."""
+    """``python -m kvbench.calibration.mock`` on a free port for as long as the block lasts; gives its URL."""
 
     def __init__(self, folder: Path, flags: Mapping[str, Any]) -> None:
         self._log = folder / "mock.log"
-        self._command = [sys.executable, "-m", "kvbench.mock", "--port", "0"]
+        self._command = [sys.executable, "-m", "kvbench.calibration.mock", "--port", "0"]
         self._command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
     def __enter__(self) -> str:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from engine.boot import BOOT_HEADER, boot_id
-from kvbench.mock.pacer import Pacer
-from kvbench.mock.settings import MockSettings
+from kvbench.calibration.mock.pacer import Pacer
+from kvbench.calibration.mock.settings import MockSettings
 
 _BREAKING = ("truncate", "stall", "malformed_json", "malformed_sse", "bad_chunk", "error_event")
 _HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n"

@@ -1,4 +1,4 @@
-"""``python -m kvbench.mock``: the same as ``kvbench mock-server``."""
+"""``python -m kvbench.calibration.mock``: the same as ``kvbench mock-server``."""
 
 import sys
 
@@ -8,7 +8,7 @@ from kvbench.mock_command import mock_server
 
 def run() -> int:
     """The command's exit code."""
-    result = mock_server.main(args=sys.argv[1:], prog_name="python -m kvbench.mock", standalone_mode=False)
+    result = mock_server.main(args=sys.argv[1:], prog_name="python -m kvbench.calibration.mock", standalone_mode=False)
     return result if isinstance(result, int) else 0
 
 

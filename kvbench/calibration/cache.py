@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.calibration import ATTEMPTS, DEFAULT_ITL_MS, Calibration, CalibrationSettings, calibrate, machine_key
+from kvbench.calibration.calibrate import (
+    ATTEMPTS,
+    DEFAULT_ITL_MS,
+    Calibration,
+    CalibrationSettings,
+    calibrate,
+    machine_key,
+)
 from kvbench.runs.folder import read_json, write_json
 
 FILE = "calibration.json"

@@ -20,9 +20,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.mock.answer import Answer
-from kvbench.mock.pacer import Pacer
-from kvbench.mock.settings import MockSettings
+from kvbench.calibration.mock.answer import Answer
+from kvbench.calibration.mock.pacer import Pacer
+from kvbench.calibration.mock.settings import MockSettings
 
 KEPT_STAMPS = 20_000  # of the newest requests
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
