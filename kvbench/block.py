@@ -13,13 +13,13 @@ from kvbench.calibration.cache import Demand
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load import launch as loadrun
-from kvbench.measure import Subject, measure_load
+from kvbench.measure.load import Subject, measure_load
+from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.runs.folder import DONE, RunFolder, write_json
 from kvbench.targets.asked import contradiction
 from kvbench.targets.base import Target, reason_of
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.targets.prometheus import POLL_INTERVAL_S
-from kvbench.warm_up import WarmUp, warm_up
 from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload
 

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvbench import measure as measuring
-from kvbench import server_state
-from kvbench import warm_up as warming
 from kvbench.block import BlockRunner
 from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.measure import load as measuring
+from kvbench.measure import server_state
+from kvbench.measure import warm_up as warming
 from kvbench.planning import plan_sweep
 from kvbench.runs.folder import create_run
 from kvbench.targets.running import OpenAITarget

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench.measure import _metrics
+from kvbench.measure.load import _metrics
 from kvbench.runs.folder import read_json
 from kvbench.targets.prometheus import MetricsSample
 from tests.unit.test_metrics import frame, row

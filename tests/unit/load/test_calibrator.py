@@ -11,7 +11,7 @@ import pytest
 from kvbench.calibration import cache as chooser
 from kvbench.calibration.cache import Calibrator, Demand, settings_for
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
-from kvbench.measure import _calibrated_as_it_was
+from kvbench.measure.load import _calibrated_as_it_was
 from tests.unit.load.test_calibration import GOOD, taken
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.measure.server_state import cache_use, hit_bounds
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, shared_beginnings, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
-from kvbench.server_state import cache_use, hit_bounds
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.load_section import LoadConfig
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvbench.load_result import goodput_share, lengths_of, lines, show, stored
-from kvbench.measure import client_cost
+from kvbench.measure.load import client_cost
 from kvbench.metrics.latency import summarise
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.workload.design import LoadPoint

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench import warm_up as warming
 from kvbench.common.errors import MeasurementError, RefusedError
+from kvbench.measure import warm_up as warming
+from kvbench.measure.warm_up import ATTEMPTS, WarmUp, warm_up
 from kvbench.requests.request import RequestSpec
-from kvbench.warm_up import ATTEMPTS, WarmUp, warm_up
 
 
 class Server:

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from kvbench import server_state
 from kvbench.common.errors import MeasurementError
+from kvbench.measure import server_state
 from kvbench.targets.prometheus import counter_changes, parse_metrics
 
 TEXT = """

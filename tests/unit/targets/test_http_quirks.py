@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench import server_state
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load.spec import LoadSpec
+from kvbench.measure import server_state
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import Access
 from kvbench.targets.presets import GENERIC, PRESETS

@@ -15,12 +15,12 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench import server_state
 from kvbench.calibration.cache import UNKNOWN_STREAMS, Demand
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import MachineWatch, as_judged
 from kvbench.load import launch as loadrun
+from kvbench.measure import server_state
 from kvbench.metrics.latency import summarise, too_many_failed
 from kvbench.runs.folder import read_json, utc_now, write_json
 from kvbench.targets.base import Target

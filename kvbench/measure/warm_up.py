@@ -15,7 +15,7 @@ from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.workload.design import LoadPoint
 
 if TYPE_CHECKING:
-    from kvbench.measure import Subject
+    from kvbench.measure.load import Subject
 
 WARM_UP_REQUESTS = 4
 ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
