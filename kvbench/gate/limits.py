@@ -22,7 +22,7 @@ from kvbench.gate import metric_names
 from kvbench.gate.verdict import FAIL, INVALID, PASS, Finding
 from kvbench.gate.wording import number, quantity
 from kvbench.quality_result import QualityResult
-from kvbench.report.findings import paging_pair
+from kvbench.report.comparisons import paging_pair
 from kvbench.runs.model import Cell, Run
 from kvbench.workload.settings import effective
 

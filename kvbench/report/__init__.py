@@ -38,7 +38,7 @@ def build_report(run_dir: Path | str) -> ReportPaths:
 
     from kvbench.report.markdown import markdown
     from kvbench.report.page import page
-    from kvbench.report.table import flat_rows
+    from kvbench.report.tables import flat_rows
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)

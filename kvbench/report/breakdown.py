@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvbench.common import text as words
-from kvbench.report.findings import Effect, effects, paging
-from kvbench.report.table import UNCERTAIN, Value, ratio_value
+from kvbench.report.comparisons import Effect, effects, paging
+from kvbench.report.tables import UNCERTAIN, Value, ratio_value
 from kvbench.runs.model import Cell, Run, number
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbench.common import text as words
-from kvbench.report.findings import (
+from kvbench.report.comparisons import (
     HIGHER,
     LOWER,
     NOT_TOLD,
@@ -20,7 +20,7 @@ from kvbench.report.findings import (
     paging,
     spread,
 )
-from kvbench.report.manifest import code_paths
+from kvbench.report.provenance import code_paths
 from kvbench.report.sentence import WORDS, bounds, effect, rivals, running
 from kvbench.runs.kv_ledger import share_of_steps, swapped_bytes
 from kvbench.runs.model import Cell, LoadPoint, Run, number

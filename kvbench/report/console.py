@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.report.table import Value, columns, rows
+from kvbench.report.tables import Value, columns, rows
 from kvbench.runs.model import Cell, Run
 
 HEADS = {

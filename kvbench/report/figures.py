@@ -6,9 +6,20 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
+from kvbench.report.comparisons import (
+    HIGHER,
+    LOWER,
+    NOT_TOLD,
+    SAME,
+    UNCLEAR,
+    Comparison,
+    best,
+    paging,
+    reference,
+    spread,
+)
 from kvbench.report.figures_latency import distribution_figure, latency_figure
-from kvbench.report.findings import HIGHER, LOWER, NOT_TOLD, SAME, UNCLEAR, Comparison, best, paging, reference, spread
-from kvbench.report.ledger_view import ledger_figure
+from kvbench.report.kv import ledger_figure
 from kvbench.report.occupancy import occupancy
 from kvbench.report.style import RATIO_MARKS, Drawing, Look, finish, hover, looks, ratio_text, safe, throughput_axis
 from kvbench.runs.model import Cell, Run

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.findings import best, paging, spread
+from kvbench.report.comparisons import best, paging, spread
 from kvbench.report.series import ecdf, itl_ms, log_axis, ttft_ms
 from kvbench.report.style import Drawing, Look, finish, hover, looks, safe, throughput_axis
 from kvbench.runs.model import Cell, Run

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.findings import paging, spread
+from kvbench.report.comparisons import paging, spread
 from kvbench.report.series import representative_repeat, thin
 from kvbench.report.style import Look, finish, looks, safe
 from kvbench.runs.model import Cell, LoadPoint, Run

@@ -20,11 +20,13 @@ from kvbench.report.breakdown import (
     effect_rows,
     turn_rows,
 )
+from kvbench.report.client_quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
+from kvbench.report.comparisons import LEVEL, NOT_TOLD, SCATTER, paging
 from kvbench.report.conclusions import conclusions, reservation, tiles
 from kvbench.report.figures import drawings
-from kvbench.report.findings import LEVEL, NOT_TOLD, SCATTER, paging
-from kvbench.report.ledger_view import SECTION, ledger_columns, ledger_note, ledger_rows
-from kvbench.report.manifest import (
+from kvbench.report.kv import SECTION, ledger_columns, ledger_note, ledger_rows
+from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
+from kvbench.report.provenance import (
     brief,
     code_paths,
     environment,
@@ -34,11 +36,9 @@ from kvbench.report.manifest import (
     skipped_notes,
     warnings,
 )
-from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
-from kvbench.report.quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
 from kvbench.report.sentence import headline
 from kvbench.report.style import RATIO_MARKS, Drawing, looks
-from kvbench.report.table import UNCERTAIN_NOTE, columns, rows
+from kvbench.report.tables import UNCERTAIN_NOTE, columns, rows
 from kvbench.report.validity import validity
 from kvbench.runs.model import Cell, LoadPoint, Run
 

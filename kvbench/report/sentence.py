@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from kvbench.common import text as words
-from kvbench.report.findings import (
+from kvbench.report.comparisons import (
     FEWEST,
     HIGHER,
     LOWER,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
-from kvbench.report.findings import NOT_TOLD, SAME, UNCLEAR, Ratio, compare, reference, spread
+from kvbench.report.comparisons import NOT_TOLD, SAME, UNCLEAR, Ratio, compare, reference, spread
 from kvbench.runs.model import Cell, Run
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.

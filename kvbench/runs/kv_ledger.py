@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.common import text as words
-from kvbench.report.findings import baseline, best, paging
+from kvbench.report.comparisons import baseline, best, paging
 from kvbench.runs.model import Cell, Run, number
 from kvbench.targets.prometheus import time_mean
 

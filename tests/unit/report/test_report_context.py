@@ -11,14 +11,14 @@ import pandas as pd
 import pytest
 
 from kvbench.report import headline
+from kvbench.report.client_quality import calibrations, quality_columns, quality_rows, quality_sentences
+from kvbench.report.comparisons import compare
 from kvbench.report.conclusions import conclusions, reservation, tiles
 from kvbench.report.figures import drawings
-from kvbench.report.findings import compare
-from kvbench.report.manifest import CODE_PATHS, code_paths, environment, made_from, warnings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
-from kvbench.report.quality import calibrations, quality_columns, quality_rows, quality_sentences
-from kvbench.report.table import columns, flat_rows, rows
+from kvbench.report.provenance import CODE_PATHS, code_paths, environment, made_from, warnings
+from kvbench.report.tables import columns, flat_rows, rows
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell, run

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.report.findings import (
+from kvbench.report.comparisons import (
     best,
     compare,
     differing,

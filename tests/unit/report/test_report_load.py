@@ -15,11 +15,11 @@ import pytest
 from kvbench.report import build_report, headline
 from kvbench.report.breakdown import class_name, class_rows, turn_rows
 from kvbench.report.figures import drawings
-from kvbench.report.manifest import brief, environment, skipped_notes, warnings
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.plateaus import PLATEAU_HEADS, plateau_rows
-from kvbench.report.table import columns, rows
+from kvbench.report.provenance import brief, environment, skipped_notes, warnings
+from kvbench.report.tables import columns, rows
 from kvbench.runs.folder import open_run
 from kvbench.runs.model import Cell, LoadPoint, Repeat, Run
 from kvbench.runs.read import read_run

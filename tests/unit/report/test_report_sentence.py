@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvbench.report.comparisons import compare
 from kvbench.report.conclusions import conclusions, kernel_cost
-from kvbench.report.findings import compare
 from kvbench.report.sentence import headline
 from tests.support.report_cells import cell, run
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvbench.report.breakdown import effect_rows
+from kvbench.report.comparisons import differing, effects
 from kvbench.report.conclusions import conclusions
-from kvbench.report.findings import differing, effects
 from kvbench.runs.model import Run
 from kvbench.runs.read import _config_name, _rank
 from tests.support.report_cells import cell, run

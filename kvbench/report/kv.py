@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.report.style import Drawing, finish, safe
-from kvbench.report.table import Column, Row, Value
+from kvbench.report.tables import Column, Row, Value
 from kvbench.runs.kv_ledger import PLACES, Ledger, Place, ledger, ledger_sentence, ledgers, swapped_bytes
 from kvbench.runs.model import Cell, Run
 

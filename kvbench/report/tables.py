@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.findings import HIGHER, LOWER, Ratio, compare, reference, spread
+from kvbench.report.comparisons import HIGHER, LOWER, Ratio, compare, reference, spread
 from kvbench.report.style import RATIO_MARKS, marked_ratio
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import Cell, Run

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.findings import SCATTER, scatters
+from kvbench.report.comparisons import SCATTER, scatters
 from kvbench.runs.model import Cell, Run, number
 from kvbench.targets.launch_plan import is_template, placeholders
 from kvbench.targets.presets import GENERIC

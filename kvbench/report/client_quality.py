@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.table import Column, Row, Value
+from kvbench.report.tables import Column, Row, Value
 from kvbench.runs.model import Cell, Run, number
 
 QUALITY_NOTE = (
