@@ -15,9 +15,9 @@ from kvbench.workload.file import Workload, load_workload, resolve
 
 def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
     """``kvbench sweep``. Raises UsageError."""
-    from kvbench.planning import SweepOptions, describe_plan, preflight
-    from kvbench.progress import Estimator
-    from kvbench.sweep import Sweep
+    from kvbench.sweep.plan import SweepOptions, describe_plan, preflight
+    from kvbench.sweep.progress import Estimator
+    from kvbench.sweep.run import Sweep
     from kvbench.targets.choose import choose
 
     console = Console()
@@ -130,8 +130,8 @@ def show_report(run_dir: Path, console: Console) -> None:
 
 def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     """``kvbench plan``. Raises UsageError for an impossible configuration."""
-    from kvbench.capacity_table import capacity_table
-    from kvbench.planning import capacities, plan_sweep
+    from kvbench.sweep.capacity import capacity_table
+    from kvbench.sweep.plan import capacities, plan_sweep
     from kvbench.targets.builtin import check_configuration
 
     loaded = load_workload(workload, profile=profile, overrides=overrides)

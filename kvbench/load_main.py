@@ -33,9 +33,9 @@ from kvbench.load_shared import Sharing, be_worker, require_free, sharing
 from kvbench.measure.load import Subject, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
-from kvbench.progress import status_line
 from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.runs.folder import read_json, write_json
+from kvbench.sweep.progress import status_line
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.versions import version_of
 from kvbench.workload.design import LoadPoint, load_point

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
 from kvbench.load.launch import make_requests
-from kvbench.planning import plan_sweep
 from kvbench.quality_result import QualityResult
 from kvbench.runs.manifest import git_state, versions
+from kvbench.sweep.plan import plan_sweep
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload

@@ -9,7 +9,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.progress import clock
 from kvbench.rate_plan import Sizes
 from kvbench.rate_search import (
     ALWAYS,
@@ -23,6 +22,7 @@ from kvbench.rate_search import (
     Condition,
     Trial,
 )
+from kvbench.sweep.progress import clock
 
 _UNTOLD = {INVALID: "INVALID", TOO_SHORT: "TOO SHORT TO TELL", CLIENT_LIMIT: "NOT MEASURED, the client was the limit"}
 

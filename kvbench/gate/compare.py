@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench.block import BlockRunner
 from kvbench.calibration.cache import Calibrator
 from kvbench.common.errors import Interrupted, MeasurementError, storage_sentence
 from kvbench.common.signals import Interruption
@@ -25,8 +24,9 @@ from kvbench.gate.policy import Policy
 from kvbench.gate.same_server import hear_server, require_same_requests
 from kvbench.gate.values import whole_pairs
 from kvbench.gate.verdict import INCONCLUSIVE, Verdict
-from kvbench.progress import Speaker, clock
 from kvbench.runs.folder import utc_now, write_json
+from kvbench.sweep.block import BlockRunner
+from kvbench.sweep.progress import Speaker, clock
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell
 

@@ -13,8 +13,8 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.gate.builds import Builds
 from kvbench.gate.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.sides import OpenSide, Side, open_side, require_used, same_sides
-from kvbench.planning import SweepOptions, preflight
 from kvbench.runs.folder import RunFolder, read_json
+from kvbench.sweep.plan import SweepOptions, preflight
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select
 from kvbench.workload.file import Workload

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvbench.block import BlockRunner, Failure
 from kvbench.gate.folder import CompareFolder
 from kvbench.gate.metric_names import value_of
 from kvbench.gate.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.rules import MetricRule
 from kvbench.runs.aggregate import flatten
+from kvbench.sweep.block import BlockRunner, Failure
 
 ATTEMPTS = 3  # of one configuration in one pair
 ATTEMPTS_TO_BLAME = 8  # where the candidate's server alone fails each time: 2^-8 rules chance out (void_findings.py)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import server_at
-from kvbench.progress import START_GUESS_S
+from kvbench.sweep.progress import START_GUESS_S
 from kvbench.targets.access import Access
 from kvbench.targets.applies import BUILTIN, PRESET, RUNNING, TEMPLATE, check_options, check_tls
 from kvbench.targets.base import Target

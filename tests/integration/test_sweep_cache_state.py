@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvbench.block import BlockRunner
 from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.measure import load as measuring
 from kvbench.measure import server_state
 from kvbench.measure import warm_up as warming
-from kvbench.planning import plan_sweep
 from kvbench.runs.folder import create_run
+from kvbench.sweep.block import BlockRunner
+from kvbench.sweep.plan import plan_sweep
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, Bench, complaints, finished, manifest

@@ -12,7 +12,7 @@ import yaml
 from engine.config import KV_CACHE_DTYPES, EngineConfig
 from engine.server.arguments import build_parser, command_line, options_of
 from kvbench.common.errors import UsageError
-from kvbench.planning import SweepOptions, plan_sweep, planned_blocks, preflight
+from kvbench.sweep.plan import SweepOptions, plan_sweep, planned_blocks, preflight
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import load_point, make_design
 from kvbench.workload.file import load_workload, resolve

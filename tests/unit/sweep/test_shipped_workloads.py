@@ -22,9 +22,9 @@ from engine.sequence import Request, SamplingParams
 from engine.stats import EngineStats
 from kvbench.cache_sim import replay
 from kvbench.load.launch import make_requests
-from kvbench.planning import plan_sweep
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
+from kvbench.sweep.plan import plan_sweep
 from kvbench.targets.builtin import check_configuration
 from kvbench.traces.read import read_page_ids
 from kvbench.workload.file import load_workload

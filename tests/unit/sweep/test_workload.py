@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from kvbench.common.errors import UsageError
-from kvbench.planning import SweepOptions, capacity_note, plan_sweep, preflight
+from kvbench.sweep.plan import SweepOptions, capacity_note, plan_sweep, preflight
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.file import differing_keys, load_workload, resolve
 from kvbench.workload.layers import deep_merge

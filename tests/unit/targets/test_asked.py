@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench.block import BlockRunner
 from kvbench.runs.folder import RunFolder
+from kvbench.sweep.block import BlockRunner
 from kvbench.targets.asked import contradiction
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Block, Cell, Configuration, LoadPoint

@@ -15,9 +15,9 @@ import yaml
 
 import engine.tokenizer
 from kvbench.common.errors import UsageError
-from kvbench.planning import SweepOptions
 from kvbench.runs.manifest import environment
 from kvbench.runs.resume import reopen
+from kvbench.sweep.plan import SweepOptions
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import choose, require_url
 from kvbench.targets.launched import LaunchedTarget

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.planning import without_refused
+from kvbench.sweep.plan import without_refused
 from kvbench.targets.choose import _arithmetic
 from kvbench.targets.launched import Launcher
 from kvbench.targets.presets import PRESETS

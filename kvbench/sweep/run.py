@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench.block import BlockRunner, Failure
 from kvbench.calibration.cache import Calibrator
 from kvbench.common.errors import (
     EXIT_INTERRUPTED,
@@ -25,12 +24,13 @@ from kvbench.common.errors import (
 )
 from kvbench.common.packages import say
 from kvbench.common.signals import Interruption
-from kvbench.planning import SweepOptions, capacity_note, planned_blocks, preflight, without_done
-from kvbench.progress import Estimator, SweepProgress
 from kvbench.runs.folder import RunFolder, create_run, utc_now, write_json
 from kvbench.runs.manifest import add_server, build_manifest, git_state
 from kvbench.runs.resume import accept_server, reopen
-from kvbench.sweep_end import by_reason, invalid_reasons, write_report
+from kvbench.sweep.block import BlockRunner, Failure
+from kvbench.sweep.end import by_reason, invalid_reasons, write_report
+from kvbench.sweep.plan import SweepOptions, capacity_note, planned_blocks, preflight, without_done
+from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Design, make_design
 from kvbench.workload.file import Workload, portable

@@ -13,8 +13,8 @@ from rich.console import Console
 from kvbench.common.errors import UsageError
 from kvbench.common.text import plural
 from kvbench.load import launch as loadrun
-from kvbench.progress import START_GUESS_S, clock
 from kvbench.runs.folder import RunFolder
+from kvbench.sweep.progress import START_GUESS_S, clock
 from kvbench.workload.design import Block, Configuration, Design, make_design, plan_blocks, select, without
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import effective

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from kvbench.block import Failure
 from kvbench.runs.folder import DONE, RunFolder, read_json
+from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell
 
 
