@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvbench.calibrate_command import NO_CALIBRATION
-from kvbench.load_shared import SHARING_OPTIONS
+from kvbench.loadtest.shared import SHARING_OPTIONS
 from kvbench.option_types import FiniteRange
 
 _HELP = """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
@@ -134,7 +134,7 @@ _ALL = (
 
 
 def load(**options: Any) -> int:
-    from kvbench.load_main import load_command
+    from kvbench.loadtest.run import load_command
 
     context = click.get_current_context()
     given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]

@@ -58,9 +58,9 @@ def quality_command(
     from rich.console import Console
 
     from kvbench.common.text import plural
+    from kvbench.loadtest.max_rate.text import print_table
     from kvbench.quality import measure, quantised
     from kvbench.quality_result import QUALITY
-    from kvbench.rate_words import print_table
     from kvbench.runs.folder import open_run, write_json
     from kvbench.workload.file import load_workload, resolve
 

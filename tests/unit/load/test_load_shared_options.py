@@ -13,7 +13,7 @@ from kvbench.calibration.cache import Demand
 from kvbench.common.errors import UsageError
 from kvbench.load.run_arguments import parse
 from kvbench.load_command import load
-from kvbench.load_shared import be_worker, require_free, sharing
+from kvbench.loadtest.shared import be_worker, require_free, sharing
 
 
 def options(*words: str) -> dict:

@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from kvbench.load_folder import LoadFolder
-from kvbench.rate_plan import Sizes
-from kvbench.rate_run import RateSearch
-from kvbench.rate_search import Bounds, parse_conditions
+from kvbench.loadtest.folder import LoadFolder
+from kvbench.loadtest.max_rate.plan import Sizes
+from kvbench.loadtest.max_rate.run import RateSearch
+from kvbench.loadtest.max_rate.search import Bounds, parse_conditions
 from tests.support.rate_queue import N
 
 

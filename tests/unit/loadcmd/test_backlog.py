@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbench.backlog import Backlog, backlog_of, filling_s
+from kvbench.loadtest.max_rate.queue_growth import Backlog, backlog_of, filling_s
 
 
 def test_the_server_falls_behind_by_numbers_that_can_tell():

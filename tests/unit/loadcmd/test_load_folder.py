@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.load_folder import METRICS, opened
+from kvbench.loadtest.folder import METRICS, opened
 
 
 def manifest(**more):

@@ -9,7 +9,7 @@ import yaml
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import slo_words
-from kvbench.load_options import Asked, parse_goodput, parse_rate, shaped
+from kvbench.loadtest.options import Asked, parse_goodput, parse_rate, shaped
 
 BASE = {
     "name": "w",

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from kvbench.load_result import goodput_share, lengths_of, lines, show, stored
+from kvbench.loadtest.result import goodput_share, lengths_of, lines, show, stored
 from kvbench.measure.load import client_cost
 from kvbench.metrics.latency import summarise
 from kvbench.requests.request import RequestList, RequestSpec

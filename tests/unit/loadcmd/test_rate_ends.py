@@ -9,9 +9,9 @@ import pytest
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK
 from kvbench.load.validity import client_report, invalid_reasons
-from kvbench.rate_plan import Sizes
-from kvbench.rate_run import client_alone
-from kvbench.rate_search import Bounds
+from kvbench.loadtest.max_rate.plan import Sizes
+from kvbench.loadtest.max_rate.run import client_alone
+from kvbench.loadtest.max_rate.search import Bounds
 from tests.support.rate_queue import AllAtOnce, Queue, answer, md1_capacity
 
 
@@ -34,7 +34,7 @@ def test_a_run_that_cannot_end_in_time_is_not_begun(new):
 
 def test_a_run_that_outlasts_the_time_is_cut_and_run_again_on_resume(new, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("kvbench.rate_run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("kvbench.loadtest.max_rate.run.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Queue):
         """Its second run goes on and on; it looks at the time as a load does."""

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from kvbench.backlog import arrivals_to_tell, backlog_of, share_told
-from kvbench.rate_plan import Sizes, patience_s
-from kvbench.rate_search import TOO_SHORT, Answer, Ask, Bounds, Trial, advance, parse_conditions, unmet
+from kvbench.loadtest.max_rate.plan import Sizes, patience_s
+from kvbench.loadtest.max_rate.queue_growth import arrivals_to_tell, backlog_of, share_told
+from kvbench.loadtest.max_rate.search import TOO_SHORT, Answer, Ask, Bounds, Trial, advance, parse_conditions, unmet
 from kvbench.workload.load_section import Slo
 
 CAPACITY = 10.0  # requests/s of SERVERS that take SERVERS / CAPACITY seconds for one, in the mean

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.rate_plan import SearchPlan, Sizes, at_rate, mean_rate, require_searchable
-from kvbench.rate_search import parse_conditions
+from kvbench.loadtest.max_rate.plan import SearchPlan, Sizes, at_rate, mean_rate, require_searchable
+from kvbench.loadtest.max_rate.search import parse_conditions
 from kvbench.workload.load_section import LoadConfig
 
 

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, MeasurementError
-from kvbench.rate_plan import Sizes
-from kvbench.rate_run import _visits
-from kvbench.rate_search import Answer, Bounds
-from kvbench.rate_words import say
+from kvbench.loadtest.max_rate.plan import Sizes
+from kvbench.loadtest.max_rate.run import _visits
+from kvbench.loadtest.max_rate.search import Answer, Bounds
+from kvbench.loadtest.max_rate.text import say
 from tests.support.rate_queue import SERVICE_S, AllAtOnce, N, Queue, answer, md1_capacity
 
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kvbench.backlog import Backlog
-from kvbench.rate_search import (
+from kvbench.loadtest.max_rate.queue_growth import Backlog
+from kvbench.loadtest.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from kvbench.backlog import arrivals_to_tell, share_told
 from kvbench.common.errors import UsageError
-from kvbench.load_options import Asked, shaped
+from kvbench.loadtest.max_rate.queue_growth import arrivals_to_tell, share_told
+from kvbench.loadtest.max_rate.search import Bounds, Condition, parse_conditions
+from kvbench.loadtest.options import Asked, shaped
 from kvbench.metrics.latency import QUANTILES
-from kvbench.rate_search import Bounds, Condition, parse_conditions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.load_section import LoadConfig, Slo

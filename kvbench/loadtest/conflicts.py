@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.load_options import Asked, shaped
+from kvbench.loadtest.options import Asked, shaped
 from kvbench.workload.design import LoadPoint
 
 _NEEDS = {  # option -> what it does nothing without

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.common.text import slo_words
-from kvbench.rate_words import print_table
+from kvbench.loadtest.max_rate.text import print_table
 from kvbench.report.plateaus import LOAD_HEADS, plateau_values
 from kvbench.runs.aggregate import vllm_burstiness
 from kvbench.workload.design import LoadPoint

@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.rate_plan import Sizes
-from kvbench.rate_search import (
+from kvbench.loadtest.max_rate.plan import Sizes
+from kvbench.loadtest.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
     INVALID,

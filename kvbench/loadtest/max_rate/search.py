@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.backlog import Backlog
+from kvbench.loadtest.max_rate.queue_growth import Backlog
 from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el", "client_queue")

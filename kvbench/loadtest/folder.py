@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.rate_search import INVALID
+from kvbench.loadtest.max_rate.search import INVALID
 from kvbench.runs.folder import MANIFEST, RunFolder, read_json, utc_now, write_json
 from kvbench.runs.manifest import environment
 from kvbench.runs.resume import environment_differences

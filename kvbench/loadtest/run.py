@@ -25,15 +25,15 @@ from kvbench.common.errors import (
 )
 from kvbench.common.signals import Interruption
 from kvbench.load import launch as loadrun
-from kvbench.load_conflicts import check_named_load, check_words
-from kvbench.load_folder import COMPLETE, METRICS, LoadFolder, describe, opened
-from kvbench.load_options import Asked, parse_rate, shaped
-from kvbench.load_result import lengths_of, show, stored
-from kvbench.load_shared import Sharing, be_worker, require_free, sharing
+from kvbench.loadtest.conflicts import check_named_load, check_words
+from kvbench.loadtest.folder import COMPLETE, METRICS, LoadFolder, describe, opened
+from kvbench.loadtest.max_rate.plan import SearchPlan, at_rate, mean_rate, plan_search
+from kvbench.loadtest.options import Asked, parse_rate, shaped
+from kvbench.loadtest.result import lengths_of, show, stored
+from kvbench.loadtest.shared import Sharing, be_worker, require_free, sharing
 from kvbench.measure.load import Subject, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
-from kvbench.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.runs.folder import read_json, write_json
 from kvbench.sweep.progress import status_line
 from kvbench.targets.base import HttpTarget
@@ -225,7 +225,7 @@ class Session:
 
     def search(self, plan: SearchPlan) -> int:
         """A search over rates; the exit code."""
-        from kvbench.rate_run import RateSearch
+        from kvbench.loadtest.max_rate.run import RateSearch
 
         load = self.subject.load
         native, least = None, self.point.num_requests

@@ -13,13 +13,12 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from kvbench.backlog import backlog_of, filling_s
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.load.validity import invalid_reasons
-from kvbench.load_folder import METRICS, LoadFolder
-from kvbench.load_result import goodput_share
-from kvbench.rate_plan import Sizes
-from kvbench.rate_search import (
+from kvbench.loadtest.folder import METRICS, LoadFolder
+from kvbench.loadtest.max_rate.plan import Sizes
+from kvbench.loadtest.max_rate.queue_growth import backlog_of, filling_s
+from kvbench.loadtest.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,
@@ -35,7 +34,8 @@ from kvbench.rate_search import (
     bracket,
     unmet,
 )
-from kvbench.rate_words import ahead, print_table, say, table, told
+from kvbench.loadtest.max_rate.text import ahead, print_table, say, table, told
+from kvbench.loadtest.result import goodput_share
 from kvbench.runs.folder import read_json, write_json
 
 OUT_OF_TIME = "out of time"
