@@ -59,8 +59,8 @@ def quality_command(
 
     from kvbench.common.text import plural
     from kvbench.loadtest.max_rate.text import print_table
-    from kvbench.quality import measure, quantised
-    from kvbench.quality_result import QUALITY
+    from kvbench.quality.measure import measure, quantised
+    from kvbench.quality.result import QUALITY
     from kvbench.runs.folder import open_run, write_json
     from kvbench.workload.file import load_workload, resolve
 
@@ -115,7 +115,7 @@ def _require_builtin(manifest: dict[str, Any], run: Path) -> None:
 def _warn_of_other_code(manifest: dict[str, Any]) -> None:
     """Before the minutes that it takes, and not by the gate afterwards."""
     from kvbench.common.packages import say
-    from kvbench.quality_result import code_differences, told
+    from kvbench.quality.result import code_differences, told
     from kvbench.runs.manifest import git_state, versions
 
     if different := code_differences(git_state(), versions(), manifest):

@@ -3,7 +3,7 @@
 Which value of a cell a limit holds: the median over the repeats, each a fresh server, or with ``every: true`` each
 repeat by itself. A ratio is paired: the two configurations' values of the same repeat, which had the same requests, are
 divided, and the median of those is held (again, or each of them), which is not the ratio of the medians. The KLD of a
-quantised KV is of a configuration and has no repeats (kvbench/quality.py).
+quantised KV is of a configuration and has no repeats (kvbench/quality/measure.py).
 
 A value from an invalid cell says nothing, so its limits are ``invalid``. Failed requests and pages that stay owned are
 the exception, since they make a cell invalid themselves: beyond their limit they have failed and leaked.
@@ -21,7 +21,7 @@ from typing import Literal
 from kvbench.gate import metric_names
 from kvbench.gate.verdict import FAIL, INVALID, PASS, Finding
 from kvbench.gate.wording import number, quantity
-from kvbench.quality_result import QualityResult
+from kvbench.quality.result import QualityResult
 from kvbench.report.comparisons import paging_pair
 from kvbench.runs.model import Cell, Run
 from kvbench.workload.settings import effective

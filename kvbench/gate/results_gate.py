@@ -16,7 +16,7 @@ from kvbench.gate.limits import SUITE, judge_limits
 from kvbench.gate.policy import Policy
 from kvbench.gate.stored_policy import digest, policy_of
 from kvbench.gate.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
-from kvbench.quality_result import QualityResult, read_quality, told
+from kvbench.quality.result import QualityResult, read_quality, told
 from kvbench.runs.folder import MANIFEST, RunFolder, read_json
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run

@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import guarded
+from kvbench.quality.result import read_quality
 from kvbench.quality_command import quality
-from kvbench.quality_result import read_quality
 from kvbench.runs.manifest import git_state
 from kvbench.workload.file import load_workload
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
@@ -190,7 +190,7 @@ def test_other_code_than_the_run_is_said_before_it_is_measured(workload, capsys,
     def measure(*_, **__):
         raise UsageError("measured")
 
-    monkeypatch.setattr("kvbench.quality.measure", measure)
+    monkeypatch.setattr("kvbench.quality.measure.measure", measure)
     assert command(run) == 2
     warning, said = capsys.readouterr().err.splitlines()
     assert "of the run 0123456789ab" in warning and "only with --force" in warning and said == "error: measured"

@@ -9,7 +9,7 @@ from kvbench.gate.metric_names import SHORT_NAMES, measured, unit_of
 from kvbench.gate.summary import summary
 from kvbench.gate.verdict import FAIL, INVALID, PASS, Verdict
 from kvbench.gate.wording import number, percent
-from kvbench.quality_result import QualityResult
+from kvbench.quality.result import QualityResult
 from tests.support.report_cells import cell, run
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvbench.common.packages import guarded
 from kvbench.gate_command import gate
-from kvbench.quality_result import QUALITY, QualityResult
+from kvbench.quality.result import QUALITY, QualityResult
 from tests.support import verdicts
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import CONFIGS, Scenario

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
 from kvbench.load.launch import make_requests
-from kvbench.quality_result import QualityResult
+from kvbench.quality.result import QualityResult
 from kvbench.runs.manifest import git_state, versions
 from kvbench.sweep.plan import plan_sweep
 from kvbench.targets.builtin import check_configuration
