@@ -13,7 +13,7 @@ from kvbench.option_types import OutputFile
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvbench.trace_description import Description
+    from kvbench.trace_analysis.describe import Description
 
 
 @click.group()
@@ -72,10 +72,10 @@ def describe_command(
     """Raises UsageError."""
     from rich.console import Console
 
-    from kvbench.cache_sim import parse_pages
     from kvbench.common.errors import UsageError
-    from kvbench.trace_description import as_dict
-    from kvbench.trace_description import describe as count
+    from kvbench.trace_analysis.cache_sim import parse_pages
+    from kvbench.trace_analysis.describe import as_dict
+    from kvbench.trace_analysis.describe import describe as count
     from kvbench.traces.read import read_trace
 
     try:
@@ -110,7 +110,7 @@ def describe_command(
 
 def _write(path: Path, found: Description) -> None:
     from kvbench.common.errors import UsageError
-    from kvbench.trace_figures import page
+    from kvbench.trace_analysis.page import page
 
     try:
         path.write_text(page(found), encoding="utf-8")
@@ -121,7 +121,7 @@ def _write(path: Path, found: Description) -> None:
 
 
 def _print(console: Console, found: Description) -> None:
-    from kvbench.trace_words import cache_table, facts, lengths_table
+    from kvbench.trace_analysis.text import cache_table, facts, lengths_table
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import main
-from kvbench.trace_description import describe
-from kvbench.trace_figures import arrivals_figure, cache_figure, lengths_figure, waste_figure
+from kvbench.trace_analysis.describe import describe
+from kvbench.trace_analysis.page import arrivals_figure, cache_figure, lengths_figure, waste_figure
 from kvbench.traces.read import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]

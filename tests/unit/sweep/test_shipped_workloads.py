@@ -20,12 +20,12 @@ from engine.kv_manager import make_kv_manager
 from engine.model_spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.stats import EngineStats
-from kvbench.cache_sim import replay
 from kvbench.load.launch import make_requests
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.sweep.plan import plan_sweep
 from kvbench.targets.builtin import check_configuration
+from kvbench.trace_analysis.cache_sim import replay
 from kvbench.traces.read import read_page_ids
 from kvbench.workload.file import load_workload
 from tests.support.engine_parts import CountingExecutor

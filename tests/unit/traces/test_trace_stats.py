@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from kvbench.cache_sim import hit_rates, replay, working_set
+from kvbench.trace_analysis.cache_sim import hit_rates, replay, working_set
 from kvbench.traces import stats
 from kvbench.traces.model import Trace
 from kvbench.traces.read import read_trace

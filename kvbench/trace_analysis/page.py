@@ -12,11 +12,11 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from kvbench.cache_sim_command import file_names
 from kvbench.report.page import figures_json
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish
-from kvbench.trace_description import Description
-from kvbench.trace_words import HEADS, cache_heads, cache_rows, facts, length_rows
+from kvbench.trace_analysis.describe import Description
+from kvbench.trace_analysis.hit_curve import file_names
+from kvbench.trace_analysis.text import HEADS, cache_heads, cache_rows, facts, length_rows
 from kvbench.traces import stats
 from kvbench.traces.model import Trace
 

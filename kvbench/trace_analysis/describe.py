@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.cache_sim_command import Point, Simulation, file_names, simulate
+from kvbench.trace_analysis.hit_curve import Point, Simulation, file_names, simulate
 from kvbench.traces import stats
 from kvbench.traces.model import Trace
 

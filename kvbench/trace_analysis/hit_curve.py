@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.config import format_bytes
-from kvbench.cache_sim import HitRates, Replay, capacities, hit_rates, parse_pages, replay, working_set
 from kvbench.common.errors import UsageError
+from kvbench.trace_analysis.cache_sim import HitRates, Replay, capacities, hit_rates, parse_pages, replay, working_set
 from kvbench.traces.model import Trace
 from kvbench.traces.read import read_page_ids
 

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.config import format_bytes
-from kvbench.cache_sim_command import Simulation, file_names
-from kvbench.trace_description import Description
+from kvbench.trace_analysis.describe import Description
+from kvbench.trace_analysis.hit_curve import Simulation, file_names
 
 HEADS = ("p50", "p90", "p99", "max", "mean", "min")
 
