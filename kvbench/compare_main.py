@@ -15,23 +15,23 @@ from rich.console import Console
 
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, UsageError
 from kvbench.common.packages import HOUSE
-from kvbench.gate.builds import Builds
-from kvbench.gate.compare import Comparison
-from kvbench.gate.compare_manifest import PATHS, edited, go_on, new_comparison, unusable_repeat
-from kvbench.gate.conclude import finished_verdict, table_of
-from kvbench.gate.folder import KIND, CompareFolder
-from kvbench.gate.github import publish
-from kvbench.gate.lanes import Lane, close_lanes, open_lanes
-from kvbench.gate.noise import FEWEST_PAIRS, noise_of, warnings_of
-from kvbench.gate.outputs import write_outputs
-from kvbench.gate.plan import BASE, SIDES
+from kvbench.gate.compare.builds import Builds
+from kvbench.gate.compare.conclude import finished_verdict, table_of
+from kvbench.gate.compare.folder import KIND, CompareFolder
+from kvbench.gate.compare.lanes import Lane, close_lanes, open_lanes
+from kvbench.gate.compare.manifest import PATHS, edited, go_on, new_comparison, unusable_repeat
+from kvbench.gate.compare.run import Comparison
+from kvbench.gate.compare.runner_class import FOLDER, noise_notes, runner_class, store_noise
+from kvbench.gate.compare.side_text import RUN, Side, parse_side
+from kvbench.gate.compare.stored_policy import policy_of
+from kvbench.gate.compare.values import read_values, whole_pairs, write_pairs
 from kvbench.gate.policy import Policy, load_policy
-from kvbench.gate.runner_class import FOLDER, noise_notes, runner_class, store_noise
-from kvbench.gate.side_text import RUN, Side, parse_side
-from kvbench.gate.stored_policy import policy_of
-from kvbench.gate.terminal import print_verdict
-from kvbench.gate.values import read_values, whole_pairs, write_pairs
-from kvbench.gate.verdict import INVALID, Finding, Verdict
+from kvbench.gate.timing.noise import FEWEST_PAIRS, noise_of, warnings_of
+from kvbench.gate.timing.plan import BASE, SIDES
+from kvbench.gate.verdict.github import publish
+from kvbench.gate.verdict.outputs import write_outputs
+from kvbench.gate.verdict.terminal import print_verdict
+from kvbench.gate.verdict.verdict import INVALID, Finding, Verdict
 from kvbench.runs.folder import MANIFEST, RunFolder, create_run, read_json
 from kvbench.runs.manifest import environment, git_state
 from kvbench.workload.file import Workload, load_workload, resolve

@@ -72,12 +72,12 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     from rich.console import Console
 
     from kvbench.common.errors import UsageError
-    from kvbench.gate.benchmark_action import sweep_points, write_benchmarks
-    from kvbench.gate.github import publish
-    from kvbench.gate.outputs import write_outputs
+    from kvbench.gate.limits.run import gate_results
     from kvbench.gate.policy import load_policy
-    from kvbench.gate.results_gate import gate_results
-    from kvbench.gate.terminal import print_verdict
+    from kvbench.gate.verdict.benchmark_action import sweep_points, write_benchmarks
+    from kvbench.gate.verdict.github import publish
+    from kvbench.gate.verdict.outputs import write_outputs
+    from kvbench.gate.verdict.terminal import print_verdict
 
     rules = load_policy(policy)
     if not results.is_dir():

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageError
-from kvbench.gate.counter_commands import LOCK, WORKLOAD, Commands
+from kvbench.gate.counters.commands import LOCK, WORKLOAD, Commands
 
 if TYPE_CHECKING:
-    from kvbench.gate.counter_workload import CounterWorkload
-    from kvbench.gate.lock import CounterLock
-    from kvbench.gate.replay import Replayed
-    from kvbench.gate.verdict import Verdict
+    from kvbench.gate.counters.lock_file import CounterLock
+    from kvbench.gate.counters.replay import Replayed
+    from kvbench.gate.counters.workload import CounterWorkload
+    from kvbench.gate.verdict.verdict import Verdict
 
 _WORKLOAD = click.argument("workload", type=click.Path(path_type=Path), default=WORKLOAD)
 _LOCK = click.option(
@@ -54,10 +54,10 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     """
     from rich.console import Console
 
-    from kvbench.gate.counter_terminal import print_counters
-    from kvbench.gate.github import publish
-    from kvbench.gate.lock import read_lock
-    from kvbench.gate.outputs import write_outputs
+    from kvbench.gate.counters.lock_file import read_lock
+    from kvbench.gate.counters.terminal import print_counters
+    from kvbench.gate.verdict.github import publish
+    from kvbench.gate.verdict.outputs import write_outputs
 
     chosen = _read(workload, only)
     known = read_lock(lock)
@@ -92,9 +92,9 @@ def accept_counters(workload: Path, lock: Path, reason: str) -> int:
     Exit codes: 0 written (or nothing to write), 1 the engine breaks or leaks, which cannot be accepted, 2 usage,
     4 two runs of this very code differ.
     """
-    from kvbench.gate.accept import accept as accept_runs
-    from kvbench.gate.counters import nondeterminism
-    from kvbench.gate.twice import replay_twice
+    from kvbench.gate.counters.accept import accept as accept_runs
+    from kvbench.gate.counters.judge import nondeterminism
+    from kvbench.gate.counters.second_run import replay_twice
 
     if not (reason := " ".join(reason.split())):
         raise UsageError("--reason is empty: say in a few words why the counters changed")
@@ -116,7 +116,7 @@ def accept_counters(workload: Path, lock: Path, reason: str) -> int:
 def _read(path: Path, only: tuple[str, ...]) -> CounterWorkload:
     import dataclasses
 
-    from kvbench.gate.counter_workload import read_counter_workload
+    from kvbench.gate.counters.workload import read_counter_workload
 
     if path == WORKLOAD and not path.exists():
         raise UsageError(f"there is no {path} in {Path.cwd()}: go to the root of the repository, or give the file")
@@ -134,8 +134,8 @@ def _matching(scenarios: dict, only: tuple[str, ...]) -> dict:
 def _judged(
     chosen: CounterWorkload, known: CounterLock | None, workload: Path, lock: Path, only: tuple[str, ...]
 ) -> Verdict:
-    from kvbench.gate.counters import judge
-    from kvbench.gate.twice import replay_twice
+    from kvbench.gate.counters.judge import judge
+    from kvbench.gate.counters.second_run import replay_twice
     from kvbench.runs.manifest import git_state
 
     first: dict[str, Replayed] = {}

@@ -161,7 +161,7 @@ def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
 
 def default_margins() -> dict[str, float]:
     """Metric -> how much worse a cell may be, as a share: those of the timing gate."""
-    from kvbench.gate.rules import DEFAULT_RULES
+    from kvbench.gate.timing.rules import DEFAULT_RULES
 
     return {metric.name: metric.margins["cell"] for metric in DEFAULT_RULES.metrics}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from kvbench.gate.rules import DEFAULT_RULES
+from kvbench.gate.timing.rules import DEFAULT_RULES
 from tests.support.gate_simulation import (
     CONFIGURATIONS,
     NOISES,

@@ -10,11 +10,11 @@ import yaml
 
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
-from kvbench.gate.builds import Builds
-from kvbench.gate.environments import is_kvbench
-from kvbench.gate.side_text import parse_side
-from kvbench.gate.sides import open_side
-from kvbench.gate.worktrees import find_commit, remove
+from kvbench.gate.compare.builds import Builds
+from kvbench.gate.compare.environments import is_kvbench
+from kvbench.gate.compare.side_text import parse_side
+from kvbench.gate.compare.sides import open_side
+from kvbench.gate.compare.worktrees import find_commit, remove
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import TINY
 

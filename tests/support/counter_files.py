@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbench.gate.accept import accept
-from kvbench.gate.counter_commands import Commands
-from kvbench.gate.counter_workload import CounterWorkload, read_counter_workload
-from kvbench.gate.counters import judge
-from kvbench.gate.lock import read_lock
-from kvbench.gate.replay import Replayed
-from kvbench.gate.twice import replay_all
-from kvbench.gate.verdict import Verdict
+from kvbench.gate.counters.accept import accept
+from kvbench.gate.counters.commands import Commands
+from kvbench.gate.counters.judge import judge
+from kvbench.gate.counters.lock_file import read_lock
+from kvbench.gate.counters.replay import Replayed
+from kvbench.gate.counters.second_run import replay_all
+from kvbench.gate.counters.workload import CounterWorkload, read_counter_workload
+from kvbench.gate.verdict.verdict import Verdict
 
 SMALL = """
 name: small

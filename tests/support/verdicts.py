@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Moved, Verdict
+from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Moved, Verdict
 
 HOSTILE = (
     "<b>x</b> | `y` *z* [l](http://e) @all #1 $a$ \\ \x00\x1b[31m\x08\ud800\x9b\ufffe\n"

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from kvbench import cli
-from kvbench.gate import compare_manifest, lanes
-from kvbench.gate.compare import Comparison
+from kvbench.gate.compare import lanes
+from kvbench.gate.compare import manifest as compare_manifest
+from kvbench.gate.compare.run import Comparison
 from tests.support.compare_folders import HERE, POLICY
 from tests.support.sweep_parts import TINY
 

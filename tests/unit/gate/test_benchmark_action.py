@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvbench.gate.benchmark_action import BIGGER, SMALLER, sweep_points, verdict_points, write_benchmarks
-from kvbench.gate.verdict import FAIL, PASS, Verdict
+from kvbench.gate.verdict.benchmark_action import BIGGER, SMALLER, sweep_points, verdict_points, write_benchmarks
+from kvbench.gate.verdict.verdict import FAIL, PASS, Verdict
 from kvbench.gate_command import results_command
 from tests.support import verdicts
 

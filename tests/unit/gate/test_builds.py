@@ -17,11 +17,11 @@ import pytest
 
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.packages import HOUSE
-from kvbench.gate import builds as module
-from kvbench.gate import environments
-from kvbench.gate.builds import Builds, builds_folder
-from kvbench.gate.environments import ask, is_kvbench, require_source, running_layers, same_dependencies
-from kvbench.gate.worktrees import find_commit
+from kvbench.gate.compare import builds as module
+from kvbench.gate.compare import environments
+from kvbench.gate.compare.builds import Builds, builds_folder
+from kvbench.gate.compare.environments import ask, is_kvbench, require_source, running_layers, same_dependencies
+from kvbench.gate.compare.worktrees import find_commit
 from tests.support.git_repo import commit_all, git, make_repo, make_tiny_kvbench, write
 
 

@@ -16,15 +16,15 @@ import pytest
 import yaml
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.gate import environments, lanes
-from kvbench.gate.builds import Builds
-from kvbench.gate.compare_manifest import pinned, reproduce_command
-from kvbench.gate.folder import CompareFolder
+from kvbench.gate.compare import environments, lanes
+from kvbench.gate.compare.builds import Builds
+from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.manifest import pinned, reproduce_command
+from kvbench.gate.compare.side_text import parse_side
+from kvbench.gate.compare.sides import open_side
+from kvbench.gate.compare.stored_policy import digest, policy_of, stored_policy
 from kvbench.gate.policy import load_policy
-from kvbench.gate.side_text import parse_side
-from kvbench.gate.sides import open_side
-from kvbench.gate.stored_policy import digest, policy_of, stored_policy
-from kvbench.gate.verdict import Verdict
+from kvbench.gate.verdict.verdict import Verdict
 from kvbench.runs.folder import read_json, write_json
 from kvbench.workload.file import load_workload
 from tests.support.compare_folders import POLICY, write_load

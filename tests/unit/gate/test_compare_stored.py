@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.gate import lanes
+from kvbench.gate.compare import lanes
 from kvbench.runs.folder import RunFolder, read_json, write_json
 from kvbench.workload.file import load_workload, resolve
 from tests.support.compare_folders import HERE, write_load

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
-from kvbench.gate.conclude import conclude, judge_folder, look_points
-from kvbench.gate.pair_runner import Void
-from kvbench.gate.plan import SIDES
+from kvbench.gate.compare.conclude import conclude, judge_folder, look_points
+from kvbench.gate.compare.pair_runner import Void
+from kvbench.gate.compare.values import read_values, whole_pairs, write_pairs
 from kvbench.gate.policy import load_policy
-from kvbench.gate.values import read_values, whole_pairs, write_pairs
+from kvbench.gate.timing.plan import SIDES
 from kvbench.runs.folder import write_json
 from tests.support.compare_folders import noisy_pairs, stored_comparison, write_load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.gate.divergence import Change, changed_counters, first_difference
+from kvbench.gate.counters.first_difference import Change, changed_counters, first_difference
 
 _COLUMNS = st.dictionaries(st.sampled_from(["preempted", "free_pages", "running"]), st.just(None), min_size=1)
 

@@ -12,11 +12,11 @@ from engine.page_pool import PagePool
 from engine.paged_kv import PagedKVManager
 from engine.scheduler import Scheduler
 from kvbench.common.errors import UsageError
-from kvbench.gate.accept import accept
-from kvbench.gate.divergence import is_sum
-from kvbench.gate.lock import digest, read_lock
-from kvbench.gate.twice import replay_all
-from kvbench.gate.verdict import FAIL, PASS, Verdict
+from kvbench.gate.counters.accept import accept
+from kvbench.gate.counters.first_difference import is_sum
+from kvbench.gate.counters.lock_file import digest, read_lock
+from kvbench.gate.counters.second_run import replay_all
+from kvbench.gate.verdict.verdict import FAIL, PASS, Verdict
 from tests.support.counter_files import NAMES, Gate
 
 
@@ -229,7 +229,7 @@ def test_a_counter_that_one_side_does_not_know_is_told_apart(gate, monkeypatch):
     assert (
         "peak dreams 0 -> 3 (+3), which was not counted when this was accepted" in failed(gate.judge(fresh))[NAMES[0]]
     )
-    monkeypatch.setattr("kvbench.gate.counters.COUNTERS", [name for name in run.counters if name != "steps"])
+    monkeypatch.setattr("kvbench.gate.counters.judge.COUNTERS", [name for name in run.counters if name != "steps"])
     less = {key: value for key, value in run.counters.items() if key != "steps"}
     fewer = {**gate.runs, NAMES[0]: dataclasses.replace(run, counters=less)}
     assert "steps 56 -> 0 (-100 %), which is not counted any more" in failed(gate.judge(fewer))[NAMES[0]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.gate.history_text import decode, encode
+from kvbench.gate.counters.history_text import decode, encode
 
 _LEVELS = st.lists(st.tuples(st.integers(-50, 10**9), st.integers(-7, 7), st.integers(1, 12)), max_size=12)
 

@@ -9,12 +9,12 @@ import pytest
 from engine.scheduler import Scheduler
 from engine.step_plan import StepPlan
 from kvbench.common.errors import UsageError
-from kvbench.gate.counter_commands import Commands
-from kvbench.gate.counter_workload import read_counter_workload
-from kvbench.gate.counters import judge
-from kvbench.gate.lock import read_lock
-from kvbench.gate.replay import COUNTERS, replay
-from kvbench.gate.twice import replay_all
+from kvbench.gate.counters.commands import Commands
+from kvbench.gate.counters.judge import judge
+from kvbench.gate.counters.lock_file import read_lock
+from kvbench.gate.counters.replay import COUNTERS, replay
+from kvbench.gate.counters.second_run import replay_all
+from kvbench.gate.counters.workload import read_counter_workload
 from tests.support.counter_files import SMALL
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.gate.github import annotations, escape_data, escape_property, publish
-from kvbench.gate.summary import SUMMARY_BYTES, escape, fence, first_line, summary
-from kvbench.gate.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
-from kvbench.gate.wording import LABELS
+from kvbench.gate.verdict.github import annotations, escape_data, escape_property, publish
+from kvbench.gate.verdict.summary import SUMMARY_BYTES, escape, fence, first_line, summary
+from kvbench.gate.verdict.text import LABELS
+from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
 from tests.support import verdicts
 
 COMMAND = re.compile(r"::(error|warning|notice) title=([^:,\r\n]+)::([^\r\n]+)")  # as actions/runner takes it apart

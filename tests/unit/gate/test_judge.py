@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.gate.detectable import power, smallest_detectable, unbiased
-from kvbench.gate.judge import findings_of, judge, sentence
-from kvbench.gate.pairs import PairTable
-from kvbench.gate.rules import DEFAULT_RULES
-from kvbench.gate.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS
+from kvbench.gate.timing.judge import findings_of, judge, sentence
+from kvbench.gate.timing.pairs import PairTable
+from kvbench.gate.timing.power import power, smallest_detectable, unbiased
+from kvbench.gate.timing.rules import DEFAULT_RULES
+from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS
 
 METRICS = DEFAULT_RULES.metrics
 CELLS = ("chat/a", "chat/b", "code/a", "code/b")

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.gate.conclude import look_at
-from kvbench.gate.detectable import seen_by
-from kvbench.gate.judge import judge
-from kvbench.gate.rules import DEFAULT_RULES
-from kvbench.gate.signflip import adjusted_p
-from kvbench.gate.verdict import FAIL, PASS
+from kvbench.gate.compare.conclude import look_at
+from kvbench.gate.timing.judge import judge
+from kvbench.gate.timing.power import seen_by
+from kvbench.gate.timing.rules import DEFAULT_RULES
+from kvbench.gate.timing.signflip import adjusted_p
+from kvbench.gate.verdict.verdict import FAIL, PASS
 from tests.benchmarks import gate_power
 from tests.benchmarks.gate_power import INDEPENDENT, ONE_LAUNCH, SHARES, WHERE, caught
 from tests.support.gate_simulation import (

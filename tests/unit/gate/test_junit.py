@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvbench.gate.junit import junit
-from kvbench.gate.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
+from kvbench.gate.verdict.junit import junit
+from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
 from tests.support import verdicts
 
 # element -> (attributes it must have, those it may have, elements below it), from junit-10.xsd of Jenkins' xUnit plugin

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.gate.limits import Limit, judge_limits
-from kvbench.gate.metric_names import SHORT_NAMES, measured, unit_of
-from kvbench.gate.summary import summary
-from kvbench.gate.verdict import FAIL, INVALID, PASS, Verdict
-from kvbench.gate.wording import number, percent
+from kvbench.gate.limits.judge import Limit, judge_limits
+from kvbench.gate.verdict.summary import summary
+from kvbench.gate.verdict.text import number, percent
+from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
+from kvbench.metrics.names import SHORT_NAMES, measured, unit_of
 from kvbench.quality.result import QualityResult
 from tests.support.report_cells import cell, run
 

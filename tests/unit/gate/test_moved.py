@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.gate.moved import moved_between, where_it_went
-from kvbench.gate.verdict import FAIL, PASS, Finding
+from kvbench.gate.timing.explain import moved_between, where_it_went
+from kvbench.gate.verdict.verdict import FAIL, PASS, Finding
 
 PHASES_MS = {"schedule": 0.2, "prepare": 0.8, "execute": 10.0, "sample": 0.5, "output": 0.5}
 TOKENS, STEPS, REQUESTS = 4000.0, 800.0, 40.0

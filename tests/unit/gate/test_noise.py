@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.gate.noise import Noise, RunnerNoise, noise_of, warnings_of
-from kvbench.gate.pairs import PairTable
-from kvbench.gate.rules import CELL, CLASS, DEFAULT_RULES, OVERALL
+from kvbench.gate.timing.noise import Noise, RunnerNoise, noise_of, warnings_of
+from kvbench.gate.timing.pairs import PairTable
+from kvbench.gate.timing.rules import CELL, CLASS, DEFAULT_RULES, OVERALL
 from tests.support.gate_simulation import NAMES, OF_CLASS, PAIR_SD, log_ratios, table
 
 

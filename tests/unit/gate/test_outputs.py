@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvbench.gate
-from kvbench.gate.outputs import write_outputs
+from kvbench.gate.verdict.outputs import write_outputs
 from tests.support import verdicts
 from tests.support.json_schema import errors
 

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvbench.gate.limits import Limit, judge_limits
-from kvbench.gate.pair_plot import pair_page
-from kvbench.gate.verdict import PASS, Finding, Verdict
+from kvbench.gate.limits.judge import Limit, judge_limits
+from kvbench.gate.verdict.pairs_page import pair_page
+from kvbench.gate.verdict.verdict import PASS, Finding, Verdict
 from tests.support import report_cells, verdicts
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}

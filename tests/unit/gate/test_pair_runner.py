@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench.gate.folder import CompareFolder
-from kvbench.gate.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairRunner, PairVoid
-from kvbench.gate.plan import SIDES, match_designs, turns
-from kvbench.gate.rules import DEFAULT_RULES
+from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairRunner, PairVoid
+from kvbench.gate.timing.plan import SIDES, match_designs, turns
+from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.sweep.block import Failure
 from kvbench.workload.design import load_point, make_design
 from tests.support.compare_folders import write_load

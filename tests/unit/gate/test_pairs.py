@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.gate.pairs import PairTable, hypotheses
-from kvbench.gate.rules import CELL, CLASS, DEFAULT_RULES, LEVELS, OVERALL, Look, TimingRules
+from kvbench.gate.timing.pairs import PairTable, hypotheses
+from kvbench.gate.timing.rules import CELL, CLASS, DEFAULT_RULES, LEVELS, OVERALL, Look, TimingRules
 
 METRICS = DEFAULT_RULES.metrics
 

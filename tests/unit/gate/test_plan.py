@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import binomtest
 
 from kvbench.common.errors import UsageError
-from kvbench.gate.plan import cell_rows, match_designs, turns
+from kvbench.gate.timing.plan import cell_rows, match_designs, turns
 from kvbench.workload.design import load_point, make_design
 
 LOADS = (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.gate.limits import Limit, matches
+from kvbench.gate.limits.judge import Limit, matches
 from kvbench.gate.policy import Policy, load_policy
-from kvbench.gate.rules import DEFAULT_RULES
+from kvbench.gate.timing.rules import DEFAULT_RULES
 
 SHIPPED = Path(__file__).parents[3] / "ci" / "gates.yaml"
 

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from kvbench.common.packages import HOUSE
-from kvbench.gate.conclude import look_at
-from kvbench.gate.pairs import PairTable
-from kvbench.gate.rules import DEFAULT_RULES
-from kvbench.gate.verdict import FAIL
+from kvbench.gate.compare.conclude import look_at
+from kvbench.gate.timing.pairs import PairTable
+from kvbench.gate.timing.rules import DEFAULT_RULES
+from kvbench.gate.verdict.verdict import FAIL
 
 FOLDER = HOUSE / "results" / "reference" / "gate"
 METRICS = [metric.name for metric in DEFAULT_RULES.metrics]

@@ -186,8 +186,8 @@ def test_a_damaged_kld_is_refused(run, gated, text, capsys):
 
 def test_a_comparison_is_handed_to_its_judge(run, gated, monkeypatch):
     """The folder's manifest decides; the policy and --force go with it."""
-    from kvbench.gate import conclude
-    from kvbench.gate.verdict import Verdict
+    from kvbench.gate.compare import conclude
+    from kvbench.gate.verdict.verdict import Verdict
 
     asked = []
 
@@ -208,8 +208,8 @@ LOOSE = "timing: {metrics: {output_throughput: {floor: 30%, margins: {overall: 4
 @pytest.fixture
 def compared(tmp_path) -> Path:
     """A finished comparison, measured by STRICT, whose candidate has lost 10 % of its throughput."""
+    from kvbench.gate.compare.stored_policy import stored_policy
     from kvbench.gate.policy import load_policy
-    from kvbench.gate.stored_policy import stored_policy
     from tests.support.compare_folders import noisy_pairs, stored_comparison
 
     folder = tmp_path / "compared"

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from kvbench import compare_main
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
-from kvbench.gate.conclude import conclude
+from kvbench.gate.compare.conclude import conclude
+from kvbench.gate.compare.runner_class import noise_notes
 from kvbench.gate.policy import load_policy
-from kvbench.gate.runner_class import noise_notes
 from kvbench.runs.folder import read_json, write_json
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 

@@ -13,10 +13,10 @@ import yaml
 
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
-from kvbench.gate import environments
-from kvbench.gate.builds import Builds
-from kvbench.gate.side_text import parse_settings, parse_side
-from kvbench.gate.sides import open_side, require_used, same_sides
+from kvbench.gate.compare import environments
+from kvbench.gate.compare.builds import Builds
+from kvbench.gate.compare.side_text import parse_settings, parse_side
+from kvbench.gate.compare.sides import open_side, require_used, same_sides
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.running import OpenAITarget

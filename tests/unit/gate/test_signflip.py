@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.gate.signflip import adjusted_p, critical_t, noninferior_p, sign_patterns, single_p, t_of_u
+from kvbench.gate.timing.signflip import adjusted_p, critical_t, noninferior_p, sign_patterns, single_p, t_of_u
 
 SCALES = np.array([0.002, 0.05, 1.0, 0.3])  # hypotheses of different noise: a mean alone cannot be compared
 

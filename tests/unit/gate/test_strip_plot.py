@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.gate.strip_plot import legend, strip
-from kvbench.gate.verdict import FAIL, PASS, Finding
+from kvbench.gate.verdict.strip_plot import legend, strip
+from kvbench.gate.verdict.verdict import FAIL, PASS, Finding
 from tests.support import verdicts
 
 

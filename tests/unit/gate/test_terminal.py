@@ -9,9 +9,9 @@ import re
 import pytest
 from rich.console import Console
 
-from kvbench.gate.terminal import print_verdict
-from kvbench.gate.verdict import FAIL, INCONCLUSIVE, PASS, Finding, Verdict
-from kvbench.gate.wording import LABELS
+from kvbench.gate.verdict.terminal import print_verdict
+from kvbench.gate.verdict.text import LABELS
+from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, PASS, Finding, Verdict
 from tests.support import verdicts
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.gate import wording
-from kvbench.gate.summary import summary
-from kvbench.gate.verdict import FAIL, PASS, Finding, Verdict
+from kvbench.gate.verdict import text as wording
+from kvbench.gate.verdict.summary import summary
+from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, Verdict
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.gate import worktrees
-from kvbench.gate.worktrees import check_out, find_commit, intact, remove
+from kvbench.gate.compare import worktrees
+from kvbench.gate.compare.worktrees import check_out, find_commit, intact, remove
 from tests.support.git_repo import commit_all, git, make_repo, write
 
 

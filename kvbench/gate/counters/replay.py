@@ -1,0 +1,262 @@
+"""A scenario replayed: what the engine did, in counters and step by step.
+
+Steps are numbered from 1, one call of ``Engine.step`` each, and requests arrive by these numbers, so nothing depends
+on time. Nothing that is kept depends on it either: seconds are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.engine import Engine
+from engine.kv_manager import make_kv_manager
+from engine.replay import ReplayExecutor
+from engine.scheduler import QueueFull
+from engine.sequence import TokenOutput
+from engine.stats import EngineStats, KVStats
+from engine.step_plan import StepPlan
+from kvbench.gate.counters.workload import Arrival, Scenario
+
+_STALLED = 64  # steps without anything done or expected after which an engine is given up
+_NO_COLUMN = ("prefix_queries", "copied_slots")  # tokens admitted, pages copied: other columns show the step
+_TIMES_OVER = 8  # so many times the tokens of all requests may be computed before it is given up
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One run of one scenario. ``history``: column -> its value at each step. ``outputs``: digest of all tokens.
+
+    ``trouble``: in one sentence, what is wrong with the run by itself, whatever any other run did.
+    """
+
+    counters: Mapping[str, int]
+    history: Mapping[str, tuple[int, ...]]
+    outputs: str
+    trouble: str | None
+
+    @property
+    def steps(self) -> int:
+        return max(map(len, self.history.values()), default=0)
+
+
+def replay(scenario: Scenario) -> Replayed:
+    """Run ``scenario`` to its end, or until its engine breaks or stands still."""
+    return _Replay(scenario).run()
+
+
+class _Replay:
+    def __init__(self, scenario: Scenario):
+        self.scenario = scenario
+        self.executor = ReplayExecutor(scenario.seed, scenario.vocab_size, scenario.num_eos)
+        self.executor.on_launch = self._look
+        self.kv = make_kv_manager(scenario.config, scenario.capacity)
+        self.engine = Engine(scenario.config, self.executor, self.kv, clock=lambda: 0.0)
+        self.step = 0
+        self.rows: list[dict[str, int]] = []
+        self.counters: Counter[str] = Counter()
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], str] = {}
+        self._arrivals = list(reversed(scenario.arrivals))
+        self._aborts = sorted(
+            ((a.abort_step, place) for place, a in enumerate(scenario.arrivals) if a.abort_step is not None),
+            reverse=True,
+        )
+        self._launched: KVStats | None = None  # the memory as the step now running needs it
+        self._running = self._waiting = 0
+        self._last = _grown(self.engine.stats())
+
+    def run(self) -> Replayed:
+        try:
+            trouble = self._go() or self._left_behind()
+        except Exception as error:  # whatever an engine under test raises is what the gate is to report
+            trouble = f"the engine broke at step {self.step}: {_where(error)}"
+        return Replayed(self._totals(), self._history(), self._outputs(), trouble)
+
+    def _go(self) -> str | None:
+        idle, work = 0, sum(self._tokens_of(arrival) for arrival in self.scenario.arrivals)
+        limit = _TIMES_OVER * work + (self._arrivals[0].step if self._arrivals else 0)
+        while self._arrivals or self._aborts or self.engine.has_work():
+            self.step += 1
+            self._arrive()
+            self._abort()
+            outputs = self.engine.step() if self.engine.has_work() else []
+            for output in outputs:
+                self._take(output)
+            row = self._record()
+            idle = 0 if row["prefill_tokens"] or row["decode_tokens"] or outputs or self._arrivals else idle + 1
+            if (idle > _STALLED and not self._aborts) or self.step > limit:
+                return (
+                    f"the engine makes no progress: at step {self.step} {self._waiting} sequences wait and "
+                    f"{self._running} run"
+                )
+        return None
+
+    @staticmethod
+    def _tokens_of(arrival: Arrival) -> int:
+        params = arrival.request.params
+        return len(arrival.request.prompt_token_ids) + params.max_tokens * params.width
+
+    def _arrive(self) -> None:
+        while self._arrivals and self._arrivals[-1].step <= self.step:
+            request = self._arrivals.pop().request
+            try:
+                self.engine.add_request(request)
+            except QueueFull:
+                self.counters["refused_queue_full"] += 1
+            except ValueError:
+                self.counters["refused_never_fits"] += 1
+
+    def _abort(self) -> None:
+        while self._aborts and self._aborts[-1][0] <= self.step:
+            arrival = self.scenario.arrivals[self._aborts.pop()[1]]
+            self.engine.abort(arrival.request.request_id, index=arrival.abort_index)
+
+    def _look(self, plan: StepPlan) -> None:
+        self._launched = self.kv.stats()
+        self._see()
+
+    def _see(self) -> None:
+        scheduler = self.engine.scheduler
+        self._running, self._waiting = len(scheduler.running), scheduler.num_waiting + scheduler.num_parked
+
+    def _take(self, output: TokenOutput) -> None:
+        key = (output.request_id, output.index)
+        self.tokens.setdefault(key, []).extend(output.token_ids)
+        if output.finish_reason is not None:
+            self.ends[key] = output.finish_reason
+
+    def _record(self) -> dict[str, int]:
+        """What this step did, and where the memory was: when it was launched, if it was; waste when it was over."""
+        stats = self.engine.stats()
+        grown, before = _grown(stats), self._last
+        if self._launched is None:
+            self._see()
+        kv = self._launched or stats.kv
+        row = {name: now - before[name] for name, now in grown.items()}
+        row["running"], row["waiting"] = self._running, self._waiting
+        if self.scenario.config.layout == "paged":
+            row["free_pages"], row["cached_pages"] = kv.pages_free, kv.pages_cached
+        else:
+            row["free_slots"] = kv.slots_free
+        row["wasted_slots"] = stats.kv_waste_slots
+        row["host_slots"] = kv.host_slots_used
+        self.rows.append(row)
+        self._sum(row, kv, stats)
+        self._last, self._launched = grown, None
+        return row
+
+    def _sum(self, row: Mapping[str, int], kv: KVStats, stats: EngineStats) -> None:
+        counters = self.counters
+        prefill, decode = bool(row["prefill_tokens"]), bool(row["decode_tokens"])
+        kind = "mixed" if prefill and decode else "prefill" if prefill else "decode" if decode else "empty"
+        counters[f"{kind}_steps"] += 1
+        counters["mixed_step_tokens"] += row["prefill_tokens"] + row["decode_tokens"] if kind == "mixed" else 0
+        counters["running_steps"] += row["running"]
+        counters["waiting_steps"] += row["waiting"]
+        counters["shared_slot_steps"] += stats.kv.slots_shared
+        for name, value in (
+            ("peak_running", row["running"]),
+            ("peak_waiting", row["waiting"]),
+            ("peak_swapped", stats.num_requests_swapped),
+            ("peak_pages_owned", kv.pages_owned),
+            ("peak_slots_reserved", kv.slots_reserved),
+            ("peak_host_slots", kv.host_slots_used),
+        ):
+            counters[name] = max(counters[name], value)
+
+    def _totals(self) -> dict[str, int]:
+        """Everything that is compared, by name; 0 for what did not happen. No seconds among them."""
+        stats = self.engine.stats()
+        totals = dict.fromkeys(COUNTERS, 0) | _grown(stats) | self.counters
+        totals |= {f"finished_{reason}": count for reason, count in stats.finished.items()}
+        totals |= {f"slot_steps_{place}": slots for place, slots in stats.slot_steps.items()}
+        totals |= {
+            "steps": stats.steps,
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generation_tokens,
+            "total_pages": stats.kv.pages_total,
+            "total_slots": stats.kv.slots_total,
+            "total_host_slots": stats.kv.host_slots_total,
+            "page_table_bytes": stats.kv.page_table_bytes,
+            "bytes_per_slot": stats.bytes_per_slot,
+        }
+        del totals["finished"]
+        return totals
+
+    def _history(self) -> dict[str, tuple[int, ...]]:
+        names = [name for name in self.rows[0] if name not in _NO_COLUMN] if self.rows else []
+        return {name: tuple(row[name] for row in self.rows) for name in names}
+
+    def _outputs(self) -> str:
+        text = "\n".join(f"{key} {self.ends.get(key)} {tokens}" for key, tokens in sorted(self.tokens.items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _left_behind(self) -> str | None:
+        """An idle engine owns nothing."""
+        kv = self.engine.stats().kv
+        thing = "page" if self.scenario.config.layout == "paged" else "reservation"
+        for count, what in (
+            (kv.pages_owned, thing),
+            (kv.pages_pinned, f"pinned {thing}"),
+            (kv.host_slots_used, "host slot"),
+        ):
+            if count:
+                words = f"1 {what} is" if count == 1 else f"{count} {what}s are"
+                return f"{words} owned by nobody's sequence at the end"
+        if missing := kv.slots_total - kv.slots_free - kv.slots_cached:
+            return f"{missing} slots are neither free nor cached at the end, though no sequence is left"
+        try:
+            self.engine.check_integrity()
+        except AssertionError as error:
+            return f"the engine is idle and its accounts are wrong: {_where(error)}"
+        return None
+
+
+def _grown(stats: EngineStats) -> dict[str, int]:
+    """The counters that only grow and whose steps tell what happened when."""
+    counters = stats.counters
+    return {
+        "prefill_tokens": stats.prefill_tokens_scheduled,
+        "decode_tokens": stats.decode_tokens_scheduled,
+        "preempted": stats.num_preemptions,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "allocated_pages": counters.allocated_pages,
+        "freed_pages": counters.freed_pages,
+        "copied_pages": counters.copied_pages,
+        "copied_slots": counters.copied_slots,
+        "swapped_out_slots": counters.swapped_out_slots,
+        "swapped_in_slots": counters.swapped_in_slots,
+        "swap_lost_slots": counters.swap_lost_slots,
+        "prefix_hits": counters.prefix_hits,
+        "prefix_queries": counters.prefix_queries,
+        "prefix_evictions": counters.prefix_evictions,
+        "refused_fragmented": counters.refused_fragmented,
+        "forks": stats.forks,
+        "finished": sum(stats.finished.values()),
+    }
+
+
+COUNTERS = (
+    "steps", "prefill_steps", "decode_steps", "mixed_steps", "empty_steps", "prefill_tokens", "decode_tokens",
+    "mixed_step_tokens", "prompt_tokens", "generation_tokens", "preempted", "recomputed_tokens", "allocated_pages",
+    "freed_pages", "peak_pages_owned", "peak_slots_reserved", "copied_pages", "copied_slots", "swapped_out_slots",
+    "swapped_in_slots", "swap_lost_slots", "peak_host_slots", "peak_swapped", "prefix_hits", "prefix_queries",
+    "prefix_evictions", "refused_fragmented", "refused_queue_full", "refused_never_fits", "forks", "finished_length",
+    "finished_stop", "finished_abort", "peak_running", "running_steps", "peak_waiting", "waiting_steps",
+    "slot_steps_tokens", "slot_steps_waste", "slot_steps_cached", "slot_steps_pinned", "slot_steps_free",
+    "slot_steps_fragmented", "shared_slot_steps", "total_pages", "total_slots", "total_host_slots",
+    "page_table_bytes", "bytes_per_slot",
+)  # fmt: skip
+"""Every counter that is compared, beside the digest of the tokens."""
+
+
+def _where(error: BaseException) -> str:
+    """An exception in one line, with the place it came from."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{f': {text}' if text else ''} ({Path(frame.filename).name}, {frame.name})"

@@ -1,0 +1,198 @@
+"""The pairs of a comparison as one table, and the hypotheses that are made of it.
+
+A *pair* is one launch of the base and one of the candidate under the same load, in random order. Its number for a cell
+and a metric is log(candidate / base). A pair counts with all its cells or not at all: which pairs are missing may
+depend on how they went, and the flips of signflip.py turn a whole pair at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES
+from kvbench.gate.timing.rules import CELL, CLASS, LEVELS, OVERALL, MetricRule
+
+
+@dataclass(frozen=True)
+class OneSided:
+    """A metric of a cell (places in the table) that one side has in all pairs and ``lacking``, the other, in none."""
+
+    lacking: str
+    cell: int
+    metric: int
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """``log_ratio`` [pairs, cells, metrics] = log(candidate / base); ``classes``: the class of each cell.
+
+    All NaN for a metric of a cell: neither side has it there (answers of one token have no ITL), or only one has
+    (``one_sided``: a candidate that sends its answers in one piece has no ITL any more). ValueError where it is there
+    in some of the pairs only.
+    """
+
+    log_ratio: np.ndarray
+    cells: tuple[str, ...]
+    classes: tuple[str, ...]
+    metrics: tuple[MetricRule, ...]
+    one_sided: tuple[OneSided, ...] = ()
+
+    def __post_init__(self) -> None:
+        y = self.log_ratio
+        if y.ndim != 3 or y.shape[1:] != (len(self.cells), len(self.metrics)) or len(self.classes) != len(self.cells):
+            raise ValueError(
+                f"a table of shape {y.shape} for {len(self.cells)} cells, {len(self.classes)} classes of cells and "
+                f"{len(self.metrics)} metrics: it must be [pairs, cells, metrics]"
+            )
+        if len(set(self.cells)) != len(self.cells):
+            raise ValueError("a cell is there twice: names of cells must differ")
+        if np.isinf(y).any():
+            raise ValueError(f"{self._where(np.isinf(y))} is infinite: a value of 0 or below cannot be compared")
+        gaps = np.isnan(y) & ~np.isnan(y).all(axis=0)
+        if gaps.any():
+            raise ValueError(f"{self._where(gaps)} is missing: leave that pair out, or repeat it")
+
+    @classmethod
+    def from_values(
+        cls,
+        base: np.ndarray,
+        candidate: np.ndarray,
+        cells: Sequence[str],
+        classes: Sequence[str],
+        metrics: Sequence[MetricRule],
+    ) -> PairTable:
+        """From what was measured, each [pairs, cells, metrics] in the metrics' units; NaN: not there."""
+        base, candidate = (np.asarray(x, dtype=np.float64) for x in (base, candidate))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            y = np.log(candidate) - np.log(base)
+        impossible = (base <= 0) | (candidate <= 0)
+        there = {BASE: ~np.isnan(base), CANDIDATE: ~np.isnan(candidate)}
+        one_sided = []
+        for cell, metric in itertools.product(range(y.shape[1]), range(y.shape[2])):
+            for side in SIDES:
+                has = there[side][:, cell, metric]
+                if has.any() and not has.all():
+                    where = f"{metrics[metric].name} of {cells[cell]} in pair {has.argmin() + 1}"
+                    raise ValueError(f"{where} is missing ({side}): leave that pair out, or repeat it")
+            lacking = [side for side in SIDES if not there[side][:, cell, metric].any()]
+            if len(lacking) == 1 and len(y):
+                one_sided.append(OneSided(lacking[0], cell, metric))
+        return cls(
+            np.where(impossible, np.inf, y), tuple(cells), tuple(classes), tuple(metrics), one_sided=tuple(one_sided)
+        )
+
+    @property
+    def pairs(self) -> int:
+        return len(self.log_ratio)
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """``one_sided`` in words: ``candidate has no p95 ITL of mixed/paged-c4, base has``."""
+        return tuple(self.words(each) for each in self.one_sided)
+
+    def words(self, each: OneSided) -> str:
+        having = SIDES[1 - SIDES.index(each.lacking)]
+        return f"{each.lacking} has no {self.metrics[each.metric].title} of {self.cells[each.cell]}, {having} has"
+
+    def first(self, pairs: int) -> PairTable:
+        """The table of the first so many pairs."""
+        return replace(self, log_ratio=self.log_ratio[:pairs])
+
+    def _where(self, which: np.ndarray) -> str:
+        pair, cell, metric = np.argwhere(which)[0]
+        return f"{self.metrics[metric].name} of {self.cells[cell]} in pair {pair + 1}"
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One thing that may have become worse: ``metric`` at ``level`` over ``cells`` (places in the table).
+
+    ``where``: the name of the cell or the class, empty for overall. ``stands_for``: the levels at which it is all there
+    is, its own among them: the only cell of a comparison is also its class and the whole.
+    """
+
+    level: str
+    where: str
+    metric: MetricRule
+    metric_index: int
+    cells: tuple[int, ...]
+    stands_for: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        return "/".join(part for part in (self.level, self.where, self.metric.name) if part)
+
+    @property
+    def title(self) -> str:
+        """Such as ``p95 TTFT of mixed/paged-p16-c32``, ``p95 TTFT of class mixed``, ``p95 TTFT over all cells``."""
+        place = {CELL: f"of {self.where}", CLASS: f"of class {self.where}", OVERALL: "over all cells"}
+        return f"{self.metric.title} {place[self.level]}"
+
+    @property
+    def floor(self) -> float:
+        """[log ratio]"""
+        return self.metric.harm_of(self.metric.floor)
+
+    @property
+    def margin_share(self) -> float:
+        """The tightest margin of the levels that it stands for, as a relative change for the worse (0.03: 3 %)."""
+        return self.metric.margin_at(self.stands_for)
+
+    @property
+    def margin(self) -> float:
+        """[log ratio]"""
+        return self.metric.harm_of(self.margin_share)
+
+
+@dataclass(frozen=True)
+class Hypotheses:
+    """``harm`` [pairs, hypotheses]: log ratio, signed so that worse is positive. ``notes``: what was left out."""
+
+    each: tuple[Hypothesis, ...]
+    harm: np.ndarray
+    notes: tuple[str, ...] = ()
+
+    def log_ratio(self) -> np.ndarray:
+        """[pairs, hypotheses] log(candidate / base), not turned."""
+        return self.harm * np.array([-1.0 if h.metric.higher_is_better else 1.0 for h in self.each])
+
+
+def hypotheses(table: PairTable) -> Hypotheses:
+    """Each metric overall, per class and per cell; means over cells are means of log ratios.
+
+    What would be the same test twice is made once: a class is left out where there is only one (it is the whole) or
+    where it has only one cell (it is that cell), the whole where there is only one cell. What is left then stands for
+    it too and is held to the tightest of their margins, so that a comparison of one cell is as strict as the whole.
+    """
+    made: list[Hypothesis] = []
+    notes: list[str] = []
+    one_sided = {(each.cell, each.metric) for each in table.one_sided}
+    for index, metric in enumerate(table.metrics):
+        there = [c for c in range(len(table.cells)) if not np.isnan(table.log_ratio[:, c, index]).any()]
+        notes += [
+            f"{name} has no {metric.title}"
+            for c, name in enumerate(table.cells)
+            if c not in there and (c, index) not in one_sided
+        ]
+        groups: dict[str, list[int]] = {}
+        for c in there:
+            groups.setdefault(table.classes[c], []).append(c)
+        if len(there) > 1:
+            stands_for = (OVERALL, CLASS) if len(groups) == 1 else (OVERALL,)
+            made.append(Hypothesis(OVERALL, "", metric, index, tuple(there), stands_for))
+        for name, group in groups.items():
+            if len(groups) > 1 and len(group) > 1:
+                made.append(Hypothesis(CLASS, name, metric, index, tuple(group), (CLASS,)))
+            alone = LEVELS if len(there) == 1 else (CLASS, CELL) if len(group) == 1 else (CELL,)
+            made += [Hypothesis(CELL, table.cells[c], metric, index, (c,), alone) for c in group]
+    made.sort(key=lambda h: (LEVELS.index(h.level), h.metric_index, h.cells))
+    columns = [
+        table.log_ratio[:, h.cells, h.metric_index].mean(axis=1) * (-1.0 if h.metric.higher_is_better else 1.0)
+        for h in made
+    ]
+    harm = np.stack(columns, axis=1) if columns else np.empty((table.pairs, 0))
+    return Hypotheses(tuple(made), harm, tuple(notes))

@@ -1,0 +1,115 @@
+"""Which loads of base and candidate make a pair, and in which order a pair is run: pure functions.
+
+The unit of the gate is the pair: one freshly launched server of each side, one right after the other, under the same
+requests. For every configuration of every pair a coin decides which side goes first. That coin is what makes the
+sign-flip test exact (kvbench/gate/timing/signflip.py): without a difference between the sides, the other fall of all coins of
+a pair would have given the same figures with the opposite sign, whatever the machine did meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbench.common.errors import UsageError
+from kvbench.workload.design import Block, Cell, Configuration, Design
+
+BASE, CANDIDATE = "base", "candidate"
+SIDES = (BASE, CANDIDATE)
+
+
+@dataclass(frozen=True)
+class Match:
+    """One configuration of a workload on both sides, with the loads that it is measured under, cell by cell.
+
+    ``names``: of the cells in the gate, ``<workload>/<cell id>``; where the sides differ in settings, with both ids.
+    """
+
+    workload: str
+    base: Configuration
+    candidate: Configuration
+    base_cells: tuple[Cell, ...]
+    candidate_cells: tuple[Cell, ...]
+    names: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Names it in a manifest."""
+        return f"{self.workload}/{self.base.config_id}"
+
+    def of(self, side: str) -> Configuration:
+        return self.base if side == BASE else self.candidate
+
+    def cells(self, side: str) -> tuple[Cell, ...]:
+        return self.base_cells if side == BASE else self.candidate_cells
+
+    def block(self, side: str, pair: int, order: Sequence[int]) -> Block:
+        """The launch of one side in pair ``pair``, its loads in ``order`` (indices)."""
+        cells = self.cells(side)
+        return Block(pair, self.of(side), tuple(cells[i] for i in order))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One configuration's part of a pair: which side goes first, and the order of the loads, the same for both."""
+
+    pair: int
+    match: Match
+    first: str
+    order: tuple[int, ...]
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        return (BASE, CANDIDATE) if self.first == BASE else (CANDIDATE, BASE)
+
+
+def cell_rows(matches: Sequence[Match]) -> list[dict[str, str]]:
+    """For the manifest: each cell's name, workload and turn, and its id on either side."""
+    return [
+        {"name": name, "workload": match.workload, "turn": match.key, BASE: a.cell_id, CANDIDATE: b.cell_id}
+        for match in matches
+        for name, a, b in zip(match.names, match.base_cells, match.candidate_cells, strict=True)
+    ]
+
+
+def match_designs(workload: str, base: Design, candidate: Design) -> tuple[Match, ...]:
+    """The configurations of both sides, in their order; a side's own settings are in all of its configurations.
+
+    Raises UsageError when the sides do not have the same number of configurations, or not the same loads.
+    """
+    sides = (base.configurations, candidate.configurations)
+    if len(sides[0]) != len(sides[1]):
+        ids = [", ".join(c.config_id for c in side) for side in sides]
+        raise UsageError(
+            f"{workload}: base has {len(sides[0])} configurations ({ids[0]}) and candidate {len(sides[1])} ({ids[1]}), "
+            "so they cannot be paired: leave out of the workload's sweep what one of them cannot have"
+        )
+    matches = []
+    for left, right in zip(*sides, strict=True):
+        cells = [tuple(c for c in d.cells if c.configuration is side) for d, side in ((base, left), (candidate, right))]
+        if [c.load for c in cells[0]] != [c.load for c in cells[1]]:
+            raise UsageError(f"{workload}: {left.config_id} and {right.config_id} have different loads")
+        names = tuple(f"{workload}/{_name(a, b)}" for a, b in zip(*cells, strict=True))
+        matches.append(Match(workload, left, right, *cells, names))
+    return tuple(matches)
+
+
+def _name(base: Cell, candidate: Cell) -> str:
+    if base.cell_id == candidate.cell_id:
+        return base.cell_id
+    return f"{base.configuration.config_id}~{candidate.configuration.config_id}-{base.load.load_id}"
+
+
+def turns(matches: Sequence[Match], pair: int, seed: int) -> tuple[Turn, ...]:
+    """The order of pair ``pair``: configurations shuffled, a coin for each, their loads shuffled. Of ``seed`` alone."""
+    rng = random.Random(f"kvbench-pair/{seed}/{pair}")
+    shuffled = list(matches)
+    rng.shuffle(shuffled)
+    drawn = []
+    for match in shuffled:
+        first = rng.choice(SIDES)
+        order = list(range(len(match.names)))
+        rng.shuffle(order)
+        drawn.append(Turn(pair, match, first, tuple(order)))
+    return tuple(drawn)

@@ -1,0 +1,118 @@
+"""What the timing gate looks at, how large a harm must be to matter, and how often it may look.
+
+Floors and margins are relative changes for the worse, as an engineer says them: 0.03 of a latency is 3 % longer, 0.03
+of a throughput is 3 % less. The statistics work on log(candidate / base), where a change there and back is the same
+distance, pairs average to a ratio of geometric means, and a class of cells with different sizes is the mean of its
+cells; ``MetricRule.harm_of`` and ``relative_of`` convert between the two (log 1.03 = 0.0296, -log 0.97 = 0.0305).
+
+A FAIL needs an effect of at least the *floor* (what is worth an engineer's time) besides its p-value; a PASS needs
+every effect to be shown to be below its *margin* (what one is ready to lose unseen). Margins are wider for one cell
+than for the whole, since the mean over many cells is known better; a cell that is all there is has those of the whole
+(kvbench/gate/timing/pairs.py). How they make a verdict: kvbench/gate/timing/judge.py.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvbench.common.errors import UsageError
+
+OVERALL, CLASS, CELL = "overall", "class", "cell"
+LEVELS = (OVERALL, CLASS, CELL)
+MOST_PAIRS = 20  # all 2^20 sign flips of a hundred hypotheses take seconds, one more pair doubles them
+
+
+@dataclass(frozen=True)
+class MetricRule:
+    """One judged metric. ``floor`` and ``margins`` (by level): relative changes for the worse, 0.03 is 3 %."""
+
+    name: str
+    title: str
+    unit: str
+    higher_is_better: bool
+    floor: float
+    margins: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if missing := [level for level in LEVELS if level not in self.margins]:
+            raise UsageError(f"{self.name} has no margin for {', '.join(missing)}: give one for each of {LEVELS}")
+        for what, value in (("floor", self.floor), *((f"margin ({k})", v) for k, v in self.margins.items())):
+            if not 0 <= value < 1 or (value == 0 and what != "floor"):
+                raise UsageError(f"{self.name}: a {what} of {value} is none: it is a share such as 0.03 for 3 %")
+
+    def margin_at(self, levels: Iterable[str]) -> float:
+        """The tightest margin of these levels."""
+        return min(self.margins[level] for level in levels)
+
+    def harm_of(self, relative: float) -> float:
+        """A relative change for the worse (0.03: 3 % longer, 3 % less) as a distance in log(candidate / base)."""
+        return -math.log1p(-relative) if self.higher_is_better else math.log1p(relative)
+
+    def relative_of(self, harm: float) -> float:
+        """The relative change for the worse that a distance in log(candidate / base) is; negative: for the better."""
+        return -math.expm1(-harm) if self.higher_is_better else math.expm1(harm)
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at the pairs so far: ``alpha`` is what a FAIL may spend here, ``alpha_pass`` what a PASS may."""
+
+    pairs: int
+    alpha: float
+    alpha_pass: float
+
+
+@dataclass(frozen=True)
+class TimingRules:
+    """Metrics and looks. ``classes``: name -> globs over cells' names; None: the class of a cell is its workload."""
+
+    metrics: tuple[MetricRule, ...]
+    looks: tuple[Look, ...]
+    classes: Mapping[str, tuple[str, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.metrics or not self.looks:
+            raise UsageError("a timing gate needs at least one metric and one look at its pairs")
+        pairs = [look.pairs for look in self.looks]
+        if pairs != sorted(set(pairs)) or pairs[-1] > MOST_PAIRS:
+            raise UsageError(f"looks after {pairs} pairs: they must grow, up to {MOST_PAIRS} pairs")
+        for look in self.looks:
+            for name, alpha in (("alpha", look.alpha), ("alpha_pass", look.alpha_pass)):
+                if not 2.0**-look.pairs <= alpha < 0.5:
+                    raise UsageError(
+                        f"{name} of {alpha} after {look.pairs} pairs: the smallest p of {look.pairs} pairs is "
+                        f"{2.0**-look.pairs:.2g}, so it could never be met (or it is above 0.5): look after more pairs"
+                    )
+
+    @property
+    def alpha(self) -> float:
+        """Most false alarms of a whole comparison over all its looks and hypotheses (sum over the looks)."""
+        return sum(look.alpha for look in self.looks)
+
+    def look_for(self, pairs: int) -> Look:
+        """The look that so many pairs are for: the first that asks for as many, or the last."""
+        return next((look for look in self.looks if look.pairs >= pairs), self.looks[-1])
+
+    def class_of(self, cell: str) -> str:
+        """The first class whose globs match the cell's name, or its workload (the name up to the first slash)."""
+        for name, globs in (self.classes or {}).items():
+            if any(fnmatch.fnmatchcase(cell, glob) for glob in globs):
+                return name
+        return cell.split("/", 1)[0]
+
+
+# Floors, margins and looks: the project's design, simulated in tests/benchmarks/gate_power.md. Three looks that spend
+# 0.004 + 0.003 + 0.003 keep false alarms of a comparison at 1 % at most (union bound); a PASS may err in 5 %.
+DEFAULT_RULES = TimingRules(
+    metrics=(
+        MetricRule(
+            "output_throughput", "output throughput", "tokens/s", True, 0.015, {OVERALL: 0.02, CLASS: 0.03, CELL: 0.04}
+        ),
+        MetricRule("p95_ttft_ms", "p95 TTFT", "ms", False, 0.03, {OVERALL: 0.04, CLASS: 0.05, CELL: 0.10}),
+        MetricRule("p95_itl_ms", "p95 ITL", "ms", False, 0.02, {OVERALL: 0.03, CLASS: 0.03, CELL: 0.06}),
+    ),
+    looks=(Look(8, 0.004, 0.02), Look(12, 0.003, 0.015), Look(16, 0.003, 0.015)),
+)

@@ -1,0 +1,122 @@
+"""Values for github-action-benchmark's charts, one file a direction, as its two custom tools read them.
+
+``customBiggerIsBetter`` and ``customSmallerIsBetter`` take a list of ``{name, unit, value, range, extra}``; a
+``range`` is drawn only as ``± number``, without a unit, and an empty list ends the action with an error: a direction
+without values has no file.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.common.text import plural
+from kvbench.gate.verdict import text as wording
+from kvbench.gate.verdict.verdict import Verdict
+from kvbench.runs.folder import write_json
+
+BIGGER, SMALLER = "benchmark-bigger-is-better.json", "benchmark-smaller-is-better.json"
+# columns of a sweep's summary.csv -> (unit, higher is better)
+_SWEEP_COLUMNS = {
+    "output_tokens_per_s": ("tokens/s", True),
+    "ttft_ms_p95": ("ms", False),
+    "itl_ms_p95": ("ms", False),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one chart. ``spread``: half of the width of its interval, in ``unit``."""
+
+    name: str
+    unit: str
+    value: float
+    higher_is_better: bool
+    spread: float | None = None
+    extra: str = ""
+
+
+def verdict_points(verdict: Verdict) -> list[Point]:
+    """The candidate's values of a comparison, named by their stable ids; the other gates have no timings to chart."""
+    if verdict.kind != "compare":
+        return []
+    return [
+        Point(
+            name=wording.line(finding.id),
+            unit=wording.line(finding.unit or ""),
+            value=finding.candidate,
+            higher_is_better=finding.higher_is_better,
+            spread=_half_width(finding.base, finding.interval),
+            extra=f"{wording.LABELS[finding.outcome]}\n{wording.line(finding.sentence)}",
+        )
+        for finding in verdict.findings
+        if wording.is_number(finding.candidate) and finding.higher_is_better is not None
+    ]
+
+
+def sweep_points(summary_csv: Path, workload: str) -> list[Point]:
+    """The valid cells of a sweep from its summary.csv, named ``<workload>/<cell>/<column>``; none without the file.
+
+    Raises OSError.
+    """
+    found: list[Point] = []
+    if not summary_csv.is_file():
+        return found
+    with summary_csv.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row.get("valid") != "True":
+                continue
+            for column, (unit, higher) in _SWEEP_COLUMNS.items():
+                value = _float(row.get(column))
+                if value is None:
+                    continue
+                ends = [_float(row.get(f"{column}_{end}")) for end in ("min", "max")]
+                spread = None if None in ends else (ends[1] - ends[0]) / 2
+                extra = f"{row.get('configuration', '')}\n{plural(_float(row.get('repeats')) or 0, 'repeat')}"
+                name = wording.line(f"{workload}/{row['cell_id']}/{column}")
+                found.append(Point(name, unit, value, higher, spread, wording.clean(extra)))
+    return found
+
+
+def benchmark_entries(points: Iterable[Point], higher_is_better: bool) -> list[dict[str, str | float]]:
+    """The entries of one of the two files."""
+    return [
+        {
+            "name": point.name,
+            "unit": point.unit,
+            "value": point.value,
+            **({"range": f"± {point.spread:.6g}"} if point.spread else {}),
+            **({"extra": point.extra} if point.extra else {}),
+        }
+        for point in points
+        if point.higher_is_better is higher_is_better
+    ]
+
+
+def write_benchmarks(points: Sequence[Point], folder: Path) -> list[Path]:
+    """The files that have entries; one of an earlier verdict that has none now is removed. Raises OSError."""
+    written = []
+    for name, higher in ((BIGGER, True), (SMALLER, False)):
+        if entries := benchmark_entries(points, higher):
+            write_json(folder / name, entries)
+            written.append(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+    return written
+
+
+def _half_width(base: float | None, interval: tuple[float, float] | None) -> float | None:
+    """Of the candidate's interval: that of the change, in units of the base."""
+    if not wording.is_number(base) or interval is None or not all(map(wording.is_number, interval)):
+        return None
+    return abs(base) * (interval[1] - interval[0]) / 2
+
+
+def _float(text: str | None) -> float | None:
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if wording.is_number(value) else None
