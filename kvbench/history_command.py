@@ -96,8 +96,8 @@ def show_command(
     """Raises UsageError."""
     from kvbench.common.errors import EXIT_NOTHING, EXIT_OK
     from kvbench.common.packages import say
-    from kvbench.history_drift import drift_exit_code
-    from kvbench.history_view import Asked, check_metrics, view
+    from kvbench.history.drift import drift_exit_code
+    from kvbench.history.view import Asked, check_metrics, view
 
     check_metrics(asked["metrics"])
     found = view(folders, Asked(**asked, change_points=not no_change_points))
@@ -109,7 +109,7 @@ def show_command(
     if html is not None:
         _write_page(html, found)
     if as_json:
-        from kvbench.history_table import as_dict
+        from kvbench.history.table import as_dict
 
         print(json.dumps(as_dict(found), indent=1))
     else:
@@ -120,7 +120,7 @@ def show_command(
 def _print(found: Any, html: Path | None) -> None:
     from rich.console import Console
 
-    from kvbench.history_table import legend, tables
+    from kvbench.history.table import legend, tables
 
     console = Console()
     for table in tables(found):
@@ -132,7 +132,7 @@ def _print(found: Any, html: Path | None) -> None:
 
 
 def _write_page(path: Path, found: Any) -> None:
-    from kvbench.history_page import page
+    from kvbench.history.page import page
     from kvbench.runs.folder import write_text
 
     write_text(path, page(found))
@@ -142,8 +142,8 @@ def add_command(*, runs: tuple[Path, ...], to: Path, release: str | None, incomp
     """Raises UsageError."""
     from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError
     from kvbench.common.packages import say
-    from kvbench.history_runs import find_runs
-    from kvbench.history_store import PassedOver, add_run
+    from kvbench.history.read import find_runs
+    from kvbench.history.store import PassedOver, add_run
 
     if release is not None and not release.strip():
         raise UsageError("--release '' is no name: give one such as v1.2, or leave it out")

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from kvbench.common.errors import UsageError
-from kvbench.history_drift import default_margins
+from kvbench.history.drift import default_margins
 from tests.support.stored_runs import repeat, write_run
 from tests.unit.gate.test_history import show, shown
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbench.history import all_series
-from kvbench.history_otava import find_change_points
-from kvbench.history_runs import find_runs, read_runs
+from kvbench.history.model import all_series
+from kvbench.history.otava import find_change_points
+from kvbench.history.read import find_runs, read_runs
 from tests.support.stored_runs import write_run
 from tests.unit.gate.test_history import show
 

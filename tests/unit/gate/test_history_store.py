@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvbench.common.errors import UsageError
+from kvbench.history.store import add_run
 from kvbench.history_command import history
-from kvbench.history_store import add_run
 from tests.support.stored_runs import write_run
 from tests.support.synthetic_run import VARIANTS, make_run
 from tests.unit.gate.test_history import shown
@@ -129,7 +129,7 @@ def test_a_run_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
         if len(written) == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvbench.history_store.os.fsync", full)
+    monkeypatch.setattr("kvbench.history.store.os.fsync", full)
     with pytest.raises(UsageError, match="No space left"):
         add_run(run, to, None)
     assert len(written) == 3 and not files(to)

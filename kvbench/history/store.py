@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.history import StoredRun
-from kvbench.history_runs import RELEASE, OtherKind, read_object, read_run
+from kvbench.history.model import StoredRun
+from kvbench.history.read import RELEASE, OtherKind, read_object, read_run
 from kvbench.runs.folder import MANIFEST, write_text
 
 VERDICT = "verdict.json"

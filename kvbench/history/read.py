@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.history import METRICS, Measured, StoredRun
+from kvbench.history.model import METRICS, Measured, StoredRun
 from kvbench.metrics.names import value_of
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import FORMAT, MANIFEST

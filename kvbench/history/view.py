@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 
 from kvbench.common.errors import UsageError
-from kvbench.history import METRICS, Series, StoredRun, all_series
-from kvbench.history_drift import Drift, Releases, default_margins, drift_sentence, find_drifts, find_releases
-from kvbench.history_otava import ChangePoint, find_change_points
-from kvbench.history_runs import find_runs, read_runs
+from kvbench.history.drift import Drift, Releases, default_margins, drift_sentence, find_drifts, find_releases
+from kvbench.history.model import METRICS, Series, StoredRun, all_series
+from kvbench.history.otava import ChangePoint, find_change_points
+from kvbench.history.read import find_runs, read_runs
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.history import Point, Series
+from kvbench.history.model import Point, Series
 
 ADVISORY = "advisory: in histories whose runs resemble their neighbours, 55 % of such points are false"
 GET = (

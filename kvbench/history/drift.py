@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
-from kvbench.history import Point, Series, StoredRun
+from kvbench.history.model import Point, Series, StoredRun
 
 DRIFTED, WITHIN, UNCLEAR = "drifted", "within", "unclear"
 CONFIDENCE = 0.95

@@ -10,11 +10,11 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from kvbench.common import text as words
-from kvbench.history import place_words
-from kvbench.history_drift import DRIFTED, UNCLEAR, WITHIN, Drift
-from kvbench.history_figures import drawings
-from kvbench.history_table import change_text, value_text
-from kvbench.history_view import View
+from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN, Drift
+from kvbench.history.figures import drawings
+from kvbench.history.model import place_words
+from kvbench.history.table import change_text, value_text
+from kvbench.history.view import View
 from kvbench.report.page import figures_json
 
 DRIFT_HEADS = (

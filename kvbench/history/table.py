@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.common import text as words
-from kvbench.history import VALID, Metric, Point, Series
-from kvbench.history_drift import DRIFTED, UNCLEAR, Drift
-from kvbench.history_otava import ADVISORY
-from kvbench.history_view import View
+from kvbench.history.drift import DRIFTED, UNCLEAR, Drift
+from kvbench.history.model import VALID, Metric, Point, Series
+from kvbench.history.otava import ADVISORY
+from kvbench.history.view import View
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 GAP = "·"  # a run that measured it and does not count

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvbench.history import INCOMPLETE, VALID, Point, Series, StoredRun
-from kvbench.history_drift import DRIFTED, Drift
-from kvbench.history_table import NARROWEST, change_text, value_text
-from kvbench.history_view import View
+from kvbench.history.drift import DRIFTED, Drift
+from kvbench.history.model import INCOMPLETE, VALID, Point, Series, StoredRun
+from kvbench.history.table import NARROWEST, change_text, value_text
+from kvbench.history.view import View
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, Look, finish, safe
 
 _COLUMNS = 3
