@@ -29,7 +29,7 @@ def invalid_reasons(run: RunFolder, cell: Cell) -> list[str]:
 
 def write_report(run: RunFolder, console: Console) -> str | None:
     """Table, headline and report. A failure here must not cost the results: it is told, and the run stays."""
-    from kvbench.commands import show_report
+    from kvbench.cli.commands import show_report
     from kvbench.common.packages import log_traceback
 
     try:

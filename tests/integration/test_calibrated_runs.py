@@ -10,7 +10,7 @@ import pytest
 
 from kvbench.calibration import cache as module
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
-from kvbench.cli import main
+from kvbench.cli.main import main
 from tests.support.sweep_parts import FAKE, Bench
 from tests.unit.load.test_calibration import taken
 

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import yaml
 
-from kvbench import cli
+from kvbench.cli import main as cli
 from kvbench.common import foreign_cpu as contention
 from tests.support.sweep_parts import ROOT
 

@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
+from kvbench.cli.gate_counters import accept, counters
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.gate_counters_command import accept, counters
 from tests.support import json_schema
 from tests.support.counter_files import Gate
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = (
-    "import sys; from kvbench.gate_counters_command import counters as command; "
+    "import sys; from kvbench.cli.gate_counters import counters as command; "
     "sys.exit(command(sys.argv[1:], standalone_mode=False))"
 )
 ACCEPT = GATE.replace("counters as", "accept as")

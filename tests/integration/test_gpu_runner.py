@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ci.gpu import summary, sweep
-from kvbench.cli import cli
+from kvbench.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "ci" / "gpu.sh"

@@ -15,10 +15,10 @@ from scipy.special import log_softmax, rel_entr
 from engine import teacher_forcing
 from engine.config import EngineConfig
 from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
+from kvbench.cli.quality import quality
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import guarded
 from kvbench.quality.result import read_quality
-from kvbench.quality_command import quality
 from kvbench.runs.manifest import git_state
 from kvbench.workload.file import load_workload
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.cli import cli
+from kvbench.cli.main import cli
 from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.loadtest.max_rate.search import CLIENT_LIMIT, INVALID

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from kvbench.cli import main
+from kvbench.cli.main import main
 from kvbench.common import foreign_cpu as contention
 from tests.integration.test_load_command import fake_server
 from tests.support.loads import free_port

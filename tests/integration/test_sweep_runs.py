@@ -12,7 +12,7 @@ import sys
 import pandas as pd
 import pytest
 
-from kvbench.cli import main
+from kvbench.cli.main import main
 from tests.support.sweep_parts import (
     FAKE,
     ROOT,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvbench.mock_command import mock_server
+from kvbench.cli.mock_server import mock_server
 
 if __name__ == "__main__":
     mock_server.main(args=["--port", "0", "--ttft-ms", "5", "--itl-ms", "1", *sys.argv[1:]])

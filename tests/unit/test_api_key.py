@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvbench.cli import main
+from kvbench.cli.main import main
 from kvbench.common.secrets import api_key, without_key
 from kvbench.targets.base import HttpTarget
 from tests.support.loads import ROOT, LoadRunner, own_mock

@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from kvbench.cli import cli, main
+from kvbench.cli.main import cli, main
 from kvbench.common import packages as house
 from kvbench.common.errors import MeasurementError, UsageError
 
@@ -98,7 +98,7 @@ def test_sweep_help_keeps_its_examples_on_lines_of_their_own(capsys):
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys; from kvbench.cli import main\ntry:\n main(['--help'])\nexcept SystemExit: pass\n"
+    code = "import sys; from kvbench.cli.main import main\ntry:\n main(['--help'])\nexcept SystemExit: pass\n"
     heavy = "{'torch', 'pandas', 'numpy', 'transformers', 'numba', 'gevent', 'pydantic', 'rich'}"
     code += f"print('HEAVY', sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -256,9 +256,7 @@ def test_a_foreign_kernels_package_is_named(capsys, tmp_path):
     other = tmp_path / "site" / "kernels"
     other.mkdir(parents=True)
     (other / "__init__.py").touch()
-    code = (
-        f"import sys; sys.path.insert(0, {str(other.parent)!r}); from kvbench.cli import main; main(['plan', 'x.yaml'])"
-    )
+    code = f"import sys; sys.path.insert(0, {str(other.parent)!r}); from kvbench.cli.main import main; main(['plan', 'x.yaml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert str(other) in done.stderr and "virtual environment of its own" in done.stderr

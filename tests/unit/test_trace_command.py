@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.cli import main
+from kvbench.cli.main import main
 from kvbench.trace_analysis.describe import describe
 from kvbench.trace_analysis.page import arrivals_figure, cache_figure, lengths_figure, waste_figure
 from kvbench.traces.read import read_trace

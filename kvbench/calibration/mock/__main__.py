@@ -2,8 +2,8 @@
 
 import sys
 
+from kvbench.cli.mock_server import mock_server
 from kvbench.common.packages import guarded
-from kvbench.mock_command import mock_server
 
 
 def run() -> int:

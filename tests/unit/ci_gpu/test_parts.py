@@ -13,7 +13,7 @@ from ci.gpu.engine_job import WarningsAreFailures
 from ci.gpu.part import PartReport
 from ci.gpu.parts import PARTS, plan_seconds, select_parts
 from kernels import tuning
-from kvbench.cli import cli
+from kvbench.cli.main import cli
 
 
 def test_which_parts_run():

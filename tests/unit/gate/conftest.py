@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from kvbench import cli
+from kvbench.cli import main as cli
 from kvbench.gate.compare import lanes
 from kvbench.gate.compare import manifest as compare_manifest
 from kvbench.gate.compare.run import Comparison

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvbench.cli.gate import results_command
 from kvbench.gate.verdict.benchmark_action import BIGGER, SMALLER, sweep_points, verdict_points, write_benchmarks
 from kvbench.gate.verdict.verdict import FAIL, PASS, Verdict
-from kvbench.gate_command import results_command
 from tests.support import verdicts
 
 _RANGE = re.compile(r"(?P<prefix>(\+-|±)\s*)(?P<value>\d.*)")  # extractRangeInfo.js; the value must be a number

@@ -102,7 +102,9 @@ def test_other_cells_are_refused_whatever_is_forced(compare):
 
 def test_two_at_once_are_refused_before_anything_is_opened(compare, monkeypatch):
     _, folder, _ = compare(*SIDES, *WORDS)
-    monkeypatch.setattr("kvbench.compare_main.open_lanes", lambda *_: pytest.fail("opened beside another kvbench"))
+    monkeypatch.setattr(
+        "kvbench.gate.compare.command.open_lanes", lambda *_: pytest.fail("opened beside another kvbench")
+    )
     with CompareFolder(folder).run_lock():
         code, _, err = compare("--resume", str(folder))
     assert code == 2 and "is being written by another kvbench" in err
@@ -176,7 +178,9 @@ def test_going_on_with_a_finished_comparison_shows_its_verdict_and_opens_nothing
     left, folder, err = compare(*SIDES, *WORDS, measure=lambda each: end(each, pairs, stopped, candidate))
     assert left == code, err
     verdict = read_json(folder / "verdict.json")
-    monkeypatch.setattr("kvbench.compare_main.open_lanes", lambda *_: pytest.fail("opened though it is finished"))
+    monkeypatch.setattr(
+        "kvbench.gate.compare.command.open_lanes", lambda *_: pytest.fail("opened though it is finished")
+    )
     assert compare("--resume", str(folder))[0] == code
     assert read_json(folder / "verdict.json") == verdict
 
@@ -216,9 +220,11 @@ def test_the_verdict_is_shown_though_it_cannot_be_written(compare, monkeypatch):
     def no_room(*_):
         raise OSError(28, "No space left on device", "pairs.csv")
 
-    monkeypatch.setattr("kvbench.compare_main.write_pairs", no_room)
+    monkeypatch.setattr("kvbench.gate.compare.command.write_pairs", no_room)
     shown = []
-    monkeypatch.setattr("kvbench.compare_main.print_verdict", lambda verdict, console: shown.append(verdict.sentence))
+    monkeypatch.setattr(
+        "kvbench.gate.compare.command.print_verdict", lambda verdict, console: shown.append(verdict.sentence)
+    )
     code, _, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
     assert code == 4 and "free some space" in err and shown == ["it is slower"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kvbench.cli.history import history
 from kvbench.common.errors import UsageError
 from kvbench.history.store import add_run
-from kvbench.history_command import history
 from tests.support.stored_runs import write_run
 from tests.support.synthetic_run import VARIANTS, make_run
 from tests.unit.gate.test_history import shown

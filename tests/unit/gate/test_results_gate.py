@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.cli.gate import gate
 from kvbench.common.packages import guarded
-from kvbench.gate_command import gate
 from kvbench.quality.result import QUALITY, QualityResult
 from tests.support import verdicts
 from tests.support.synthetic_run import PAIR, make_run

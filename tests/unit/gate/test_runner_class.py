@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from kvbench import compare_main
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
+from kvbench.gate.compare import command as compare_main
 from kvbench.gate.compare.conclude import conclude
 from kvbench.gate.compare.runner_class import noise_notes
 from kvbench.gate.policy import load_policy

@@ -16,8 +16,8 @@ import click
 import pytest
 import yaml
 
-from kvbench.cli import cli
-from kvbench.default_group import DefaultGroup
+from kvbench.cli.default_group import DefaultGroup
+from kvbench.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[3]
 GITHUB = sorted((ROOT / "ci" / "github").glob("*.yml"))
@@ -174,7 +174,7 @@ class Missing:
         if name.partition(".")[0] in sys.argv[1].split(","):
             raise ModuleNotFoundError(f"not installed: {name}", name=name)
 sys.meta_path.insert(0, Missing())
-from kvbench.cli import main
+from kvbench.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -21,7 +21,7 @@ from kvbench.calibration.calibrate import (
 )
 from kvbench.calibration.figures import Figures, figures_of
 from kvbench.calibration.mock.process import MockProcess
-from kvbench.cli import main
+from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError
 
 ZERO = 1000.0

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvbench.calibration.cache import Demand
+from kvbench.cli.load import load
 from kvbench.common.errors import UsageError
 from kvbench.load.run_arguments import parse
-from kvbench.load_command import load
 from kvbench.loadtest.shared import be_worker, require_free, sharing
 
 

@@ -12,11 +12,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvbench.calibrate_command import calibrate_client
 from kvbench.calibration.calibrate import CalibrationSettings
 from kvbench.calibration.mock.server import KEPT_STAMPS
 from kvbench.calibration.mock.settings import MockSettings
-from kvbench.cli import main
+from kvbench.cli.calibrate import calibrate_client
+from kvbench.cli.main import main
 from tests.support.loads import ROOT, stamps_of
 
 TOKENS = 12

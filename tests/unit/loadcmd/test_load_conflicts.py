@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from kvbench.cli import cli
+from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
 from kvbench.workload.load_section import LoadConfig
 

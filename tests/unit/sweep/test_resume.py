@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.commands import _workload_and_run
+from kvbench.cli.commands import _workload_and_run
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
 from kvbench.runs import resume

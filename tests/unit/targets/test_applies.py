@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.cli import main
+from kvbench.cli.main import main
+from kvbench.cli.target_options import _OPTIONS
 from kvbench.common.errors import UsageError
-from kvbench.target_options import _OPTIONS
 from kvbench.targets.applies import APPLIES, BUILTIN, PRESET, RUNNING, TEMPLATE
 from kvbench.targets.choose import choose
 from kvbench.workload.file import load_workload

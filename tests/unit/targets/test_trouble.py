@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvbench.cli import main
+from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets import unreachable as troubles
 from kvbench.targets.access import Access

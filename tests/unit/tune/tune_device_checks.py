@@ -7,8 +7,8 @@ import torch
 
 from kernels.triton_launch import Chip
 from kernels.tuning import bucket_of
+from kvbench.cli.tune import default_tiles
 from kvbench.tune import Case
-from kvbench.tune_command import default_tiles
 from kvbench.tune_device import Checker, Problem
 
 CHIP, CPU = Chip(0, 4), torch.device("cpu")

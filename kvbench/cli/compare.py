@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from kvbench.calibrate_command import NO_CALIBRATION
-from kvbench.option_types import FiniteRange
-from kvbench.target_options import target_options
+from kvbench.cli.calibrate import NO_CALIBRATION
+from kvbench.cli.option_types import FiniteRange
+from kvbench.cli.target_options import target_options
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -103,7 +103,7 @@ def compare(**options: Any) -> int:
       5    nothing was compared
       130  interrupted; go on with --resume
     """
-    from kvbench.compare_main import compare_command
+    from kvbench.gate.compare.command import compare_command
 
     return compare_command(**options)
 
@@ -129,6 +129,6 @@ def calibrate(**options: Any) -> int:
     Exit codes: 0 stored, 2 usage or bad input, 4 a pair could not be measured, 130 interrupted (go on with --resume).
     Files written: STORE/<runner class>.json, and the pairs as `compare` does.
     """
-    from kvbench.compare_main import calibrate_pairs_command
+    from kvbench.gate.compare.command import calibrate_pairs_command
 
     return calibrate_pairs_command(**options)

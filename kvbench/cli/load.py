@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from kvbench.calibrate_command import NO_CALIBRATION
+from kvbench.cli.calibrate import NO_CALIBRATION
+from kvbench.cli.option_types import FiniteRange
 from kvbench.loadtest.shared import SHARING_OPTIONS
-from kvbench.option_types import FiniteRange
 
 _HELP = """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
 

@@ -1,4 +1,4 @@
-"""Commands of the command line that run no server: cache-sim and tune. Imports are lazy, as in ``kvbench.cli``."""
+"""Commands of the command line that run no server: cache-sim and tune. Imports are lazy, as in ``kvbench.cli.main``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvbench.option_types import FiniteRange, OutputFile
+from kvbench.cli.option_types import FiniteRange, OutputFile
 
 
 @click.command(name="cache-sim")
@@ -94,6 +94,6 @@ def tune(**options: Any) -> int:
     Files written: kernels/tuned/sm_XX.json (of the GPU's architecture), added to if it is of the same GPU and versions.
     Exit codes: 0 written, 2 bad input or no CUDA device, 4 a kernel's own default gives wrong numbers.
     """
-    from kvbench.tune_command import tune_command
+    from kvbench.cli.tune import tune_command
 
     return tune_command(**options)

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from kvbench.default_group import DefaultGroup
-from kvbench.gate_counters_command import counters
+from kvbench.cli.default_group import DefaultGroup
+from kvbench.cli.gate_counters import counters
 
 
 @click.group(cls=DefaultGroup, default="results", context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvbench.option_types import FiniteRange
+from kvbench.cli.option_types import FiniteRange
 
 _RATE = FiniteRange(0, 1)
 

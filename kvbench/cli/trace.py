@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.option_types import OutputFile
+from kvbench.cli.option_types import OutputFile
 
 if TYPE_CHECKING:
     from rich.console import Console

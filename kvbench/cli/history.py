@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from kvbench.default_group import DefaultGroup
-from kvbench.option_types import OutputFile
+from kvbench.cli.default_group import DefaultGroup
+from kvbench.cli.option_types import OutputFile
 
 
 @click.group(cls=DefaultGroup, default="show")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvbench.option_types import OutputFile
+from kvbench.cli.option_types import OutputFile
 
 
 @click.command()

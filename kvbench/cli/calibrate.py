@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvbench.option_types import FiniteRange, OutputFile
+from kvbench.cli.option_types import FiniteRange, OutputFile
 
 NO_CALIBRATION = click.option(
     "--no-calibration", is_flag=True, envvar="KVBENCH_NO_CALIBRATION",

@@ -10,19 +10,19 @@ from typing import Any
 import click
 
 from kvbench import __version__
-from kvbench.calibrate_command import NO_CALIBRATION, calibrate_client
-from kvbench.cli_tools import cache_sim, tune
+from kvbench.cli.calibrate import NO_CALIBRATION, calibrate_client
+from kvbench.cli.compare import calibrate, compare
+from kvbench.cli.gate import gate
+from kvbench.cli.gate_counters import accept
+from kvbench.cli.history import history
+from kvbench.cli.load import load
+from kvbench.cli.mock_server import mock_server
+from kvbench.cli.option_types import FiniteRange
+from kvbench.cli.quality import quality
+from kvbench.cli.target_options import target_options
+from kvbench.cli.tools import cache_sim, tune
+from kvbench.cli.trace import trace
 from kvbench.common.packages import check_house, guarded
-from kvbench.compare_command import calibrate, compare
-from kvbench.gate_command import gate
-from kvbench.gate_counters_command import accept
-from kvbench.history_command import history
-from kvbench.load_command import load
-from kvbench.mock_command import mock_server
-from kvbench.option_types import FiniteRange
-from kvbench.quality_command import quality
-from kvbench.target_options import target_options
-from kvbench.trace_command import trace
 
 _EXIT_CODES = """\b
 Exit codes:
@@ -142,7 +142,7 @@ def sweep(**options: Any) -> int:
       summary.csv                 one row a cell
       report.html, report.md      the report
     """
-    from kvbench.commands import sweep_command
+    from kvbench.cli.commands import sweep_command
 
     return sweep_command(**options)
 
@@ -152,7 +152,7 @@ def sweep(**options: Any) -> int:
 def serve(arguments: tuple[str, ...]) -> int:
     """Run the built-in engine as an OpenAI-compatible server (see: kvbench serve --help)."""
     check_house()
-    from kvbench.commands import serve_command
+    from kvbench.cli.commands import serve_command
 
     return serve_command(list(arguments))
 
@@ -170,7 +170,7 @@ def bench_engine(arguments: tuple[str, ...]) -> int:
     other processes took the machine.
     """
     check_house()
-    from kvbench.commands import bench_engine_command
+    from kvbench.cli.commands import bench_engine_command
 
     return bench_engine_command(list(arguments))
 
@@ -187,7 +187,7 @@ def report(run_dir: Path) -> int:
     Files written in RUN_DIR: report.html (works offline), report.md, summary.csv (one row a cell).
     Exit codes: 0 written, 2 not a run folder.
     """
-    from kvbench.commands import report_command
+    from kvbench.cli.commands import report_command
 
     return report_command(run_dir)
 
@@ -209,7 +209,7 @@ def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     \b
     Exit codes: 0 printed, 2 a configuration is impossible. No files are written.
     """
-    from kvbench.commands import plan_command
+    from kvbench.cli.commands import plan_command
 
     return plan_command(workload, profile, overrides)
 
@@ -235,7 +235,7 @@ def doctor() -> int:
     \b
     Exit codes: 0 ready, 2 something that kvbench needs is missing. No files are written.
     """
-    from kvbench.doctor import doctor_command
+    from kvbench.cli.doctor import doctor_command
 
     return doctor_command()
 
