@@ -43,7 +43,7 @@ test: lint
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: install
-	@$(if $(QUICK),KVBENCH_BENCH=quick )$(BIN)/python -m kvbench.bench_run $(ARGS)
+	@$(if $(QUICK),KVBENCH_BENCH=quick )$(BIN)/python -m tests.benchmarks.bench_run $(ARGS)
 
 bench-peers: install
 	@$(BIN)/kvbench bench-engine --require hf-continuous=5 \

@@ -13,7 +13,7 @@ from ci.gpu.kernel_problems import CONTIGUOUS
 from kernels.api import KVCache
 from kernels.kv_formats import KV_FORMATS, find_format
 from kernels.quantized import FP8_MAX, QuantizedKV
-from kvbench import bench_bars
+from tests.benchmarks import bench_bars
 
 FILL_ROWS = 1 << 16  # slots filled at once: a large cache is quantised through float32 copies of its parts
 

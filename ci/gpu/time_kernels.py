@@ -25,7 +25,7 @@ from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import raw_tensors
-from kvbench import bench_bars
+from tests.benchmarks import bench_bars
 
 LAYERS_MOVED = 32  # a page is scattered over this many layers
 

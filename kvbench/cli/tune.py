@@ -13,10 +13,10 @@ from rich.console import Console
 from kernels import tuning
 from kernels.kv_formats import KV_FORMATS
 from kernels.launch import Tiles
+from kernels.tune.search import Case, Outcome, candidates, entry_of, merge, search
 from kernels.tuning import Entry, Table, bucket_of
 from kvbench.common.errors import UsageError
 from kvbench.runs import manifest
-from kvbench.tune import Case, Outcome, candidates, entry_of, merge, search
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
@@ -77,7 +77,7 @@ def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) ->
     import torch
     import triton
 
-    from kvbench.tune_device import chip_of
+    from kernels.tune.device import chip_of
 
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
@@ -108,7 +108,7 @@ def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) ->
 
 
 def _tune_case(case: Case, chip, device, deadline: float) -> Outcome:
-    from kvbench.tune_device import CHECKED, CHECKED_KV_HEADS, TIMED, TIMED_KV_HEADS, Checker, Problem, event_timer
+    from kernels.tune.device import CHECKED, CHECKED_KV_HEADS, TIMED, TIMED_KV_HEADS, Checker, Problem, event_timer
 
     small = Problem(case, *CHECKED[case.kernel], CHECKED_KV_HEADS, chip, device)
     large = Problem(case, *TIMED[case.kernel], TIMED_KV_HEADS, chip, device)

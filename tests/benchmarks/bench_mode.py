@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from kvbench.bench_run import MODES
+from tests.benchmarks.bench_run import MODES
 
 T = TypeVar("T")
 MODE = os.environ.get("KVBENCH_BENCH", "full")

@@ -1,6 +1,6 @@
 """How well the load client measures: against the mock server, which notes when it sent each chunk.
 
-In full mode a figure over its bar (kvbench/bench_bars.py) fails, once another program cannot have been the reason for
+In full mode a figure over its bar (tests/benchmarks/bench_bars.py) fails, once another program cannot have been the reason for
 all of ``ATTEMPTS``.
 """
 
@@ -12,9 +12,9 @@ import pytest
 from bench_mode import MODE, choose
 from bench_timing import note
 
-from kvbench.bench_bars import Measured, missed
 from kvbench.calibration.calibrate import CalibrationSettings, aims, calibrate
 from kvbench.runs.manifest import usable_cores
+from tests.benchmarks.bench_bars import Measured, missed
 
 CASES = choose(full=[(64, 1), (256, 1), (256, 4)], quick=[(64, 1)], smoke=[(8, 1)])
 SECONDS = choose(full=10.0, quick=5.0, smoke=1.0)

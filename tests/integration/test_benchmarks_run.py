@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvbench import bench_run
+from tests.benchmarks import bench_run
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.bench_bars import Measured, missed
+from tests.benchmarks.bench_bars import Measured, missed
 
 GOOD = {"lag_p99_ms": 0.7, "itl_error_p99_ms": 0.5, "cpu_us_per_event": 30.0, "coalesced_pct": 0.1}
 

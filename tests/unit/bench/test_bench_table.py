@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from kvbench.bench_bars import BARS, Bar, swap_gb_per_s
-from kvbench.bench_run import main as run_benchmarks
-from kvbench.bench_table import bar_lines, read_rows, to_csv, to_markdown, write_tables
 from kvbench.common.errors import UsageError
+from tests.benchmarks.bench_bars import BARS, Bar, swap_gb_per_s
+from tests.benchmarks.bench_run import main as run_benchmarks
+from tests.benchmarks.bench_table import bar_lines, read_rows, to_csv, to_markdown, write_tables
 
 MANIFEST = {
     "started": "2026-01-01T00:00:00+00:00",

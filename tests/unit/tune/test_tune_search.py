@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kernels.launch import Tiles
+from kernels.tune import search as tune
+from kernels.tune.search import Case, candidates, entry_of, merge, search
 from kernels.tuning import (
     Table,
     bucket_of,
@@ -17,9 +19,7 @@ from kernels.tuning import (
     unusable,
     write_table,
 )
-from kvbench import tune
 from kvbench.common.errors import MeasurementError
-from kvbench.tune import Case, candidates, entry_of, merge, search
 
 DECODE = Case(bucket_of("decode", "auto", 4, 128, 128, 2), 4, 128, 128, 16)
 PREFILL = Case(bucket_of("prefill", "auto", 4, 128, 128, 2), 4, 128, 128, 16)

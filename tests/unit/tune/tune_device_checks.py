@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kernels.triton_launch import Chip
+from kernels.tune.device import Checker, Problem
+from kernels.tune.search import Case
 from kernels.tuning import bucket_of
 from kvbench.cli.tune import default_tiles
-from kvbench.tune import Case
-from kvbench.tune_device import Checker, Problem
 
 CHIP, CPU = Chip(0, 4), torch.device("cpu")
 LENS = {"decode": ((1, 33, 20, 0), (1, 1, 1, 1)), "prefill": ((20, 1, 33), (20, 1, 7))}

@@ -1,6 +1,6 @@
 """A table of benchmarks from pytest-benchmark's JSON: table.md to read, table.csv to compute with, and the bars.
 
-python -m kvbench.bench_table results/bench/<run>      make both again from bench.json
+python -m tests.benchmarks.bench_table results/bench/<run>      make both again from bench.json
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.bench_bars import BARS, Bar, Measured
 from kvbench.common.errors import UsageError
 from kvbench.runs.folder import read_json, write_text
+from tests.benchmarks.bench_bars import BARS, Bar, Measured
 
 BENCH_JSON, TABLE_MD, TABLE_CSV = "bench.json", "table.md", "table.csv"
 _SITTING = ("device", "foreign_cpu_cores", "disturbed")  # of extra_info; the rest are figures
@@ -203,7 +203,7 @@ def write_tables(folder: Path, manifest: Mapping[str, Any]) -> list[Row]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m kvbench.bench_table results/bench/<run>")
+        sys.exit("usage: python -m tests.benchmarks.bench_table results/bench/<run>")
     try:
         write_tables(Path(sys.argv[1]), read_json(Path(sys.argv[1]) / "manifest.json"))
     except UsageError as error:

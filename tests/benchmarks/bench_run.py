@@ -1,6 +1,6 @@
 """``make bench``: run tests/benchmarks and keep what they measured in a folder of its own.
 
-    python -m kvbench.bench_run [pytest's arguments]       KVBENCH_BENCH=quick: about 4 minutes instead of 10
+    python -m tests.benchmarks.bench_run [pytest's arguments]       KVBENCH_BENCH=quick: about 4 minutes instead of 10
 
     results/bench/<UTC time>-<git short sha>/
       manifest.json   versions, machine, git state, command, mode
@@ -23,12 +23,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.bench_table import BENCH_JSON, TABLE_MD, bar_lines, write_tables
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, load_average
 from kvbench.common.packages import HOUSE, check_house
 from kvbench.runs.folder import MANIFEST, create_run, utc_now, write_json
 from kvbench.runs.manifest import environment, usable_cores
+from tests.benchmarks.bench_table import BENCH_JSON, TABLE_MD, bar_lines, write_tables
 
 BENCHMARKS = HOUSE / "tests" / "benchmarks"
 MODES = ("full", "quick", "smoke")  # of KVBENCH_BENCH
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str], output_dir: Path = Path("results")) -> int:
         )
     manifest: dict[str, Any] = {
         "format": 1, "kind": "bench", "status": "running", "mode": mode,
-        "command": ["python", "-m", "kvbench.bench_run", *arguments], "started": utc_now(), "ended": None,
+        "command": ["python", "-m", "tests.benchmarks.bench_run", *arguments], "started": utc_now(), "ended": None,
         **environment(),
     }  # fmt: skip
     folder = create_run(output_dir, "bench", manifest["git"]["short_sha"]).path

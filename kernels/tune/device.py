@@ -18,7 +18,7 @@ from kernels.launch import Tiles, cdiv
 from kernels.quantized import QuantizedKV, raw_tensors
 from kernels.reference import TorchBackend
 from kernels.triton_launch import Attention, Chip, Splits
-from kvbench.tune import Case
+from kernels.tune.search import Case
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 TOLERANCE = {2: 2e-2, 4: 1e-4}  # of a row's norm; bf16 rounds values and weights to 1 in 256
