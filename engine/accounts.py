@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.kv_manager import KVManager
-from engine.kv_moves import MoveKind
+from engine.kv.manager import KVManager
+from engine.kv.moves import MoveKind
 from engine.scheduler import Scheduler
 from engine.stats import LEDGER, PHASES, EngineStats, KVStats, StepRecord
 from engine.step_plan import StepPlan

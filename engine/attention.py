@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.kv_budget import KVShape, LayerKV
+from engine.kv.budget import KVShape, LayerKV
 from kernels.api import AttentionBackend, AttentionOptions, KVCache
 from kernels.cpu_memory import cache_zeros
 from kernels.kv_formats import find_format
@@ -52,7 +52,7 @@ class AttentionHost:
 
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
-    engine.kv_scales): for fp8 and only for fp8, which raises ValueError without them.
+    engine.kv.scales): for fp8 and only for fp8, which raises ValueError without them.
     """
 
     def __init__(

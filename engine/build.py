@@ -13,8 +13,8 @@ from engine.engine import Engine
 from engine.executor import TorchExecutor, available_cpus
 from engine.forward import cannot_compile
 from engine.graphs import cuda_capture
-from engine.kv_budget import capacity_of
-from engine.kv_manager import KVManager, make_kv_manager
+from engine.kv.budget import capacity_of
+from engine.kv.manager import KVManager, make_kv_manager
 from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 from engine.warm_steps import run_padding_steps

@@ -70,7 +70,7 @@ class EngineConfig:
     tokenizer: str | None = None  # a folder; None: the model's own, else the byte-level BPE that ships
 
     layout: str = "paged"
-    reservation: str = "max"  # contiguous: slots reserved per sequence, see engine/contiguous_kv.py
+    reservation: str = "max"  # contiguous: slots reserved per sequence, see engine/kv/contiguous.py
     page_size: int = 16  # tokens
     kv_budget: int | None = None  # bytes
     kv_cache_dtype: str = "auto"  # auto: the model's dtype; else one of kernels.kv_formats

@@ -24,8 +24,8 @@ from typing import Protocol
 from engine.accounts import Accounts, Work
 from engine.config import EngineConfig
 from engine.groups import BeamGroup, Group
-from engine.kv_budget import KVCapacity
-from engine.kv_manager import KVManager
+from engine.kv.budget import KVCapacity
+from engine.kv.manager import KVManager
 from engine.model_spec import ModelInfo
 from engine.scheduler import Scheduler
 from engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutput

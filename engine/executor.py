@@ -11,9 +11,9 @@ import torch
 from engine.attention import AttentionHost
 from engine.config import EngineConfig
 from engine.forward import ModelForward, compile_model
-from engine.kv_budget import KVCapacity
-from engine.kv_mover import KVMover
-from engine.kv_scales import calibrate_kv_scales
+from engine.kv.budget import KVCapacity
+from engine.kv.mover import KVMover
+from engine.kv.scales import calibrate_kv_scales
 from engine.model_loader import LoadedModel
 from engine.sampler import Sampled, sample
 from engine.sequence import Drawn, Sequence

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionHost, ForeignMaskError, ShapeRecorder, StepTensors, install
-from engine.kv_budget import KVShape
+from engine.kv.budget import KVShape
 from kernels.api import AttentionBackend, AttentionOptions
 
 SAFE_LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.kv_budget import KVShape, LayerKV
+from engine.kv.budget import KVShape, LayerKV
 
 CONFIG_DIR = Path(__file__).parent / "model_configs"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

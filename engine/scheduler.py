@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 
 from engine.config import EngineConfig
-from engine.kv_manager import KVManager
+from engine.kv.manager import KVManager
 from engine.sequence import Sequence, Status
 from engine.step_plan import Scheduled, StepPlan
 from engine.waiting_queue import Rank, WaitingQueue

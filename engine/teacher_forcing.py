@@ -17,7 +17,7 @@ import torch
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.executor import available_cpus
-from engine.kv_budget import PAGE_TABLE_ENTRY_BYTES
+from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
 from engine.model_loader import LoadedModel
 from engine.sequence import Request
 from engine.sequence import Sequence as TokenSequence

@@ -10,9 +10,9 @@ import torch
 from ci.gpu import kernel_problems as problems
 from ci.gpu.kernel_problems import TOLERANCE, Case, Drawn
 from ci.gpu.part import PartReport, sentence
-from engine.kv_budget import KVCapacity
-from engine.kv_mover import KVMover
-from engine.kv_moves import Move, MoveKind
+from engine.kv.budget import KVCapacity
+from engine.kv.mover import KVMover
+from engine.kv.moves import Move, MoveKind
 from kernels import get_backend
 from kernels.api import KVCache
 from kernels.quantized import QuantizedKV, raw_tensors

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
-from engine.kv_budget import KVCapacity
+from engine.kv.budget import KVCapacity
 from engine.stats import LEDGER, PHASES, EngineStats
 
 PREFIX = "kvbench:"

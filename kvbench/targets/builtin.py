@@ -91,7 +91,7 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     machine can tell them (a GPU's free memory). Raises ValueError with the engine's sentence.
     """
     from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
-    from engine.kv_budget import capacity_of
+    from engine.kv.budget import capacity_of
     from engine.model_spec import find_model
 
     known_names = [f.name for f in dataclasses.fields(EngineConfig)]

@@ -1,6 +1,6 @@
 """What a prefix cache of N pages would have hit on a trace: the engine's own pool and cache, replayed without a model.
 
-Each request does what ``engine.paged_kv.PagedKVManager`` does for one that runs alone, but for one page (below): match
+Each request does what ``engine.kv.paged.PagedKVManager`` does for one that runs alone, but for one page (below): match
 the prefix, share the hits, allocate the rest (evicting the least recently used), offer every page, release the last
 page first. A request ends before the next begins, so the figures are of the cache and not of a schedule; in an engine,
 pages of running requests are not there for others, and pages of the output are cached too.
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.page_pool import PagePool
-from engine.prefix_cache import PrefixCache
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_cache import PrefixCache
 from engine.sequence import Request, Sequence
 from kvbench.traces.model import Trace
 

@@ -15,9 +15,9 @@ from bench_mode import CUDA, DEVICE, choose
 from bench_timing import note, race
 
 from engine.config import EngineConfig
-from engine.kv_budget import KVShape, LayerKV, capacity_of
-from engine.kv_mover import KVMover
-from engine.kv_moves import Move, MoveKind
+from engine.kv.budget import KVShape, LayerKV, capacity_of
+from engine.kv.mover import KVMover
+from engine.kv.moves import Move, MoveKind
 from kernels.quantized import raw_tensors
 
 LAYERS = 8

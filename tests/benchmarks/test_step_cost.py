@@ -16,11 +16,11 @@ from bench_timing import note
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv_budget import KVCapacity
-from engine.kv_manager import make_kv_manager
+from engine.kv.budget import KVCapacity
+from engine.kv.manager import make_kv_manager
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_cache import PrefixCache
 from engine.model_spec import ModelInfo
-from engine.page_pool import PagePool
-from engine.prefix_cache import PrefixCache
 from engine.sequence import Drawn, Request, SamplingParams, Sequence
 from engine.step_plan import Computed, StepPlan
 

@@ -88,14 +88,14 @@ MUTANTS = {
         ("preempted 1, was 0", "grow/paged-p4-recompute at step"),
     ),
     "leaks a page": (
-        "engine/paged_kv.py",
+        "engine/kv/paged.py",
         "        for index in range(len(seq.pages) - 1, -1, -1):",
         "        for index in range(len(seq.pages) - 1, seq.request_id == 'w0-1' and seq.index == 0, -1):",
         1,
         ("pages are owned by nobody's sequence at the end", "freed pages"),
     ),
     "copies where it need not": (
-        "engine/paged_kv.py",
+        "engine/kv/paged.py",
         "self.pool.ref_count[pages[computed // size]] > 1",
         "self.pool.ref_count[pages[computed // size]] > (computed != 11)",
         1,

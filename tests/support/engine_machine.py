@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.kv_moves import MoveKind
-from engine.paged_kv import PagedKVManager
+from engine.kv.moves import MoveKind
+from engine.kv.paged import PagedKVManager
 from engine.scheduler import QueueFull
 from engine.sequence import PENDING, Request, SamplingParams
 from engine.stats import StepRecord

@@ -10,11 +10,11 @@ from operator import add
 from engine.beam import BeamSearch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv_budget import KVCapacity, KVShape, LayerKV, capacity_of
-from engine.kv_manager import KVManager, make_kv_manager
-from engine.kv_moves import Move, MoveKind
+from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of
+from engine.kv.manager import KVManager, make_kv_manager
+from engine.kv.moves import Move, MoveKind
+from engine.kv.paged import PagedKVManager
 from engine.model_spec import ModelInfo
-from engine.paged_kv import PagedKVManager
 from engine.sequence import PENDING, Drawn, Request, SamplingParams, Sequence
 from engine.step_plan import StepPlan
 

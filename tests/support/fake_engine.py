@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv_budget import KVShape, LayerKV, capacity_of
-from engine.kv_manager import make_kv_manager
+from engine.kv.budget import KVShape, LayerKV, capacity_of
+from engine.kv.manager import make_kv_manager
 from engine.model_spec import ModelInfo
 from engine.sequence import Drawn
 from engine.sequence import Sequence as EngineSequence

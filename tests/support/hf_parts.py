@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv_budget import PAGE_TABLE_ENTRY_BYTES
+from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
 from engine.model_loader import LoadedModel, load_model
 from engine.sequence import Request
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from engine.kv_budget import KVCapacity
-from engine.kv_mover import KVMover
-from engine.kv_moves import Move, MoveKind
+from engine.kv.budget import KVCapacity
+from engine.kv.mover import KVMover
+from engine.kv.moves import Move, MoveKind
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
 

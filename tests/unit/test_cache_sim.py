@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.page_pool import PagePool
+from engine.kv.page_pool import PagePool
 from kvbench.cli.main import main
 from kvbench.trace_analysis import cache_sim
 from kvbench.trace_analysis.cache_sim import capacities, hit_rates, parse_pages, replay, working_set

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.engine import Engine
-from engine.kv_manager import make_kv_manager
+from engine.kv.manager import make_kv_manager
 from engine.replay import ReplayExecutor
 from engine.scheduler import QueueFull
 from engine.sequence import TokenOutput

@@ -10,7 +10,7 @@ import torch
 from ci.gpu import check_kernels, check_moves, kernel_problems
 from ci.gpu.kernel_problems import CONTIGUOUS, Case, draw
 from ci.gpu.part import PartReport
-from engine.kv_mover import KVMover
+from engine.kv.mover import KVMover
 from kernels import get_backend
 from kernels.quantized import QuantizedKV
 from kernels.reference import TorchBackend

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.kv_budget import KVCapacity
-from engine.paged_kv import PagedKVManager
+from engine.kv.budget import KVCapacity
+from engine.kv.paged import PagedKVManager
 from engine.sequence import Sequence
 from tests.support.engine_parts import (
     CountingExecutor,

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv_moves import Move, MoveKind, batches
+from engine.kv.moves import Move, MoveKind, batches
 
 COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 

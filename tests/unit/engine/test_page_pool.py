@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from engine.page_pool import FreeQueue, PagePool
+from engine.kv.page_pool import FreeQueue, PagePool
 
 
 def test_free_queue_keeps_order_through_removal_from_the_middle():

@@ -4,8 +4,8 @@ from itertools import count
 
 import pytest
 
-from engine.page_pool import PagePool
-from engine.prefix_cache import PrefixCache
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from tests.support.engine_parts import CountingExecutor, drain, request, small_engine, undisturbed
 
@@ -93,7 +93,7 @@ def test_a_salt_that_is_another_prompts_key_finds_nothing():
 
 def test_the_same_tokens_after_another_beginning_are_not_found_though_their_key_is(monkeypatch):
     """Two pages of the same tokens, and a collision of their keys: only their parents tell them apart."""
-    monkeypatch.setattr("engine.prefix_cache.blake2b", WeakHash)
+    monkeypatch.setattr("engine.kv.prefix_cache.blake2b", WeakHash)
     cache, pool = small_cache()
 
     def keys(first: int) -> list[bytes]:
@@ -164,7 +164,7 @@ def mixed_requests(number: int):
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_colliding_keys_cost_hits_and_serve_no_foreign_page(monkeypatch, weak, mode):
     """A key of one byte, or none: only verification stands between two prompts. The shadow KV would see a mistake."""
-    monkeypatch.setattr("engine.prefix_cache.blake2b", weak)
+    monkeypatch.setattr("engine.kv.prefix_cache.blake2b", weak)
     requests = mixed_requests(200)
     swap = {"preemption_mode": "swap", "host_slots": 12} if mode == "swap" else {}
     engine = small_engine(40, page_size=2, enable_prefix_caching=True, **swap)
@@ -178,7 +178,7 @@ def test_colliding_keys_cost_hits_and_serve_no_foreign_page(monkeypatch, weak, m
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_each_page_is_hashed_once(monkeypatch, mode):
     """Also through preemption, waiting at the head of the queue, and forks."""
-    monkeypatch.setattr("engine.prefix_cache.blake2b", WeakHash)
+    monkeypatch.setattr("engine.kv.prefix_cache.blake2b", WeakHash)
     monkeypatch.setattr(WeakHash, "size", 16)
     monkeypatch.setattr(WeakHash, "calls", 0)
     swap = {"preemption_mode": "swap", "host_slots": 8} if mode == "swap" else {}

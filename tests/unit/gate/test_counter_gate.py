@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from engine.page_pool import PagePool
-from engine.paged_kv import PagedKVManager
+from engine.kv.page_pool import PagePool
+from engine.kv.paged import PagedKVManager
 from engine.scheduler import Scheduler
 from kvbench.common.errors import UsageError
 from kvbench.gate.counters.accept import accept
@@ -242,7 +242,7 @@ def _accept_now(gate: Gate, reason: str = "meant") -> list[str]:
 
 def test_what_is_accepted_is_the_new_baseline_and_the_reasons_stay(gate, monkeypatch):
     assert _accept_now(gate)[0].startswith("nothing to accept")
-    monkeypatch.setattr("engine.paged_kv.SPARE_TOKENS", 4)
+    monkeypatch.setattr("engine.kv.paged.SPARE_TOKENS", 4)
     assert gate.judge().exit_code == 1
     lines = _accept_now(gate, "less room is kept")
     assert lines[0].startswith("accepted: 2 of 5 scenarios: ") and "reason: less room is kept" in lines
@@ -266,7 +266,7 @@ def test_the_record_says_what_is_guarded_no_more(gate):
 
 
 def test_the_record_says_what_counts_otherwise(gate, monkeypatch):
-    monkeypatch.setattr("engine.paged_kv.SPARE_TOKENS", 4)
+    monkeypatch.setattr("engine.kv.paged.SPARE_TOKENS", 4)
     names = sorted(failed(gate.judge()))
     _accept_now(gate)
     changed = read_lock(gate.lock_path).accepted[-1].changed
@@ -288,7 +288,7 @@ def test_a_lock_that_cannot_be_read_is_not_written_over(gate):
 
 def test_a_killed_acceptance_leaves_the_old_lock(gate, monkeypatch):
     before = gate.lock_path.read_bytes()
-    monkeypatch.setattr("engine.paged_kv.SPARE_TOKENS", 4)
+    monkeypatch.setattr("engine.kv.paged.SPARE_TOKENS", 4)
 
     def killed(*_):
         raise KeyboardInterrupt

@@ -15,8 +15,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv_budget import capacity_of
-from engine.kv_manager import make_kv_manager
+from engine.kv.budget import capacity_of
+from engine.kv.manager import make_kv_manager
 from engine.model_spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.stats import EngineStats

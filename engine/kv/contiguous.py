@@ -10,16 +10,16 @@ ignore EOS, as the load generator's do.
 
 from __future__ import annotations
 
-from engine.kv_budget import KVCapacity
-from engine.kv_moves import Move, MoveKind
-from engine.row_table import RowTable
+from engine.kv.budget import KVCapacity
+from engine.kv.moves import Move, MoveKind
+from engine.kv.row_table import RowTable
+from engine.kv.slab import Slab
 from engine.sequence import Sequence
-from engine.slab import Slab
 from engine.stats import KVStats
 
 
 class ContiguousKVManager(RowTable):
-    """See ``engine.kv_manager.KVManager`` for what each method promises.
+    """See ``engine.kv.manager.KVManager`` for what each method promises.
 
     First fit in one slab, so that short and long reservations leave holes behind. External fragmentation is reported
     where it hurts: free slots that would hold the reservation at the head of the queue, if they lay together. Eviction

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionHost, StepTensors, install
-from engine.kv_budget import KVShape
+from engine.kv.budget import KVShape
 from kernels import get_backend
 from kernels.kv_formats import KVFormat
 from kernels.quantized import FP8_MAX

@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.contiguous_kv import ContiguousKVManager
-from engine.kv_budget import KVCapacity
-from engine.kv_moves import Move
-from engine.paged_kv import PagedKVManager
+from engine.kv.budget import KVCapacity
+from engine.kv.contiguous import ContiguousKVManager
+from engine.kv.moves import Move
+from engine.kv.paged import PagedKVManager
 from engine.sequence import Sequence
 from engine.stats import KVCounters, KVStats
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.kv_budget import KVCapacity
-from engine.kv_moves import Move, MoveKind, batches
+from engine.kv.budget import KVCapacity
+from engine.kv.moves import Move, MoveKind, batches
 
 
 class KVMover:

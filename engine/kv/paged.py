@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from engine.kv_budget import KVCapacity
-from engine.kv_moves import Move, MoveKind
-from engine.page_pool import PagePool
-from engine.prefix_cache import PrefixCache
-from engine.row_table import RowTable
+from engine.kv.budget import KVCapacity
+from engine.kv.moves import Move, MoveKind
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_cache import PrefixCache
+from engine.kv.row_table import RowTable
+from engine.kv.swap_space import SwapSpace
 from engine.sequence import Sequence
 from engine.stats import KVCounters, KVStats
-from engine.swap_space import SwapSpace
 
 SPARE_TOKENS = 16  # that each running sequence may still grow before an admission would be regretted
 
 
 class PagedKVManager(RowTable):
-    """See ``engine.kv_manager.KVManager`` for what each method promises.
+    """See ``engine.kv.manager.KVManager`` for what each method promises.
 
     Only a page that one sequence names, and that is not full, is ever written: full pages are shared freely (cache,
     forks, host twins), and a partly filled one that siblings share is copied for whoever writes first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.page_pool import PagePool
+from engine.kv.page_pool import PagePool
 from engine.sequence import Sequence
 
 

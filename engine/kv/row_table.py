@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.kv_budget import KVCapacity
-from engine.kv_moves import Move
+from engine.kv.budget import KVCapacity
+from engine.kv.moves import Move
 from engine.sequence import Sequence
 from engine.stats import KVCounters
 

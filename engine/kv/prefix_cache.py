@@ -6,7 +6,7 @@ import time
 from array import array
 from hashlib import blake2b
 
-from engine.page_pool import PagePool
+from engine.kv.page_pool import PagePool
 from engine.sequence import Sequence
 
 _KEY_BYTES = 16
