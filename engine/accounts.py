@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from engine.kv.manager import KVManager
 from engine.kv.moves import MoveKind
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_plan import StepPlan
 from engine.stats import LEDGER, PHASES, EngineStats, KVStats, StepRecord
-from engine.step_plan import StepPlan
 
 
 class Work(NamedTuple):

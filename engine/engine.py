@@ -23,14 +23,14 @@ from typing import Protocol
 
 from engine.accounts import Accounts, Work
 from engine.config import EngineConfig
-from engine.groups import BeamGroup, Group
 from engine.kv.budget import KVCapacity
 from engine.kv.manager import KVManager
 from engine.model_spec import ModelInfo
-from engine.scheduler import Scheduler
+from engine.scheduling.groups import BeamGroup, Group
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_plan import StepHandle, StepPlan
 from engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutput
 from engine.stats import EngineStats, StepRecord
-from engine.step_plan import StepHandle, StepPlan
 
 
 class Executor(Protocol):

@@ -16,9 +16,9 @@ from engine.kv.mover import KVMover
 from engine.kv.scales import calibrate_kv_scales
 from engine.model_loader import LoadedModel
 from engine.sampler import Sampled, sample
+from engine.scheduling.step_plan import Computed, Scheduled, StepHandle, StepPlan
 from engine.sequence import Drawn, Sequence
 from engine.step_inputs import InputBuffers
-from engine.step_plan import Computed, Scheduled, StepHandle, StepPlan
 from kernels.kv_formats import find_format
 
 

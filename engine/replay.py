@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Callable
 
 from engine.model_spec import ModelInfo
+from engine.scheduling.step_plan import Computed, StepPlan
 from engine.sequence import Drawn, Sequence
-from engine.step_plan import Computed, StepPlan
 
 _WORD = 2**64 - 1
 

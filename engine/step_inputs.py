@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from engine.attention import StepTensors
+from engine.scheduling.step_plan import Scheduled
 from engine.sequence import Sequence
-from engine.step_plan import Scheduled
 
 _ALIGN = 8  # int64: 64 bytes. Triton compiles a kernel anew for a pointer that 16 bytes do not divide
 

@@ -19,10 +19,10 @@ from engine.config import EngineConfig
 from engine.executor import available_cpus
 from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
 from engine.model_loader import LoadedModel
+from engine.scheduling.step_plan import Scheduled
 from engine.sequence import Request
 from engine.sequence import Sequence as TokenSequence
 from engine.step_inputs import InputBuffers
-from engine.step_plan import Scheduled
 
 REFERENCE = "auto"  # kv_cache_dtype of what others are compared with: KV in the model's own dtype
 _ROWS = 8  # sequences side by side

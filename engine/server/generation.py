@@ -18,8 +18,8 @@ from typing import Any
 from starlette.types import Receive
 
 from engine.async_engine import AsyncEngine, EngineUnavailable, OutputStream
-from engine.beam import check_beam_search
-from engine.scheduler import QueueFull
+from engine.scheduling.beam import check_beam_search
+from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams
 from engine.server.choices import Choice, EngineFailure, Piece
 from engine.server.errors import APIError, invalid, queue_full, unprocessable

@@ -21,8 +21,8 @@ from engine.kv.manager import make_kv_manager
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.model_spec import ModelInfo
+from engine.scheduling.step_plan import Computed, StepPlan
 from engine.sequence import Drawn, Request, SamplingParams, Sequence
-from engine.step_plan import Computed, StepPlan
 
 SLOT_BYTES = 4096
 STEPS = choose(full=64, quick=64, smoke=4)  # a round: each sequence takes a new page four times at page size 16
@@ -58,7 +58,9 @@ def make_engine(sequences: int, pages: int, page_size: int, length: int, **setti
     for i in range(sequences):
         params = SamplingParams(max_tokens=length, ignore_eos=True)
         engine.add_request(Request(str(i), tuple((i + j) % 1000 for j in range(17)), params))
-    while engine.scheduler.num_waiting or any(seq.num_output < 2 for seq in engine.scheduler.running):
+    while engine.scheduling.scheduler.num_waiting or any(
+        seq.num_output < 2 for seq in engine.scheduling.scheduler.running
+    ):
         engine.step()
     return engine
 
@@ -70,7 +72,9 @@ def measure(benchmark, sequences: int, engine: Engine) -> None:
 
     benchmark.pedantic(steps, rounds=choose(full=8, quick=4, smoke=1), warmup_rounds=1)
     per_step = benchmark.stats.stats.median / STEPS
-    assert len(engine.scheduler.running) == sequences, "a sequence ended or was preempted: not what was to be measured"
+    assert len(engine.scheduling.scheduler.running) == sequences, (
+        "a sequence ended or was preempted: not what was to be measured"
+    )
     note(benchmark, us_per_step=per_step * 1e6, ns_per_sequence=per_step / sequences * 1e9)
 
 

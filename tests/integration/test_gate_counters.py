@@ -68,7 +68,7 @@ def test_no_hash_seed_and_no_heavy_import_shows(gate):
         assert done.returncode == 0, done.stderr[-500:]
         told[seed] = done.stdout
         imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-        assert "engine.scheduler" in imported
+        assert "engine.scheduling.scheduler" in imported
         assert imported.isdisjoint({"torch", "numba", "triton", "scipy", "pandas", "transformers", "locust"})
     assert told["0"] == told["1"] == told["random"]
     assert json.loads(told["0"])["grow/paged-p4-swap"]["counters"]["preempted"] == 1
@@ -79,7 +79,7 @@ def test_no_hash_seed_and_no_heavy_import_shows(gate):
 # and the engine's own accounts tell.
 MUTANTS = {
     "preempts once more": (
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "        budget, roomy = self._schedule_running(",
         "        if len(self.running) == 4 and not self.num_preemptions:\n"
         "            self._preempt(self.running.pop(), plan)\n"
@@ -102,7 +102,7 @@ MUTANTS = {
         ("copied pages", ", was 0", "the engine is idle and its accounts are wrong: AssertionError: used slots"),
     ),
     "goes by a hash of text": (
-        "engine/scheduler.py",
+        "engine/scheduling/scheduler.py",
         "return min(num_tokens, budget, self._share)",
         "return min(num_tokens, budget, self._share, 4 + hash('share') % 8)",
         4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from engine.step_plan import Computed, StepPlan
+from engine.scheduling.step_plan import Computed, StepPlan
 from tests.support.fake_engine import ScriptedExecutor, fake_engine
 from tests.support.http_server import running_server
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.kv.moves import MoveKind
 from engine.kv.paged import PagedKVManager
-from engine.scheduler import QueueFull
+from engine.scheduling.scheduler import QueueFull
 from engine.sequence import PENDING, Request, SamplingParams
 from engine.stats import StepRecord
 from tests.support.engine_parts import CountingExecutor, StepFailed, expected_outputs, small_engine
@@ -320,7 +320,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert engine.stats().kv.slots_free == stats.kv.slots_total
         assert sum(stats.slot_steps.values()) == len(self.records) * stats.kv.slots_total
         assert stats.counters.allocated_pages == stats.counters.freed_pages
-        assert not engine._groups and not engine.scheduler._promised_rows
+        assert not engine._groups and not engine.scheduling.scheduler._promised_rows
         self._check_work(stats)
         if isinstance(engine.kv, PagedKVManager):
             assert not engine.kv._moves

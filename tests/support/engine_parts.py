@@ -7,7 +7,6 @@ from collections.abc import Sequence as Listing
 from functools import reduce
 from operator import add
 
-from engine.beam import BeamSearch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of
@@ -15,8 +14,9 @@ from engine.kv.manager import KVManager, make_kv_manager
 from engine.kv.moves import Move, MoveKind
 from engine.kv.paged import PagedKVManager
 from engine.model_spec import ModelInfo
+from engine.scheduling.beam import BeamSearch
+from engine.scheduling.step_plan import StepPlan
 from engine.sequence import PENDING, Drawn, Request, SamplingParams, Sequence
-from engine.step_plan import StepPlan
 
 SHAPE = KVShape((LayerKV(2, 4, 4),) * 2, 4)  # 2 layers x 2 heads x (4 + 4) x 4 bytes = 128 bytes a slot
 DAMAGED = -1  # what a failed step leaves in the slots it was to write

@@ -14,9 +14,9 @@ from engine.engine import Engine
 from engine.kv.budget import KVShape, LayerKV, capacity_of
 from engine.kv.manager import make_kv_manager
 from engine.model_spec import ModelInfo
+from engine.scheduling.step_plan import Computed, StepPlan
 from engine.sequence import Drawn
 from engine.sequence import Sequence as EngineSequence
-from engine.step_plan import Computed, StepPlan
 
 Script = Callable[[EngineSequence], int]  # the next token of a sequence; siblings draw their first one together
 Logprob = Callable[[EngineSequence], float]  # of the token drawn now

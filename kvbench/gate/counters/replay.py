@@ -16,10 +16,10 @@ from pathlib import Path
 from engine.engine import Engine
 from engine.kv.manager import make_kv_manager
 from engine.replay import ReplayExecutor
-from engine.scheduler import QueueFull
+from engine.scheduling.scheduler import QueueFull
+from engine.scheduling.step_plan import StepPlan
 from engine.sequence import TokenOutput
 from engine.stats import EngineStats, KVStats
-from engine.step_plan import StepPlan
 from kvbench.gate.counters.workload import Arrival, Scenario
 
 _STALLED = 64  # steps without anything done or expected after which an engine is given up

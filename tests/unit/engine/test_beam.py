@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.beam import BeamSearch, Hypothesis
+from engine.scheduling.beam import BeamSearch, Hypothesis
 from engine.sequence import Drawn
 
 STEPS = 10

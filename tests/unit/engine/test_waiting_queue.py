@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.scheduling.waiting_queue import WaitingQueue
 from engine.sequence import Sequence
-from engine.waiting_queue import WaitingQueue
 from tests.support.engine_parts import request
 
 

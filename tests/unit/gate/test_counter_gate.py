@@ -10,7 +10,7 @@ import pytest
 
 from engine.kv.page_pool import PagePool
 from engine.kv.paged import PagedKVManager
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from kvbench.common.errors import UsageError
 from kvbench.gate.counters.accept import accept
 from kvbench.gate.counters.first_difference import is_sum

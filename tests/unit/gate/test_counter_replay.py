@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduler import Scheduler
-from engine.step_plan import StepPlan
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_plan import StepPlan
 from kvbench.common.errors import UsageError
 from kvbench.gate.counters.commands import Commands
 from kvbench.gate.counters.judge import judge

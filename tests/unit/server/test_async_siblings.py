@@ -9,7 +9,7 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.output_stream import OutputStream
-from engine.scheduler import QueueFull
+from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams, TokenOutput
 from tests.support.fake_engine import branching, fake_engine
 from tests.unit.server.test_async_engine import collect, request, started

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.beam import BeamSearch
-from engine.scheduler import Scheduler
+from engine.scheduling.beam import BeamSearch
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Drawn, Request, Sequence, TokenOutput
 
 

@@ -10,9 +10,9 @@ from bisect import insort
 
 from engine.config import EngineConfig
 from engine.kv.manager import KVManager
+from engine.scheduling.step_plan import Scheduled, StepPlan
+from engine.scheduling.waiting_queue import Rank, WaitingQueue
 from engine.sequence import Sequence, Status
-from engine.step_plan import Scheduled, StepPlan
-from engine.waiting_queue import Rank, WaitingQueue
 
 
 class QueueFull(ValueError):
