@@ -25,7 +25,7 @@ from engine.accounts import Accounts, Work
 from engine.config import EngineConfig
 from engine.kv.budget import KVCapacity
 from engine.kv.manager import KVManager
-from engine.model_spec import ModelInfo
+from engine.model.spec import ModelInfo
 from engine.scheduling.groups import BeamGroup, Group
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_plan import StepHandle, StepPlan

@@ -8,13 +8,13 @@ import time
 import numpy as np
 import torch
 
-from engine.attention import AttentionHost
 from engine.config import EngineConfig
 from engine.forward import ModelForward, compile_model
 from engine.kv.budget import KVCapacity
 from engine.kv.mover import KVMover
 from engine.kv.scales import calibrate_kv_scales
-from engine.model_loader import LoadedModel
+from engine.model.attention import AttentionHost
+from engine.model.loader import LoadedModel
 from engine.sampler import Sampled, sample
 from engine.scheduling.step_plan import Computed, Scheduled, StepHandle, StepPlan
 from engine.sequence import Drawn, Sequence

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.attention import NAME, AttentionHost, StepTensors, install
-from engine.attention import forward as attention_forward
 from engine.graphs import Capture, DecodeGraphs
+from engine.model.attention import NAME, AttentionHost, StepTensors, install
+from engine.model.attention import forward as attention_forward
 
 
 class ModelForward:

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.attention import StepTensors
+from engine.model.attention import StepTensors
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]  # runs what it is given at least once, and gives what runs it again

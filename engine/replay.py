@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-from engine.model_spec import ModelInfo
+from engine.model.spec import ModelInfo
 from engine.scheduling.step_plan import Computed, StepPlan
 from engine.sequence import Drawn, Sequence
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention import StepTensors
+from engine.model.attention import StepTensors
 from engine.scheduling.step_plan import Scheduled
 from engine.sequence import Sequence
 

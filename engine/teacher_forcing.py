@@ -18,7 +18,7 @@ from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.executor import available_cpus
 from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.scheduling.step_plan import Scheduled
 from engine.sequence import Request
 from engine.sequence import Sequence as TokenSequence

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from engine.attention import StepTensors
+from engine.model.attention import StepTensors
 from kernels.launch import SHORT_QUERIES
 
 Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor], torch.Tensor]

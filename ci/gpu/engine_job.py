@@ -25,7 +25,7 @@ from ci.gpu.part import PartReport, attempt, part_parser, read_ceilings, sentenc
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_spec import DTYPE_BYTES, find_model
+from engine.model.spec import DTYPE_BYTES, find_model
 from engine.sequence import Request, SamplingParams
 
 QUICK_SEQUENCES, TINY_SEQUENCES = 64, 4

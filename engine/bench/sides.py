@@ -13,7 +13,7 @@ from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
-from engine.model_loader import LoadedModel, load_model
+from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 
 OURS = "kvbench"

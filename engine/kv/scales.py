@@ -12,8 +12,8 @@ import math
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionHost, StepTensors, install
 from engine.kv.budget import KVShape
+from engine.model.attention import AttentionHost, StepTensors, install
 from kernels import get_backend
 from kernels.kv_formats import KVFormat
 from kernels.quantized import FP8_MAX

@@ -19,7 +19,7 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
-from engine.model_spec import find_model
+from engine.model.spec import find_model
 from engine.server.app import create_app
 from engine.server.arguments import ServeOptions, build_parser, options_of
 from engine.server.step_log import StepLog

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.model_spec import ModelInfo
+from engine.model.spec import ModelInfo
 from engine.server.detokenizer import ByteVocabulary, SilentDecoder, TextDecoder, WindowDecoder, is_byte_level
 from engine.server.errors import invalid, unprocessable
 

@@ -20,7 +20,7 @@ from kvbench.workload.settings import effective
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from engine.model_loader import LoadedModel
+    from engine.model.loader import LoadedModel
     from engine.teacher_forcing import Divergence
 
 _QUANTILES = {"p95": 0.95, "p99": 0.99}
@@ -169,13 +169,13 @@ def _config(settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def _load(config: EngineConfig) -> LoadedModel:
-    from engine.model_loader import load_model
+    from engine.model.loader import load_model
 
     return load_model(config)
 
 
 def _is_random(settings: Mapping[str, Any]) -> bool:
-    from engine.model_spec import find_model, uses_random_weights
+    from engine.model.spec import find_model, uses_random_weights
 
     config = _config(settings)
     return uses_random_weights(find_model(config.model, config.load_format), config.load_format)

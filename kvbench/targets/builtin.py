@@ -92,7 +92,7 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
     from engine.kv.budget import capacity_of
-    from engine.model_spec import find_model
+    from engine.model.spec import find_model
 
     known_names = [f.name for f in dataclasses.fields(EngineConfig)]
     for name in settings:

@@ -232,7 +232,7 @@ _known: dict[str, Mapping[str, Any]] = {}
 def _arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the built-in engine would make of the settings; less, or nothing, where it would not take them."""
     from engine.config import EngineConfig, parse_bytes
-    from engine.model_spec import find_model
+    from engine.model.spec import find_model
 
     names = {f.name for f in dataclasses.fields(EngineConfig)}
     ours = {k: v for k, v in settings.items() if k in names and v is not None}

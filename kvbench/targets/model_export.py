@@ -1,6 +1,6 @@
 """The model as a folder for servers that are not ours: made once a run, with the built-in engine's own weights.
 
-Random weights of a bare config are written by ``engine.export_model``, in a process of its own; a folder with weights
+Random weights of a bare config are written by ``engine.model.export``, in a process of its own; a folder with weights
 is served as it is, through links where its configs must differ. Removed when the run ends; when kvbench is killed, by
 a watchdog, and where that was killed too, by the next run.
 """
@@ -102,7 +102,7 @@ class ModelFolders:
         log = self.scratch / "export.log"
         with log.open("wb") as file:
             process = processes.launch(
-                [sys.executable, "-m", "engine.export_model", str(task)], stdout=file, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "engine.model.export", str(task)], stdout=file, stderr=subprocess.STDOUT
             )
             watchdog = Watchdog(process.pid, process.mark, self.scratch)
             try:
@@ -126,7 +126,7 @@ class ModelFolders:
         has_one = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
         if has_one and not given and not drop_eos:
             return _described(source, source)
-        from engine import export_model
+        from engine.model import export as export_model
 
         tokenizer = Path(str(given)) if given else source if has_one else self._tokenizer(settings)
         if tokenizer is None:
@@ -169,7 +169,7 @@ def _gguf(source: Path) -> ServedModel:
 
 
 def _described(folder: Path, tokenizer: Path | None) -> ServedModel:
-    from engine.export_model import FACTS
+    from engine.model.export import FACTS
 
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).is_file() else {}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

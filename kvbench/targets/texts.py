@@ -20,7 +20,7 @@ class Texts(Protocol):
 
 
 class WordTexts:
-    """For a tokenizer of one word a token (``engine.export_model``): exact."""
+    """For a tokenizer of one word a token (``engine.model.export``): exact."""
 
     def text(self, ids: Sequence[int]) -> str:
         """ "17 4" for 17, 4."""

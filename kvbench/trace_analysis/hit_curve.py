@@ -120,7 +120,7 @@ def simulate(
 
 
 def _bytes_per_token(told: int | None, model: str | None, kv_cache_dtype: str | None) -> int | None:
-    from engine.model_spec import find_model
+    from engine.model.spec import find_model
 
     if told is not None and (model or kv_cache_dtype):
         raise ValueError("--kv-bytes-per-token says what --model would: give one of them")

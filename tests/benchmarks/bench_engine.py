@@ -17,7 +17,7 @@ from bench_mode import CUDA, choose
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_loader import LoadedModel, load_model
+from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 from engine.stats import PHASES
 

@@ -22,7 +22,7 @@ from engine.bench.compare import compare
 from engine.bench.sides import HF_SIDES, OURS, measure
 from engine.config import EngineConfig
 from engine.executor import available_cpus
-from engine.model_spec import find_model
+from engine.model.spec import find_model
 
 
 def make_config(case: Case) -> EngineConfig:

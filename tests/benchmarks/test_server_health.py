@@ -27,7 +27,7 @@ from bench_mode import choose
 from bench_server import server
 from bench_timing import note
 
-from engine.model_spec import find_model
+from engine.model.spec import find_model
 
 STREAMS = choose(full=32, quick=32, smoke=4)
 POLLS, PAUSE_S = choose(full=300, quick=100, smoke=5), 0.02

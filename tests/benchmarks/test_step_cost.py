@@ -20,7 +20,7 @@ from engine.kv.budget import KVCapacity
 from engine.kv.manager import make_kv_manager
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
-from engine.model_spec import ModelInfo
+from engine.model.spec import ModelInfo
 from engine.scheduling.step_plan import Computed, StepPlan
 from engine.sequence import Drawn, Request, SamplingParams, Sequence
 

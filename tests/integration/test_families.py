@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_loader import LoadedModel, load_model
-from engine.model_spec import find_model
+from engine.model.loader import LoadedModel, load_model
+from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
 from tests.support.families import (
     ACCEPTED,

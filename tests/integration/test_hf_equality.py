@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_loader import load_model
+from engine.model.loader import load_model
 from engine.sequence import Request, SamplingParams
 from tests.support.hf_parts import (
     FAMILIES,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-import engine.attention
+import engine.model.attention
 from engine.config import EngineConfig
-from engine.load_gate import measure_kv
-from engine.model_loader import LoadedModel, load_model
+from engine.model.loader import LoadedModel, load_model
+from engine.model.support_check import measure_kv
 from tests.support.families import (
     ACCEPTED,
     ALTERNATING,
@@ -32,7 +32,7 @@ def load(folder, family: str, settings: dict, **options) -> LoadedModel:
 
 def spoil(monkeypatch, fault: str) -> None:
     """Make our attention wrong in one way, as a family would that sends it something else than it does in eager."""
-    right = engine.attention.AttentionHost.__call__
+    right = engine.model.attention.AttentionHost.__call__
 
     def wrong(self, layer, q, k, v, options):
         if fault == "scale":
@@ -49,7 +49,7 @@ def spoil(monkeypatch, fault: str) -> None:
             k = torch.roll(k, 1, dims=-1)
         return right(self, layer, q, k, v, options)
 
-    monkeypatch.setattr(engine.attention.AttentionHost, "__call__", wrong)
+    monkeypatch.setattr(engine.model.attention.AttentionHost, "__call__", wrong)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import model_loader
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.model_loader import load_model
+from engine.model import loader as model_loader
+from engine.model.loader import load_model
 from kernels import get_backend
 
 ROOT = Path(__file__).parents[2]

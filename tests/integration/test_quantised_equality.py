@@ -19,7 +19,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_loader import LoadedModel, load_model
+from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import QuantizedKV

@@ -16,7 +16,7 @@ import transformers
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.model_loader import load_model
+from engine.model.loader import load_model
 from engine.server.tokenizer import load_tokenizer
 from tests.support.hf_parts import SMALL
 from tests.support.http_server import RunningServer, running_server

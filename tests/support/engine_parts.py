@@ -13,7 +13,7 @@ from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of
 from engine.kv.manager import KVManager, make_kv_manager
 from engine.kv.moves import Move, MoveKind
 from engine.kv.paged import PagedKVManager
-from engine.model_spec import ModelInfo
+from engine.model.spec import ModelInfo
 from engine.scheduling.beam import BeamSearch
 from engine.scheduling.step_plan import StepPlan
 from engine.sequence import PENDING, Drawn, Request, SamplingParams, Sequence

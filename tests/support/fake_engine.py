@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.budget import KVShape, LayerKV, capacity_of
 from engine.kv.manager import make_kv_manager
-from engine.model_spec import ModelInfo
+from engine.model.spec import ModelInfo
 from engine.scheduling.step_plan import Computed, StepPlan
 from engine.sequence import Drawn
 from engine.sequence import Sequence as EngineSequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from engine.engine import Engine
-from engine.model_loader import LoadedModel
+from engine.model.loader import LoadedModel
 from engine.sequence import Request, SamplingParams
 from tests.support.hf_parts import PREEMPTION, VOCAB, loaded, make_engine, preempting
 

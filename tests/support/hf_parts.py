@@ -18,7 +18,7 @@ from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
-from engine.model_loader import LoadedModel, load_model
+from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request
 
 VOCAB = 211

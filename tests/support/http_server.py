@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_spec import ModelInfo
+from engine.model.spec import ModelInfo
 from engine.server.__main__ import make_server, reserve_socket
 from engine.server.arguments import ServeOptions
 from engine.server.tokenizer import ServerTokenizer, load_tokenizer

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from engine.config import EngineConfig
 from engine.kv.budget import KVCapacity, capacity_of
-from engine.model_spec import find_model
+from engine.model.spec import find_model
 from engine.replay import mixed, name_number
 from engine.sequence import Request, SamplingParams
 from kvbench.common.errors import UsageError

@@ -11,7 +11,7 @@ from ci.gpu import check_tokens
 from ci.gpu.check_tokens import Way, check_way, make_engine, ways
 from ci.gpu.part import PartReport
 from engine.config import EngineConfig
-from engine.model_loader import load_model
+from engine.model.loader import load_model
 from tests.support.hf_parts import one_thread
 
 EAGER = Way(graphs=False, overlapping=True, preemption="swap")

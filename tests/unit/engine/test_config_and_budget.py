@@ -4,7 +4,7 @@ import pytest
 
 from engine.config import EngineConfig, format_bytes, parse_bytes
 from engine.kv.budget import KVShape, LayerKV, capacity_of
-from engine.model_spec import find_model
+from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
 
 
@@ -139,7 +139,7 @@ def test_config_imports_no_torch():
     import subprocess
     import sys
 
-    code = "import engine.config, engine.kv.budget, engine.model_spec, sys; sys.exit('torch' in sys.modules)"
+    code = "import engine.config, engine.kv.budget, engine.model.spec, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

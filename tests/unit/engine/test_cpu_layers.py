@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention import AttentionHost, StepTensors, install
 from engine.build import assemble_engine
 from engine.config import EngineConfig
-from engine.cpu_attention import JointAttention
-from engine.cpu_layers import use_cpu_layers
-from engine.load_gate import measure_kv
-from engine.model_loader import load_model
+from engine.model.attention import AttentionHost, StepTensors, install
+from engine.model.cpu_attention import JointAttention
+from engine.model.cpu_layers import use_cpu_layers
+from engine.model.loader import load_model
+from engine.model.support_check import measure_kv
 from kernels import get_backend
 from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from engine.attention import AttentionHost, StepTensors, install
 from engine.kv.scales import MARGIN, calibrate_kv_scales
-from engine.load_gate import measure_kv
+from engine.model.attention import AttentionHost, StepTensors, install
+from engine.model.support_check import measure_kv
 from kernels import get_backend
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, KV_FORMATS
 from kernels.quantized import FP8_MAX, QuantizedKV

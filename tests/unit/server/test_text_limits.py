@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engine.config import EngineConfig
-from engine.model_spec import ModelInfo
+from engine.model.spec import ModelInfo
 from engine.server.chat import RESERVED_OPTIONS, chat_ids
 from engine.server.errors import APIError
 from engine.server.protocol import ChatMessage

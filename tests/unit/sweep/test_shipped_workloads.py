@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.budget import capacity_of
 from engine.kv.manager import make_kv_manager
-from engine.model_spec import find_model
+from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.stats import EngineStats
 from kvbench.load.launch import make_requests

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.export_model import export_model
-from engine.model_loader import load_model
+from engine.model.export import export_model
+from engine.model.loader import load_model
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets import model_export as model_folder
 from kvbench.targets import scratch

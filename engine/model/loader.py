@@ -13,8 +13,8 @@ from transformers.utils import logging as hf_logging
 from engine.config import EngineConfig, format_bytes
 from engine.forward import check_compiler, first_sentence
 from engine.kv.budget import KVShape, LayerKV
-from engine.load_gate import check_family, check_logits, measure_kv
-from engine.model_spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
+from engine.model.spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
+from engine.model.support_check import check_family, check_logits, measure_kv
 from kernels import default_backend, get_backend
 from kernels.api import AttentionBackend
 

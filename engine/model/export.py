@@ -1,6 +1,6 @@
 """Writes a model as a folder that other engines can serve: config.json, safetensors, tokenizer, generation_config.json.
 
-    python -m engine.export_model JOB.json
+    python -m engine.model.export JOB.json
 
 The job is a JSON object: ``settings`` (``model``, ``load_format``, ``seed``, ``dtype``, ``device`` of EngineConfig),
 ``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null) and ``ignore_eos``. The weights are the
@@ -32,7 +32,7 @@ _EOS_FILES = ("config.json", "generation_config.json")
 def export_model(job: dict[str, Any]) -> None:
     """Does the job. Raises ValueError in a sentence for a model that cannot be had."""
     from engine.config import EngineConfig
-    from engine.model_loader import load_model
+    from engine.model.loader import load_model
 
     folder = Path(job["folder"])
     loaded = load_model(EngineConfig.from_mapping(job["settings"]))

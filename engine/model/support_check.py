@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionHost, ForeignMaskError, ShapeRecorder, StepTensors, install
 from engine.kv.budget import KVShape
+from engine.model.attention import AttentionHost, ForeignMaskError, ShapeRecorder, StepTensors, install
 from kernels.api import AttentionBackend, AttentionOptions
 
 SAFE_LAYER_TYPES = {"full_attention", "sliding_attention"}

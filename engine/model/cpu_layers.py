@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.cpu_attention import PROBE_SIZES, PROBE_TOKENS, join_attention, same_numbers
+from engine.model.cpu_attention import PROBE_SIZES, PROBE_TOKENS, join_attention, same_numbers
 from kernels.cpu_memory import HugeArena
 from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm, can_norm, can_pack
 

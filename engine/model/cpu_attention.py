@@ -1,4 +1,4 @@
-"""An attention module whose Q, K and V come from one product and are rotated in place. See engine.cpu_layers."""
+"""An attention module whose Q, K and V come from one product and are rotated in place. See engine.model.cpu_layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention import HOST, NAME, install
+from engine.model.attention import HOST, NAME, install
 from kernels.api import AttentionOptions
 from kernels.cpu_memory import HugeArena
 from kernels.layers_cpu import PackedLinear, can_pack, can_rotate, rotate
