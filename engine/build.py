@@ -9,15 +9,15 @@ import torch
 
 from engine.config import DEFAULT_CPU_BUDGET, EngineConfig, format_bytes
 from engine.engine import Engine
-from engine.executor import TorchExecutor, available_cpus
-from engine.forward import cannot_compile
-from engine.graphs import cuda_capture
+from engine.execution.executor import TorchExecutor, available_cpus
+from engine.execution.forward import cannot_compile
+from engine.execution.graphs import cuda_capture
+from engine.execution.warm_steps import run_padding_steps
 from engine.kv.budget import capacity_of
 from engine.kv.manager import KVManager, make_kv_manager
 from engine.model.cpu_layers import use_cpu_layers
 from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
-from engine.warm_steps import run_padding_steps
 from kernels.cpu_memory import keep_freed_memory
 
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there; the rest is for activations

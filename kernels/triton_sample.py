@@ -19,7 +19,7 @@ NUM_WARPS = 8
 @triton.jit
 def gumbel_bits(key, token):
     """63 random bits for each token id; ``key`` and ``token`` int64. SplitMix64's output function over a Weyl sequence,
-    with shifts that copy the sign: integer for integer what ``engine.gumbel.random_bits`` gives."""
+    with shifts that copy the sign: integer for integer what ``engine.execution.gumbel.random_bits`` gives."""
     bits = key + token * -7046029254386353131
     bits = (bits ^ (bits >> 32)) * -4658895280553007687
     bits = (bits ^ (bits >> 29)) * -7723592293110705685

@@ -22,7 +22,7 @@ from engine.bench.sides import HF_SIDES, OURS, measure, save_model
 from engine.bench.turns import run_apart
 from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, told_of, vllm_version
 from engine.config import EngineConfig, parse_bytes
-from engine.executor import available_cpus
+from engine.execution.executor import available_cpus
 from engine.model.spec import find_model
 
 SIDES = (OURS, *HF_SIDES, *VLLM_SIDES)

@@ -30,7 +30,7 @@ from scipy import stats
 from kvbench.common.packages import HOUSE
 from kvbench.runs.manifest import environment
 
-FILE = "engine/executor.py"
+FILE = "engine/execution/executor.py"
 BEFORE = """        logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)
         times.append(time.perf_counter())
 """

@@ -21,7 +21,7 @@ from engine.bench.command import available_sides, turns_of
 from engine.bench.compare import compare
 from engine.bench.sides import HF_SIDES, OURS, measure
 from engine.config import EngineConfig
-from engine.executor import available_cpus
+from engine.execution.executor import available_cpus
 from engine.model.spec import find_model
 
 

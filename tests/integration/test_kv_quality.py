@@ -12,9 +12,9 @@ import pytest
 import torch
 from scipy.special import log_softmax, rel_entr
 
-from engine import teacher_forcing
 from engine.config import EngineConfig
-from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
+from engine.execution import teacher_forcing
+from engine.execution.teacher_forcing import TeacherForced, divergence, measure_divergence
 from kvbench.cli.quality import quality
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import guarded

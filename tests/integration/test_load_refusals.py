@@ -167,7 +167,7 @@ def test_a_model_that_does_not_compile_is_refused_at_load(tmp_path: Path, monkey
         return call
 
     monkeypatch.setattr(model_loader, "check_compiler", lambda device: None)
-    monkeypatch.setattr("engine.executor.compile_model", too_much)
+    monkeypatch.setattr("engine.execution.executor.compile_model", too_much)
     config = EngineConfig(
         model=config_file(tmp_path), device="cpu", dtype="float32", torch_compile=True, kv_budget=2**20,
         max_num_seqs=4, max_num_batched_tokens=16,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.engine import Engine
+from engine.execution.null_executor import ReplayExecutor
 from engine.kv.manager import make_kv_manager
-from engine.replay import ReplayExecutor
 from engine.scheduling.scheduler import QueueFull
 from engine.scheduling.step_plan import StepPlan
 from engine.sequence import TokenOutput

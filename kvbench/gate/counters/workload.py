@@ -19,9 +19,9 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from engine.config import EngineConfig
+from engine.execution.null_executor import mixed, name_number
 from engine.kv.budget import KVCapacity, capacity_of
 from engine.model.spec import find_model
-from engine.replay import mixed, name_number
 from engine.sequence import Request, SamplingParams
 from kvbench.common.errors import UsageError
 from kvbench.common.schema import StrictModel, explain

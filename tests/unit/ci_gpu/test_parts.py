@@ -75,7 +75,7 @@ def test_tune_asks_for_what_kvbench_knows(tmp_path):
 
 def test_what_the_engine_warns_of_fails_the_part(tmp_path):
     report = PartReport(tmp_path / "part.json", seconds=60)
-    log, handler = logging.getLogger("engine.graphs"), WarningsAreFailures(report)
+    log, handler = logging.getLogger("engine.execution.graphs"), WarningsAreFailures(report)
     logging.getLogger("engine").addHandler(handler)
     try:
         log.warning("decode runs without CUDA graphs: a batch of %d cannot be captured", 8)
@@ -83,4 +83,4 @@ def test_what_the_engine_warns_of_fails_the_part(tmp_path):
     finally:
         logging.getLogger("engine").removeHandler(handler)
     reason = "decode runs without CUDA graphs: a batch of 8 cannot be captured"
-    assert report.data["failures"] == [{"what": "engine.graphs", "reason": reason}]
+    assert report.data["failures"] == [{"what": "engine.execution.graphs", "reason": reason}]

@@ -12,8 +12,8 @@ import torch
 import torch._dynamo
 from transformers import AttentionInterface
 
-from engine.forward import ModelForward, compile_model
-from engine.graphs import LARGEST_BATCH, padded_sizes
+from engine.execution.forward import ModelForward, compile_model
+from engine.execution.graphs import LARGEST_BATCH, padded_sizes
 from engine.model.attention import NAME, AttentionHost, StepTensors
 from engine.model.attention import forward as attention_forward
 from engine.model.loader import LoadedModel

@@ -43,7 +43,7 @@ def test_a_request_that_no_pool_of_this_size_can_hold_is_refused_alone():
     assert not manager.fits(11, 10)
     engine = small_engine(64, page_size=4)
     engine.kv = engine.scheduling.scheduler.kv = manager
-    engine.executor.watch(manager)
+    engine.execution.executor.watch(manager)
     with pytest.raises(ValueError, match="prompt and max_tokens come to 21 tokens and the KV budget holds 20"):
         engine.add_request(request("large", 11, max_tokens=10))
     one = request("fits", 10, max_tokens=10)

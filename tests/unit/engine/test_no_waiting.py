@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.execution.sampler import sample
 from engine.model.attention import ShapeRecorder, install
-from engine.sampler import sample
 from engine.sequence import Request, SamplingParams, Sequence
 from tests.support.hf_parts import FAMILIES, VOCAB, loaded, model_folder, one_thread
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.sampler import keep_top_k, keep_top_p, sample
+from engine.execution.sampler import keep_top_k, keep_top_p, sample
 from engine.sequence import Drawn, Request, SamplingParams, Sequence
 
 

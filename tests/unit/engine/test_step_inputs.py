@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.execution.step_inputs import InputBuffers, StepInputs
 from engine.scheduling.step_plan import Scheduled
 from engine.sequence import PENDING, Request, Sequence
-from engine.step_inputs import InputBuffers, StepInputs
 
 CPU = torch.device("cpu")
 ROWS, LONGEST = 7, 40

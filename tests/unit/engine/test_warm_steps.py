@@ -16,9 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from engine.forward import ModelForward
+from engine.execution.forward import ModelForward
+from engine.execution.warm_steps import padding_steps, run_padding_steps
 from engine.model.attention import AttentionHost, StepTensors
-from engine.warm_steps import padding_steps, run_padding_steps
 from kernels import get_backend
 from kernels.launch import SHORT_QUERIES
 from kernels.triton_backend import TritonBackend

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from scipy import stats
 
-from engine.gumbel import add_gumbel_, random_bits, row_keys
-from engine.sampler import sample
+from engine.execution.gumbel import add_gumbel_, random_bits, row_keys
+from engine.execution.sampler import sample
 from engine.sequence import Request, SamplingParams, Sequence
 from kernels.triton_sample import gumbel_argmax, gumbel_bits
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.graphs import Capture, DecodeGraphs
+from engine.execution.graphs import Capture, DecodeGraphs
 from engine.model.attention import NAME, AttentionHost, StepTensors, install
 from engine.model.attention import forward as attention_forward
 

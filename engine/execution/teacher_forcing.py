@@ -16,13 +16,13 @@ import torch
 
 from engine.build import assemble_engine
 from engine.config import EngineConfig
-from engine.executor import available_cpus
+from engine.execution.executor import available_cpus
+from engine.execution.step_inputs import InputBuffers
 from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
 from engine.model.loader import LoadedModel
 from engine.scheduling.step_plan import Scheduled
 from engine.sequence import Request
 from engine.sequence import Sequence as TokenSequence
-from engine.step_inputs import InputBuffers
 
 REFERENCE = "auto"  # kv_cache_dtype of what others are compared with: KV in the model's own dtype
 _ROWS = 8  # sequences side by side
@@ -39,7 +39,7 @@ class TeacherForced:
         sized = _sized(config, loaded, num_rows, longest)
         engine = assemble_engine(sized, loaded)
         capacity = engine.capacity
-        self._forward = engine.executor.forward
+        self._forward = engine.execution.executor.forward
         self._inputs = InputBuffers(loaded.device, capacity.page_size)
         pages = np.random.default_rng(0).permutation(num_rows * capacity.max_pages_per_seq)
         self._page_table = (pages * capacity.page_size).reshape(num_rows, -1).astype(np.int64)  # first slots

@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 import numpy as np
 import torch
 
-from engine.gumbel import draw, draw_scored, row_keys
+from engine.execution.gumbel import draw, draw_scored, row_keys
 from engine.sequence import Drawn, Sequence
 
 # Logits filtered and drawn from at once: on a CPU torch does not hand out so little work to threads, and it stays in a
@@ -97,7 +97,7 @@ def sample(
     beam, its best continuations.
 
     The randomness of a row comes from its request's seed, the sequence's index in the request and the position alone
-    (see engine.gumbel), so a request draws the same tokens whatever else is in the batch, preempted or not, and a
+    (see engine.execution.gumbel), so a request draws the same tokens whatever else is in the batch, preempted or not, and a
     fork the same as if it had been a request of its own. ``positions [N]``: of the tokens to draw; None: the
     sequences' lengths.
     """
