@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.accounts import Accounts, Work
 from engine.config import EngineConfig
+from engine.counters import Accounts, Work
 from engine.kv.budget import KVCapacity
 from engine.kv.manager import KVManager
 from engine.model.spec import ModelInfo
