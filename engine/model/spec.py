@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.kv.budget import KVShape, LayerKV
 
-CONFIG_DIR = Path(__file__).parent / "model_configs"
+CONFIG_DIR = Path(__file__).parent.parent / "model_configs"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

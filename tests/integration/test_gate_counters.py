@@ -142,7 +142,7 @@ def test_the_files_of_a_verdict(gate, tmp_path, monkeypatch):
     assert code == 1 and f"written: {folder / 'verdict.json'}" in output
     verdict = json.loads((folder / "verdict.json").read_text())
     assert (verdict["kind"], verdict["outcome"], verdict["exit_code"]) == ("counters", "fail", 1)
-    schema = json.loads((ROOT / "kvbench" / "gate" / "verdict.schema.json").read_text())
+    schema = json.loads((ROOT / "kvbench" / "gate" / "verdict" / "verdict.schema.json").read_text())
     assert json_schema.errors(verdict, schema) == []
     cases = ElementTree.parse(folder / "junit.xml").getroot().iter("testcase")
     assert [case.find("failure") is not None for case in cases] == [False, False, False, True, True]

@@ -1,6 +1,6 @@
 """All files of a verdict in one folder, from the verdict alone.
 
-verdict.json                        the whole of it, by kvbench/gate/verdict.schema.json
+verdict.json                        the whole of it, by kvbench/gate/verdict/verdict.schema.json
 junit.xml                           one test case a finding
 summary.md                          for people, the verdict in its first line
 pairs.html                          the pairs drawn, where there are any

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import kvbench.gate
+import kvbench.gate.verdict
 from kvbench.gate.verdict.outputs import write_outputs
 from tests.support import verdicts
 from tests.support.json_schema import errors
 
-SCHEMA = json.loads((Path(kvbench.gate.__file__).parent / "verdict.schema.json").read_bytes())
+SCHEMA = json.loads((Path(kvbench.gate.verdict.__file__).parent / "verdict.schema.json").read_bytes())
 
 
 @pytest.mark.parametrize("name", verdicts.EVERY)
