@@ -131,8 +131,8 @@ def show_report(run_dir: Path, console: Console) -> None:
 def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     """``kvbench plan``. Raises UsageError for an impossible configuration."""
     from kvbench.sweep.capacity import capacity_table
-    from kvbench.sweep.plan import capacities, plan_sweep
     from kvbench.targets.builtin import check_configuration
+    from kvbench.workload.plan import capacities, plan_sweep
 
     loaded = load_workload(workload, profile=profile, overrides=overrides)
     design, _ = plan_sweep(loaded, (), check_configuration)

@@ -105,3 +105,11 @@ def slo_words(slo: Mapping[str, float | None] | None) -> str:
     """``ttft <= 200 ms and tpot <= 50 ms``; empty without one."""
     limits = {k: v for k, v in (slo or {}).items() if v is not None}
     return " and ".join(f"{name.removesuffix('_ms')} <= {limit:g} ms" for name, limit in limits.items())
+
+
+def clock(seconds: float) -> str:
+    """``75`` -> ``1:15``, ``4000`` -> ``1:06:40``."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvbench.common.text import slo_words
 from kvbench.loadtest.max_rate.text import print_table
+from kvbench.metrics.latency import goodput_share
 from kvbench.report.plateaus import LOAD_HEADS, plateau_values
 from kvbench.runs.aggregate import vllm_burstiness
 from kvbench.workload.design import LoadPoint
@@ -181,13 +182,6 @@ def _goodput(kept: Mapping[str, Any]) -> str:
     text = f"goodput: {metrics['goodput']:.2f} requests/s ({share or 0:.1%} of the requests sent) met {words}"
     steady = metrics.get("steady_goodput")
     return text + (f"; {steady:.2f} requests/s over the steady window" if steady is not None else "")
-
-
-def goodput_share(metrics: Mapping[str, Any]) -> float | None:
-    """Share of all requests sent, failed ones included, that met every SLO; None without an SLO."""
-    sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
-    rate, duration = metrics.get("goodput"), metrics.get("duration_s")
-    return rate * duration / sent if rate is not None and duration and sent else None
 
 
 _COUNTS = {  # of the client's figures, shown where there are any

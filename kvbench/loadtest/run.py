@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.calibration.cache import Calibrator
+from kvbench.common.console import status_line
 from kvbench.common.errors import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
@@ -35,7 +36,6 @@ from kvbench.measure.load import Subject, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.folder import read_json, write_json
-from kvbench.sweep.progress import status_line
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.versions import version_of
 from kvbench.workload.design import LoadPoint, load_point

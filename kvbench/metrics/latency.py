@@ -272,3 +272,10 @@ def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     if "queued_s" in rows and (rows["queued_s"] > 0).any():
         queued = {CLIENT_QUEUE: distribution(rows["queued_s"].to_numpy(dtype=float) * MS)}
     return {name: out[name] for name in LATENCIES} | queued
+
+
+def goodput_share(metrics: Mapping[str, Any]) -> float | None:
+    """Share of all requests sent, failed ones included, that met every SLO; None without an SLO."""
+    sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
+    rate, duration = metrics.get("goodput"), metrics.get("duration_s")
+    return rate * duration / sent if rate is not None and duration and sent else None

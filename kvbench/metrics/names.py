@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.loadtest.result import goodput_share
+from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.model import Cell
 

@@ -12,10 +12,10 @@ from kvbench.common.errors import UsageError
 from kvbench.load.launch import make_requests
 from kvbench.quality.result import QualityResult
 from kvbench.runs.manifest import git_state, versions
-from kvbench.sweep.plan import plan_sweep
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload
+from kvbench.workload.plan import plan_sweep
 from kvbench.workload.settings import effective
 
 if TYPE_CHECKING:

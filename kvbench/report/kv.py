@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
+from kvbench.report.comparisons import baseline, best, paging
 from kvbench.report.style import Drawing, finish, safe
 from kvbench.report.tables import Column, Row, Value
-from kvbench.runs.kv_ledger import PLACES, Ledger, Place, ledger, ledger_sentence, ledgers, swapped_bytes
+from kvbench.runs.kv_ledger import PLACES, Ledger, Place, ledger, swapped_bytes
 from kvbench.runs.model import Cell, Run
 
 SECTION = "Where did the KV bytes go"
@@ -213,3 +214,39 @@ def _swapped(_: Run, cell: Cell) -> Value:
 def _recomputed(_: Run, cell: Cell) -> Value:
     again = cell.counter("recomputed_tokens_total")
     return Value(words.count(again), again)
+
+
+def ledger_sentence(run: Run) -> str:
+    """What the section shows, for the pair that the headline speaks of, else for one configuration; "" without data."""
+    pairs = [p for p in paging(run) if ledger(p.a) and ledger(p.b)]
+    if pairs:
+        c = pairs[-1]
+        text = f"At {c.load.label} {_filled(c.b, ' of the KV budget')}; {_filled(c.a)}."
+        return text if c.valid else f"{text} (Invalid measurement, not to be relied on.)"
+    for load in reversed(run.loads):
+        top = best(run, load)
+        cell = baseline(run, load) or (top.cell if top else None)
+        if cell is not None and ledger(cell):
+            return f"At {load.label} {_filled(cell, ' of the KV budget')}."
+    return ""
+
+
+def _filled(cell: Cell, whole: str = "") -> str:
+    found = ledger(cell)
+    assert found is not None
+    text = (
+        f"{cell.name} held tokens in {words.percent(found.share('tokens'))}{whole} and wasted "
+        f"{words.percent(found.share('waste'))} on slots reserved and empty"
+    )
+    more = [
+        f"{words.percent(found.share(place))} {what}"
+        for place, what in (("fragmented", "free but scattered"), ("cached", "cached"), ("free", "free"))
+        if found.share(place) >= 0.01
+    ]
+    return f"{text} ({', '.join(more)})" if more else text
+
+
+def ledgers(run: Run) -> list[tuple[Cell, Ledger]]:
+    """Cells that have one, in table order: the highest load first."""
+    cells: Sequence[Cell] = [cell for load in reversed(run.loads) for cell in run.at(load)]
+    return [(cell, found) for cell in cells if (found := ledger(cell)) is not None]

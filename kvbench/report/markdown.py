@@ -19,14 +19,13 @@ from kvbench.report.breakdown import (
 from kvbench.report.client_quality import QUALITY_NOTE, quality_columns, quality_rows, quality_sentences
 from kvbench.report.comparisons import paging
 from kvbench.report.conclusions import conclusions, reservation
-from kvbench.report.kv import SECTION, ledger_columns, ledger_note, ledger_rows
+from kvbench.report.kv import SECTION, ledger_columns, ledger_note, ledger_rows, ledger_sentence
 from kvbench.report.plateaus import PLATEAU_HEADS, PLATEAU_NOTE, plateau_rows
 from kvbench.report.provenance import environment, made_from, reproduce, skipped_notes, warnings
 from kvbench.report.sentence import headline
 from kvbench.report.style import RATIO_MARKS
 from kvbench.report.tables import UNCERTAIN_NOTE, Value, columns, rows
 from kvbench.report.validity import validity
-from kvbench.runs.kv_ledger import ledger_sentence
 from kvbench.runs.model import Run
 
 STATUS_WORDS = {

@@ -8,16 +8,14 @@ window. A server that counts no slot steps is read from its gauges, poll by poll
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from kvbench.common import text as words
-from kvbench.report.comparisons import baseline, best, paging
-from kvbench.runs.model import Cell, Run, number
-from kvbench.targets.prometheus import time_mean
+from kvbench.common.stats import time_mean
+from kvbench.runs.model import Cell, number
 
 SLOT_PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 """The places of the server's ledger. Each slot is in one of them, so they add up to all slots."""
@@ -204,39 +202,3 @@ def accounting(cell: Cell) -> dict[str, float]:
     flat |= {f"swapped_{way}_bytes": swapped_bytes(cell, way) for way in ("out", "in")}
     flat |= {name: cell.counter(f"{name}_total") for name in _COUNTED}
     return {name: value for name, value in flat.items() if value is not None}
-
-
-def ledger_sentence(run: Run) -> str:
-    """What the section shows, for the pair that the headline speaks of, else for one configuration; "" without data."""
-    pairs = [p for p in paging(run) if ledger(p.a) and ledger(p.b)]
-    if pairs:
-        c = pairs[-1]
-        text = f"At {c.load.label} {_filled(c.b, ' of the KV budget')}; {_filled(c.a)}."
-        return text if c.valid else f"{text} (Invalid measurement, not to be relied on.)"
-    for load in reversed(run.loads):
-        top = best(run, load)
-        cell = baseline(run, load) or (top.cell if top else None)
-        if cell is not None and ledger(cell):
-            return f"At {load.label} {_filled(cell, ' of the KV budget')}."
-    return ""
-
-
-def _filled(cell: Cell, whole: str = "") -> str:
-    found = ledger(cell)
-    assert found is not None
-    text = (
-        f"{cell.name} held tokens in {words.percent(found.share('tokens'))}{whole} and wasted "
-        f"{words.percent(found.share('waste'))} on slots reserved and empty"
-    )
-    more = [
-        f"{words.percent(found.share(place))} {what}"
-        for place, what in (("fragmented", "free but scattered"), ("cached", "cached"), ("free", "free"))
-        if found.share(place) >= 0.01
-    ]
-    return f"{text} ({', '.join(more)})" if more else text
-
-
-def ledgers(run: Run) -> list[tuple[Cell, Ledger]]:
-    """Cells that have one, in table order: the highest load first."""
-    cells: Sequence[Cell] = [cell for load in reversed(run.loads) for cell in run.at(load)]
-    return [(cell, found) for cell in cells if (found := ledger(cell)) is not None]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.common.stats import time_mean
 from kvbench.runs import kv_ledger as ledger
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.model import Cell, LoadPoint, Repeat, Run, number, read_gauges
-from kvbench.targets.prometheus import time_mean
 from kvbench.workload.settings import IN_LAYOUT, phrase
 
 

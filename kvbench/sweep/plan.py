@@ -11,19 +11,18 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.common.errors import UsageError
-from kvbench.common.text import plural
+from kvbench.common.text import clock, plural
 from kvbench.load import launch as loadrun
 from kvbench.runs.folder import RunFolder
-from kvbench.sweep.progress import START_GUESS_S, clock
-from kvbench.workload.design import Block, Configuration, Design, make_design, plan_blocks, select, without
+from kvbench.targets.base import START_GUESS_S
+from kvbench.workload.design import Block, Configuration, Design
 from kvbench.workload.file import Workload
+from kvbench.workload.plan import Check, capacities, plan_sweep
 from kvbench.workload.settings import effective
 
 _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is measured
 _CAPACITY = ("num_pages", "capacity_tokens", "kv_budget_bytes", "bytes_per_token")
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
-
-Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -51,72 +50,6 @@ class SweepOptions:
         design, blocks = plan_sweep(workload, self.only, self.check, refuses=self.refuses, fresh=self.fresh)
         self.require(design)
         return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
-
-
-def plan_sweep(
-    workload: Workload,
-    only: Sequence[str] = (),
-    check: Check | None = None,
-    *,
-    refuses: Callable[[Mapping[str, Any]], str | None] | None = None,
-    fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False,
-) -> tuple[Design, tuple[Block, ...]]:
-    """Cells and blocks in the order in which they run; ``only``, ``check`` and the rest: of ``SweepOptions``."""
-    design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
-    if refuses is not None:
-        design = without_refused(design, refuses)
-    elif check is not None and workload.design == "full":
-        design = without_impossible(design, check)
-    design = select(design, only)
-    blocks = plan_blocks(design, workload.load.repeats, workload.seed)
-    if workload.load.cache_state != "steady":
-        blocks = tuple(part for b in blocks for part in (b.split() if fresh(b.configuration.settings) else (b,)))
-    return design, blocks
-
-
-def without_refused(design: Design, refuses: Callable[[Mapping[str, Any]], str | None]) -> Design:
-    """A design without the configurations that the target cannot have, each named with the reason.
-
-    The baseline is not asked: whether it can be had is settled before there is a design.
-    """
-    found = {c.config_id: refuses(c.settings) for c in design.configurations if not c.is_baseline}
-    skipped = {config_id: reason for config_id, reason in found.items() if reason is not None}
-    return without(design, skipped, [f"skipped {config_id}: {reason}" for config_id, reason in skipped.items()])
-
-
-def without_impossible(design: Design, check: Check) -> Design:
-    """A full design without the combinations that the engine refuses, each named with the engine's reason.
-
-    A refusal is skipped only where all swept values of the combination are accepted in others: it is the combination
-    that cannot be. A value that is refused everywhere is a mistake of the file, and stays, for ``preflight`` to raise.
-    """
-    refused: dict[str, str] = {}
-    accepted: set[tuple[str, str]] = set()
-    for configuration in design.configurations:
-        try:
-            check(configuration.settings)
-        except ValueError as error:
-            refused[configuration.config_id] = str(error)
-        else:
-            accepted |= {(key, repr(value)) for key, value in configuration.settings.items()}
-    reasons: dict[str, list[str]] = {}
-    for configuration in design.configurations:
-        values = {(key, repr(value)) for key, value in configuration.settings.items()}
-        if configuration.config_id in refused and values <= accepted and not configuration.is_baseline:
-            reasons.setdefault(refused[configuration.config_id], []).append(configuration.config_id)
-    notes = [f"skipped {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
-    return without(design, {one for ids in reasons.values() for one in ids}, notes)
-
-
-def capacities(design: Design, check: Check) -> dict[str, dict[str, Any]]:
-    """What ``check`` tells of each configuration, by its id. Raises UsageError for one that cannot be."""
-    found = {}
-    for configuration in design.configurations:
-        try:
-            found[configuration.config_id] = dict(check(configuration.settings))
-        except ValueError as error:
-            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
-    return found
 
 
 def preflight(workload: Workload, design: Design, options: SweepOptions) -> tuple[dict[str, Any], dict[str, float]]:

@@ -7,21 +7,19 @@ whenever nothing was said for half a minute.
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
-from rich.text import Text
 
+from kvbench.common.console import QUIET_S, Speaker, _LiveText
+from kvbench.common.text import clock
+from kvbench.targets.base import START_GUESS_S
 from kvbench.workload.design import Block, Cell
-
-START_GUESS_S = 8.0  # the built-in server, before the first one was seen
-QUIET_S = 30.0  # so long nothing is said where there is no terminal
 
 
 class Estimator:
@@ -65,68 +63,6 @@ class Estimator:
     def total_s(self, blocks: Sequence[Block]) -> float:
         """Seconds for ``blocks`` from nothing."""
         return sum(self.start_s() + sum(self.load_s(c) for c in b.cells) for b in blocks if b.cells)
-
-
-def clock(seconds: float) -> str:
-    """``75`` -> ``1:15``, ``4000`` -> ``1:06:40``."""
-    whole = max(0, round(seconds))
-    hours, rest = divmod(whole, 3600)
-    minutes, rest = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-class _LiveText(ProgressColumn):
-    """Asks for its text at every refresh, so that clocks go on while nothing happens."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["text"]())
-
-
-class Speaker:
-    """Says ``text()`` when nothing was said for ``quiet_s``, until it ends: a log that stands still looks dead."""
-
-    def __init__(self, console: Console, text: Callable[[], str], quiet_s: float = QUIET_S) -> None:
-        self._console, self._text, self._quiet_s = console, text, quiet_s
-        self._said = time.monotonic()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._speak, name="progress", daemon=True)
-
-    def __enter__(self) -> Speaker:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=1.0)
-
-    def said(self) -> None:
-        """Something else was printed just now."""
-        self._said = time.monotonic()
-
-    def _speak(self) -> None:
-        while not self._ended.wait(max(0.01, self._said + self._quiet_s - time.monotonic())):
-            if time.monotonic() - self._said < self._quiet_s:
-                continue
-            self._said = time.monotonic()
-            with suppress(OSError):  # nobody reads on
-                self._console.print(f"  {self._text()}", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterator[Callable[[str], None]]:
-    """Shows ``text``, or what it is replaced with by a call, on a terminal; elsewhere now and then a line of it."""
-    if console.is_terminal:
-        with console.status(text) as status:
-            yield status.update
-        return
-    shown = [text]
-
-    def update(other: str) -> None:
-        shown[0] = other
-
-    with Speaker(console, lambda: shown[0], quiet_s):
-        yield update
 
 
 class SweepProgress:

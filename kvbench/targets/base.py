@@ -281,3 +281,6 @@ def _is_completion(response: httpx.Response) -> bool:
         return bool(response.json()["choices"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+START_GUESS_S = 8.0  # the built-in server, before the first one was seen

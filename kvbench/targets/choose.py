@@ -14,10 +14,9 @@ from urllib.parse import urlsplit
 
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import server_at
-from kvbench.sweep.progress import START_GUESS_S
 from kvbench.targets.access import Access
 from kvbench.targets.applies import BUILTIN, PRESET, RUNNING, TEMPLATE, check_options, check_tls
-from kvbench.targets.base import Target
+from kvbench.targets.base import START_GUESS_S, Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.launch_plan import CommandTemplate, is_template
 from kvbench.targets.launched import LaunchedTarget, Launcher

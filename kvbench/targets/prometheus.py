@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+from kvbench.common.stats import time_mean
 
 POLL_INTERVAL_S = 0.25
 _READ_SHARE = 0.005  # of a core: a long page of metrics costs its server more than its reader
@@ -149,20 +150,6 @@ def gauge_summary(samples: Sequence[MetricsSample]) -> dict[str, dict[str, float
         values = [value for _, value in told]
         summary[name] = {"peak": max(values), "mean": time_mean([at for at, _ in told], values)}
     return summary
-
-
-def time_mean(at: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray) -> float:
-    """The mean over time of what was read at ``at`` [s, ascending]; NaN values were not told. NaN of none.
-
-    Each reading stands for half the time to its neighbours, the outer two for the whole: readings are rarer where
-    reading is slow, so in a mean of the readings alone a busy server would seem less busy.
-    """
-    times, found = np.asarray(at, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    told = ~np.isnan(found)
-    times, found = times[told], found[told]
-    if len(found) < 2 or times[-1] <= times[0]:
-        return float(found.mean()) if len(found) else float("nan")
-    return float(np.average(found, weights=np.gradient(times)))
 
 
 @dataclass

@@ -12,9 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.calibration.cache import Calibrator
+from kvbench.common.console import Speaker
 from kvbench.common.errors import Interrupted, MeasurementError, storage_sentence
 from kvbench.common.signals import Interruption
-from kvbench.common.text import plural
+from kvbench.common.text import clock, plural
 from kvbench.gate.compare.conclude import conclude, look_points, pair_line
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.lanes import Lane
@@ -26,7 +27,6 @@ from kvbench.gate.timing.plan import SIDES, Match, Turn, turns
 from kvbench.gate.verdict.verdict import INCONCLUSIVE, Verdict
 from kvbench.runs.folder import utc_now, write_json
 from kvbench.sweep.block import BlockRunner
-from kvbench.sweep.progress import Speaker, clock
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell
 

@@ -35,7 +35,7 @@ from kvbench.loadtest.max_rate.search import (
     unmet,
 )
 from kvbench.loadtest.max_rate.text import ahead, print_table, say, table, told
-from kvbench.loadtest.result import goodput_share
+from kvbench.metrics.latency import goodput_share
 from kvbench.runs.folder import read_json, write_json
 
 OUT_OF_TIME = "out of time"

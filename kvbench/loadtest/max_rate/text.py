@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.common.text import clock
 from kvbench.loadtest.max_rate.plan import Sizes
 from kvbench.loadtest.max_rate.search import (
     ALWAYS,
@@ -22,7 +23,6 @@ from kvbench.loadtest.max_rate.search import (
     Condition,
     Trial,
 )
-from kvbench.sweep.progress import clock
 
 _UNTOLD = {INVALID: "INVALID", TOO_SHORT: "TOO SHORT TO TELL", CLIENT_LIMIT: "NOT MEASURED, the client was the limit"}
 

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from kvbench.loadtest.result import goodput_share, lengths_of, lines, show, stored
+from kvbench.loadtest.result import lengths_of, lines, show, stored
 from kvbench.measure.load import client_cost
-from kvbench.metrics.latency import summarise
+from kvbench.metrics.latency import goodput_share, summarise
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from kvbench.report import build_report
-from kvbench.report.kv import SECTION, ledger_columns, ledger_figure, ledger_note, ledger_rows
+from kvbench.report.kv import SECTION, ledger_columns, ledger_figure, ledger_note, ledger_rows, ledger_sentence
 from kvbench.report.markdown import markdown
-from kvbench.runs.kv_ledger import PLACES, SLOT_PLACES, accounting, ledger, ledger_sentence, mean_slots, swapped_bytes
+from kvbench.runs.kv_ledger import PLACES, SLOT_PLACES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run, read_gauges
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell

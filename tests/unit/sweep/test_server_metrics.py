@@ -10,14 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from kvbench.targets.prometheus import (
-    MetricsPoller,
-    MetricsSample,
-    counter_changes,
-    gauge_summary,
-    parse_metrics,
-    time_mean,
-)
+from kvbench.common.stats import time_mean
+from kvbench.targets.prometheus import MetricsPoller, MetricsSample, counter_changes, gauge_summary, parse_metrics
 
 TEXT = """
 # HELP kvbench:num_requests_running Requests.

@@ -23,11 +23,11 @@ from engine.stats import EngineStats
 from kvbench.load.launch import make_requests
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
-from kvbench.sweep.plan import plan_sweep
 from kvbench.targets.builtin import check_configuration
 from kvbench.trace_analysis.cache_sim import replay
 from kvbench.traces.read import read_page_ids
 from kvbench.workload.file import load_workload
+from kvbench.workload.plan import plan_sweep
 from tests.support.engine_parts import CountingExecutor
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,10 +8,11 @@ import pytest
 import yaml
 
 from kvbench.common.errors import UsageError
-from kvbench.sweep.plan import SweepOptions, capacity_note, plan_sweep, preflight
+from kvbench.sweep.plan import SweepOptions, capacity_note, preflight
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.file import differing_keys, load_workload, resolve
 from kvbench.workload.layers import deep_merge
+from kvbench.workload.plan import plan_sweep
 
 WORKLOADS = Path(__file__).resolve().parents[3] / "workloads"
 GOOD = {

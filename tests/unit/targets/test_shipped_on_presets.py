@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.sweep.plan import without_refused
 from kvbench.targets.choose import _arithmetic
 from kvbench.targets.launched import Launcher
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import make_design
 from kvbench.workload.file import load_workload
+from kvbench.workload.plan import without_refused
 
 WORKLOADS = Path(__file__).parents[3] / "workloads"
 NAMES = sorted(path.stem for path in WORKLOADS.glob("*.yaml") if path.stem != "ci_counters")  # which sweeps nothing

@@ -1,0 +1,68 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from rich.console import Console
+from rich.progress import ProgressColumn, Task
+from rich.text import Text
+
+QUIET_S = 30.0  # so long nothing is said where there is no terminal
+
+
+class _LiveText(ProgressColumn):
+    """Asks for its text at every refresh, so that clocks go on while nothing happens."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["text"]())
+
+
+class Speaker:
+    """Says ``text()`` when nothing was said for ``quiet_s``, until it ends: a log that stands still looks dead."""
+
+    def __init__(self, console: Console, text: Callable[[], str], quiet_s: float = QUIET_S) -> None:
+        self._console, self._text, self._quiet_s = console, text, quiet_s
+        self._said = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._speak, name="progress", daemon=True)
+
+    def __enter__(self) -> Speaker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=1.0)
+
+    def said(self) -> None:
+        """Something else was printed just now."""
+        self._said = time.monotonic()
+
+    def _speak(self) -> None:
+        while not self._ended.wait(max(0.01, self._said + self._quiet_s - time.monotonic())):
+            if time.monotonic() - self._said < self._quiet_s:
+                continue
+            self._said = time.monotonic()
+            with suppress(OSError):  # nobody reads on
+                self._console.print(f"  {self._text()}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterator[Callable[[str], None]]:
+    """Shows ``text``, or what it is replaced with by a call, on a terminal; elsewhere now and then a line of it."""
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+        return
+    shown = [text]
+
+    def update(other: str) -> None:
+        shown[0] = other
+
+    with Speaker(console, lambda: shown[0], quiet_s):
+        yield update
