@@ -97,8 +97,8 @@ def sample(
     beam, its best continuations.
 
     The randomness of a row comes from its request's seed, the sequence's index in the request and the position alone
-    (see engine.execution.gumbel), so a request draws the same tokens whatever else is in the batch, preempted or not, and a
-    fork the same as if it had been a request of its own. ``positions [N]``: of the tokens to draw; None: the
+    (engine/execution/gumbel.py), so a request draws the same tokens whatever else is in the batch, preempted or not,
+    and a fork the same as if it had been a request of its own. ``positions [N]``: of the tokens to draw; None: the
     sequences' lengths.
     """
     best = torch.argmax(logits, dim=-1)

@@ -31,7 +31,7 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
     sweep_options = SweepOptions(
         only=tuple(options["only"]) or tuple(stored.get("only") or ()),
         output_dir=options["output_dir"],
-        report=not options["no_report"],
+        report=None if options["no_report"] else show_report,
         force=options["force"],
         calibrate=not options["no_calibration"],
         check=choice.check,

@@ -14,7 +14,7 @@ from rich.text import Text
 QUIET_S = 30.0  # so long nothing is said where there is no terminal
 
 
-class _LiveText(ProgressColumn):
+class LiveText(ProgressColumn):
     """Asks for its text at every refresh, so that clocks go on while nothing happens."""
 
     def render(self, task: Task) -> Text:

@@ -21,7 +21,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.schema import StrictModel, explain
 from kvbench.gate.limits.judge import KINDS, KLD_STATISTICS, Limit
 from kvbench.gate.timing.rules import DEFAULT_RULES, LEVELS, MOST_PAIRS, Look, MetricRule, TimingRules
-from kvbench.metrics.names import check_name
+from kvbench.runs.metric_names import check_name
 from kvbench.workload.layers import parse_yaml
 
 MAX_ALPHA = 0.05  # of all looks together: a gate that fails more often without a reason is not believed any more

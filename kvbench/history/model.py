@@ -15,7 +15,7 @@ VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
 
 @dataclass(frozen=True)
 class Metric:
-    """What is followed, named as in kvbench/metrics/names.py. ``better``: +1 when more is, -1 less, 0 neither."""
+    """What is followed, named as in kvbench/runs/metric_names.py. ``better``: +1 when more is, -1 less, 0 neither."""
 
     name: str
     title: str

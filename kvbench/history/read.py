@@ -17,9 +17,9 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.history.model import METRICS, Measured, StoredRun
-from kvbench.metrics.names import value_of
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import FORMAT, MANIFEST
+from kvbench.runs.metric_names import value_of
 
 RELEASE = "release.json"
 """Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""

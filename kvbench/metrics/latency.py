@@ -10,7 +10,7 @@ The definitions that MEASURING.md gives (client side, in ms, from raw samples):
                 first token before its first text: ttft + tpot x (output_tokens - 1) is then more than e2el
 - ``itl``       every gap between chunks that carry tokens, pooled over requests
 - ``client_queue`` the part of ttft for which a request waited in the client for a place under max_concurrency
-- throughput    over the whole run and over the steady window (kvbench/metrics/steady_window.py), of successful requests only
+- throughput    over the whole run and over the steady window (``steady_window.py``), of successful requests only
 - ``goodput``   requests per second that met every SLO, of the whole run and of the steady window
 
 The peers differ: vLLM's ``tpot`` divides by the tokenizer's own count, GuideLLM's includes TTFT, and AIPerf's
@@ -90,7 +90,7 @@ def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
 
 
 def steady_state_of(requests: pd.DataFrame, load: Mapping[str, Any]) -> SteadyState:
-    """``kvbench.metrics.steady_window.steady_state`` of the rows given, failed ones among them; ``load``: load.json as a dict."""
+    """``steady_window.steady_state`` of the rows given, failed ones among them; ``load``: load.json as a dict."""
     return steady_state(
         requests["t0"].to_numpy(dtype=float),
         requests["ts"].to_numpy(dtype=float),
@@ -101,7 +101,7 @@ def steady_state_of(requests: pd.DataFrame, load: Mapping[str, Any]) -> SteadySt
 
 
 def in_steady(requests: pd.DataFrame, window: tuple[float, float] | None) -> pd.DataFrame:
-    """Those of one load's rows that came within its steady ``window`` [s] (``kvbench.metrics.steady_window.comes_at``)."""
+    """Those of one load's rows that came within its steady ``window`` [s] (``steady_window.comes_at``)."""
     if window is None:
         return requests.iloc[:0]
     t0, ts = (requests[name].to_numpy(dtype=float) for name in ("t0", "ts"))

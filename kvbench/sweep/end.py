@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -27,13 +28,12 @@ def invalid_reasons(run: RunFolder, cell: Cell) -> list[str]:
     return found
 
 
-def write_report(run: RunFolder, console: Console) -> str | None:
+def write_report(show: Callable[[Path, Console], None], run: RunFolder, console: Console) -> str | None:
     """Table, headline and report. A failure here must not cost the results: it is told, and the run stays."""
-    from kvbench.cli.commands import show_report
     from kvbench.common.packages import log_traceback
 
     try:
-        show_report(run.path, console)
+        show(run.path, console)
     except Exception as error:
         return (
             f"the report could not be written ({error!r}, {log_traceback(error)}); the results are kept, try "

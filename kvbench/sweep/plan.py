@@ -31,7 +31,7 @@ class SweepOptions:
 
     only: tuple[str, ...] = ()
     output_dir: Path = Path("results")
-    report: bool = True
+    report: Callable[[Path, Console], None] | None = None  # writes and shows the report of a finished run
     force: bool = False  # resume although something differs
     calibrate: bool = True  # the load client, before its first load
     check: Check = lambda settings: {}

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from kvbench.common.console import QUIET_S, Speaker, _LiveText
+from kvbench.common.console import QUIET_S, LiveText, Speaker
 from kvbench.common.text import clock
 from kvbench.targets.base import START_GUESS_S
 from kvbench.workload.design import Block, Cell
@@ -84,7 +84,7 @@ class SweepProgress:
         self._requests = (0, 0, 0)
         self._bars: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), _LiveText(Column(no_wrap=True)))
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), LiveText(Column(no_wrap=True)))
             self._bars = Progress(*columns, console=console, refresh_per_second=4, transient=True)
             self._sweep_bar = self._bars.add_task("sweep", total=self._total, text=self._sweep_text)
             self._load_bar = self._bars.add_task("starting", total=None, text=self._load_text)

@@ -209,7 +209,7 @@ class Sweep:
         problems = by_reason(failures)
         if not complete and not any(run.done_repeats(cell.cell_id) for cell in design.cells):
             problems.append("nothing was measured")
-        elif self.options.report and (problem := write_report(run, self.console)):
+        elif self.options.report and (problem := write_report(self.options.report, run, self.console)):
             problems.append(problem)
         problems += [
             f"{cell.cell_id} is invalid: {reason}" for cell in design.cells for reason in invalid_reasons(run, cell)

@@ -11,7 +11,8 @@ ends each request, since the cache leaves at least one token to compute (``Prefi
 
 So a prompt that ends with a full page may hit that page, too: the definition by which hit rates of traces are
 published. An engine computes its last token and with it that page, so that of two equal prompts of 32 tokens in pages
-of 16 it serves 16 tokens, and not the 32 that are counted here (``kvbench.requests.prefix_hits`` predicts what an engine can do).
+of 16 it serves 16 tokens, and not the 32 that are counted here (``kvbench.requests.prefix_hits`` predicts what an
+engine can do).
 
 A request of more pages than the pool is cut: its first N pages are looked up and kept, the rest are misses. (An
 engine with so small a pool refuses it.) With this and a capacity in tokens rounded down to whole pages, the pages

@@ -1,4 +1,4 @@
-"""Statistics of a trace's lengths and arrivals, as pure functions. Those of its prefixes: ``kvbench.trace_analysis.cache_sim``."""
+"""Statistics of a trace's lengths and arrivals, as pure functions. Prefixes: ``trace_analysis/cache_sim.py``."""
 
 from __future__ import annotations
 

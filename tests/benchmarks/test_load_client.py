@@ -1,6 +1,6 @@
 """How well the load client measures: against the mock server, which notes when it sent each chunk.
 
-In full mode a figure over its bar (tests/benchmarks/bench_bars.py) fails, once another program cannot have been the reason for
+In full mode a figure over its bar (``bench_bars.py``) fails, once another program cannot have been the reason for
 all of ``ATTEMPTS``.
 """
 

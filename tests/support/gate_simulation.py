@@ -1,11 +1,11 @@
 """Comparisons that were never measured, to see how often the timing gate errs: noise by launch, looks, decisions.
 
 A run of the matrix is a series of launches in time. In each pair every configuration is launched twice, one launch
-right after the other, and a coin of its own says which of the two is the candidate's, as kvbench/gate/timing/plan.py has it;
+right after the other, and a coin of its own says which of the two is the candidate's, as ``timing.plan`` has it;
 the cells of a configuration (its loads) share the launch and the coin. ``PAIR_SD``: what differences of pairs scatter
 by, in logs. ``interrupted``: the same with a clock that stops runs, runs that go on, and launches that are repeated.
 
-Decisions are those of kvbench.gate.timing.judge, for thousands of runs at once: the flips come in random order, and a run is
+Decisions are those of ``gate.timing.judge``, for thousands of runs at once: the flips come in random order, and a run is
 left as soon as more of them reach what was observed than its alpha allows. That changes no decision, as the count only
 grows. ``tests/unit/gate/test_judge_rates.py`` holds them against ``judge`` itself.
 """

@@ -256,7 +256,7 @@ def test_a_foreign_kernels_package_is_named(capsys, tmp_path):
     other = tmp_path / "site" / "kernels"
     other.mkdir(parents=True)
     (other / "__init__.py").touch()
-    code = f"import sys; sys.path.insert(0, {str(other.parent)!r}); from kvbench.cli.main import main; main(['plan', 'x.yaml'])"
+    code = f"import sys; sys.path.insert(0, {str(other.parent)!r})\nfrom kvbench.cli.main import main; main(['plan', 'x.yaml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert str(other) in done.stderr and "virtual environment of its own" in done.stderr

@@ -9,8 +9,8 @@ from typing import Any
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.timing.rules import MetricRule
-from kvbench.metrics.names import value_of
 from kvbench.runs.aggregate import flatten
+from kvbench.runs.metric_names import value_of
 from kvbench.sweep.block import BlockRunner, Failure
 
 ATTEMPTS = 3  # of one configuration in one pair

@@ -14,9 +14,9 @@ import numpy as np
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.timing.plan import BASE, SIDES
 from kvbench.gate.timing.rules import MetricRule
-from kvbench.metrics.names import value_of
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import DONE, read_json, write_text
+from kvbench.runs.metric_names import value_of
 
 
 def load_folder(folder: CompareFolder, cell: Mapping[str, Any], side: str, pair: int) -> Path:

@@ -20,9 +20,9 @@ from typing import Literal
 
 from kvbench.gate.verdict.text import number, quantity
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Finding
-from kvbench.metrics import names as metric_names
 from kvbench.quality.result import QualityResult
 from kvbench.report.comparisons import paging_pair
+from kvbench.runs import metric_names
 from kvbench.runs.model import Cell, Run
 from kvbench.workload.settings import effective
 

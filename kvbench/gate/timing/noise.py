@@ -2,7 +2,7 @@
 
 For each metric and level: how pairs scatter, whether they lean to one side, whether a pair hangs on the one before, the
 smallest regression that each look shows with 80 % power, and the smallest margin within which each look shows an
-unchanged candidate with 80 % power (kvbench/gate/timing/power.py). A sd from 20 pairs is known to within -24 % and +46 %
+unchanged candidate with 80 % power (``power.py``). A sd from 20 pairs is known to within -24 % and +46 %
 (95 %, chi-squared with 19 degrees of freedom), one from 8 pairs to within -34 % and +104 %: hence 20 or more.
 
 Which side of a pair goes first is tossed for, so even a drifting or autocorrelated machine gives pairs that lean to no

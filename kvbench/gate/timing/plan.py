@@ -2,8 +2,8 @@
 
 The unit of the gate is the pair: one freshly launched server of each side, one right after the other, under the same
 requests. For every configuration of every pair a coin decides which side goes first. That coin is what makes the
-sign-flip test exact (kvbench/gate/timing/signflip.py): without a difference between the sides, the other fall of all coins of
-a pair would have given the same figures with the opposite sign, whatever the machine did meanwhile.
+sign-flip test exact (``signflip.py``): if the sides do not differ, swapping base and candidate in a pair flips the sign
+of its log ratio and changes nothing else, whatever the machine did meanwhile.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from kvbench.gate.limits.judge import Limit, judge_limits
 from kvbench.gate.verdict.summary import summary
 from kvbench.gate.verdict.text import number, percent
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
-from kvbench.metrics.names import SHORT_NAMES, measured, unit_of
 from kvbench.quality.result import QualityResult
+from kvbench.runs.metric_names import SHORT_NAMES, measured, unit_of
 from tests.support.report_cells import cell, run
 
 
