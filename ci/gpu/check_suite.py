@@ -11,7 +11,7 @@ from pathlib import Path
 from ci.gpu.part import PartReport
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/unit/kernels/triton_*.py", "tests/unit/engine/test_kv_mover.py")  # those that know the device
+TESTS = ("tests/unit/kernels/triton_*.py", "tests/unit/engine/kv/test_kv_mover.py")  # those that know the device
 LEAST_SECONDS = 10.0  # with less left it is not begun
 _RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 

@@ -146,7 +146,7 @@ def check_way(report: PartReport, engine: Engine, way: Way, answers: dict[Tokens
     wrong += [
         f"it was to be {wanted}, and was not"
         for wanted, is_so in (
-            ("with graphs" if way.graphs else "eager", engine.execution.executor.forward.replays_graphs == way.graphs),
+            ("with graphs" if way.graphs else "eager", engine.executor.forward.replays_graphs == way.graphs),
             ("async" if way.overlapping else "in turn", engine.pipelined == way.overlapping),
             ("preempted", stats.num_preemptions > 0),
             ("swapped", stats.counters.swapped_in_slots > 0 or way.preemption != "swap"),

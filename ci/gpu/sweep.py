@@ -25,7 +25,7 @@ QUICK = (
 )  # fmt: skip
 TINY = (
     "--repeats", "1", "--only", "paged-p16-c*",
-    "-o", "load.concurrency=[2]", "-o", "load.num_requests=[4]", "-o", "engine.kv.budget=40MiB",
+    "-o", "load.concurrency=[2]", "-o", "load.num_requests=[4]", "-o", "engine.kv_budget=40MiB",
 )  # fmt: skip
 END_GRACE_S = 20.0  # to stop servers and close the run
 REPORT_SECONDS = 30.0

@@ -39,7 +39,7 @@ class TeacherForced:
         sized = _sized(config, loaded, num_rows, longest)
         engine = assemble_engine(sized, loaded)
         capacity = engine.capacity
-        self._forward = engine.execution.executor.forward
+        self._forward = engine.executor.forward
         self._inputs = InputBuffers(loaded.device, capacity.page_size)
         pages = np.random.default_rng(0).permutation(num_rows * capacity.max_pages_per_seq)
         self._page_table = (pages * capacity.page_size).reshape(num_rows, -1).astype(np.int64)  # first slots

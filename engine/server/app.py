@@ -206,7 +206,7 @@ def describe_server(state: ServerState) -> dict[str, Any]:
     capacity = engine.capacity
     return {
         "engine": dataclasses.asdict(engine.config),
-        "resolved": _resolved(engine.execution.executor),
+        "resolved": _resolved(engine.executor),
         "model": dataclasses.asdict(engine.model_info),
         "served_model_name": state.model_name,
         "tokenizer": {"name": state.tokenizer.name, "text_refusal": state.tokenizer.text_refusal},

@@ -45,7 +45,7 @@ _PROFILE = click.option(
 )
 _OVERRIDE = click.option(
     "-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE",
-    help="Set a value of the workload after the profile, e.g. -o engine.kv.budget=64MiB. Repeatable.",
+    help="Set a value of the workload after the profile, e.g. -o engine.kv_budget=64MiB. Repeatable.",
 )  # fmt: skip
 _SEED = click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of prompts and order (default: the file's)."
@@ -126,7 +126,7 @@ def sweep(**options: Any) -> int:
     Examples:
       kvbench sweep workloads/mixed.yaml
       kvbench sweep workloads/mixed.yaml --only 'paged-p16-c*' --repeats 5
-      kvbench sweep workloads/mixed.yaml -o engine.kv.budget=64MiB -o 'load.concurrency=[2, 8]'
+      kvbench sweep workloads/mixed.yaml -o engine.kv_budget=64MiB -o 'load.concurrency=[2, 8]'
       kvbench sweep workloads/mixed.yaml --resume
       kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
       kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
@@ -205,7 +205,7 @@ def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     \b
     Examples:
       kvbench plan workloads/mixed.yaml
-      kvbench plan workloads/mixed.yaml -o engine.kv.budget=1GiB
+      kvbench plan workloads/mixed.yaml -o engine.kv_budget=1GiB
     \b
     Exit codes: 0 printed, 2 a configuration is impossible. No files are written.
     """

@@ -106,7 +106,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     key = key.strip()
     if not sign or not key:
-        raise UsageError(f"-o {override!r} is not key=value: write for example -o engine.kv.budget=64MiB")
+        raise UsageError(f"-o {override!r} is not key=value: write for example -o engine.kv_budget=64MiB")
     try:
         value = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError:

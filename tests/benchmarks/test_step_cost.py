@@ -58,9 +58,7 @@ def make_engine(sequences: int, pages: int, page_size: int, length: int, **setti
     for i in range(sequences):
         params = SamplingParams(max_tokens=length, ignore_eos=True)
         engine.add_request(Request(str(i), tuple((i + j) % 1000 for j in range(17)), params))
-    while engine.scheduling.scheduler.num_waiting or any(
-        seq.num_output < 2 for seq in engine.scheduling.scheduler.running
-    ):
+    while engine.scheduler.num_waiting or any(seq.num_output < 2 for seq in engine.scheduler.running):
         engine.step()
     return engine
 
@@ -72,9 +70,7 @@ def measure(benchmark, sequences: int, engine: Engine) -> None:
 
     benchmark.pedantic(steps, rounds=choose(full=8, quick=4, smoke=1), warmup_rounds=1)
     per_step = benchmark.stats.stats.median / STEPS
-    assert len(engine.scheduling.scheduler.running) == sequences, (
-        "a sequence ended or was preempted: not what was to be measured"
-    )
+    assert len(engine.scheduler.running) == sequences, "a sequence ended or was preempted: not what was to be measured"
     note(benchmark, us_per_step=per_step * 1e6, ns_per_sequence=per_step / sequences * 1e9)
 
 

@@ -12,7 +12,7 @@ from kvbench.calibration import cache as module
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
 from kvbench.cli.main import main
 from tests.support.sweep_parts import FAKE, Bench
-from tests.unit.load.test_calibration import taken
+from tests.unit.calibration.test_calibration import taken
 
 WHY = "the load client does not keep up with the mock server"
 

@@ -39,7 +39,7 @@ def requests(params: SamplingParams = GREEDY) -> list[Request]:
 
 def graphed(engine) -> FakeCapture:
     capture = FakeCapture()
-    assert engine.execution.executor.forward.capture_decodes(engine.kv.page_table.shape, MAX_LEN, capture)
+    assert engine.executor.forward.capture_decodes(engine.kv.page_table.shape, MAX_LEN, capture)
     assert capture.captured == 4  # batches of 1, 2, 4 and 6
     return capture
 

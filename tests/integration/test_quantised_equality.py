@@ -197,7 +197,7 @@ def test_the_float32_kernels_under_the_same_pressure(folder, kv_format, page_siz
         enable_prefix_caching=True,
         **preempting(preemption, 32),
     )
-    assert engine.execution.executor.host.backend.name == "numba"
+    assert engine.executor.host.backend.name == "numba"
     for order in (requests(), requests()[::-1]):
         tokens = Run(engine, order).tokens()
         assert {name: tokens[name][: len(known)] for name, known in decided.items()} == decided
@@ -236,6 +236,6 @@ def test_the_same_bytes_hold_more_tokens(folder, kv_format):
     pages = engine.capacity.num_pages
     assert pages == (budget - table) // (page_size * layers * SLOT_BYTES[kv_format])
     assert pages / plain.capacity.num_pages == pytest.approx(SLOT_BYTES["auto"] / SLOT_BYTES[kv_format], rel=0.03)
-    held = sum(tensor.numel() * tensor.element_size() for tensor in engine.execution.executor.host.raw_tensors())
+    held = sum(tensor.numel() * tensor.element_size() for tensor in engine.executor.host.raw_tensors())
     assert held == pages * page_size * layers * SLOT_BYTES[kv_format] <= budget - table
     assert held > 0.97 * (budget - table)

@@ -13,7 +13,7 @@ def test_health_and_models_answer_amid_a_step() -> None:
     """The step ends only when the answers are here; a server that waits for it would never answer."""
     engine = fake_engine()
     began, may_end = threading.Event(), threading.Event()
-    scripted: ScriptedExecutor = engine.execution.executor
+    scripted: ScriptedExecutor = engine.executor
     launch = scripted.launch
 
     def held(plan: StepPlan) -> Computed:

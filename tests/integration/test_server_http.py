@@ -266,14 +266,14 @@ def test_swapped_requests_show_in_the_metrics() -> None:
 
 def test_an_unhealthy_engine_shows_in_health() -> None:
     engine = fake_engine()
-    engine.execution.executor.fail = RuntimeError("the device is lost")
+    engine.executor.fail = RuntimeError("the device is lost")
     with running_server(engine) as server:
         for _ in range(3):
             assert server.post(COMPLETIONS, {"prompt": [5]}).status == 500
         reply = server.get("/health")
         assert reply.status == 503
         assert "the device is lost" in reply.error["message"]
-        engine.execution.executor.fail = None
+        engine.executor.fail = None
         assert server.post(COMPLETIONS, {"prompt": [5]}).status == 200
         assert server.get("/health").status == 200
 

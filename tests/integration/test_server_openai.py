@@ -174,12 +174,12 @@ def test_an_engine_error_reaches_the_client_in_both_ways() -> None:
         with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=30) as client:
             stream = client.completions.create(model="fake", prompt=[5], max_tokens=900, stream=True)
             next(stream)
-            engine.execution.executor.fail = RuntimeError("out of memory")
+            engine.executor.fail = RuntimeError("out of memory")
             with pytest.raises(openai.APIError, match="out of memory"):
                 list(stream)
             with pytest.raises(openai.InternalServerError, match="out of memory"):
                 client.completions.create(model="fake", prompt=[5], max_tokens=9)
-            engine.execution.executor.fail = None
+            engine.executor.fail = None
             assert client.completions.create(model="fake", prompt=[5], max_tokens=9).usage.completion_tokens == 9
         metrics = server.wait_for(kv_pages_owned=0)
         assert metrics["request_failure_total{kind=engine_error}"] == 2

@@ -128,7 +128,7 @@ def test_pages_are_shared_under_the_same_salt_only() -> None:
 def test_failed_requests_count_once() -> None:
     """A request that the engine fails is an engine_error for each choice and nothing else besides."""
     engine = fake_engine()
-    engine.execution.executor.fail = RuntimeError("the device is lost")
+    engine.executor.fail = RuntimeError("the device is lost")
     with running_server(engine) as server:
         for stream in (False, True):
             server.post(COMPLETIONS, {"prompt": [5], "n": 3, "stream": stream})

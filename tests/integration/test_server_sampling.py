@@ -24,7 +24,7 @@ def likely(seq: Sequence) -> float:
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     engine = fake_engine(branching, max_num_seqs=8)
-    engine.execution.executor.logprob = likely
+    engine.executor.logprob = likely
     with running_server(engine) as running:
         yield running
 

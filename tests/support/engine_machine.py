@@ -320,7 +320,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert engine.stats().kv.slots_free == stats.kv.slots_total
         assert sum(stats.slot_steps.values()) == len(self.records) * stats.kv.slots_total
         assert stats.counters.allocated_pages == stats.counters.freed_pages
-        assert not engine._groups and not engine.scheduling.scheduler._promised_rows
+        assert not engine._groups and not engine.scheduler._promised_rows
         self._check_work(stats)
         if isinstance(engine.kv, PagedKVManager):
             assert not engine.kv._moves

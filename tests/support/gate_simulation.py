@@ -5,9 +5,9 @@ right after the other, and a coin of its own says which of the two is the candid
 the cells of a configuration (its loads) share the launch and the coin. ``PAIR_SD``: what differences of pairs scatter
 by, in logs. ``interrupted``: the same with a clock that stops runs, runs that go on, and launches that are repeated.
 
-Decisions are those of ``gate.timing.judge``, for thousands of runs at once: the flips come in random order, and a run is
-left as soon as more of them reach what was observed than its alpha allows. That changes no decision, as the count only
-grows. ``tests/unit/gate/test_judge_rates.py`` holds them against ``judge`` itself.
+Decisions are those of ``gate.timing.judge``, for thousands of runs at once: the flips come in random order, and a run
+is left as soon as more of them reach what was observed than its alpha allows. That changes no decision, as the count
+only grows. ``tests/unit/gate/test_judge_rates.py`` holds them against ``judge`` itself.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _side(kind: str, text: str, repo: Path) -> Side:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """``page_size=16,engine.kv.swap_space=1GiB`` with values as in YAML, as ``-o`` takes them. Raises UsageError."""
+    """``page_size=16,engine.swap_space=1GiB`` with values as in YAML, as ``-o`` takes them. Raises UsageError."""
     found: dict[str, Any] = {}
     for part in _NEXT_SETTING.split(text.strip()):
         key, sign, value = part.partition("=")

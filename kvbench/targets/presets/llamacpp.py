@@ -26,7 +26,7 @@ from kvbench.targets.presets.preset import (
 from kvbench.targets.prometheus import MetricNames
 
 _FROM_GGUF = (
-    "the budget cannot be worked out from a GGUF file. Take the budget out with -o engine.kv.budget=null and give the "
+    "the budget cannot be worked out from a GGUF file. Take the budget out with -o engine.kv_budget=null and give the "
     "tokens of all slots with --target-args '--ctx-size N'"
 )
 

@@ -130,5 +130,5 @@ def test_plain_has_no_number_that_json_lacks():
 
 def test_the_device_tests_of_the_repository_are_found():
     found = device_test_files()
-    assert "tests/unit/kernels/triton_checks.py" in found and "tests/unit/engine/test_kv_mover.py" in found
+    assert "tests/unit/kernels/triton_checks.py" in found and "tests/unit/engine/kv/test_kv_mover.py" in found
     assert all((ROOT / path).is_file() for path in found)

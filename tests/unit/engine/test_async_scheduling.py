@@ -250,7 +250,7 @@ def test_a_step_fails_with_another_in_flight(settings, where):
         brought: dict[str, list[int]] = {}
         for _ in range(failing):
             collect(engine.step(), brought)
-        running = {seq.request_id for seq in engine.scheduling.scheduler.running}
+        running = {seq.request_id for seq in engine.scheduler.running}
         executor.fail_at = where
         try:
             collect(engine.step(), brought)
@@ -260,7 +260,7 @@ def test_a_step_fails_with_another_in_flight(settings, where):
             assert running <= set(failed)
             for name in failed:
                 engine.abort(name, "error")
-            assert not engine.has_work() or engine.scheduling.scheduler.num_waiting
+            assert not engine.has_work() or engine.scheduler.num_waiting
         else:
             failed = []  # nothing was launched, moved or read in this step
         executor.fail_at = None

@@ -42,8 +42,8 @@ def test_a_request_that_no_pool_of_this_size_can_hold_is_refused_alone():
     assert manager.fits(10, 10)
     assert not manager.fits(11, 10)
     engine = small_engine(64, page_size=4)
-    engine.kv = engine.scheduling.scheduler.kv = manager
-    engine.execution.executor.watch(manager)
+    engine.kv = engine.scheduler.kv = manager
+    engine.executor.watch(manager)
     with pytest.raises(ValueError, match="prompt and max_tokens come to 21 tokens and the KV budget holds 20"):
         engine.add_request(request("large", 11, max_tokens=10))
     one = request("fits", 10, max_tokens=10)
@@ -77,11 +77,9 @@ def test_no_page_table_names_a_page_that_was_given_away(caching):
         engine.step()
         steps += 1
         if steps % 9 == 0:
-            engine.abort(
-                engine.scheduling.scheduler.running[-1].request_id if engine.scheduling.scheduler.running else ""
-            )
+            engine.abort(engine.scheduler.running[-1].request_id if engine.scheduler.running else "")
         pool, table = engine.kv.pool, engine.kv.page_table
-        for seq in engine.scheduling.scheduler.running:
+        for seq in engine.scheduler.running:
             named = (table[seq.row, : -(-seq.num_computed // 4)] // 4).tolist()
             assert named == seq.pages[: len(named)]
             assert all(page not in pool._free and pool.ref_count[page] > 0 for page in named)
@@ -127,7 +125,7 @@ def test_finished_siblings_own_nothing():
     got: dict[str, list[int]] = {}
     while "a/1" not in got or got["a/1"][-1] != ends:
         collect(engine.step(), got)
-    alive = engine.scheduling.scheduler.running
+    alive = engine.scheduler.running
     assert [seq.index for seq in alive] == [0, 2]
     pool = engine.kv.pool
     assert [pool.ref_count[page] for page in alive[0].pages[:3]] == [2, 2, 2]

@@ -104,7 +104,7 @@ def test_a_folder_of_results_and_a_branch_of_that_name(tiny, tmp_path, workload,
 
 
 def test_settings_are_yaml():
-    assert parse_settings("page_size=16,enable_prefix_caching=true,engine.kv.swap_space=64MiB, dtype=null") == {
+    assert parse_settings("page_size=16,enable_prefix_caching=true,engine.swap_space=64MiB, dtype=null") == {
         "page_size": 16,
         "enable_prefix_caching": True,
         "swap_space": "64MiB",

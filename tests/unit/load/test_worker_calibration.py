@@ -14,7 +14,7 @@ from kvbench.calibration.calibrate import Calibration, CalibrationSettings, Limi
 from kvbench.load.multi.calibration import calibrate_here, calibration_reasons, settings_of
 from kvbench.load.spec import LoadSpec
 from tests.support.loads import LoadRunner
-from tests.unit.load.test_calibration import GOOD
+from tests.unit.calibration.test_calibration import GOOD
 from tests.unit.load.test_load_merge import result, sample
 from tests.unit.load.test_load_shared import ended, master_of, requests, start
 

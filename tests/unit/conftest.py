@@ -1,8 +1,11 @@
-"""Synthetic runs, one of each kind, made once a session."""
+"""What tests of several rooms share: a mock server, loads against it, and synthetic runs, each made once a session."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,49 @@ import pytest
 from kvbench.report import build_report
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
+from tests.support.loads import ROOT, SUPPORT, LoadRunner
 from tests.support.synthetic_run import PAIR, VARIANTS, make_run
 from tests.support.toy_engine import Scenario
+
+
+@pytest.fixture(scope="session")
+def mock_url() -> Iterator[str]:
+    """The URL of a running mock server."""
+    process = subprocess.Popen(
+        [sys.executable, str(SUPPORT / "mock_server.py")], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        yield process.stdout.readline().split()[1]
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def exchange(mock_url: str) -> Callable[..., list[list[dict]]]:
+    """Runs jobs through the streaming client (see tests/support/exchange.py)."""
+
+    def run(jobs: list[dict], url: str = mock_url) -> list[list[dict]]:
+        done = subprocess.run(
+            [sys.executable, str(SUPPORT / "exchange.py"), url],
+            input=json.dumps(jobs),
+            capture_output=True,
+            text=True,
+            timeout=90,
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def loads(tmp_path: Path, mock_url: str) -> LoadRunner:
+    """A runner of loads against the mock server."""
+    return LoadRunner(tmp_path, mock_url)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from engine.output_stream import OutputStream
 from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams, TokenOutput
 from tests.support.fake_engine import branching, fake_engine
-from tests.unit.server.test_async_engine import collect, request, started
+from tests.unit.engine.server.test_async_engine import collect, request, started
 
 
 def siblings(name: str, n: int, max_tokens: int = 4, **params: object) -> Request:

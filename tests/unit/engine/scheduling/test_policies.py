@@ -43,8 +43,8 @@ def test_an_urgent_request_takes_the_place_of_the_least_urgent_one(layout):
             got.setdefault(output.request_id, []).extend(output.token_ids)
     engine.add_request(requests[2])
     engine.step()
-    assert [seq.request_id for seq in engine.scheduling.scheduler.running] == ["urgent", "mid"]
-    assert [seq.request_id for seq in engine.scheduling.scheduler.waiting] == ["low"]
+    assert [seq.request_id for seq in engine.scheduler.running] == ["urgent", "mid"]
+    assert [seq.request_id for seq in engine.scheduler.waiting] == ["low"]
     rest = drain(engine)
     alone = undisturbed(requests)
     assert got["low"] + rest["low"] == alone["low"]
@@ -61,7 +61,7 @@ def test_nobody_has_to_go_when_even_that_would_not_be_enough():
     engine.step()
     engine.add_request(requests[2])
     engine.step()
-    assert [seq.request_id for seq in engine.scheduling.scheduler.running] == ["first", "low"]
+    assert [seq.request_id for seq in engine.scheduler.running] == ["first", "low"]
     assert engine.stats().num_preemptions == 0
     drain(engine)
 
@@ -194,7 +194,7 @@ def test_a_failed_step_harms_only_those_that_were_in_it(where, mode, layout):
         engine.add_request(one)
     for _ in range(10):
         engine.step()
-    waiting = {seq.request_id for seq in engine.scheduling.scheduler.waiting}
+    waiting = {seq.request_id for seq in engine.scheduler.waiting}
     assert waiting
     executor.fail_at = where
     with pytest.raises(StepFailed):

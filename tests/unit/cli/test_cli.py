@@ -113,7 +113,7 @@ def test_help_imports_nothing_heavy():
         (["W", "--only", "pagd*"], ["'pagd*'", "the cells are paged-p16-c1, contiguous-c1"]),
         (["W", "-o", "engine.page_size=0"], ["page_size", "0", "at least 1"]),
         (["W", "-o", "engine.page_sizes=8"], ["'page_sizes'", "did you mean 'page_size'"]),
-        (["W", "-o", "engine.kv.budget=1KiB"], ["1024", "smaller than one sequence", "raise kv_budget"]),
+        (["W", "-o", "engine.kv_budget=1KiB"], ["1024", "smaller than one sequence", "raise kv_budget"]),
         (["W", "-o", "engine.max_model_len=99999999"], ["99999999", "llama-32m"]),
         (["W", "-o", "nonsense"], ["key=value"]),
         (["W", "--profile", "tpu"], ["no profile 'tpu'"]),
@@ -126,7 +126,7 @@ def test_help_imports_nothing_heavy():
         (["--resume", "nowhere"], ["no run folder 'nowhere'"]),
         (["--resume"], ["workload file is missing"]),
         (["W", "--force"], ["--force goes with --resume"]),
-        (["W", "-o", "engine.kv.budget=1.5"], ["1.5", "'128MiB'"]),
+        (["W", "-o", "engine.kv_budget=1.5"], ["1.5", "'128MiB'"]),
         (["W", "--serve-cmd", "a 'b"], ["--serve-cmd", "mend the quotes"]),
         (["W", "--serve-cmd", " "], ["--serve-cmd", "no program"]),
         (["W", "--serve-cmd", "/nowhere/server --x"], ["--serve-cmd", "no program '/nowhere/server'"]),
@@ -256,7 +256,8 @@ def test_a_foreign_kernels_package_is_named(capsys, tmp_path):
     other = tmp_path / "site" / "kernels"
     other.mkdir(parents=True)
     (other / "__init__.py").touch()
-    code = f"import sys; sys.path.insert(0, {str(other.parent)!r})\nfrom kvbench.cli.main import main; main(['plan', 'x.yaml'])"
+    code = f"import sys; sys.path.insert(0, {str(other.parent)!r})\n"
+    code += "from kvbench.cli.main import main; main(['plan', 'x.yaml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert str(other) in done.stderr and "virtual environment of its own" in done.stderr

@@ -9,7 +9,7 @@ import pytest
 from kvbench.measure.load import _metrics
 from kvbench.runs.folder import read_json
 from kvbench.targets.prometheus import MetricsSample
-from tests.unit.test_metrics import frame, row
+from tests.unit.metrics.test_metrics import frame, row
 
 
 def counters(folder, readings: dict[float, float]) -> dict[str, float]:

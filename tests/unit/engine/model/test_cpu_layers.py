@@ -133,4 +133,4 @@ def test_the_torch_backend_keeps_the_models_own_modules():
     for backend, count in (("torch", 0), ("auto", 8)):
         config = EngineConfig.from_mapping({**settings, "kernel_backend": backend, "device": "cpu"})
         engine = assemble_engine(config, load_model(config))
-        assert replaced(engine.execution.executor.forward.model)["JointAttention"] == count
+        assert replaced(engine.executor.forward.model)["JointAttention"] == count

@@ -12,7 +12,7 @@ from kvbench.calibration import cache as chooser
 from kvbench.calibration.cache import Calibrator, Demand, settings_for
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
 from kvbench.measure.load import _calibrated_as_it_was
-from tests.unit.load.test_calibration import GOOD, taken
+from tests.unit.calibration.test_calibration import GOOD, taken
 
 
 @pytest.mark.parametrize("each", [1, 4, 5, 64, 65, 256, 257, 1000, 1500, 8192])

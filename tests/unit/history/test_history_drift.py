@@ -13,7 +13,7 @@ from scipy import stats
 from kvbench.common.errors import UsageError
 from kvbench.history.drift import default_margins
 from tests.support.stored_runs import repeat, write_run
-from tests.unit.gate.test_history import show, shown
+from tests.unit.history.test_history import show, shown
 
 STEADY = [99.9, 100.0, 100.1]
 

@@ -52,7 +52,7 @@ def test_siblings_share_the_prompt_and_copy_only_the_last_page_when_they_write_i
     engine = small_engine(256, executor, page_size=4)
     engine.add_request(request("a", 14, max_tokens=4, n=3))
     engine.step()
-    running = engine.scheduling.scheduler.running
+    running = engine.scheduler.running
     assert [seq.index for seq in running] == [0, 1, 2]
     assert running[0].pages == running[1].pages == running[2].pages
     kv = engine.stats().kv
@@ -134,7 +134,7 @@ def test_a_fork_takes_no_row_that_others_were_promised():
     engine.step()
     engine.add_request(request("b", 20, max_tokens=3, n=2))
     engine.step()
-    scheduler = engine.scheduling.scheduler
+    scheduler = engine.scheduler
     parent = scheduler.running[0]
     child = parent.fork(1)
     scheduler.fork(parent, child)
@@ -201,7 +201,7 @@ def test_siblings_have_keys_of_their_own():
     engine.add_request(request("a", 6, max_tokens=12, n=2))
     for _ in range(11):
         engine.step()
-    one, other = engine.scheduling.scheduler.running
+    one, other = engine.scheduler.running
     assert one.page_hashes[0] == other.page_hashes[0]
     assert not set(one.page_hashes[1:]) & set(other.page_hashes[1:])
     assert len(one.page_hashes) == len(other.page_hashes) == 4

@@ -13,7 +13,7 @@ from kvbench.trace_analysis.describe import describe
 from kvbench.trace_analysis.page import arrivals_figure, cache_figure, lengths_figure, waste_figure
 from kvbench.traces.read import read_trace
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TALK = {
     "conversations": [
         {"from": "human", "value": "<b>To be, or not to be</b>, that is the question:"},

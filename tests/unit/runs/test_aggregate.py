@@ -14,7 +14,7 @@ from kvbench.metrics.latency import distribution, summarise
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import RunFolder, write_json
 from kvbench.workload.design import Cell, Configuration, LoadPoint
-from tests.unit.test_metrics import queued_at_the_end
+from tests.unit.metrics.test_metrics import queued_at_the_end
 
 CONFIGURATION = Configuration("paged", "paged", {"layout": "paged"}, {}, True)
 BURST, LATER = 0.9, 0.1  # s to the first token: of users that start together, of those that follow

@@ -17,7 +17,7 @@ from kvbench.history.model import all_series
 from kvbench.history.otava import find_change_points
 from kvbench.history.read import find_runs, read_runs
 from tests.support.stored_runs import write_run
-from tests.unit.gate.test_history import show
+from tests.unit.history.test_history import show
 
 FAKE = """#!{python}
 import json, os, sys

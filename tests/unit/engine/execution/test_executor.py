@@ -48,7 +48,7 @@ def work_of_a_forward(engine) -> Counter[str]:
         executed[frame.f_code.co_qualname] += event == "opcode"
         return trace
 
-    forward = engine.execution.executor.forward
+    forward = engine.executor.forward
 
     def counted(*args):
         gc.disable()
@@ -59,9 +59,9 @@ def work_of_a_forward(engine) -> Counter[str]:
             sys.settrace(None)
             gc.enable()
 
-    engine.execution.executor.forward = counted
+    engine.executor.forward = counted
     engine.step()
-    engine.execution.executor.forward = forward
+    engine.executor.forward = forward
     return executed
 
 
@@ -87,9 +87,9 @@ class _Recorded(TorchDispatchMode):
 def test_kv_goes_from_the_projection_to_its_slot_in_one_copy(root):
     """Decode's own kernel reads K and V where the model left them, strided as they are, and nobody else moves them."""
     engine = decoding_engine(root, 5)
-    host, tensors = engine.execution.executor.host, []
-    make = engine.execution.executor._inputs.make
-    engine.execution.executor._inputs.make = lambda *args: (tensors.append(make(*args)), tensors[-1])[1]
+    host, tensors = engine.executor.host, []
+    make = engine.executor._inputs.make
+    engine.executor._inputs.make = lambda *args: (tensors.append(make(*args)), tensors[-1])[1]
     engine.step()
     step = tensors[-1].step
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_pending_tokens_never_reach_the_host_before_their_read(root, monkeypatch
     outputs = {}
     for overlap in (False, True):
         engine = decoding_engine(root, 3, async_scheduling=overlap)
-        executor, fed = engine.execution.executor, []
+        executor, fed = engine.executor, []
         make = executor._inputs.make
         monkeypatch.setattr(executor._inputs, "make", lambda *a, make=make, fed=fed: (fed.append(make(*a)), fed[-1])[1])
         tokens: dict[str, list[int]] = {}

@@ -41,10 +41,10 @@ def test_preemption_takes_the_newest_and_changes_no_token():
     order: list[str] = []
     got: dict[str, list[int]] = {}
     while engine.has_work():
-        plan_before = [seq.request_id for seq in engine.scheduling.scheduler.running]
+        plan_before = [seq.request_id for seq in engine.scheduler.running]
         for output in engine.step():
             got.setdefault(output.request_id, []).extend(output.token_ids)
-        order += [s.request_id for s in engine.scheduling.scheduler.waiting if s.request_id in plan_before]
+        order += [s.request_id for s in engine.scheduler.waiting if s.request_id in plan_before]
         engine.check_integrity()
     assert got == undisturbed(requests)
     stats = engine.stats()
@@ -85,7 +85,7 @@ def test_requests_running_side_by_side_share_pages():
     engine.step()
     engine.add_request(request("b", [*shared, 60], max_tokens=8))
     engine.step()
-    first, second = engine.scheduling.scheduler.running
+    first, second = engine.scheduler.running
     assert first.pages[:3] == second.pages[:3]
     assert first.pages[3] != second.pages[3]
     assert engine.stats().kv.slots_used == 12 + (13 + 1 - 12) + (13 - 12)
@@ -137,9 +137,9 @@ def test_abort_gives_pages_back_in_every_state():
     assert engine.abort("a")  # running
     assert engine.abort("f")  # waiting
     engine.check_integrity()
-    while engine.has_work() and not engine.scheduling.scheduler.num_preemptions:
+    while engine.has_work() and not engine.scheduler.num_preemptions:
         engine.step()
-    preempted = [s.request_id for s in engine.scheduling.scheduler.waiting if s.num_preemptions]
+    preempted = [s.request_id for s in engine.scheduler.waiting if s.num_preemptions]
     assert preempted
     assert engine.abort(preempted[0])
     assert not engine.abort("a")
@@ -176,9 +176,9 @@ def test_a_preempted_sequence_is_first_in_line_again():
     engine = small_engine(32, page_size=4, max_num_seqs=3)
     for name in "abcd":
         engine.add_request(request(name, 8, max_tokens=14))
-    while not engine.scheduling.scheduler.num_preemptions:
+    while not engine.scheduler.num_preemptions:
         engine.step()
-    waiting = [seq.request_id for seq in engine.scheduling.scheduler.waiting]
+    waiting = [seq.request_id for seq in engine.scheduler.waiting]
     assert waiting[-1] == "d", "d has never run and comes last"
     assert len(waiting) > 1
     assert waiting == sorted(waiting), "arrival order is kept"
@@ -191,12 +191,12 @@ def test_nothing_is_admitted_in_the_step_that_preempted():
     for name, prompt in (("a", 9), ("b", 12), ("c", 3)):
         engine.add_request(request(name, prompt, max_tokens=14))
     while engine.has_work():
-        before = engine.scheduling.scheduler.num_preemptions
-        running = {seq.request_id for seq in engine.scheduling.scheduler.running}
+        before = engine.scheduler.num_preemptions
+        running = {seq.request_id for seq in engine.scheduler.running}
         engine.step()
-        if engine.scheduling.scheduler.num_preemptions > before:
+        if engine.scheduler.num_preemptions > before:
             assert {name for name, _ in executor.plans[-1]} <= running
-    assert engine.scheduling.scheduler.num_preemptions
+    assert engine.scheduler.num_preemptions
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
@@ -243,6 +243,6 @@ def test_invariants_are_checked_after_each_step_when_asked_for(monkeypatch):
     engine = small_engine(64, page_size=4)
     engine.add_request(request("a", 6, max_tokens=4))
     engine.step()
-    engine.kv.pool.ref_count[engine.scheduling.scheduler.running[0].pages[0]] += 1
+    engine.kv.pool.ref_count[engine.scheduler.running[0].pages[0]] += 1
     with pytest.raises(AssertionError, match="ref_count"):
         engine.step()
