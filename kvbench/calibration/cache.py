@@ -17,7 +17,7 @@ from kvbench.calibration.calibrate import (
     calibrate,
     machine_key,
 )
-from kvbench.runs.folder import read_json, write_json
+from kvbench.common.files import read_json, write_json
 
 FILE = "calibration.json"
 _SIZES = (4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)  # streams of one process, and at most so many in all

@@ -30,12 +30,12 @@ import pandas as pd
 from kvbench.calibration.figures import Figures, figures_of
 from kvbench.calibration.mock.certificate import self_signed
 from kvbench.calibration.mock.process import MockProcess
+from kvbench.common.files import read_json
 from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, Server
+from kvbench.common.machine import machine, versions
 from kvbench.load import launch as loadrun
 from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms
 from kvbench.requests.request import RequestSpec, write_requests
-from kvbench.runs.folder import read_json
-from kvbench.runs.manifest import machine, versions
 
 DEFAULT_SECONDS, DEFAULT_ITL_MS = 3.0, 20.0
 ATTEMPTS = 3

@@ -47,8 +47,8 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
 
     from kvbench.calibration.calibrate import CalibrationSettings, aims, calibrate
     from kvbench.common.errors import UsageError
+    from kvbench.common.files import write_json
     from kvbench.common.foreign_cpu import busy_notice
-    from kvbench.runs.folder import write_json
 
     settings = CalibrationSettings(**options)
     if settings.streams < settings.processes:

@@ -134,9 +134,9 @@ def _matching(scenarios: dict, only: tuple[str, ...]) -> dict:
 def _judged(
     chosen: CounterWorkload, known: CounterLock | None, workload: Path, lock: Path, only: tuple[str, ...]
 ) -> Verdict:
+    from kvbench.common.git import git_state
     from kvbench.gate.counters.judge import judge
     from kvbench.gate.counters.second_run import replay_twice
-    from kvbench.runs.manifest import git_state
 
     first: dict[str, Replayed] = {}
     second: dict[str, Replayed] = {}

@@ -94,8 +94,7 @@ def show_command(
     **asked: Any,
 ) -> int:
     """Raises UsageError."""
-    from kvbench.common.errors import EXIT_NOTHING, EXIT_OK
-    from kvbench.common.packages import say
+    from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, say
     from kvbench.history.drift import drift_exit_code
     from kvbench.history.view import Asked, check_metrics, view
 
@@ -132,16 +131,15 @@ def _print(found: Any, html: Path | None) -> None:
 
 
 def _write_page(path: Path, found: Any) -> None:
+    from kvbench.common.files import write_text
     from kvbench.history.page import page
-    from kvbench.runs.folder import write_text
 
     write_text(path, page(found))
 
 
 def add_command(*, runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool) -> int:
     """Raises UsageError."""
-    from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError
-    from kvbench.common.packages import say
+    from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError, say
     from kvbench.history.read import find_runs
     from kvbench.history.store import PassedOver, add_run
 

@@ -19,10 +19,11 @@ from kvbench.cli.load import load
 from kvbench.cli.mock_server import mock_server
 from kvbench.cli.option_types import FiniteRange
 from kvbench.cli.quality import quality
+from kvbench.cli.run_guarded import guarded
 from kvbench.cli.target_options import target_options
 from kvbench.cli.tools import cache_sim, tune
 from kvbench.cli.trace import trace
-from kvbench.common.packages import check_house, guarded
+from kvbench.common.packages import check_house
 
 _EXIT_CODES = """\b
 Exit codes:

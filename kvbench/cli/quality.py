@@ -57,11 +57,12 @@ def quality_command(
     """Measure, print and store. Raises UsageError."""
     from rich.console import Console
 
+    from kvbench.common.files import write_json
     from kvbench.common.text import plural
     from kvbench.loadtest.max_rate.text import print_table
     from kvbench.quality.measure import measure, quantised
     from kvbench.quality.result import QUALITY
-    from kvbench.runs.folder import open_run, write_json
+    from kvbench.runs.folder import open_run
     from kvbench.workload.file import load_workload, resolve
 
     only: tuple[str, ...] = ()
@@ -114,9 +115,10 @@ def _require_builtin(manifest: dict[str, Any], run: Path) -> None:
 
 def _warn_of_other_code(manifest: dict[str, Any]) -> None:
     """Before the minutes that it takes, and not by the gate afterwards."""
-    from kvbench.common.packages import say
+    from kvbench.common.errors import say
+    from kvbench.common.git import git_state
+    from kvbench.common.machine import versions
     from kvbench.quality.result import code_differences, told
-    from kvbench.runs.manifest import git_state, versions
 
     if different := code_differences(git_state(), versions(), manifest):
         say(f"warning: {told(different)}: `kvbench gate` takes this KLD only with --force")

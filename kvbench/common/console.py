@@ -1,4 +1,4 @@
-"""TODO."""
+"""What a person sees on a terminal while a command works; elsewhere now and then a plain line."""
 
 from __future__ import annotations
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sys
+import tempfile
+import time
+import traceback
 from pathlib import Path
 
 EXIT_OK, EXIT_REGRESSION, EXIT_USAGE, EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_NOTHING = 0, 1, 2, 3, 4, 5
@@ -55,3 +60,19 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
         self.signal_name = signal_name
+
+
+def say(text: str) -> None:
+    """One line on stderr, if there is still somebody to read it."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def log_traceback(error: BaseException) -> str:
+    """Write the traceback into a file of its own; words that say where it is."""
+    path = Path(tempfile.gettempdir()) / f"kvbench-error-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
+    try:
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    except OSError:
+        return "the traceback could not be written to a file"
+    return f"the full traceback is in {path}"

@@ -6,20 +6,11 @@ would work, and the errors would not say why.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import signal
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
-from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
+from kvbench.common.errors import UsageError
 
-EXIT_UNREAD = 128 + signal.SIGPIPE  # what any program is ended with whose reader has gone
 HOUSE = Path(__file__).resolve().parents[2]
 
 
@@ -45,61 +36,3 @@ def check_house() -> None:
                 "is: another distribution uses that import name (Hugging Face's is called `kernels`); install "
                 "kvbench in a virtual environment of its own"
             )
-
-
-def say(text: str) -> None:
-    """One line on stderr, if there is still somebody to read it."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def guarded(run: Callable[[], int]) -> int:
-    """``run()``, with every error as one sentence on stderr and its exit code; never a traceback."""
-    import click
-
-    try:
-        return run()
-    except click.ClickException as error:
-        say(f"error: {error.format_message()}")
-        context = getattr(error, "ctx", None)
-        if context is not None:
-            say(f"see: {context.command_path} --help")
-        return 2
-    except UsageError as error:
-        say(f"error: {error}")
-        return UsageError.exit_code
-    except MeasurementError as error:
-        say(f"error: {error}")
-        return MeasurementError.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        say("stopped")
-        return 130
-    except BrokenPipeError:  # `kvbench ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNREAD
-    except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # that is how rich leaves then
-            return EXIT_UNREAD
-        raise
-    except OSError as error:
-        if (sentence := storage_sentence(error)) is None:
-            return _unexpected(error)
-        say(f"error: {sentence}")
-        return MeasurementError.exit_code
-    except Exception as error:
-        return _unexpected(error)
-
-
-def _unexpected(error: Exception) -> int:
-    say(f"error: something unexpected went wrong ({type(error).__name__}: {error}); {log_traceback(error)}")
-    return MeasurementError.exit_code
-
-
-def log_traceback(error: BaseException) -> str:
-    """Write the traceback into a file of its own; words that say where it is."""
-    path = Path(tempfile.gettempdir()) / f"kvbench-error-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
-    try:
-        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    except OSError:
-        return "the traceback could not be written to a file"
-    return f"the full traceback is in {path}"

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Statistics that several rooms share: pure functions on plain arrays."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import write_text
 from kvbench.history.model import StoredRun
 from kvbench.history.read import RELEASE, OtherKind, read_object, read_run
-from kvbench.runs.folder import MANIFEST, write_text
+from kvbench.runs.folder import MANIFEST
 
 VERDICT = "verdict.json"
 COPIED = (MANIFEST, "summary.csv", VERDICT)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.boot import boot_id
+from kvbench.common.machine import boot_id
 from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.load.http import Response, read_response
 from kvbench.load.sse import MalformedStream, events

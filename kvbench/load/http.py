@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import httptools
 
-from engine.boot import BOOT_HEADER
+from kvbench.common.machine import BOOT_HEADER
 from kvbench.load.sse import MalformedStream
 
 _MOST_HEAD_BYTES = 65536

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.common.machine import environment
 from kvbench.loadtest.max_rate.search import INVALID
-from kvbench.runs.folder import MANIFEST, RunFolder, read_json, utc_now, write_json
-from kvbench.runs.manifest import environment
+from kvbench.runs.folder import MANIFEST, RunFolder
 from kvbench.runs.resume import environment_differences
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, differing_keys

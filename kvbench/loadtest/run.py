@@ -24,6 +24,7 @@ from kvbench.common.errors import (
     UsageError,
     storage_sentence,
 )
+from kvbench.common.files import read_json, write_json
 from kvbench.common.signals import Interruption
 from kvbench.load import launch as loadrun
 from kvbench.loadtest.conflicts import check_named_load, check_words
@@ -35,7 +36,6 @@ from kvbench.loadtest.shared import Sharing, be_worker, require_free, sharing
 from kvbench.measure.load import Subject, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
-from kvbench.runs.folder import read_json, write_json
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.versions import version_of
 from kvbench.workload.design import LoadPoint, load_point

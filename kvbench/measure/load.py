@@ -18,11 +18,11 @@ import pandas as pd
 from kvbench.calibration.cache import UNKNOWN_STREAMS, Demand
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
+from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, as_judged
 from kvbench.load import launch as loadrun
 from kvbench.measure import server_state
 from kvbench.metrics.latency import summarise, too_many_failed
-from kvbench.runs.folder import read_json, utc_now, write_json
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.workload.design import LoadPoint

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.git import git_state
+from kvbench.common.machine import versions
 from kvbench.load.launch import make_requests
 from kvbench.quality.result import QualityResult
-from kvbench.runs.manifest import git_state, versions
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.runs.folder import read_json
+from kvbench.common.files import read_json
 
 QUALITY, FORMAT = "quality.json", "kvbench-quality/1"
 _VERSIONS = ("kvbench", "torch", "transformers")

@@ -15,9 +15,10 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.common.files import read_json, write_json, write_text
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
-from kvbench.runs.folder import DONE, RunFolder, read_json, write_json, write_text
+from kvbench.runs.folder import DONE, RunFolder
 from kvbench.workload.design import Cell
 
 MAX_SAMPLES = 8

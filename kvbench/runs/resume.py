@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.runs.folder import RunFolder, utc_now
-from kvbench.runs.manifest import environment
+from kvbench.common.files import utc_now
+from kvbench.common.machine import environment
+from kvbench.runs.folder import RunFolder
 from kvbench.workload.file import Workload, differing_keys
 
 # Servers that agree in these settings must agree in their weights and in what they run on.

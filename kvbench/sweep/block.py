@@ -12,10 +12,11 @@ from typing import Any, Protocol
 from kvbench.calibration.cache import Demand
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import write_json
 from kvbench.load import launch as loadrun
 from kvbench.measure.load import Subject, measure_load
 from kvbench.measure.warm_up import WarmUp, warm_up
-from kvbench.runs.folder import DONE, RunFolder, write_json
+from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.asked import contradiction
 from kvbench.targets.base import Target, reason_of
 from kvbench.targets.builtin import ServerRefusedError

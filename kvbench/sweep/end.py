@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvbench.runs.folder import DONE, RunFolder, read_json
+from kvbench.common.files import read_json
+from kvbench.runs.folder import DONE, RunFolder
 from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell
 
@@ -30,7 +31,7 @@ def invalid_reasons(run: RunFolder, cell: Cell) -> list[str]:
 
 def write_report(show: Callable[[Path, Console], None], run: RunFolder, console: Console) -> str | None:
     """Table, headline and report. A failure here must not cost the results: it is told, and the run stays."""
-    from kvbench.common.packages import log_traceback
+    from kvbench.common.errors import log_traceback
 
     try:
         show(run.path, console)

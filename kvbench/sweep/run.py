@@ -20,12 +20,14 @@ from kvbench.common.errors import (
     EXIT_OK,
     Interrupted,
     MeasurementError,
+    say,
     storage_sentence,
 )
-from kvbench.common.packages import say
+from kvbench.common.files import utc_now, write_json
+from kvbench.common.git import git_state
 from kvbench.common.signals import Interruption
-from kvbench.runs.folder import RunFolder, create_run, utc_now, write_json
-from kvbench.runs.manifest import add_server, build_manifest, git_state
+from kvbench.runs.folder import RunFolder, create_run
+from kvbench.runs.manifest import add_server, build_manifest
 from kvbench.runs.resume import accept_server, reopen
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.sweep.end import by_reason, invalid_reasons, write_report

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Which cells and blocks a sweep of a workload has, and which of them the engine or the target refuses."""
 
 from __future__ import annotations
 

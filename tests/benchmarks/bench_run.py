@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import utc_now, write_json
 from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, load_average
+from kvbench.common.machine import environment, usable_cores
 from kvbench.common.packages import HOUSE, check_house
-from kvbench.runs.folder import MANIFEST, create_run, utc_now, write_json
-from kvbench.runs.manifest import environment, usable_cores
+from kvbench.runs.folder import MANIFEST, create_run
 from tests.benchmarks.bench_table import BENCH_JSON, TABLE_MD, bar_lines, write_tables
 
 BENCHMARKS = HOUSE / "tests" / "benchmarks"

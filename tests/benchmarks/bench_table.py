@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.runs.folder import read_json, write_text
+from kvbench.common.files import read_json, write_text
 from tests.benchmarks.bench_bars import BARS, Bar, Measured
 
 BENCH_JSON, TABLE_MD, TABLE_CSV = "bench.json", "table.md", "table.csv"

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from kvbench.common.machine import environment
 from kvbench.common.packages import HOUSE
-from kvbench.runs.manifest import environment
 
 FILE = "engine/execution/executor.py"
 BEFORE = """        logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)

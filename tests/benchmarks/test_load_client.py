@@ -13,7 +13,7 @@ from bench_mode import MODE, choose
 from bench_timing import note
 
 from kvbench.calibration.calibrate import CalibrationSettings, aims, calibrate
-from kvbench.runs.manifest import usable_cores
+from kvbench.common.machine import usable_cores
 from tests.benchmarks.bench_bars import Measured, missed
 
 CASES = choose(full=[(64, 1), (256, 1), (256, 4)], quick=[(64, 1)], smoke=[(8, 1)])

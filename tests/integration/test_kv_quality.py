@@ -16,10 +16,10 @@ from engine.config import EngineConfig
 from engine.execution import teacher_forcing
 from engine.execution.teacher_forcing import TeacherForced, divergence, measure_divergence
 from kvbench.cli.quality import quality
+from kvbench.cli.run_guarded import guarded
 from kvbench.common.errors import UsageError
-from kvbench.common.packages import guarded
+from kvbench.common.git import git_state
 from kvbench.quality.result import read_quality
-from kvbench.runs.manifest import git_state
 from kvbench.workload.file import load_workload
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
 

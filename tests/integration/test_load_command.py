@@ -17,8 +17,8 @@ import yaml
 from kvbench.cli.main import cli
 from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import write_json
 from kvbench.loadtest.max_rate.search import CLIENT_LIMIT, INVALID
-from kvbench.runs.folder import write_json
 from tests.support.loads import own_mock
 from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, alive
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.common.files import write_json
 from kvbench.gate.compare.folder import FORMAT, KIND, CompareFolder
 from kvbench.gate.timing.plan import SIDES
-from kvbench.runs.folder import write_json
 
 BASE_VALUES = (400.0, 100.0, 20.0)  # tokens/s, ms, ms
 POLICY = """

@@ -3,7 +3,7 @@
 import sys
 
 from kvbench.cli.mock_server import mock_server
-from kvbench.common.packages import guarded
+from kvbench.cli.run_guarded import guarded
 
 
 def run() -> int:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engine.boot import BOOT_HEADER, boot_id
 from kvbench.calibration.mock.pacer import Pacer
 from kvbench.calibration.mock.settings import MockSettings
+from kvbench.common.machine import BOOT_HEADER, boot_id
 
 _BREAKING = ("truncate", "stall", "malformed_json", "malformed_sse", "bad_chunk", "error_event")
 _HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n"

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
+from kvbench.common.files import write_json
 from kvbench.gate.compare import environments, worktrees
 from kvbench.gate.compare.worktrees import Commit
-from kvbench.runs.folder import write_json
 
 KEPT = 10
 BUILD_LIMIT_S = 1800.0  # of pip or a build command: an engine with kernels of its own compiles for long

@@ -14,6 +14,9 @@ import click
 from rich.console import Console
 
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, UsageError
+from kvbench.common.files import read_json
+from kvbench.common.git import git_state
+from kvbench.common.machine import environment
 from kvbench.common.packages import HOUSE
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.conclude import finished_verdict, table_of
@@ -32,8 +35,7 @@ from kvbench.gate.verdict.github import publish
 from kvbench.gate.verdict.outputs import write_outputs
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import INVALID, Finding, Verdict
-from kvbench.runs.folder import MANIFEST, RunFolder, create_run, read_json
-from kvbench.runs.manifest import environment, git_state
+from kvbench.runs.folder import MANIFEST, RunFolder, create_run
 from kvbench.workload.file import Workload, load_workload, resolve
 
 COMPARE, CALIBRATE = "compare", "calibrate"

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json
 from kvbench.gate.timing.plan import SIDES, Match
-from kvbench.runs.folder import DONE, MANIFEST, RunFolder, read_json
+from kvbench.runs.folder import DONE, MANIFEST, RunFolder
 
 KIND = "compare"
 FORMAT = 1

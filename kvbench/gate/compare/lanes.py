@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import read_json
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.sides import OpenSide, Side, open_side, require_used, same_sides
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
-from kvbench.runs.folder import RunFolder, read_json
+from kvbench.runs.folder import RunFolder
 from kvbench.sweep.plan import SweepOptions, preflight
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select

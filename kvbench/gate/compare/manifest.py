@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.common.git import git_state
+from kvbench.common.machine import environment
 from kvbench.common.packages import HOUSE
 from kvbench.gate.compare.folder import FORMAT, KIND, CompareFolder
 from kvbench.gate.compare.lanes import Lane
@@ -22,8 +25,7 @@ from kvbench.gate.compare.stored_policy import stored_policy
 from kvbench.gate.compare.values import whole_pairs
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.plan import BASE, SIDES, cell_rows
-from kvbench.runs.folder import DONE, RunFolder, create_run, read_json, utc_now, write_json
-from kvbench.runs.manifest import environment, git_state
+from kvbench.runs.folder import DONE, RunFolder, create_run
 from kvbench.runs.resume import environment_differences
 from kvbench.workload.file import Workload, load_workload
 

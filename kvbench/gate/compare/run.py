@@ -14,6 +14,7 @@ from rich.console import Console
 from kvbench.calibration.cache import Calibrator
 from kvbench.common.console import Speaker
 from kvbench.common.errors import Interrupted, MeasurementError, storage_sentence
+from kvbench.common.files import utc_now, write_json
 from kvbench.common.signals import Interruption
 from kvbench.common.text import clock, plural
 from kvbench.gate.compare.conclude import conclude, look_points, pair_line
@@ -25,7 +26,6 @@ from kvbench.gate.compare.values import whole_pairs
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.plan import SIDES, Match, Turn, turns
 from kvbench.gate.verdict.verdict import INCONCLUSIVE, Verdict
-from kvbench.runs.folder import utc_now, write_json
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, write_json
 from kvbench.gate.timing.noise import RunnerNoise, warnings_of
 from kvbench.gate.timing.rules import TimingRules
-from kvbench.runs.folder import read_json, write_json
 
 FOLDER = Path("ci/noise")
 
 
 def runner_class(environment: Mapping[str, Any]) -> str:
-    """A name made of processor, cores and GPUs; ``environment`` as of ``kvbench.runs.manifest.environment``."""
+    """A name made of processor, cores and GPUs; ``environment`` as of ``kvbench.common.machine.environment``."""
     cpu, gpus = environment["cpu"], [gpu["name"] for gpu in environment.get("gpus") or ()]
     words = [str(cpu["model"]), f"{cpu['cores']} cores", *sorted(set(gpus)), *([f"x{len(gpus)}"] if gpus else [])]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")

@@ -10,9 +10,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.timing.plan import BASE, SIDES, Match
-from kvbench.runs.folder import DONE, read_json
+from kvbench.runs.folder import DONE
 
 # What must be equal, by section of /server_info, and the engine setting that makes a difference an intended one.
 _FACTS: Mapping[str, Mapping[str, str | None]] = {

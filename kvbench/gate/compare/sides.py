@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.git import git_state
+from kvbench.common.machine import versions
 from kvbench.common.packages import HOUSE
 from kvbench.gate.compare import environments, worktrees
 from kvbench.gate.compare.builds import Build, Builds
 from kvbench.gate.compare.side_text import CMD, REF, RUN, SET, URL, Side
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.manifest import git_state, versions
 from kvbench.targets.applies import APPLIES, BUILTIN, PRESET, RUNNING, TEMPLATE, check_options
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration

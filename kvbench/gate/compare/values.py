@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.common.files import read_json, write_text
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.timing.plan import BASE, SIDES
 from kvbench.gate.timing.rules import MetricRule
 from kvbench.runs.aggregate import flatten
-from kvbench.runs.folder import DONE, read_json, write_text
+from kvbench.runs.folder import DONE
 from kvbench.runs.metric_names import value_of
 
 

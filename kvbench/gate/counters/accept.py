@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import utc_now
+from kvbench.common.git import git_state
 from kvbench.gate.counters.commands import Commands
 from kvbench.gate.counters.judge import judge
 from kvbench.gate.counters.lock_file import Accepted, CounterLock, read_lock, write_lock
 from kvbench.gate.counters.replay import COUNTERS, Replayed
 from kvbench.gate.counters.workload import CounterWorkload
 from kvbench.gate.verdict.verdict import PASS, Verdict
-from kvbench.runs.folder import utc_now
-from kvbench.runs.manifest import git_state
 
 _NAMED = 12  # scenarios of one kind; the diff of the lock file has all
 

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import write_json
 from kvbench.common.schema import StrictModel, explain
 from kvbench.gate.counters.commands import LOCK
 from kvbench.gate.counters.history_text import decode, encode
 from kvbench.gate.counters.replay import COUNTERS, Replayed
 from kvbench.gate.counters.workload import CounterWorkload, Scenario
-from kvbench.runs.folder import write_json
 
 LOCK_FORMAT = "kvbench-counters/1"
 

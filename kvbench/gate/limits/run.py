@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json
 from kvbench.common.text import listing, plural
 from kvbench.gate.compare.stored_policy import digest, policy_of
 from kvbench.gate.limits.judge import SUITE, judge_limits
 from kvbench.gate.policy import Policy
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.quality.result import QualityResult, read_quality, told
-from kvbench.runs.folder import MANIFEST, RunFolder, read_json
+from kvbench.runs.folder import MANIFEST, RunFolder
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.common.files import write_json
 from kvbench.common.text import plural
 from kvbench.gate.verdict import text as wording
 from kvbench.gate.verdict.verdict import Verdict
-from kvbench.runs.folder import write_json
 
 BIGGER, SMALLER = "benchmark-bigger-is-better.json", "benchmark-smaller-is-better.json"
 # columns of a sweep's summary.csv -> (unit, higher is better)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvbench.common.packages import say
+from kvbench.common.errors import say
 from kvbench.gate.verdict import text as wording
 from kvbench.gate.verdict.summary import SUMMARY_BYTES, summary
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Verdict

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from kvbench.common.files import write_json, write_text
 from kvbench.gate.verdict.benchmark_action import verdict_points, write_benchmarks
 from kvbench.gate.verdict.junit import junit
 from kvbench.gate.verdict.pairs_page import pair_page
 from kvbench.gate.verdict.summary import summary
 from kvbench.gate.verdict.verdict import Verdict
-from kvbench.runs.folder import write_json, write_text
 
 VERDICT, JUNIT, SUMMARY, PAIRS = "verdict.json", "junit.xml", "summary.md", "pairs.html"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import gevent
 
-from engine.boot import boot_id
+from kvbench.common.machine import boot_id
 from kvbench.load.multi.calibration import calibration_reasons, settings_of
 from kvbench.load.multi.machines import Seen, machine_reasons, without_ours, worst_machine
 from kvbench.load.multi.master import Crew

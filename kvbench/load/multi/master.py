@@ -15,7 +15,7 @@ import gevent
 import numpy as np
 from locust.env import Environment
 
-from engine.boot import boot_id
+from kvbench.common.machine import boot_id
 from kvbench.load.multi.calibration import LIMIT_S as CALIBRATION_S
 from kvbench.load.multi.clock import ClockMap, Exchange, clock_map, reading
 from kvbench.load.multi.dispatch import fixed_shares

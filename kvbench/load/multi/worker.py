@@ -21,9 +21,9 @@ from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import WorkerRunner
 
-from engine.boot import boot_id
 from kvbench import __version__
 from kvbench.common.errors import EXIT_INTERRUPTED
+from kvbench.common.machine import boot_id
 from kvbench.load.client import StreamFailure
 from kvbench.load.loop_lag import LagProbe
 from kvbench.load.multi.calibration import calibrate_here

@@ -14,6 +14,7 @@ import pandas as pd
 from rich.console import Console
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
+from kvbench.common.files import read_json, write_json
 from kvbench.load.validity import invalid_reasons
 from kvbench.loadtest.folder import METRICS, LoadFolder
 from kvbench.loadtest.max_rate.plan import Sizes
@@ -36,7 +37,6 @@ from kvbench.loadtest.max_rate.search import (
 )
 from kvbench.loadtest.max_rate.text import ahead, print_table, say, table, told
 from kvbench.metrics.latency import goodput_share
-from kvbench.runs.folder import read_json, write_json
 
 OUT_OF_TIME = "out of time"
 _RUN_OVER_FILLING = 4.0

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare import environments, lanes
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.folder import CompareFolder
@@ -25,7 +26,6 @@ from kvbench.gate.compare.sides import open_side
 from kvbench.gate.compare.stored_policy import digest, policy_of, stored_policy
 from kvbench.gate.policy import load_policy
 from kvbench.gate.verdict.verdict import Verdict
-from kvbench.runs.folder import read_json, write_json
 from kvbench.workload.file import load_workload
 from tests.support.compare_folders import POLICY, write_load
 from tests.support.git_repo import make_repo

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare import lanes
-from kvbench.runs.folder import RunFolder, read_json, write_json
+from kvbench.runs.folder import RunFolder
 from kvbench.workload.file import load_workload, resolve
 from tests.support.compare_folders import HERE, write_load
 from tests.support.sweep_parts import TINY

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
+from kvbench.common.files import write_json
 from kvbench.gate.compare.conclude import conclude, judge_folder, look_points
 from kvbench.gate.compare.pair_runner import Void
 from kvbench.gate.compare.values import read_values, whole_pairs, write_pairs
 from kvbench.gate.policy import load_policy
 from kvbench.gate.timing.plan import SIDES
-from kvbench.runs.folder import write_json
 from tests.support.compare_folders import noisy_pairs, stored_comparison, write_load
 
 CELLS = ("mixed/a-c4", "mixed/b-c4", "uniform/a-c4")

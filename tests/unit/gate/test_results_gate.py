@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli.gate import gate
-from kvbench.common.packages import guarded
+from kvbench.cli.run_guarded import guarded
 from kvbench.quality.result import QUALITY, QualityResult
 from tests.support import verdicts
 from tests.support.synthetic_run import PAIR, make_run

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
+from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare import command as compare_main
 from kvbench.gate.compare.conclude import conclude
 from kvbench.gate.compare.runner_class import noise_notes
 from kvbench.gate.policy import load_policy
-from kvbench.runs.folder import read_json, write_json
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 
 POLICY = load_policy(None)

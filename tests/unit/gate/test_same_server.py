@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare.same_server import cache_notes, differences, hear_server, require_same_requests
 from kvbench.gate.timing.plan import match_designs
-from kvbench.runs.folder import read_json, write_json
 from kvbench.workload.design import load_point, make_design
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvbench.common.files import read_json
 from kvbench.measure.load import _metrics
-from kvbench.runs.folder import read_json
 from kvbench.targets.prometheus import MetricsSample
 from tests.unit.metrics.test_metrics import frame, row
 

@@ -10,9 +10,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from kvbench.common.files import write_json
 from kvbench.metrics.latency import distribution, summarise
 from kvbench.runs.aggregate import aggregate_cell
-from kvbench.runs.folder import RunFolder, write_json
+from kvbench.runs.folder import RunFolder
 from kvbench.workload.design import Cell, Configuration, LoadPoint
 from tests.unit.metrics.test_metrics import queued_at_the_end
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.runs.folder import RunFolder, create_run, latest_incomplete, open_run, write_json
+from kvbench.common.files import write_json
+from kvbench.runs.folder import RunFolder, create_run, latest_incomplete, open_run
 
 
 def make_run(base, name, status, sha="abc"):

@@ -12,10 +12,12 @@ import yaml
 
 from kvbench.cli.commands import _workload_and_run
 from kvbench.common.errors import UsageError
+from kvbench.common.files import write_json
+from kvbench.common.machine import environment
 from kvbench.common.packages import HOUSE
 from kvbench.runs import resume
-from kvbench.runs.folder import RunFolder, write_json
-from kvbench.runs.manifest import add_server, build_manifest, environment
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.manifest import add_server, build_manifest
 from kvbench.runs.resume import accept_server, environment_differences, reopen, server_differences
 from kvbench.workload.file import differing_keys, load_workload, resolve
 

@@ -15,7 +15,7 @@ import yaml
 
 import engine.tokenizer
 from kvbench.common.errors import UsageError
-from kvbench.runs.manifest import environment
+from kvbench.common.machine import environment
 from kvbench.runs.resume import reopen
 from kvbench.sweep.plan import SweepOptions
 from kvbench.targets.builtin import BuiltinTarget

@@ -1,0 +1,54 @@
+"""Runs a command: every error becomes one sentence on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from kvbench.common.errors import MeasurementError, UsageError, log_traceback, say, storage_sentence
+
+EXIT_UNREAD = 128 + signal.SIGPIPE  # what any program is ended with whose reader has gone
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """``run()``, with every error as one sentence on stderr and its exit code; never a traceback."""
+    import click
+
+    try:
+        return run()
+    except click.ClickException as error:
+        say(f"error: {error.format_message()}")
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            say(f"see: {context.command_path} --help")
+        return 2
+    except UsageError as error:
+        say(f"error: {error}")
+        return UsageError.exit_code
+    except MeasurementError as error:
+        say(f"error: {error}")
+        return MeasurementError.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        say("stopped")
+        return 130
+    except BrokenPipeError:  # `kvbench ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # that is how rich leaves then
+            return EXIT_UNREAD
+        raise
+    except OSError as error:
+        if (sentence := storage_sentence(error)) is None:
+            return _unexpected(error)
+        say(f"error: {sentence}")
+        return MeasurementError.exit_code
+    except Exception as error:
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    say(f"error: something unexpected went wrong ({type(error).__name__}: {error}); {log_traceback(error)}")
+    return MeasurementError.exit_code

@@ -1,0 +1,81 @@
+"""What this machine is: processor, cores, memory, GPUs, versions; and which code runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import kvbench
+from kvbench.common.git import git_state, output_of
+
+BOOT_HEADER = "x-kvbench-boot"
+"""Header of an answer whose chunks carry send times: the boot id of the machine that sent it (engine/boot.py)."""
+_PACKAGES = ("torch", "triton", "transformers", "locust", "numpy", "numba", "gevent", "fastapi", "uvicorn", "pydantic")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions, read from package metadata: torch need not be imported to know its version."""
+    found: dict[str, str | None] = {"kvbench": kvbench.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, memory in bytes, operating system."""
+    return {
+        "cpu": {
+            "model": _cpu_model(),
+            "architecture": platform.machine(),
+            "cores": usable_cores(),
+            "cores_total": os.cpu_count(),
+        },
+        "memory_bytes": psutil.virtual_memory().total,
+        "os": f"{platform.system()} {platform.release()}",
+    }
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (a container may have fewer than the machine)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("model name", "hardware")):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def gpus() -> list[dict[str, str]]:
+    """One row a GPU from nvidia-smi: name, memory, driver, clocks; empty without one."""
+    fields = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
+    text = output_of(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    rows = [[value.strip() for value in line.split(",")] for line in (text or "").splitlines()]
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
+
+
+def environment() -> dict[str, Any]:
+    """Code, versions and machine: what two parts of one run must share."""
+    return {"git": git_state(), "versions": versions(), **machine(), "gpus": gpus()}
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str | None:
+    """Identifies this boot of the kernel: processes that share it share CLOCK_MONOTONIC. None if the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() or None
+    except OSError:
+        return None
