@@ -74,7 +74,7 @@ def environment() -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def boot_id() -> str | None:
-    """Identifies this boot of the kernel: processes that share it share CLOCK_MONOTONIC. None if the system has none."""
+    """Identifies this boot of the kernel, within which processes share CLOCK_MONOTONIC. None if there is no such id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() or None
     except OSError:
