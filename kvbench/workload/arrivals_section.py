@@ -79,64 +79,6 @@ _RATE_INSTEAD = {"ramp": "ramp_up_start_rps and ramp_up_end_rps", "step": "steps
 _OPEN_ONLY = ("request_rate", "burstiness", "max_concurrency", "duration_s", *_OWNER)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """``seconds`` (may be inf) during which the rate goes from ``start_rps`` to ``end_rps`` [requests/s].
-
-    ``linear``: at a constant slope in time. ``exponential``: by a constant factor a second.
-    """
-
-    seconds: float
-    start_rps: float
-    end_rps: float
-    strategy: Strategy = "linear"
-
-    @property
-    def constant(self) -> bool:
-        """Whether the rate stays the same."""
-        return self.start_rps == self.end_rps
-
-    @property
-    def mean_rps(self) -> float:
-        """Mean rate over the segment."""
-        if self.constant:
-            return self.start_rps
-        if self.strategy == "linear":
-            return (self.start_rps + self.end_rps) / 2
-        return (self.end_rps - self.start_rps) / math.log(self.end_rps / self.start_rps)
-
-    @property
-    def mass(self) -> float:
-        """Expected arrivals over the segment: the integral of the rate."""
-        return 0.0 if self.mean_rps == 0 else self.seconds * self.mean_rps
-
-    def inverse(self, mass: np.ndarray) -> np.ndarray:
-        """Seconds from the segment's start until ``mass`` arrivals [0, ``mass``] are due. float64 [n]"""
-        if self.constant:
-            return mass / self.start_rps
-        if self.strategy == "linear":  # s t + a t^2 / 2 = mass, in the form that does not cancel for small a
-            slope = (self.end_rps - self.start_rps) / self.seconds
-            root = np.sqrt(np.maximum(self.start_rps**2 + 2 * slope * mass, 0.0))
-            return np.divide(2 * mass, self.start_rps + root, out=np.zeros_like(mass), where=mass > 0)
-        growth = math.log(self.end_rps / self.start_rps) / self.seconds
-        return np.log1p(mass * growth / self.start_rps) / growth
-
-
-def ramp(
-    start_rps: float, end_rps: float, strategy: Strategy, *, seconds: float | None = None, count: int | None = None
-) -> tuple[Segment, ...]:
-    """A rate that changes over ``seconds``, or until ``count`` arrivals are expected, and then stays.
-
-    The rate is a function of time. vLLM's ``--ramp-up-strategy`` of the same names makes it one of the request's
-    number, so that its ``linear`` is exponential in time and its ``exponential`` steeper still.
-    """
-    unit = Segment(1.0, start_rps, end_rps, strategy)
-    if seconds is None:
-        assert count is not None
-        seconds = count / unit.mean_rps
-    return (Segment(seconds, start_rps, end_rps, strategy), Segment(math.inf, end_rps, end_rps))
-
-
 def as_tuple(value: Any) -> Any:
     """A single value or a list becomes a tuple, so that YAML may give either."""
     if value is None or isinstance(value, tuple):
