@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import ProgressColumn, Task
+from rich.table import Table
 from rich.text import Text
 
 QUIET_S = 30.0  # so long nothing is said where there is no terminal
@@ -66,3 +67,18 @@ def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterat
 
     with Speaker(console, lambda: shown[0], quiet_s):
         yield update
+
+
+def print_plain(console: Console, text: str) -> None:
+    """Prints ``text`` as it is: no markup, no colours, no line breaks of rich's own, so that it can be copied."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints ``table`` as wide as it is: a column that is cut would hide what was asked for."""
+    usual = console.width
+    console.width = max(usual, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
+    try:
+        console.print(table)
+    finally:
+        console.width = usual

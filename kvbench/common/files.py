@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,34 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Atomically, like ``write_json``. OSError names ``path``, and leaves nothing half written behind."""
+    """Atomically, like ``write_json``; makes the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def write_atomically(path: Path) -> Iterator[Path]:
+    """Gives a file beside ``path`` to write; it replaces ``path`` when the block ends well and is removed otherwise.
+
+    An OSError names ``path``.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield scratch
+        flush(scratch)
         scratch.replace(path)
     except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def flush(path: Path) -> None:
+    """Puts the file's bytes on the disk: a crash could otherwise keep the name and lose the bytes."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def read_json(path: Path) -> Any:

@@ -1,32 +1,61 @@
-"""The state of a git checkout, as one helper for all who ask git."""
+"""Git, run as one helper for all who ask it."""
 
 from __future__ import annotations
 
-import shutil
+import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import kvbench
+from kvbench.common.errors import UsageError
+
+_LIMIT_S = 300.0  # a large checkout on a slow disk takes minutes
+# `git rev-parse --local-env-vars`, less the configuration, by which CI says that it trusts a folder.
+_SET_BY_A_HOOK = frozenset(
+    f"GIT_{name}"
+    for name in (
+        "DIR", "WORK_TREE", "IMPLICIT_WORK_TREE", "INDEX_FILE", "PREFIX", "COMMON_DIR", "OBJECT_DIRECTORY",
+        "ALTERNATE_OBJECT_DIRECTORIES", "GRAFT_FILE", "SHALLOW_FILE", "NO_REPLACE_OBJECTS", "REPLACE_REF_BASE",
+    )
+)  # fmt: skip
+_PLAIN = ("-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
 
 
-def output_of(command: Sequence[str], cwd: Path | None = None) -> str | None:
-    """The command's output, None when it is missing, fails, or takes more than 10 s."""
-    if shutil.which(command[0]) is None:
-        return None
+def git(folder: Path, *arguments: str, limit_s: float = _LIMIT_S) -> str:
+    """The output of a git command that runs in ``folder``. Raises UsageError with what git said."""
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        done = subprocess.run(
+            ["git", *_PLAIN, *arguments],
+            cwd=folder,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"git {arguments[0]} took more than {limit_s:g} s in {folder}: look at the disk") from None
+    except OSError as error:  # no git, no folder
+        raise UsageError(f"git cannot be run in {folder} ({error.strerror}): install git, or name a folder") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith(("fatal:", "error:"))] or lines or ["it did not say why"]
+        raise UsageError(f"git {' '.join(arguments[:2])} failed in {folder}: {errors[0]}")
+    return done.stdout.decode(errors="surrogateescape")
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any]:
     """Commit of the kvbench that runs, and whether tracked files differ from it."""
     folder = folder or Path(kvbench.__file__).resolve().parent.parent
-    sha = output_of(["git", "rev-parse", "HEAD"], folder)
-    if sha is None:
+    try:
+        sha = git(folder, "rev-parse", "HEAD", limit_s=10).strip()
+        changes = git(folder, "status", "--porcelain", "--untracked-files=no", limit_s=10)
+    except UsageError:
         return {"sha": None, "short_sha": "nogit", "dirty": None}
-    changes = output_of(["git", "status", "--porcelain", "--untracked-files=no"], folder)
-    return {"sha": sha, "short_sha": sha[:7], "dirty": bool(changes)}
+    return {"sha": sha, "short_sha": sha[:7], "dirty": bool(changes.strip())}
+
+
+def _environment() -> dict[str, str]:
+    """Our environment without what names a repository or an index: inside a hook that is the user's."""
+    kept = {name: value for name, value in os.environ.items() if name not in _SET_BY_A_HOOK}
+    return kept | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 
 import kvbench
-from kvbench.common.git import git_state, output_of
+from kvbench.common.git import git_state
 
 BOOT_HEADER = "x-kvbench-boot"
 """Header of an answer whose chunks carry send times: the boot id of the machine that sent it (engine/boot.py)."""
@@ -62,8 +63,12 @@ def _cpu_model() -> str:
 def gpus() -> list[dict[str, str]]:
     """One row a GPU from nvidia-smi: name, memory, driver, clocks; empty without one."""
     fields = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
-    text = output_of(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
-    rows = [[value.strip() for value in line.split(",")] for line in (text or "").splitlines()]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,3 +20,14 @@ def time_mean(at: Sequence[float] | np.ndarray, values: Sequence[float] | np.nda
     if len(found) < 2 or times[-1] <= times[0]:
         return float(found.mean()) if len(found) else float("nan")
     return float(np.average(found, weights=np.gradient(times)))
+
+
+def t_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """Student's t interval of the mean; of fewer than two values nothing is known: (nan, nan)."""
+    sample = np.asarray(values, dtype=np.float64)
+    if len(sample) < 2:
+        return math.nan, math.nan
+    half = (
+        float(stats.t.ppf((1 + confidence) / 2, len(sample) - 1)) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    )
+    return float(sample.mean()) - half, float(sample.mean()) + half

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError, say, storage_sentence
-from kvbench.common.files import read_json
+from kvbench.common.files import flush, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of a sweep's folder
@@ -98,7 +98,7 @@ class RunFolder:
             yield scratch
             for file in scratch.rglob("*"):
                 if file.is_file():
-                    _flush(file)  # else a crash of the machine might keep the name and lose the bytes
+                    flush(file)
         except OSError as error:
             if storage_sentence(error) is None:
                 scratch.rename(failed)
@@ -169,12 +169,6 @@ def is_whole(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _flush(path: Path) -> None:
-    """Its bytes are on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolder:

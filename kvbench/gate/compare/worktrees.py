@@ -11,25 +11,14 @@ import hashlib
 import os
 import shutil
 import stat
-import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.common.errors import UsageError
+from kvbench.common.git import git
 
 WORKING_TREE = "."
-_LIMIT_S = 300.0  # of one git command; a large checkout on a slow disk takes minutes
 _LARGEST_COPY = 1 << 30
-# `git rev-parse --local-env-vars`, less the configuration, by which CI says that it trusts a folder.
-_OF_A_HOOK = frozenset(
-    f"GIT_{name}"
-    for name in (
-        "DIR", "WORK_TREE", "IMPLICIT_WORK_TREE", "INDEX_FILE", "PREFIX", "COMMON_DIR", "OBJECT_DIRECTORY",
-        "ALTERNATE_OBJECT_DIRECTORIES", "GRAFT_FILE", "SHALLOW_FILE", "NO_REPLACE_OBJECTS", "REPLACE_REF_BASE",
-    )
-)  # fmt: skip
-_PLAIN = ("-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,7 @@ def find_commit(repo: Path, ref: str) -> Commit:
             f"{ref!r} is no commit of {top}: give a branch, a tag, a sha or `.`; a shallow clone has only its newest "
             f"commits (git fetch --depth 1 origin {ref} brings one)"
         )
-    subject = _git(top, "log", "-1", "--format=%s", sha).strip()
+    subject = git(top, "log", "-1", "--format=%s", sha).strip()
     changes = _changes(top) if ref == WORKING_TREE else None
     return Commit(top, ref, sha, subject, changes)
 
@@ -74,7 +63,7 @@ def find_commit(repo: Path, ref: str) -> Commit:
 def top_folder(repo: Path) -> Path | None:
     """The top of the working tree that ``repo`` lies in, None where there is none."""
     try:
-        return Path(_git(repo, "rev-parse", "--show-toplevel").strip())
+        return Path(git(repo, "rev-parse", "--show-toplevel").strip())
     except UsageError:
         return None
 
@@ -84,14 +73,14 @@ def find_sha(top: Path, ref: str) -> str | None:
     if not ref or ref.startswith("-") or any(c.isspace() or c == "\0" for c in ref):
         return None
     try:
-        return _git(top, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").strip() or None
+        return git(top, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").strip() or None
     except UsageError:
         return None
 
 
 def names(top: Path) -> list[str]:
     """Its branches and tags."""
-    return _git(top, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes", "refs/tags").split()
+    return git(top, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes", "refs/tags").split()
 
 
 def check_out(commit: Commit, folder: Path) -> None:
@@ -99,7 +88,7 @@ def check_out(commit: Commit, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     if commit.changes is None:
         # Twice --force: an earlier folder of this name may be registered still, though somebody has removed it.
-        _git(commit.repo, "worktree", "add", "--force", "--force", "--detach", str(folder), commit.sha)
+        git(commit.repo, "worktree", "add", "--force", "--force", "--detach", str(folder), commit.sha)
         return
     for name in _listed(commit.repo):
         source, to = commit.repo / name, folder / name
@@ -119,10 +108,10 @@ def intact(commit: Commit, folder: Path) -> bool:
     if commit.changes is not None:
         return True  # a copy of its own, named after its contents
     try:
-        top = _git(folder, "rev-parse", "--show-toplevel").strip()
+        top = git(folder, "rev-parse", "--show-toplevel").strip()
         if Path(top).resolve() != folder.resolve() or find_sha(folder, "HEAD") != commit.sha:
             return False
-        return not _git(folder, "status", "--porcelain", "--untracked-files=no").strip()
+        return not git(folder, "status", "--porcelain", "--untracked-files=no").strip()
     except UsageError:
         return False
 
@@ -131,14 +120,14 @@ def remove(folder: Path) -> None:
     """Takes the folder away, and the repository's note of it where it is a worktree."""
     if (folder / ".git").is_file():
         with contextlib.suppress(UsageError):
-            common = _git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir").strip()
-            _git(Path(common), "worktree", "remove", "--force", "--force", str(folder))
+            common = git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir").strip()
+            git(Path(common), "worktree", "remove", "--force", "--force", str(folder))
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _changes(top: Path) -> str | None:
     """Digest of every file that git knows or would add, None where they are those of HEAD."""
-    if not _git(top, "status", "--porcelain", "--untracked-files=all").strip():
+    if not git(top, "status", "--porcelain", "--untracked-files=all").strip():
         return None
     digest, total = hashlib.sha256(), 0
     for name in _listed(top):
@@ -158,37 +147,5 @@ def _changes(top: Path) -> str | None:
 
 def _listed(top: Path) -> list[str]:
     """Tracked files that are there and new ones that git does not ignore; without folders (other repositories)."""
-    names = _git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    names = git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     return [n for n in sorted({*names} - {""}) if (top / n).is_symlink() or (top / n).is_file()]
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """The command's output. Raises UsageError with git's last words."""
-    try:
-        done = subprocess.run(
-            ["git", *_PLAIN, *arguments],
-            cwd=folder,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"git {arguments[0]} took more than {_LIMIT_S:g} s in {folder}: look at the disk") from None
-    except OSError as error:  # no git, no folder
-        raise UsageError(f"git cannot be run in {folder} ({error.strerror}): install git, or name a folder") from None
-    if done.returncode:
-        said = _last_words(done.stderr.decode(errors="replace").splitlines())
-        raise UsageError(f"git {' '.join(arguments[:2])} failed in {folder}: {said}")
-    return done.stdout.decode(errors="surrogateescape")
-
-
-def _last_words(lines: Sequence[str]) -> str:
-    told = [line for line in lines if line.startswith(("fatal:", "error:"))] or list(lines)
-    return told[0] if told else "it did not say why"
-
-
-def _environment() -> dict[str, str]:
-    """Ours without what names a repository or an index: inside a hook that is the user's."""
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_A_HOOK}
-    return kept | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
