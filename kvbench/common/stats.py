@@ -27,7 +27,8 @@ def t_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -
     sample = np.asarray(values, dtype=np.float64)
     if len(sample) < 2:
         return math.nan, math.nan
-    half = (
-        float(stats.t.ppf((1 + confidence) / 2, len(sample) - 1)) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
-    )
+    from scipy.stats import t  # slow to import
+
+    error = float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    half = float(t.ppf((1 + confidence) / 2, len(sample) - 1)) * error
     return float(sample.mean()) - half, float(sample.mean()) + half
