@@ -1,15 +1,16 @@
-"""The key of a server's API: read from the environment when it is needed, and told to nobody but its server.
+"""The key of a server's API: read from the environment when it is needed, and sent to that server only.
 
-What that server says may repeat the key: it is taken out of every message and of all that is stored.
+A server may repeat the key in what it answers: ``without_key`` takes it out where such words are stored or printed.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from typing import overload
 
 _SHORTEST_HIDDEN = 4  # characters; a shorter one is no secret, and is part of many words
+_FRAGMENT = 8  # characters of the key that are recognised without the rest
 
 
 def api_key(variable: str) -> str:
@@ -36,13 +37,19 @@ def without_key(text: str, variable: str | None) -> str: ...
 @overload
 def without_key(text: None, variable: str | None) -> None: ...
 def without_key(text: str | None, variable: str | None) -> str | None:
-    """``text``, in which a server may have repeated the key it was sent, without it, plain or as JSON writes it.
+    """``text`` without the key that the environment variable holds.
 
-    To be cut only afterwards: the end of a cut text may be a part of the key.
+    Any 8 characters in a row of the key are taken out, since the text may have been cut within it.
     """
     key = os.environ.get(variable, "").strip() if variable else ""
-    if text is None or len(key) < _SHORTEST_HIDDEN:
+    if not text or len(key) < _SHORTEST_HIDDEN:
         return text
-    for form in (key, json.dumps(key)[1:-1]):
-        text = text.replace(form, f"(the key in {variable})")
-    return text
+    size = min(len(key), _FRAGMENT)
+    fragments = {key[at : at + size] for at in range(len(key) - size + 1)}
+    if not any(each in text for each in fragments):
+        return text
+    letters = list(text)
+    for at in range(len(text) - size + 1):
+        if text[at : at + size] in fragments:
+            letters[at : at + size] = "\0" * size
+    return re.sub("\0+", f"(the key in {variable})", "".join(letters))

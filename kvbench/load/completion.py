@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.common.machine import boot_id
+from kvbench.common.secrets import without_key
 from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.load.http import Response, read_response
 from kvbench.load.sse import MalformedStream, events
@@ -57,6 +58,12 @@ class Completion:
         if self.error_kind is None:
             self.error_kind, self.error = kind, message
 
+    def hide_key(self, variable: str | None, dialect: Dialect) -> None:
+        """Takes the API key in that environment variable out of what is stored of the server's words."""
+        self.text, self.error = without_key(self.text, variable), without_key(self.error, variable)
+        if self.finish_reason not in dialect.finish_reasons:
+            self.finish_reason = without_key(self.finish_reason, variable)
+
 
 def judge(
     times: Sequence[float],
@@ -66,16 +73,14 @@ def judge(
     error: str | None = None,
     pause: Callable[[], None] = lambda: None,
     dialect: Dialect = OPENAI,
-    hide: Callable[[str], str] = lambda text: text,
 ) -> Completion:
     """Parses a stream and decides: success only with a finish_reason, a [DONE] and a usage that matches.
 
     ``times[i]`` stamps ``chunks[i]``; ``error_kind`` is the transport's verdict. ``pause`` is called between
     slices of work, so that the caller's event loop can go on stamping other streams. ``dialect`` says which of these
-    signs its server is known not to send. ``hide`` takes out of the server's words what nobody may see: of all that is
-    kept, and before it is cut to length. What is judged is what came.
+    signs its server is known not to send.
     """
-    out, response = Completion(), read_response(chunks, hide)
+    out, response = Completion(), read_response(chunks)
     if error_kind is not None:
         problem = response.problem if error_kind == "malformed" else None  # the same, with a quotation
         out.fail(error_kind, problem or error or error_kind)
@@ -85,26 +90,18 @@ def judge(
     if not response.status:
         out.fail("truncated", "no whole response head")
     elif response.status != 200:
-        out.fail("http_error", f"HTTP {response.status}: {_error_text(response.body, hide)}")
+        out.fail("http_error", f"HTTP {response.status}: {_error_text(response.body)}")
     else:
         try:
-            _read_events(out, response, times, pause, hide)
+            _read_events(out, response, times, pause)
         except MalformedStream as problem:
-            out.fail("malformed", problem.told(hide))
-        _check(out, max_tokens, dialect, hide)
-    _close(out, hide)
-    if out.finish_reason not in dialect.finish_reasons:
-        out.finish_reason = None if out.finish_reason is None else hide(out.finish_reason)
+            out.fail("malformed", str(problem))
+        _check(out, max_tokens, dialect)
+    _close(out)
     return out
 
 
-def _read_events(
-    out: Completion,
-    response: Response,
-    times: Sequence[float],
-    pause: Callable[[], None],
-    hide: Callable[[str], str],
-) -> None:
+def _read_events(out: Completion, response: Response, times: Sequence[float], pause: Callable[[], None]) -> None:
     pause()
     found, rest = events(response.body)
     last_read, one_clock = -1, response.boot is not None and response.boot == boot_id()
@@ -117,17 +114,17 @@ def _read_events(
         if out.done:
             raise MalformedStream("{} came after [DONE]", data)
         read = bisect_right(response.ends, position - 1)  # the piece that brought the event's last byte
-        if _take(out, data, times[read], one_clock, hide):
+        if _take(out, data, times[read], one_clock):
             out.coalesced += read == last_read and not _sent_together(out)
             last_read = read
     if not (response.complete or response.until_close):
         out.fail("truncated", "the response's last chunk is missing")
     if rest.strip():
         inside = MalformedStream("the stream ends inside an event: {}", rest)
-        out.fail("truncated" if not out.done else "malformed", inside.told(hide))
+        out.fail("truncated" if not out.done else "malformed", str(inside))
 
 
-def _take(out: Completion, data: bytes, when: float, one_clock: bool, hide: Callable[[str], str]) -> bool:
+def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
     """Adds one event; True when it carried a token. ``one_clock``: the server's stamps are of this machine's clock."""
     try:
         event = json.loads(data.decode())  # of bytes, json would first guess the encoding
@@ -136,7 +133,7 @@ def _take(out: Completion, data: bytes, when: float, one_clock: bool, hide: Call
     if not isinstance(event, dict):
         raise MalformedStream("{} is not an object", data)
     if event.get("error"):
-        out.fail("server_error", _error_text(data, hide))
+        out.fail("server_error", _error_text(data))
         return False
     if event.get("usage"):
         _take_usage(out, event["usage"])
@@ -198,12 +195,12 @@ def _take_usage(out: Completion, usage: Any) -> None:
         raise MalformedStream(lacks, str(usage)) from None
 
 
-def _check(out: Completion, max_tokens: int, dialect: Dialect, hide: Callable[[str], str]) -> None:
+def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
     """The definition of success. Each failure's sentence says what was missing."""
     if out.finish_reason is None:
         out.fail("no_finish_reason", "the stream ended without a finish_reason")
     elif out.finish_reason not in dialect.finish_reasons:
-        out.fail("not_finished", f"the server gave up: finish_reason {hide(out.finish_reason)[:40]!r}")
+        out.fail("not_finished", f"the server gave up: finish_reason {out.finish_reason[:40]!r}")
     if not out.done and dialect.done_marker:
         out.fail("no_done", "the stream ended without [DONE]")
     if out.output_tokens is None and not dialect.usage:
@@ -225,14 +222,13 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect, hide: Callable[[s
         out.fail("usage_mismatch", f"usage says {told} tokens, but no chunk had content")
 
 
-def _close(out: Completion, hide: Callable[[str], str]) -> None:
+def _close(out: Completion) -> None:
     """What can be stored: one answer with a wild token id or half a character must not cost the load its file."""
     ids = out.token_ids
     if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < _MOST_TOKENS):
         wild = next(i for i in ids if type(i) is not int or not 0 <= i < _MOST_TOKENS)
-        out.fail("malformed", f"{hide(str(wild))[:40]!r} is no token id")
+        out.fail("malformed", f"{str(wild)[:40]!r} is no token id")
         out.token_ids = []
-    out.text = hide(out.text)
     out.text, out.error, out.finish_reason = map(_storable, (out.text, out.error, out.finish_reason))
     if out.first is None and out.chunk_times:
         out.first = out.chunk_times[0]
@@ -245,7 +241,7 @@ def _storable(text: Any) -> Any:
     return text if text is None or text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _error_text(body: bytes, hide: Callable[[str], str]) -> str:
+def _error_text(body: bytes) -> str:
     """The message of an OpenAI-shaped error, or the body's beginning."""
     text = body.decode("utf-8", "replace")
     try:
@@ -253,4 +249,4 @@ def _error_text(body: bytes, hide: Callable[[str], str]) -> str:
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    return hide(text)[:_ERROR_CHARS].strip()
+    return text[:_ERROR_CHARS].strip()

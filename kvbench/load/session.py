@@ -11,7 +11,6 @@ import gevent
 from gevent.event import Event
 from gevent.queue import Queue
 
-from kvbench.common.secrets import without_key
 from kvbench.load.body import http_request
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
 from kvbench.load.completion import Completion, judge
@@ -260,13 +259,11 @@ class LoadSession:
         raw = item.raw
         told, limit = (raw.error_kind, raw.error), item.request.max_tokens
         try:
-            outcome = judge(raw.times, raw.chunks, limit, *told, pause, self.spec.dialect, self._hide)
+            outcome = judge(raw.times, raw.chunks, limit, *told, pause, self.spec.dialect)
         except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
-            outcome = Completion(error_kind="client_error", error=self._hide(repr(error)))
+            outcome = Completion(error_kind="client_error", error=repr(error))
+        outcome.hide_key(self.spec.api_key_env, self.spec.dialect)
         return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)
-
-    def _hide(self, text: str) -> str:
-        return without_key(text, self.spec.api_key_env)
 
     def _tell_locust(self, sample: Sample) -> None:
         outcome = sample.completion

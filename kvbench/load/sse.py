@@ -6,7 +6,6 @@ Pure functions on bytes; nothing here waits or looks at a clock.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 _BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LINE = re.compile(rb"\r\n|\n|\r")
@@ -16,20 +15,12 @@ _QUOTED_CHARS = 60
 class MalformedStream(Exception):
     """The bytes are not what HTTP, server-sent events or the OpenAI API say they must be.
 
-    ``quoted``: the whole of what was wrong, of which the sentence shows the beginning in place of its ``{}``.
+    ``{}`` in the sentence becomes the beginning of ``quoted``, which was wrong.
     """
 
     def __init__(self, sentence: str, quoted: bytes | str = "") -> None:
-        super().__init__(sentence)
-        self._sentence, self._quoted = sentence, quoted
-
-    def __str__(self) -> str:
-        return self._sentence.replace("{}", "...")  # who quotes has to say what is to be hidden
-
-    def told(self, hide: Callable[[str], str]) -> str:
-        """The sentence. ``hide`` is given all that is quoted before it is cut, and takes out what nobody may see."""
-        text = self._quoted if isinstance(self._quoted, str) else self._quoted.decode("utf-8", "replace")
-        return self._sentence.replace("{}", repr(hide(text)[:_QUOTED_CHARS]))
+        text = quoted if isinstance(quoted, str) else quoted.decode("utf-8", "replace")
+        super().__init__(sentence.replace("{}", repr(text[:_QUOTED_CHARS])))
 
 
 def events(body: bytes) -> tuple[list[tuple[bytes, int]], bytes]:
