@@ -1,6 +1,6 @@
 """Metric definitions, once, as pure functions on raw samples.
 
-The definitions that MEASURING.md gives (client side, in ms, from raw samples):
+The definitions that docs/measuring.md gives (client side, in ms, from raw samples):
 
 - ``ttft``      first chunk with non-empty content - t0 (intended start in open loop, send in closed loop)
 - ``ttft_send`` the same from the send

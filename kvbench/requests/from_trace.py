@@ -133,7 +133,7 @@ def _paths(given: str | list[str]) -> list[str]:
         if not matched:
             raise ValueError(
                 f"the trace {name} does not exist; give its path in load.prompts.path (-o load.prompts.path=PATH). "
-                "`kvbench trace describe` says what a trace holds; the README says where public ones are had."
+                "`kvbench trace describe` says what a trace holds; docs/commands.md says where to get public ones."
             )
         found += matched
     return found

@@ -1,4 +1,4 @@
-"""The CI templates and ADOPTING.md: safe by the rules that actionlint does not have, and true to the command line."""
+"""The CI templates and docs/adopting.md: safe by the rules that actionlint does not have, and true to the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvbench.cli.main import cli
 ROOT = Path(__file__).resolve().parents[3]
 GITHUB = sorted((ROOT / "ci" / "github").glob("*.yml"))
 GITLAB = sorted((ROOT / "ci" / "gitlab").glob("*.yml"))
-PAGE = ROOT / "ADOPTING.md"
+PAGE = ROOT / "docs" / "adopting.md"
 _OPERATOR = re.compile(r"[;&|()<>]+")
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _BEFORE_A_COMMAND = {"do", "then", "else", "if", "!", "time", "{"}
