@@ -1,4 +1,4 @@
-"""The CI templates and docs/adopting.md: safe by the rules that actionlint does not have, and true to the command line."""
+"""The CI templates and docs/adopting.md: safe by the rules that actionlint lacks, and true to the command line."""
 
 from __future__ import annotations
 
