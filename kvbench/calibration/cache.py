@@ -27,7 +27,7 @@ UNKNOWN_STREAMS = 64  # in open loop without a cap, before the load has shown ho
 
 
 @dataclass(frozen=True)
-class Demand:
+class ClientLoad:
     """What a load asks of the client: ``streams`` at once and chunks a second (None: not known), over ``processes``.
 
     ``tls``: of one server, so of all its loads.
@@ -43,7 +43,7 @@ class Demand:
         return self.streams <= settings.streams and (self.events_per_s or 0.0) <= _RATE_MARGIN * settings.events_per_s
 
 
-def settings_for(demand: Demand) -> CalibrationSettings:
+def settings_for(demand: ClientLoad) -> CalibrationSettings:
     """At least what is asked for, in steps, so that a sweep's many loads need few calibrations.
 
     Streams a process are rounded up to 4, 16, 64, 256, 512 and so on, 8,192 in all; chunks a second, where they are
@@ -73,7 +73,7 @@ class Calibrator:
     warn: Callable[[str], None] = lambda text: None
     _good: dict[tuple[str, CalibrationSettings], Calibration] = field(default_factory=dict, init=False, repr=False)
 
-    def __call__(self, demand: Demand, before: Calibration | None = None) -> Calibration | None:
+    def __call__(self, demand: ClientLoad, before: Calibration | None = None) -> Calibration | None:
         """The calibration for ``demand``: ``before``, if that is enough; None where none is wanted.
 
         Raises MeasurementError.

@@ -17,7 +17,7 @@ from typing import IO, Any
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.common.files import write_json
-from kvbench.load.run_arguments import ARRIVE_S
+from kvbench.load.spec import ARRIVE_S
 from kvbench.requests.build import build_requests
 from kvbench.requests.request import conversations, notes_path, write_requests
 from kvbench.workload.design import LoadPoint

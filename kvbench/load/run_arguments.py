@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-DEFAULT_PORT = 5557  # Locust's own
-ARRIVE_S = 300.0  # how long a master waits for workers on other machines
+from kvbench.load.spec import ARRIVE_S, DEFAULT_PORT
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -11,6 +11,9 @@ from pydantic import Field, ValidationError, model_validator
 from kvbench.common.schema import StrictModel, explain
 from kvbench.load.dialect import Dialect
 
+DEFAULT_PORT = 5557  # Locust's own
+ARRIVE_S = 300.0  # how long a master waits for workers on other machines
+
 
 class LoadSpec(StrictModel):
     """One load. Times in seconds; unset time-outs equal ``timeout_s``. ``send_priority``: requests tell theirs.

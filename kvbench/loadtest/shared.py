@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvbench.common.errors import UsageError
-from kvbench.load.run_arguments import ARRIVE_S, DEFAULT_PORT
+from kvbench.load.spec import ARRIVE_S, DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from kvbench.calibration.cache import Demand
+    from kvbench.calibration.cache import ClientLoad
     from kvbench.calibration.calibrate import Calibration
 
-Calibrate = Callable[["Demand", "Calibration | None"], "Calibration | None"]
+Calibrate = Callable[["ClientLoad", "Calibration | None"], "Calibration | None"]
 
 SHARING_OPTIONS = (
     click.option("--processes", type=click.IntRange(1, 1000), metavar="N",
@@ -56,7 +56,7 @@ class Sharing:
         """For a manifest: processes of this machine (None: as the workload says), or workers of others."""
         return {"processes": self.client.get("processes"), "workers": self.workers}
 
-    def calibrate(self, demand: Demand, before: Calibration | None, calibrator: Calibrate) -> Calibration | None:
+    def calibrate(self, demand: ClientLoad, before: Calibration | None, calibrator: Calibrate) -> Calibration | None:
         """Calibrates this machine, where streams are to run on it; workers on other machines see to themselves."""
         return calibrator(demand, before) if self.streams_here else None
 

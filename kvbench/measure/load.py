@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.calibration.cache import UNKNOWN_STREAMS, Demand
+from kvbench.calibration.cache import UNKNOWN_STREAMS, ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json, utc_now, write_json
@@ -52,7 +52,7 @@ class Subject:
     arguments: tuple[str, ...] = ()
     streams_here: bool = True
     poll_s: float = POLL_INTERVAL_S
-    calibrate: Callable[[Demand, Calibration | None], Calibration | None] | None = None
+    calibrate: Callable[[ClientLoad, Calibration | None], Calibration | None] | None = None
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
         """The requests of one load. Raises MeasurementError when none can be made for this server."""
@@ -168,9 +168,9 @@ def _calibration(subject: Subject, point: LoadPoint) -> Calibration | None:
     return subject.calibrate(_demand(subject, most or UNKNOWN_STREAMS), None) if subject.calibrate else None
 
 
-def _demand(subject: Subject, streams: int, events_per_s: float | None = None) -> Demand:
+def _demand(subject: Subject, streams: int, events_per_s: float | None = None) -> ClientLoad:
     processes = int(subject.client.get("processes") or subject.load.processes)
-    return Demand(streams, processes, events_per_s, tls=subject.target.base_url.startswith("https:"))
+    return ClientLoad(streams, processes, events_per_s, tls=subject.target.base_url.startswith("https:"))
 
 
 def _calibrated_as_it_was(

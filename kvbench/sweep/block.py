@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvbench.calibration.cache import Demand
+from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
@@ -61,7 +61,7 @@ class BlockRunner:
     check_interrupt: Callable[[], None]
     failures: list[Failure] = field(default_factory=list)
     served: list[str] = field(default_factory=list)  # blocks whose server was up
-    calibrate: Callable[[Demand, Calibration | None], Calibration | None] | None = None
+    calibrate: Callable[[ClientLoad, Calibration | None], Calibration | None] | None = None
     capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # known before a launch, by configuration
     poll_s: float = POLL_INTERVAL_S  # between two readings of /metrics while a load runs
     keeps_cache: list[str] = field(default_factory=list)  # configurations whose prefix cache only a new server empties

@@ -26,10 +26,10 @@ _SAID_CHARS = 300
 
 def settings_of(spec: LoadSpec, workers: int) -> dict[str, Any]:
     """What each of ``workers`` is to be calibrated for: fields of CalibrationSettings."""
-    from kvbench.calibration.cache import UNKNOWN_STREAMS, Demand, settings_for
+    from kvbench.calibration.cache import UNKNOWN_STREAMS, ClientLoad, settings_for
 
     streams = spec.concurrency or spec.max_concurrency or UNKNOWN_STREAMS
-    asked = Demand(-(-streams // workers), tls=spec.base_url.startswith("https:"))
+    asked = ClientLoad(-(-streams // workers), tls=spec.base_url.startswith("https:"))
     return dataclasses.asdict(settings_for(asked))
 
 
@@ -56,7 +56,7 @@ def calibration_reasons(found: Sequence[Calibration], results: Sequence[WorkerRe
 
     ``found`` and ``results`` [workers that handed back what they measured] are in the same order.
     """
-    from kvbench.calibration.cache import Demand
+    from kvbench.calibration.cache import ClientLoad
     from kvbench.calibration.calibrate import validity_limits
 
     reasons = []
@@ -65,7 +65,7 @@ def calibration_reasons(found: Sequence[Calibration], results: Sequence[WorkerRe
         reasons += [f"{result.name}: {reason}" for reason in each.reasons_at(validity_limits(settings.itl_ms))]
         chunks = sum(len(s.completion.chunk_times) for s in result.samples)
         rate = max(chunks / wall_s if wall_s > 0 else 0.0, busiest_second(result.samples))
-        had = Demand(most_in_flight(result.samples), 1, rate, settings.tls)
+        had = ClientLoad(most_in_flight(result.samples), 1, rate, settings.tls)
         if not had.covered_by(settings):
             reasons.append(
                 f"{result.name} had up to {had.streams} streams at once and {had.events_per_s:.0f} chunks a "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvbench.calibration import cache as chooser
-from kvbench.calibration.cache import Calibrator, Demand, settings_for
+from kvbench.calibration.cache import Calibrator, ClientLoad, settings_for
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
 from kvbench.measure.load import _calibrated_as_it_was
 from tests.unit.calibration.test_calibration import GOOD, taken
@@ -19,7 +19,7 @@ from tests.unit.calibration.test_calibration import GOOD, taken
 @pytest.mark.parametrize("processes", [1, 2, 7])
 @pytest.mark.parametrize("rate", [None, 10.0, 9_000.0, 32_000.0])
 def test_settings_ask_for_no_less_than_the_load_did(each: int, processes: int, rate: float | None) -> None:
-    demand = Demand(each * processes, processes, rate)
+    demand = ClientLoad(each * processes, processes, rate)
     settings = settings_for(demand)
     if demand.streams <= 8192:
         assert settings.streams >= demand.streams
@@ -30,10 +30,10 @@ def test_settings_ask_for_no_less_than_the_load_did(each: int, processes: int, r
 
 
 def test_settings_are_few() -> None:
-    assert {settings_for(Demand(n)).streams for n in range(1, 1001)} == {4, 16, 64, 256, 512, 1024}
-    assert {settings_for(Demand(n)).itl_ms for n in range(1, 257)} == {DEFAULT_ITL_MS}
-    assert settings_for(Demand(100, 2)) == CalibrationSettings(128, DEFAULT_ITL_MS, 2)
-    rates = {settings_for(Demand(64, 1, rate)).itl_ms for rate in np.geomspace(3_200, 32_000, 500)}
+    assert {settings_for(ClientLoad(n)).streams for n in range(1, 1001)} == {4, 16, 64, 256, 512, 1024}
+    assert {settings_for(ClientLoad(n)).itl_ms for n in range(1, 257)} == {DEFAULT_ITL_MS}
+    assert settings_for(ClientLoad(100, 2)) == CalibrationSettings(128, DEFAULT_ITL_MS, 2)
+    rates = {settings_for(ClientLoad(64, 1, rate)).itl_ms for rate in np.geomspace(3_200, 32_000, 500)}
     assert len(rates) <= 9
 
 
@@ -63,15 +63,15 @@ def test_measured_once_per_settings_and_kept_in_the_folder(tmp_path, machine, mo
     said: list[str] = []
     calibrator = Calibrator(tmp_path, say=said.append)
     for streams in (3, 4, 1, 60):
-        assert calibrator(Demand(streams)).reasons == ()
+        assert calibrator(ClientLoad(streams)).reasons == ()
     assert [(s.streams, n) for s, n in machine.asked] == [(4, 3), (64, 3)] and len(said) == 2
     assert [c["settings"]["streams"] for c in calibrator.facts()["measured"]] == [4, 64]
-    assert Calibrator(tmp_path)(Demand(4)) == taken(settings_for(Demand(4)))  # another process: --resume
+    assert Calibrator(tmp_path)(ClientLoad(4)) == taken(settings_for(ClientLoad(4)))  # another process: --resume
     assert len(machine.asked) == 2
-    Calibrator(tmp_path)(Demand(4, tls=True))
+    Calibrator(tmp_path)(ClientLoad(4, tls=True))
     assert len(machine.asked) == 3
     monkeypatch.setattr(chooser, "machine_key", lambda: "another machine")
-    Calibrator(tmp_path)(Demand(4))
+    Calibrator(tmp_path)(ClientLoad(4))
     assert len(machine.asked) == 4
 
 
@@ -80,14 +80,14 @@ def test_one_that_failed_is_told_at_once_and_tried_again(tmp_path, machine) -> N
     said: list[str] = []
     calibrator = Calibrator(tmp_path, warn=said.append)
     machine.reasons = ("too busy.",)
-    assert calibrator(Demand(4)).reasons == ("too busy.",)
+    assert calibrator(ClientLoad(4)).reasons == ("too busy.",)
     assert said == ["loads of 4 streams will be invalid: too busy."]
-    assert calibrator(Demand(4)).reasons == ("too busy.",)
+    assert calibrator(ClientLoad(4)).reasons == ("too busy.",)
     assert [n for _, n in machine.asked] == [3, 1]  # three attempts at first, then one before each load
     assert [c["reasons"] for c in calibrator.facts()["measured"]] == [["too busy."]]
     machine.reasons = ()
     resumed = Calibrator(tmp_path)
-    assert resumed(Demand(4)).reasons == () == resumed(Demand(4)).reasons
+    assert resumed(ClientLoad(4)).reasons == () == resumed(ClientLoad(4)).reasons
     assert len(machine.asked) == 3
     assert [c["reasons"] for c in resumed.facts()["measured"]] == [["too busy."], []]
 
@@ -95,26 +95,26 @@ def test_one_that_failed_is_told_at_once_and_tried_again(tmp_path, machine) -> N
 def test_what_disturbed_a_calibration_that_failed_is_told(tmp_path, machine, monkeypatch) -> None:
     said: list[str] = []
     disturbed = Attempt(GOOD, ("too busy.",), foreign_cpu_cores=0.85)
-    failed = dataclasses.replace(taken(settings_for(Demand(4)), ("too busy.",)), attempts=(disturbed, disturbed))
+    failed = dataclasses.replace(taken(settings_for(ClientLoad(4)), ("too busy.",)), attempts=(disturbed, disturbed))
     monkeypatch.setattr(chooser, "calibrate", lambda settings, attempts: failed)
-    Calibrator(tmp_path, warn=said.append)(Demand(4))
+    Calibrator(tmp_path, warn=said.append)(ClientLoad(4))
     assert len(said) == 2 and "other processes used 0.85 of a core" in said[1]
 
 
 def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(tmp_path, machine) -> None:
     said: list[str] = []
     calibrator = Calibrator(tmp_path, say=said.append)
-    before = calibrator(Demand(64))
-    for enough in (Demand(3, 1, 10.0), Demand(64, 1, 3_900.0)):
+    before = calibrator(ClientLoad(64))
+    for enough in (ClientLoad(3, 1, 10.0), ClientLoad(64, 1, 3_900.0)):
         assert calibrator(enough, before) is before
     assert len(machine.asked) == 1
-    faster, more = calibrator(Demand(64, 1, 32_000.0), before), calibrator(Demand(1500, 1, 1000.0), before)
+    faster, more = calibrator(ClientLoad(64, 1, 32_000.0), before), calibrator(ClientLoad(1500, 1, 1000.0), before)
     assert faster.settings.streams == 64 and faster.settings.itl_ms <= 2.5
     assert more.settings.streams == 2048 and more.reasons == ()
     assert said[0].startswith("calibrating the load client at 64 streams of 20 ms ITL (about")
     why = "calibrating the load client again, as the load asked more of it than expected, at"
     assert said[1].startswith(f"{why} 64 streams of") and said[2].startswith(f"{why} 2048 streams of")
-    too_many = calibrator(Demand(9000), before)
+    too_many = calibrator(ClientLoad(9000), before)
     assert "up to 9000 streams at once, and the client can be calibrated at 8192 at most" in too_many.reasons[0]
 
 
@@ -135,11 +135,11 @@ def test_what_a_load_asked_for_is_its_busiest_second() -> None:
 
 def test_a_folder_of_another_version_is_measured_anew(tmp_path, machine) -> None:
     (tmp_path / chooser.FILE).write_text('[{"settings": {"colour": "blue"}}]')
-    assert Calibrator(tmp_path)(Demand(4)).figures == GOOD
+    assert Calibrator(tmp_path)(ClientLoad(4)).figures == GOOD
     assert len(machine.asked) == 1
 
 
 def test_what_is_not_wanted_is_not_measured_and_said(tmp_path, machine) -> None:
     calibrator = Calibrator(tmp_path, wanted=False)
-    assert calibrator(Demand(64)) is None
+    assert calibrator(ClientLoad(64)) is None
     assert machine.asked == [] and calibrator.facts() == {"left_out": True, "measured": []}

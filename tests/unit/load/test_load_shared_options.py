@@ -9,7 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from kvbench.calibration.cache import Demand
+from kvbench.calibration.cache import ClientLoad
 from kvbench.cli.load import load
 from kvbench.common.errors import UsageError
 from kvbench.load.run_arguments import parse
@@ -24,7 +24,7 @@ def options(*words: str) -> dict:
 def test_alone_nothing_is_said() -> None:
     shared = sharing(options("w.yaml"))
     assert (shared.client, shared.arguments, shared.notice, shared.streams_here) == ({}, (), None, True)
-    assert shared.calibrate(Demand(64, 3), None, lambda *given: given) == (Demand(64, 3), None)
+    assert shared.calibrate(ClientLoad(64, 3), None, lambda *given: given) == (ClientLoad(64, 3), None)
 
 
 def test_processes_are_the_specs() -> None:
@@ -42,7 +42,7 @@ def test_a_masters_arguments_are_those_that_the_load_process_reads(monkeypatch: 
     assert sharing(options("w.yaml", *words, "--no-calibration")).client == {"calibrate_workers": False}
     assert "kvbench load --worker --master-host 10.0.0.2 --master-port 6000" in shared.notice
     assert not shared.streams_here, "workers calibrate themselves: this machine's client tells nothing of theirs"
-    assert shared.calibrate(Demand(64), None, lambda demand, before: pytest.fail("calibrated")) is None
+    assert shared.calibrate(ClientLoad(64), None, lambda demand, before: pytest.fail("calibrated")) is None
 
 
 def test_a_worker_becomes_the_load_process(monkeypatch: pytest.MonkeyPatch) -> None:
