@@ -37,23 +37,19 @@ def history() -> None:
     "newest run, else the newest git tag v* that has such a run).",
 )  # fmt: skip
 @click.option("--fail-on-drift", is_flag=True, help="End with 1, 3 or 5 as the drift says.")
-@click.option("--otava", metavar="PATH", help="Apache Otava's program, for change points (default: otava on PATH).")
-@click.option("--no-change-points", is_flag=True, help="Do not look for change points.")
 @click.option("--html", type=OutputFile(), metavar="OUT.html", help="Write the trends as a page, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
-def show(**options: Any) -> int:
+def show(folders: tuple[Path, ...], fail_on_drift: bool, html: Path | None, as_json: bool, **selection: Any) -> int:
     """Show how the runs in FOLDERS changed over time, and since the last release.
 
     FOLDERS: results/, or what `kvbench history add` keeps; both at once, too. Runs on another machine, GPU, device,
     model or profile are a series of their own, as are cells whose settings or load were changed; versions of kvbench
-    and of the engine are what is compared. Cells that are not valid and runs that are not complete are shown and not
-    counted. A value is the median over the repeats of a run.
+    and of the engine are what is compared. Invalid cells and incomplete runs are shown and not counted. A value is the
+    median over the repeats of a run.
 
-    Drift: the newest run against the release before it, beside the margins of `kvbench compare` for a cell. It is
-    flagged (!) when it is beyond the margin and the 95 % interval that the repeats give shuts out no change. What
-    differs between two days on one machine is not in that interval, and every metric of every cell has one: let
-    `kvbench compare` of the two commits confirm it. Change points are advisory: in histories whose runs resemble their
-    neighbours, 55 % of them are false.
+    Drift: the newest run against the release before it, with the margins that `kvbench compare` has for a cell. It is
+    flagged (!) when it is beyond the margin and the 95 % interval over the repeats excludes no change. The interval
+    does not contain what differs between two days on one machine: let `kvbench compare` of the two commits confirm it.
 
     \b
     Exit codes:
@@ -63,53 +59,22 @@ def show(**options: Any) -> int:
       3  --fail-on-drift only: the repeats vary too much, or are too few, to say
       5  no run was found; with --fail-on-drift: nothing could be compared with a release
     """
-    return show_command(**options)
-
-
-@history.command(short_help="Keep runs: small files only, never changed again.")
-@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--to", type=click.Path(path_type=Path, file_okay=False), required=True, help="The history's folder.")
-@click.option("--release", metavar="NAME", help="Mark the runs as those of a release, e.g. v1.2.")
-@click.option("--incomplete", is_flag=True, help="Keep incomplete runs, too.")
-def add(**options: Any) -> int:
-    """Keep RUNS (folders of runs, or folders that hold some) in a history: small files only, never changed again.
-
-    Of each run: manifest.json, summary.csv, verdict.json and the figures of each cell that trends are made of, in
-    DIR/<workload>/<run>/. No prompts, no outputs, no logs. A run that is there already is left alone, with the verdict
-    that was kept; what is not complete is passed over.
-
-    \b
-    Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was kept.
-    """
-    return add_command(**options)
-
-
-def show_command(
-    *,
-    folders: tuple[Path, ...],
-    fail_on_drift: bool,
-    html: Path | None,
-    as_json: bool,
-    no_change_points: bool,
-    **asked: Any,
-) -> int:
-    """Raises UsageError."""
     from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, say
     from kvbench.history.drift import drift_exit_code
-    from kvbench.history.view import Asked, check_metrics, view
+    from kvbench.history.show import Selection, as_dict, view
 
-    check_metrics(asked["metrics"])
-    found = view(folders, Asked(**asked, change_points=not no_change_points))
+    found = view(folders, Selection(**selection))
     for note in found.notes:
         say(f"note: {note}")
     if not found.groups:
         say(f"there is nothing to show in {', '.join(map(str, folders))}: no run of `kvbench sweep` that can be read")
         return EXIT_NOTHING
     if html is not None:
-        _write_page(html, found)
-    if as_json:
-        from kvbench.history.table import as_dict
+        from kvbench.common.files import write_text
+        from kvbench.history.page import page
 
+        write_text(html, page(found))
+    if as_json:
         print(json.dumps(as_dict(found), indent=1))
     else:
         _print(found, html)
@@ -119,29 +84,33 @@ def show_command(
 def _print(found: Any, html: Path | None) -> None:
     from rich.console import Console
 
-    from kvbench.history.table import legend, tables
+    from kvbench.history.show import legend, tables
 
     console = Console()
     for table in tables(found):
         console.print(table)
-    told = [*legend(found), found.drift_sentence, found.change_point_note, f"page: {html}" if html else ""]
-    for line in told:
-        if line:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in (*legend(found), found.drift_sentence, *([f"page: {html}"] if html else [])):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _write_page(path: Path, found: Any) -> None:
-    from kvbench.common.files import write_text
-    from kvbench.history.page import page
+@history.command(short_help="Keep runs: small files only, never changed again.")
+@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--to", type=click.Path(path_type=Path, file_okay=False), required=True, help="The history's folder.")
+@click.option("--release", metavar="NAME", help="Mark the runs as those of a release, e.g. v1.2.")
+@click.option("--incomplete", is_flag=True, help="Keep incomplete runs, too.")
+def add(runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool) -> int:
+    """Keep RUNS (folders of runs, or folders that hold some) in a history: small files only, never changed again.
 
-    write_text(path, page(found))
+    Of each run: manifest.json, summary.csv, verdict.json and the figures of each cell that trends are made of, in
+    DIR/<workload>/<run>/. No prompts, no outputs, no logs. A run that is there already is left alone, with the verdict
+    that was kept; an incomplete run is skipped.
 
-
-def add_command(*, runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool) -> int:
-    """Raises UsageError."""
+    \b
+    Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was kept.
+    """
     from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError, say
     from kvbench.history.read import find_runs
-    from kvbench.history.store import PassedOver, add_run
+    from kvbench.history.store import Skipped, add_run
 
     if release is not None and not release.strip():
         raise UsageError("--release '' is no name: give one such as v1.2, or leave it out")
@@ -149,7 +118,7 @@ def add_command(*, runs: tuple[Path, ...], to: Path, release: str | None, incomp
     for folder in find_runs(runs):
         try:
             done, place, notes = add_run(folder, to, release, incomplete=incomplete)
-        except PassedOver as why:
+        except Skipped as why:
             say(f"note: {why}")
             continue
         except UsageError as conflict:

@@ -1,4 +1,4 @@
-"""What stored runs are made of, and the series that they make: one metric of one cell on one machine over time."""
+"""Stored runs, and the series made of them: one metric of one cell on one machine over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
 
 @dataclass(frozen=True)
 class Metric:
-    """What is followed, named as in kvbench/runs/metric_names.py. ``better``: +1 when more is, -1 less, 0 neither."""
+    """A followed metric, named as in kvbench/runs/metric_names.py. ``better``: +1 when more is, -1 less, 0 neither."""
 
     name: str
     title: str
@@ -34,10 +34,10 @@ METRICS = (
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A cell in one run: metric name -> its value in each repeat that has one.
+class StoredCell:
+    """A cell in one run. ``values``: metric name -> one value a repeat.
 
-    ``definition``: a fingerprint of its settings, its load and the workload's requests: what is asked of the engine.
+    ``definition``: hash of its settings, its load and the workload's requests.
     """
 
     valid: bool
@@ -47,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """One run. ``place``: what it was measured on, by name: values of two places are never compared."""
+    """One run of a sweep. ``place``: machine, device and model as (name, value); places are never compared."""
 
     folder: Path
     workload: str
@@ -58,7 +58,7 @@ class StoredRun:
     release: str | None
     versions: Mapping[str, str]
     place: tuple[tuple[str, str], ...]
-    cells: Mapping[str, Measured]
+    cells: Mapping[str, StoredCell]
 
     @property
     def name(self) -> str:
@@ -66,13 +66,13 @@ class StoredRun:
 
     @property
     def commit(self) -> str:
-        """Short, with a + where files differed from it."""
+        """Seven digits, with a + where files differed from the commit."""
         return f"{self.sha[:7] if self.sha else 'no commit'}{'+' if self.dirty else ''}"
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
-    """A metric of a cell in one run. ``state``: only ``valid`` counts; ``values``: one a repeat."""
+class TrendPoint:
+    """A metric of a cell in one run. Only the state ``valid`` counts. ``values``: one a repeat."""
 
     run: StoredRun
     state: str
@@ -86,63 +86,54 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One metric of one cell on one machine, oldest run first. No point: the run did not measure it."""
+    """One metric of one cell on one machine, oldest run first; a run that did not measure it has no point."""
 
     workload: str
     cell: str
     metric: Metric
     place: tuple[tuple[str, str], ...]
     definition: str
-    points: tuple[Point, ...]
+    points: tuple[TrendPoint, ...]
 
     @property
-    def counted(self) -> tuple[Point, ...]:
-        """What a trend is made of: valid cells of complete runs."""
+    def counted(self) -> tuple[TrendPoint, ...]:
+        """Valid cells of complete runs."""
         return tuple(point for point in self.points if point.state == VALID)
 
     @property
     def machine(self) -> str:
-        return place_words(self.place)
+        return ", ".join(value for _, value in self.place)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for this series and a part of it."""
+        return (self.workload, self.place, self.cell, self.definition, self.metric.name)
 
     @property
     def change(self) -> float | None:
-        """Of the last counted run against the one before: new / old - 1."""
-        return relative(*(point.value for point in self.counted[-2:])) if len(self.counted) > 1 else None
-
-
-def relative(old: float, new: float) -> float | None:
-    """new / old - 1; None where the old one is 0."""
-    return new / old - 1 if old else None
-
-
-def place_words(place: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(value for _, value in place)
+        """Of the last counted run against the one before: new / old - 1; None without two, or where old is 0."""
+        old, new = [None, None, *(point.value for point in self.counted[-2:])][-2:]
+        return new / old - 1 if old and new is not None else None
 
 
 def all_series(runs: Iterable[StoredRun]) -> list[Series]:
-    """Every metric of every cell that any run has a value of, machine by machine, in the order first met."""
-    points: dict[tuple[Any, ...], list[Point]] = {}
+    """Every metric of every cell that has a value in any run, by workload, machine, cell and definition."""
+    points: dict[tuple[Any, ...], list[TrendPoint]] = {}
+    first_seen: dict[str, int] = {}  # definition -> rank
     for run in runs:
-        for cell, measured in run.cells.items():
-            state = INCOMPLETE if not run.complete else VALID if measured.valid else INVALID
-            for metric in METRICS:
-                if values := measured.values.get(metric.name):
-                    key = (run.workload, run.place, cell, measured.definition, metric.name)
-                    points.setdefault(key, []).append(Point(run, state, values))
-    names = [metric.name for metric in METRICS]
-    found = [
-        Series(workload, cell, METRICS[names.index(name)], place, definition, tuple(each))
-        for (workload, place, cell, definition, name), each in points.items()
+        for cell, stored in run.cells.items():
+            state = INCOMPLETE if not run.complete else VALID if stored.valid else INVALID
+            rank = first_seen.setdefault(stored.definition, len(first_seen))
+            for number, metric in enumerate(METRICS):
+                if values := stored.values.get(metric.name):
+                    key = (run.workload, run.place, _natural(cell), rank, number, cell, stored.definition)
+                    points.setdefault(key, []).append(TrendPoint(run, state, values))
+    return [
+        Series(workload, cell, METRICS[number], place, definition, tuple(found))
+        for (workload, place, _, _, number, cell, definition), found in sorted(points.items(), key=lambda item: item[0])
     ]
-    first = {series.definition: rank for rank, series in reversed(list(enumerate(found)))}
-
-    def order(series: Series) -> tuple[Any, ...]:
-        cell = _natural(series.cell)
-        return series.workload, series.place, cell, first[series.definition], names.index(series.metric.name)
-
-    return sorted(found, key=order)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
     """Sorts c4 before c32."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))

@@ -2,60 +2,53 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+import plotly.graph_objects as go
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN, Drift
-from kvbench.history.figures import drawings
-from kvbench.history.model import place_words
-from kvbench.history.table import change_text, value_text
-from kvbench.history.view import View
+from kvbench.history.model import INCOMPLETE, VALID, Series, StoredRun, TrendPoint
+from kvbench.history.show import NARROWEST, View, change_text, value_text
 from kvbench.report.page import figures_json
+from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, Look, finish, safe
 
-DRIFT_HEADS = (
-    "workload",
-    "machine",
-    "cell",
-    "metric",
-    "release",
-    "at release",
-    "now",
-    "change",
-    "95 % interval",
-    "margin",
+_DRIFT_HEADS = (
+    "workload", "machine", "cell", "metric", "release", "at release", "now", "change", "95 % interval", "margin",
+)  # fmt: skip
+_DRIFT_NOTE = (
+    "Change: ratio of the geometric means over the repeats. The interval is Welch's over the repeats. What differs "
+    "between two days on one machine is not in it: `kvbench compare` of the two commits measures both on one day."
 )
-DRIFT_NOTE = (
-    "Change: ratio of the geometric means over the repeats. The interval is Welch's and holds for the repeats alone: "
-    "what differs between two days on one machine is not in it; `kvbench compare` of the two commits measures both on "
-    "one day."
-)
-_TITLES = {
+_DRIFT_TITLES = {
     DRIFTED: "Worse than the release by more than the margin",
-    UNCLEAR: "Not known: too few repeats, or too unlike",
+    UNCLEAR: "Unclear: too few repeats, or too much variance",
     WITHIN: "Within the margin",
 }
 
 
 def page(view: View) -> str:
-    """The whole page; everything that came from outside is escaped by the template."""
+    """The whole page: drift since the release, then a figure for every metric."""
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    drawn = [(series[0], drawings(view, series, f"g{index}")) for index, series in enumerate(view.groups)]
+    drawn = [(series[0], _drawings(view, series, f"g{index}")) for index, series in enumerate(view.groups)]
     flat = [drawing for _, some in drawn for drawing in some]
     places = {id(drawing): index for index, drawing in enumerate(flat)}
     return made.from_string(_asset("history.html.j2")).render(
         title=words.listing(sorted({first.workload for first, _ in drawn})),
         headline=view.drift_sentence,
-        context=[_told(view), view.change_point_note, *view.notes],
-        drifts=_drifts(view),
-        drift_heads=DRIFT_HEADS,
-        drift_note=DRIFT_NOTE,
+        context=[_runs_shown(view), *view.notes],
+        drifts=_drift_tables(view),
+        drift_heads=_DRIFT_HEADS,
+        drift_note=_DRIFT_NOTE,
         groups=[
-            (f"{first.workload} on {place_words(first.place)}", [(places[id(each)], each) for each in some])
+            (f"{first.workload} on {first.machine}", [(places[id(each)], each) for each in some])
             for first, some in drawn
         ],
         figures_json=Markup(figures_json(flat)),
@@ -65,44 +58,181 @@ def page(view: View) -> str:
     )
 
 
-def _told(view: View) -> str:
+def _asset(name: str) -> Any:
+    return files("kvbench.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _runs_shown(view: View) -> str:
     shown = {point.run for group in view.groups for series in group for point in series.points}
     first, last = (pick(run.started for run in shown) for pick in (min, max))
-    days = f"{first:%Y-%m-%d}" + (f" to {last:%Y-%m-%d}" if first.date() != last.date() else "")
     incomplete = sum(not run.complete for run in shown)
-    return (
-        f"{words.plural(len(shown), 'run')}, {days}"
-        + (f"; {incomplete} of them incomplete" if incomplete else "")
-        + "."
-    )
+    return f"{words.plural(len(shown), 'run')} ({incomplete} incomplete), {first:%Y-%m-%d} to {last:%Y-%m-%d}."
 
 
-def _drifts(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
+def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
     """(title, whether it is open, rows) for each outcome that there is, the largest change for the worse first."""
     found = []
-    for outcome, title in _TITLES.items():
+    for outcome, title in _DRIFT_TITLES.items():
         some = [drift for drift in view.drifts if drift.outcome == outcome]
         some.sort(key=lambda drift: drift.series.metric.better * drift.change)
         if some:
-            found.append((f"{title}: {len(some)}", outcome == DRIFTED, [_row(view, drift) for drift in some]))
+            found.append((f"{title}: {len(some)}", outcome == DRIFTED, [_drift_row(view, drift) for drift in some]))
     return found
 
 
-def _row(view: View, drift: Drift) -> tuple[str, ...]:
+def _drift_row(view: View, drift: Drift) -> tuple[str, ...]:
     series = drift.series
     return (
         series.workload,
         series.machine,
         view.cell_name(series),
         series.metric.title,
-        view.release_name(drift),
+        drift.release_name,
         value_text(series.metric, drift.release.value),
         value_text(series.metric, drift.last.value),
         change_text(drift.change),
-        " to ".join(change_text(end) for end in drift.interval) if drift.interval else "one repeat, none",
+        " to ".join(change_text(end) for end in drift.interval) if drift.interval else "none of one repeat",
         words.percent(drift.margin),
     )
 
 
-def _asset(name: str) -> Any:
-    return files("kvbench.report").joinpath("templates", name).read_text(encoding="utf-8")
+_COLUMNS = 3
+_PANEL, _BETWEEN, _AROUND = 180, 72, 108  # px: a row of panels with the room below it, that room, legend and dates
+_FULL_MARKS = 60  # runs; of more, points are small
+_TICKS = 4
+
+
+def _drawings(view: View, group: Sequence[Series], key: str) -> list[Drawing]:
+    """A figure for every metric of one workload on one machine; ``key`` makes their names unique on the page."""
+    runs = sorted({p.run for s in group for p in s.points}, key=lambda run: (run.started, run.name))
+    metrics = dict.fromkeys(series.metric for series in group)
+    return [
+        _drawing(view, [s for s in group if s.metric is metric], runs, f"{key}-{metric.name}") for metric in metrics
+    ]
+
+
+def _drawing(view: View, panels: Sequence[Series], runs: Sequence[StoredRun], key: str) -> Drawing:
+    """One metric: a panel a cell, all panels over the same runs."""
+    metric, columns = panels[0].metric, min(_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    height = rows * _PANEL + _AROUND
+    figure = make_subplots(
+        rows=rows, cols=columns, horizontal_spacing=0.07, vertical_spacing=_BETWEEN / height if rows > 1 else 0,
+        subplot_titles=[_panel_title(view, series) for series in panels],
+    )  # fmt: skip
+    at = {run: float(index) for index, run in enumerate(runs)}
+    in_legend: set[str] = set()
+    for index, series in enumerate(panels):
+        place = {"row": index // columns + 1, "col": index % columns + 1}
+        for trace in _traces(view, series, at):
+            trace.showlegend = trace.name not in in_legend
+            in_legend.add(trace.name)
+            figure.add_trace(trace, **place)
+        figure.update_yaxes(range=_range(series, view.drift(series)), **place)
+    finish(figure, height)
+    figure.update_annotations(font={"size": 12})
+    ticks = sorted({round(k * (len(runs) - 1) / (_TICKS - 1)) for k in range(_TICKS)})
+    style = "%Y-%m-%d" if len({run.started.date() for run in runs}) > 1 else "%H:%M"
+    dates = [runs[tick].started.strftime(style) for tick in ticks]
+    figure.update_xaxes(range=[-0.6, len(runs) - 0.4], tickvals=ticks, ticktext=dates, tickangle=0, showgrid=False)
+    figure.update_yaxes(nticks=4, tickformat=".3~%" if metric.unit == "share" else ",.4~g")
+    figure.update_layout(margin={"t": 76, "b": 32}, hovermode="closest")
+    better = {1: " (more is better)", -1: " (less is better)", 0: ""}[metric.better]
+    title = f"{words.upper_first(metric.title)}, {metric.unit.replace('share', '%')}{better}"
+    caption = "Each point is a run, the median over its repeats; axes do not start at 0."
+    return Drawing(key, title, caption, figure, 340 * columns)
+
+
+def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.Scatter]:
+    drift, release = view.drift(series), view.release_of(series)
+    colour = CONTIGUOUS if drift is not None and drift.outcome == DRIFTED else PAGED
+    few = len(at) <= _FULL_MARKS
+    traces = _spread_bars(series, at, {"color": Look(colour).faint(0.18), "width": 7 if few else 2})
+    if release is not None:
+        traces += _release_lines(series, release, drift, len(at))
+    by_run = {at[p.run]: p for p in series.counted}
+    xs = [float(x) for x in range(len(at))]  # a run without a counted value breaks the line
+    traces.append(
+        go.Scatter(
+            x=xs, y=[by_run[x].value if x in by_run else None for x in xs], mode="lines+markers", name="run",
+            line={"color": colour, "width": 1.6}, marker={"size": 6 if few else 3, "color": colour},
+            text=[_hover(series, by_run[x]) if x in by_run else "" for x in xs], hovertemplate="%{text}<extra></extra>",
+            legendgroup="run",
+        )
+    )  # fmt: skip
+    hollow = {"symbol": "circle-open", "size": 8 if few else 5, "color": OTHERS[4], "line": {"width": 1.5}}
+    traces += _markers(series, [p for p in series.points if p.state != VALID], at, "does not count", hollow)
+    diamond = {"symbol": "diamond", "size": 10, "color": OTHERS[0]}
+    traces += _markers(series, [p for p in series.points if p is release], at, "release", diamond)
+    return traces
+
+
+def _markers(
+    series: Series, points: Sequence[TrendPoint], at: dict[StoredRun, float], name: str, marker: dict[str, Any]
+) -> list[go.Scatter]:
+    if not points:
+        return []
+    return [
+        go.Scatter(
+            x=[at[point.run] for point in points], y=[point.value for point in points], mode="markers", name=name,
+            marker=marker, text=[_hover(series, point) for point in points], hovertemplate="%{text}<extra></extra>",
+            legendgroup=name,
+        )
+    ]  # fmt: skip
+
+
+def _spread_bars(series: Series, at: dict[StoredRun, float], line: dict[str, Any]) -> list[go.Scatter]:
+    """A bar a run from the lowest to the highest repeat."""
+    counted = [point for point in series.counted if len(point.values) > 1]
+    if not counted:
+        return []
+    xs = [x for point in counted for x in (at[point.run], at[point.run], None)]
+    ys = [y for point in counted for y in (min(point.values), max(point.values), None)]
+    name = "lowest to highest repeat"
+    return [go.Scatter(x=xs, y=ys, mode="lines", name=name, line=line, hoverinfo="skip", legendgroup=name)]
+
+
+def _levels(series: Series, release: TrendPoint, drift: Drift | None) -> dict[str, float]:
+    """The release's value, and the value that is worse by the margin."""
+    found = {"level of the release": release.value}
+    if drift is not None:
+        found["margin"] = release.value * (1 - series.metric.better * drift.margin)
+    return found
+
+
+def _release_lines(series: Series, release: TrendPoint, drift: Drift | None, count: int) -> list[go.Scatter]:
+    """Lines across the panel."""
+    return [
+        go.Scatter(
+            x=[-0.6, count - 0.4], y=[level, level], mode="lines", name=name, hoverinfo="skip", legendgroup=name,
+            line={"color": OTHERS[4], "width": 1.2, "dash": "dash" if name == "margin" else "dot"},
+        )
+        for name, level in _levels(series, release, drift).items()
+    ]  # fmt: skip
+
+
+def _range(series: Series, drift: Drift | None) -> list[float]:
+    """All that is drawn, and never so little that noise fills the panel."""
+    values = [value for point in series.points for value in point.values]
+    if drift is not None:
+        values += _levels(series, drift.release, drift).values()
+    low, high = min(values), max(values)
+    span = max((high - low) * 1.16, 2 * NARROWEST * abs(statistics.median(values))) or 1.0
+    middle = (low + high) / 2
+    return [middle - span / 2, middle + span / 2]
+
+
+def _panel_title(view: View, series: Series) -> str:
+    drift = view.drift(series)
+    mark = f" · {change_text(drift.change)} since the release" if drift and drift.outcome == DRIFTED else ""
+    return safe(view.cell_name(series)) + mark
+
+
+def _hover(series: Series, point: TrendPoint) -> str:
+    run, version = point.run, point.run.versions.get("kvbench", "?")
+    state = "" if point.state == VALID else f"<br>does not count: {'run ' * (point.state == INCOMPLETE)}{point.state}"
+    return (
+        f"<b>{value_text(series.metric, point.value)}</b><br>"
+        f"{run.started:%Y-%m-%d %H:%M} UTC · {safe(run.commit)}{f' · {safe(run.release)}' if run.release else ''}<br>"
+        f"{safe(f'kvbench {version} · {run.name}')}{state}"
+    )

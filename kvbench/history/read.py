@@ -1,7 +1,7 @@
 """Runs of sweeps read from disk: results/<workload>/<run>/, or what ``kvbench history add`` keeps of them.
 
-Only manifest.json and cells/*/summary.json are read, so both look the same from here. A run that cannot be read is
-named and passed over.
+Only manifest.json and cells/*/summary.json are read, so both look the same. A run that cannot be read is skipped with a
+note.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.history.model import METRICS, Measured, StoredRun
+from kvbench.history.model import METRICS, StoredCell, StoredRun
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import FORMAT, MANIFEST
 from kvbench.runs.metric_names import value_of
@@ -47,10 +47,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
-    """The runs of sweeps among ``folders``, by their start; and a line for each that is passed over, with why.
-
-    A run that is in two folders (results and history) is taken once.
-    """
+    """The runs of sweeps among ``folders`` by their start, each once, and a note for each that is skipped."""
     runs: dict[tuple[str, str, datetime], StoredRun] = {}
     notes: list[str] = []
     others: Counter[str] = Counter()
@@ -59,26 +56,21 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
             run = read_run(folder, notes)
         except OtherKind as kind:
             others[str(kind)] += 1
-            continue
         except ValueError as error:
-            notes.append(f"{folder} is passed over: {error}")
-            continue
-        key = (run.workload, run.name, run.started)
-        known = runs.get(key)
-        if known is None or (run.release and not known.release):
-            runs[key] = run
+            notes.append(f"{folder} is skipped: {error}")
+        else:
+            known = runs.setdefault((run.workload, run.name, run.started), run)
+            if run.release and not known.release:
+                runs[run.workload, run.name, run.started] = run
     notes += [
-        f"{count} of `kvbench {kind}` passed over: a trend is of runs of `kvbench sweep`"
+        f"{count} of `kvbench {kind}` skipped: a trend is of runs of `kvbench sweep`"
         for kind, count in sorted(others.items())
     ]
     return sorted(runs.values(), key=lambda run: (run.started, run.name)), notes
 
 
 def read_run(folder: Path, notes: list[str]) -> StoredRun:
-    """Raises ValueError for what is no sweep's run (OtherKind for another command's).
-
-    A cell that cannot be read is put down in ``notes``.
-    """
+    """Raises ValueError (OtherKind for another command's run). A cell that cannot be read becomes a note."""
     manifest = read_object(folder / MANIFEST)
     if (kind := manifest.get("kind")) is not None:
         raise OtherKind(str(kind))
@@ -86,14 +78,14 @@ def read_run(folder: Path, notes: list[str]) -> StoredRun:
         raise ValueError("its manifest.json is not that of a sweep")
     if (written := manifest.get("format", FORMAT)) != FORMAT:
         raise ValueError(f"it has the format {written!r}, and this kvbench reads {FORMAT}")
-    asked = _definition(manifest["workload"])
+    requests = _definition(manifest["workload"])
     cells = {}
     for path in sorted((folder / "cells").glob("*/summary.json")):
         try:
             summary = read_object(path)
-            cells[str(summary.get("cell_id", path.parent.name))] = _measured(summary, asked)
+            cells[str(summary.get("cell_id", path.parent.name))] = _cell(summary, requests)
         except ValueError as error:
-            notes.append(f"cell {path.parent.name} of {folder} is passed over: {error}")
+            notes.append(f"cell {path.parent.name} of {folder} is skipped: {error}")
     git, versions = _mapping(manifest.get("git")), _mapping(manifest.get("versions"))
     return StoredRun(
         folder=folder,
@@ -109,7 +101,7 @@ def read_run(folder: Path, notes: list[str]) -> StoredRun:
     )
 
 
-def _measured(summary: Mapping[str, Any], asked: Mapping[str, Any]) -> Measured:
+def _cell(summary: Mapping[str, Any], requests: Mapping[str, Any]) -> StoredCell:
     repeats = summary.get("repeats")
     if not isinstance(repeats, list) or not all(isinstance(repeat, Mapping) for repeat in repeats):
         raise ValueError("it has no repeats")
@@ -118,8 +110,8 @@ def _measured(summary: Mapping[str, Any], asked: Mapping[str, Any]) -> Measured:
         metric.name: tuple(value for each in flat if (value := value_of(each, metric.name)) is not None)
         for metric in METRICS
     }
-    what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": asked}
-    return Measured(
+    what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": requests}
+    return StoredCell(
         valid=bool(summary.get("valid", False)),
         definition=sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8],
         values={name: found for name, found in values.items() if found},
@@ -127,14 +119,14 @@ def _measured(summary: Mapping[str, Any], asked: Mapping[str, Any]) -> Measured:
 
 
 def _definition(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the requests of every cell. Repeats and objectives do not; a cell has its own load and settings."""
+    """The part of the workload that decides the requests of every cell; each cell has its own load and settings."""
     load = _mapping(workload.get("load"))
     own = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
     return {"seed": workload.get("seed"), "load": {key: value for key, value in load.items() if key not in own}}
 
 
 def _place(manifest: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What two runs must share to be one trend; kvbench's, the engine's and all other versions are what is compared."""
+    """What two runs must share to be one trend. Versions are not in it: they are what is compared."""
     cpu, workload = _mapping(manifest.get("cpu")), _mapping(manifest.get("workload"))
     gpus = manifest.get("gpus") if isinstance(manifest.get("gpus"), list) else []
     model = manifest.get("model") or _mapping(workload.get("model"))

@@ -2,11 +2,9 @@
 
     DIR/<workload>/<run>/manifest.json  summary.csv  cells/<cell>/summary.json  release.json  verdict.json
 
-A run is the same run whether or not `kvbench gate` has judged it since: the verdict that was kept with it stays.
-
-A sweep's summary.json holds every percentile of every class; what a trend is made of is a small part, and only that
-is kept: the identity of the cell, whether it is valid, and of each repeat the client's totals and latencies and
-the server's counters. Made to lie on an orphan branch, where every byte stays for ever.
+Of each cell's summary.json only what a trend is made of is kept: the identity of the cell, whether it is valid, and of
+each repeat the client's totals and latencies and the server's counters. The folder is meant for an orphan branch, where
+every byte stays for ever. A verdict written after a run was kept does not make it another run.
 """
 
 from __future__ import annotations
@@ -26,55 +24,54 @@ from kvbench.history.read import RELEASE, OtherKind, read_object, read_run
 from kvbench.runs.folder import MANIFEST
 
 VERDICT = "verdict.json"
-COPIED = (MANIFEST, "summary.csv", VERDICT)
-_SAID_OF_IT = (RELEASE, VERDICT)  # no part of what was measured: a policy's judgement may come later, or be another one
+_COPIED = (MANIFEST, "summary.csv", VERDICT)
+_NOT_MEASURED = (RELEASE, VERDICT)  # may be written later
 _OF_CELL = ("cell_id", "config_id", "label", "is_baseline", "varied", "settings", "load", "valid", "invalid_reasons")
 _OF_REPEAT = ("repeat", "started_at", "requests_sha256")
 _OF_METRICS = (
     "completed", "failed", "duration_s", "output_throughput", "steady_output_throughput", "request_throughput",
     "goodput", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "total_input_tokens", "total_output_tokens",
 )  # fmt: skip
-ADDED, THERE, MARKED = "added", "there already", "marked"
 
 
-class PassedOver(Exception):
-    """No complete run of a sweep: says why; the others are kept."""
+class Skipped(Exception):
+    """Not a complete run of a sweep; the text says why."""
 
 
 def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = False) -> tuple[str, Path, list[str]]:
-    """Keep the run in ``source`` under ``to``: what was done, where it lies, and notes on what is not in it.
+    """Keep the run in ``source`` under ``to``. Returns what was done, the folder, and notes on cells that are missing.
 
-    Raises PassedOver for what is no run of a sweep, or is not complete (unless ``incomplete``), and UsageError when its
-    place holds something else; then nothing is written.
+    Raises Skipped for what is not a run of a sweep, or is incomplete (unless ``incomplete``), and UsageError when
+    something else is in its place; then nothing is written.
     """
     notes: list[str] = []
     try:
         run = read_run(source, notes)
     except OtherKind as kind:
-        raise PassedOver(f"{source} is of `kvbench {kind}`: a history is of runs of `kvbench sweep`") from None
+        raise Skipped(f"{source} is of `kvbench {kind}`: a history is of runs of `kvbench sweep`") from None
     except ValueError as error:
-        raise PassedOver(f"{source} cannot be kept: {error}") from None
+        raise Skipped(f"{source} cannot be kept: {error}") from None
     if not run.complete and not incomplete:
-        raise PassedOver(f"{source} is not complete: finish it with --resume, or keep it as it is with --incomplete")
-    files = kept_files(source, run)
+        raise Skipped(f"{source} is not complete: finish it with --resume, or keep it as it is with --incomplete")
+    files = _kept_files(source, run)
     target = to / _file_name(run.workload) / source.resolve().name
     if target.exists():
         _must_be_same(target, files)
-        if release is None or run_release(target) == release:
-            return THERE, target, notes
-        if (other := run_release(target)) is not None:
+        if release is None or _release_of(target) == release:
+            return "there already", target, notes
+        if (other := _release_of(target)) is not None:
             raise UsageError(f"{target} is kept as release {other!r} already: a history is not changed")
         write_text(target / RELEASE, _release_text(release))
-        return MARKED, target, notes
+        return "marked", target, notes
     if release is not None:
         files[RELEASE] = _release_text(release).encode()
     _write_whole(target, files)
-    return ADDED, target, notes
+    return "added", target, notes
 
 
-def kept_files(source: Path, run: StoredRun) -> dict[str, bytes]:
+def _kept_files(source: Path, run: StoredRun) -> dict[str, bytes]:
     """Path in the history's folder -> content; equal for equal runs."""
-    files = {name: (source / name).read_bytes() for name in COPIED if (source / name).is_file()}
+    files = {name: (source / name).read_bytes() for name in _COPIED if (source / name).is_file()}
     for path in sorted((source / "cells").glob("*/summary.json")):
         with suppress(ValueError):  # said by read_run
             files[f"cells/{path.parent.name}/summary.json"] = _cell_text(read_object(path)).encode()
@@ -83,7 +80,7 @@ def kept_files(source: Path, run: StoredRun) -> dict[str, bytes]:
     return files
 
 
-def run_release(folder: Path) -> str | None:
+def _release_of(folder: Path) -> str | None:
     return read_object(folder / RELEASE).get("release") if (folder / RELEASE).is_file() else None
 
 
@@ -100,9 +97,9 @@ def _cell_text(summary: Mapping[str, Any]) -> str:
 
 
 def _must_be_same(target: Path, files: Mapping[str, bytes]) -> None:
-    """Raises UsageError when a file there has another content, or one is more or less; what is said of it aside."""
-    there = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}.difference(_SAID_OF_IT)
-    wanted = set(files).difference(_SAID_OF_IT)
+    """Raises UsageError when the measured files differ."""
+    there = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}.difference(_NOT_MEASURED)
+    wanted = set(files).difference(_NOT_MEASURED)
     different = sorted(there ^ wanted) or sorted(name for name in wanted if (target / name).read_bytes() != files[name])
     if different:
         raise UsageError(

@@ -11,9 +11,9 @@ import pytest
 from scipy import stats
 
 from kvbench.common.errors import UsageError
-from kvbench.history.drift import default_margins
+from kvbench.history.drift import MARGINS
 from tests.support.stored_runs import repeat, write_run
-from tests.unit.history.test_history import show, shown
+from tests.unit.history.test_history_show import show, shown
 
 STEADY = [99.9, 100.0, 100.1]
 
@@ -22,8 +22,8 @@ def scaled(factor: float, base: list[float] = STEADY) -> list[float]:
     return [factor * value for value in base]
 
 
-def drift(folder: Path, *options: str, metric: str = "output_throughput") -> dict | None:
-    [series] = shown(folder, "--metric", metric, *options)["series"]
+def drift(folder: Path, *options: str) -> dict:
+    [series] = shown(folder, "--metric", "output_throughput", *options)["series"]
     return series["drift"]
 
 
@@ -41,9 +41,9 @@ def test_many_small_slips_add_up(tmp_path: Path) -> None:
     assert series["change"] == pytest.approx(-0.007)
     assert series["drift"]["change"] == pytest.approx(0.993**9 - 1)
     assert (series["drift"]["outcome"], series["drift"]["release"]) == ("drifted", "v1")
-    code, table, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
+    code, table, _ = show(tmp_path, "--fail-on-drift")
     assert code == 1 and "-6.1 % !" in table
-    assert show(tmp_path, "--no-change-points")[0] == 0
+    assert show(tmp_path)[0] == 0
 
 
 def test_the_interval_is_welchs_on_logarithms(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_interval_is_welchs_on_logarithms(tmp_path: Path) -> None:
     write_run(tmp_path, 1, {"a-c3": new})
     found = drift(tmp_path)
     expected = stats.ttest_ind([*map(math.log, new)], [*map(math.log, old)], equal_var=False).confidence_interval(0.95)
-    assert found is not None and found["interval"] == pytest.approx([math.expm1(end) for end in expected])
+    assert found["interval"] == pytest.approx([math.expm1(end) for end in expected])
     assert found["change"] == pytest.approx(stats.gmean(new) / stats.gmean(old) - 1)
 
 
@@ -73,13 +73,12 @@ def test_what_a_change_of_throughput_is_called(
     mark(write_run(tmp_path, 0, {"a-c3": base}), "v1")
     write_run(tmp_path, 1, {"a-c3": scaled(factor, base)})
     found = drift(tmp_path)
-    assert found is not None and found["outcome"] == outcome
-    assert show(tmp_path, "--metric", "output_throughput", "--fail-on-drift", "--no-change-points")[0] == code
+    assert found["outcome"] == outcome
+    assert show(tmp_path, "--metric", "output_throughput", "--fail-on-drift")[0] == code
 
 
 def test_a_longer_latency_is_the_worse_one_and_has_its_own_margin(tmp_path: Path) -> None:
-    margins = default_margins()
-    assert margins == {"output_throughput": 0.04, "p95_ttft_ms": 0.10, "p95_itl_ms": 0.06}
+    assert MARGINS == {"output_throughput": 0.04, "p95_ttft_ms": 0.10, "p95_itl_ms": 0.06}
 
     def repeats(ttft: float) -> list[dict]:
         return [repeat(number, 100.0, ttft * wobble) for number, wobble in enumerate((0.999, 1.0, 1.001), 1)]
@@ -96,44 +95,40 @@ def test_the_release_is_the_newest_that_is_marked_and_counts(tmp_path: Path) -> 
     mark(write_run(tmp_path, 2, {"a-c3": scaled(0.5)}, invalid=["a-c3"]), "v3")
     write_run(tmp_path, 3, {"a-c3": scaled(0.8)})
     write_run(tmp_path, 4, {"a-c3": scaled(0.1)}, invalid=["a-c3"])
-    newest, named = drift(tmp_path), drift(tmp_path, "--release", "v1")
-    assert newest is not None and (newest["release"], newest["outcome"]) == ("v2", "within")
-    assert named is not None and named["change"] == pytest.approx(-0.2)
-    short = drift(tmp_path, "--last", "1")
-    assert short is not None and short["release"] == "v2"  # --last is for the eye
-    by_commit = drift(tmp_path, "--release", "0000000")
-    assert by_commit is not None and by_commit["release_run"].endswith("-0000000")
+    newest = drift(tmp_path)
+    assert (newest["release"], newest["outcome"]) == ("v2", "within")
+    assert drift(tmp_path, "--release", "v1")["change"] == pytest.approx(-0.2)
+    assert drift(tmp_path, "--last", "1")["release"] == "v2"  # --last changes what is shown, not what is compared
+    assert drift(tmp_path, "--release", "0000000")["release_run"].endswith("-0000000")
 
 
 def test_where_every_run_is_a_release_the_newest_is_compared_with_the_one_before(tmp_path: Path) -> None:
     mark(write_run(tmp_path, 0, {"a-c3": scaled(1.0)}), "v1")
-    code, output, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
-    assert code == 5 and "no newer run" in output  # the first release has nothing before it
+    assert show(tmp_path, "--fail-on-drift")[0] == 5  # the first release has nothing before it
     mark(write_run(tmp_path, 1, {"a-c3": scaled(0.9)}), "v2")
     found = drift(tmp_path)
-    assert found is not None and (found["release"], found["outcome"]) == ("v1", "drifted")
+    assert (found["release"], found["outcome"]) == ("v1", "drifted")
     assert found["change"] == pytest.approx(-0.1)
-    assert show(tmp_path, "--no-change-points", "--fail-on-drift")[0] == 1
+    assert show(tmp_path, "--fail-on-drift")[0] == 1
     mark(write_run(tmp_path, 2, {"a-c3": scaled(0.89)}), "v2")  # v2 measured again is no release after v2
     again = drift(tmp_path)
-    assert again is not None and (again["release"], again["change"]) == ("v1", pytest.approx(-0.11))
+    assert (again["release"], again["change"]) == ("v1", pytest.approx(-0.11))
     mark(write_run(tmp_path, 3, {"a-c3": scaled(0.89)}), "v3")
     after = drift(tmp_path)
-    assert after is not None and (after["release"], after["outcome"]) == ("v2", "within")
+    assert (after["release"], after["outcome"]) == ("v2", "within")
 
 
 def test_machines_have_their_own_release(tmp_path: Path) -> None:
     mark(write_run(tmp_path, 0, {"a-c3": scaled(1.0)}), "v1")
     write_run(tmp_path, 1, {"a-c3": scaled(0.5)}, device="cuda")
     assert [series["drift"] for series in shown(tmp_path)["series"]] == [None] * 12
-    code, output, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
-    assert code == 5 and "no newer run" in output
+    assert show(tmp_path, "--fail-on-drift")[0] == 5
 
 
 def test_without_any_release_it_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # no repository, no tags
     write_run(tmp_path, 0, {"a-c3": STEADY})
-    code, output, _ = show(tmp_path, "--no-change-points", "--fail-on-drift")
+    code, output, _ = show(tmp_path, "--fail-on-drift")
     assert code == 5 and "kvbench history add" in output
 
 
@@ -172,11 +167,11 @@ def test_without_a_mark_it_is_the_newest_tag_of_the_repository_that_has_a_run(
     write_run(tmp_path / "results", 3, {"a-c3": scaled(0.1)}, **dirty)
     write_run(tmp_path / "results", 4, {"a-c3": scaled(0.49)}, sha="f" * 40)
     newest, named = drift(tmp_path / "results"), drift(tmp_path / "results", "--release", "v1.1")
-    assert newest is not None and (newest["release"], newest["change"]) == ("v1.2", pytest.approx(-0.02))
-    assert named is not None and named["change"] == pytest.approx(0.49 / 0.9 - 1)
+    assert (newest["release"], newest["change"]) == ("v1.2", pytest.approx(-0.02))
+    assert named["change"] == pytest.approx(0.49 / 0.9 - 1)
     write_run(tmp_path / "results", 5, {"a-c3": scaled(0.45)}, sha=shas[2])  # v1.2 itself: compared with the tag before
     tagged = drift(tmp_path / "results")
-    assert tagged is not None and (tagged["release"], tagged["change"]) == ("v1.1", pytest.approx(-0.5))
+    assert (tagged["release"], tagged["change"]) == ("v1.1", pytest.approx(-0.5))
 
 
 def test_the_page_draws_the_release_and_its_margin_whatever_is_shown(tmp_path: Path) -> None:
@@ -185,7 +180,7 @@ def test_the_page_draws_the_release_and_its_margin_whatever_is_shown(tmp_path: P
         write_run(tmp_path, day, {"a-c3": scaled(0.9)})
     page = tmp_path / "page.html"
     for options, marks in (((), [[0.0]]), (("--last", "1"), [])):
-        show(tmp_path, "--no-change-points", "--metric", "output_throughput", "--html", page, *options)
+        show(tmp_path, "--metric", "output_throughput", "--html", page, *options)
         [figure] = json.loads(page.read_text().split('id="figures">')[1].split("</script>")[0])
         levels = {trace["name"]: trace["y"][0] for trace in figure["data"] if trace["mode"] == "lines"}
         assert (levels["level of the release"], levels["margin"]) == (100.0, pytest.approx(96.0))

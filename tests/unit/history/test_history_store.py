@@ -13,7 +13,7 @@ from kvbench.common.errors import UsageError
 from kvbench.history.store import add_run
 from tests.support.stored_runs import write_run
 from tests.support.synthetic_run import VARIANTS, make_run
-from tests.unit.history.test_history import shown
+from tests.unit.history.test_history_show import shown
 
 
 def add(*arguments: object) -> tuple[int, str, str]:
