@@ -84,13 +84,14 @@ def show(folders: tuple[Path, ...], fail_on_drift: bool, html: Path | None, as_j
 def _print(found: Any, html: Path | None) -> None:
     from rich.console import Console
 
+    from kvbench.common.console import print_plain
     from kvbench.history.show import legend, tables
 
     console = Console()
     for table in tables(found):
         console.print(table)
     for line in (*legend(found), found.drift_sentence, *([f"page: {html}"] if html else [])):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, line)
 
 
 @history.command(short_help="Keep runs: small files only, never changed again.")

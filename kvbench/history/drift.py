@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
-from kvbench.common.git import output_of
+from kvbench.common.git import git
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.history.model import Series, StoredRun, TrendPoint
 
@@ -79,7 +79,7 @@ def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
         return Releases(tuple(_tags()))
     if any(run.release == chosen for run in runs):
         return Releases(chosen=chosen)
-    sha = None if chosen.startswith("-") else _git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}")
+    sha = "" if chosen.startswith("-") else _git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}").strip()
     if not any((sha and run.sha == sha and not run.dirty) or _is(run, chosen) for run in runs):
         known = ", ".join(sorted({run.release for run in runs if run.release}))
         raise UsageError(
@@ -161,9 +161,13 @@ def _is(run: StoredRun, name: str) -> bool:
 def _tags() -> list[tuple[str, str]]:
     """Tags v* of the repository in this folder, newest first, with their commits."""
     text = _git("tag", "--list", "v*", "--sort=-creatordate", "--format=%(refname:short) %(objectname) %(*objectname)")
-    rows = [line.split() for line in (text or "").splitlines()]
+    rows = [line.split() for line in text.splitlines()]
     return [(row[0], row[-1]) for row in rows if len(row) > 1]  # the last one is the commit of an annotated tag
 
 
-def _git(*arguments: str) -> str | None:
-    return output_of(["git", *arguments], Path.cwd())
+def _git(*arguments: str) -> str:
+    """Its output; empty without git, outside of a repository, or when git fails."""
+    try:
+        return git(Path.cwd(), *arguments, limit_s=10)
+    except UsageError:
+        return ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import write_text
+from kvbench.common.files import flush, write_text
 from kvbench.history.model import StoredRun
 from kvbench.history.read import RELEASE, OtherKind, read_object, read_run
 from kvbench.runs.folder import MANIFEST
@@ -115,10 +115,8 @@ def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:
         for name, content in files.items():
             path = scratch / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            path.write_bytes(content)
+            flush(path)
         scratch.rename(target)
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)

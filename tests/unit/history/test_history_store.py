@@ -129,7 +129,7 @@ def test_a_run_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
         if len(written) == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvbench.history.store.os.fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UsageError, match="No space left"):
         add_run(run, to, None)
     assert len(written) == 3 and not files(to)
