@@ -72,7 +72,9 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     from rich.console import Console
 
     from kvbench.common.errors import UsageError
-    from kvbench.gate.limits.run import gate_results
+    from kvbench.gate.compare.conclude import judge_again
+    from kvbench.gate.compare.folder import is_comparison
+    from kvbench.gate.limits import judge_sweep
     from kvbench.gate.policy import load_policy
     from kvbench.gate.verdict.benchmark_action import sweep_points, write_benchmarks
     from kvbench.gate.verdict.github import publish
@@ -82,11 +84,13 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     rules = load_policy(policy)
     if not results.is_dir():
         raise UsageError(f"there is no folder {str(results)!r}: give the folder of a sweep or of a comparison")
-    judged = gate_results(results, rules, force=force)
-    verdict = judged.verdict
+    if is_comparison(results):
+        verdict, folder = judge_again(results, rules, force=force)
+    else:
+        verdict, folder = judge_sweep(results, rules, force=force), results
     console = Console()
     print_verdict(verdict, console)
-    folder = output_dir or judged.folder
+    folder = output_dir or folder
     written = write_outputs(verdict, folder)
     if verdict.kind == "limits":
         written += write_benchmarks(sweep_points(results / "summary.csv", verdict.facts["workload"]), folder)

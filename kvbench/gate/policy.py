@@ -1,48 +1,113 @@
-"""ci/gates.yaml: what the gates hold a change to. Read strictly, so that a misspelt line is no silent pass.
+"""ci/gates.yaml: what the gates hold a change to. Read strictly, so that a misspelt line never passes silently.
 
     timing:     the paired comparison: when to look, what counts as slower, which cells belong together
     limits:     absolute limits on one run's results
 
-Shares may be written ``1.5%`` or ``0.015``, sizes ``512MiB``. What is left out of ``timing:`` is as in DEFAULT_RULES.
+Shares may be written ``1.5%`` or ``0.015``, sizes ``512MiB``. What ``timing:`` leaves out is as in DEFAULT_RULES.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import hashlib
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.schema import StrictModel, explain
-from kvbench.gate.limits.judge import KINDS, KLD_STATISTICS, Limit
+from kvbench.common.text import parse_bytes
 from kvbench.gate.timing.rules import DEFAULT_RULES, LEVELS, MOST_PAIRS, Look, MetricRule, TimingRules
 from kvbench.runs.metric_names import check_name
 from kvbench.workload.layers import parse_yaml
 
-MAX_ALPHA = 0.05  # of all looks together: a gate that fails more often without a reason is not believed any more
+MAX_ALPHA = 0.05  # false alarms of all looks together: a gate that fails more often without a reason is ignored
 MAX_ALPHA_PASS = 0.05
+KINDS = ("metric", "slo", "ratio", "kld")  # as the file writes them; an slo is the metric goodput_share
+KLD_STATISTICS = ("mean", "p95", "p99", "max", "same_argmax")
+_DIGEST_LENGTH = 12  # hexadecimal digits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One line of ``limits:``.
+
+    ``what``: a metric, or the statistic of a KLD. ``low`` and ``high`` may be reached. ``cells``: globs, see
+    ``matches``. ``every``: hold each repeat instead of their median. ``of`` over ``to``: globs over configuration ids;
+    without them paged over contiguous, the two configurations that differ least.
+    """
+
+    kind: Literal["metric", "ratio", "kld"]
+    what: str
+    low: float | None = None
+    high: float | None = None
+    cells: tuple[str, ...] = ("*",)
+    every: bool = False
+    of: tuple[str, ...] = ()
+    to: tuple[str, ...] = ()
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What it is called in ids and titles."""
+        named = {"metric": self.what, "ratio": f"ratio of {self.what}", "kld": f"KLD {self.what}"}
+        return self.name or named[self.kind]
+
+    def excess(self, value: float) -> float:
+        """By how much ``value`` is beyond the limit; 0 or less within it."""
+        over = -math.inf if self.high is None else value - self.high
+        under = -math.inf if self.low is None else self.low - value
+        return max(over, under)
+
+
+def matches(name: str, globs: Iterable[str]) -> bool:
+    """Whether any glob fits ``name``, ``<workload>/<cell id>``; one without a slash is compared with the cell id."""
+    last = name.rpartition("/")[2]
+    return any(fnmatchcase(name if "/" in glob else last, glob) for glob in globs)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """``source``: the file, None where none was given."""
+    """``source``: the file, None for kvbench's own rules."""
 
     timing: TimingRules
     limits: tuple[Limit, ...] = ()
     source: Path | None = None
 
+    @property
+    def digest(self) -> str:
+        """Equal for policies that judge pairs alike, whatever their files are called."""
+        rules = json.dumps(dataclasses.asdict(self.timing))  # unsorted: the first class that matches a cell counts
+        return hashlib.sha256(rules.encode()).hexdigest()[:_DIGEST_LENGTH]
+
+    def facts(self) -> dict[str, str]:
+        """Which policy judged, for a verdict."""
+        return {"policy": str(self.source or "kvbench's own rules"), "policy_digest": self.digest}
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest of a comparison, which is resumed and judged again by these rules; it has no limits."""
+        rules = dataclasses.asdict(self.timing)
+        return {"file": str(self.source) if self.source else None, "digest": self.digest, "rules": rules}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Policy:
+        rules = stored["rules"]
+        metrics = tuple(MetricRule(**each) for each in rules["metrics"])
+        classes = rules["classes"] and {name: tuple(globs) for name, globs in rules["classes"].items()}
+        timing = TimingRules(metrics, tuple(Look(**each) for each in rules["looks"]), classes)
+        return cls(timing, source=Path(stored["file"]) if stored["file"] else None)
+
 
 def load_policy(path: Path | str | None) -> Policy:
-    """The policy of a YAML file; with None the default rules and no limits.
-
-    Raises:
-        UsageError: the file cannot be read, or a value in it cannot be; one sentence a mistake.
-    """
+    """The policy of a YAML file; with None the default rules and no limits. Raises UsageError for a mistake in it."""
     if path is None:
         return Policy(DEFAULT_RULES)
     source = Path(path)
@@ -63,29 +128,36 @@ def load_policy(path: Path | str | None) -> Policy:
 
 
 def _figure(value: Any) -> Any:
-    """``1.5%`` -> 0.015, ``512MiB`` -> 536870912; numbers as floats; anything else is pydantic's to refuse."""
+    """``1.5%`` -> 0.015, ``512MiB`` -> 536870912; numbers as floats; pydantic refuses anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return value
     if not isinstance(value, str):
         return float(value)
     if match := re.fullmatch(r"\s*([+-]?\d+(?:\.\d+)?)\s*%\s*", value):
         return float(match[1]) / 100
-    from engine.config import parse_bytes
-
     try:
         return float(parse_bytes(value))
     except ValueError:
-        raise ValueError(f"{value!r} is no number: write for example 250, 1.5%, 0.015 or 512MiB.") from None
+        raise ValueError(f"{value!r} is not a number: write for example 250, 1.5%, 0.015 or 512MiB.") from None
 
 
 def _entries(value: Any) -> Any:
     if value is not None and not isinstance(value, list):
-        raise ValueError(f"{value!r} is no list; write each entry in a line that begins with a dash.")
+        raise ValueError(f"{value!r} is not a list; write each entry in a line that begins with a dash.")
     return tuple(value or ())
 
 
 def _globs(value: Any) -> Any:
     return _entries([value] if isinstance(value, str) else value)
+
+
+def _known_keys(value: Any, known: tuple[str, ...], what: str) -> Any:
+    for key in value if isinstance(value, Mapping) else ():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}."
+            raise ValueError(f"{key!r} is not {what}; {hint}")
+    return value
 
 
 Figure = Annotated[float, BeforeValidator(_figure), Field(allow_inf_nan=False)]
@@ -100,26 +172,15 @@ class _LookEntry(StrictModel):
     alpha: Share
     alpha_pass: Share | None = None
 
-    @model_validator(mode="after")
-    def _reachable(self) -> _LookEntry:
-        least = 2.0**-self.pairs
-        for name, alpha in (("alpha", self.alpha), ("alpha_pass", self.alpha_pass)):
-            if alpha is not None and alpha < least:
-                raise ValueError(
-                    f"{name} {alpha:g} cannot be reached with {self.pairs} pairs, whose smallest p value is 2^-"
-                    f"{self.pairs} = {least:.2g}: take more pairs or a larger {name}."
-                )
-        return self
-
     def look(self, looks: int) -> Look:
-        """``looks``: how many there are, which share the chance of a false pass evenly where nothing is said."""
-        passes = MAX_ALPHA_PASS / looks if self.alpha_pass is None else self.alpha_pass
-        return Look(self.pairs, self.alpha, max(passes, 2.0**-self.pairs))
+        """``looks``: how many there are; they share the chance of a false pass evenly where the file says nothing."""
+        if self.alpha_pass is not None:
+            return Look(self.pairs, self.alpha, self.alpha_pass)
+        return Look(self.pairs, self.alpha, max(MAX_ALPHA_PASS / looks, 2.0**-self.pairs))
 
 
 class _MetricEntry(StrictModel):
-    """What is left out is as in DEFAULT_RULES. ``floor``: the least change that can fail; ``margins``: the largest
-    slowdown that still passes."""
+    """``floor``: the least change that can fail; ``margins``: the largest slowdown that still passes, by level."""
 
     floor: Share | None = None
     margins: dict[str, Share] = Field(default_factory=dict)
@@ -128,6 +189,10 @@ class _MetricEntry(StrictModel):
     @classmethod
     def _levels(cls, value: Any) -> Any:
         return _known_keys(value, LEVELS, "a level")
+
+    def rule(self, usual: MetricRule) -> MetricRule:
+        floor = usual.floor if self.floor is None else self.floor
+        return replace(usual, floor=floor, margins={**usual.margins, **self.margins})
 
 
 class _TimingSection(StrictModel):
@@ -140,56 +205,37 @@ class _TimingSection(StrictModel):
     @field_validator("metrics", mode="before")
     @classmethod
     def _known_metrics(cls, value: Any) -> Any:
-        value = _known_keys(value, tuple(rule.name for rule in DEFAULT_RULES.metrics), "a metric of the timing gate")
-        for name, entry in value.items() if isinstance(value, Mapping) else ():
+        _known_keys(value, tuple(rule.name for rule in DEFAULT_RULES.metrics), "a metric of the timing gate")
+        if not isinstance(value, Mapping):
+            return value
+        for name, entry in value.items():
             if entry is None or entry is True:
                 raise ValueError(f"{name} says nothing; give floor or margins, write off, or remove the line.")
-        return {k: v or None for k, v in value.items()} if isinstance(value, Mapping) else value
-
-    @field_validator("looks")
-    @classmethod
-    def _affordable(cls, looks: tuple[_LookEntry, ...] | None) -> tuple[_LookEntry, ...] | None:
-        pairs = [look.pairs for look in looks or ()]
-        if looks is not None and not looks:
-            raise ValueError("an empty list never looks; give one such as {pairs: 8, alpha: 0.01}.")
-        if pairs != sorted(set(pairs)):
-            raise ValueError(f"the looks are after {pairs} pairs; name each once, in ascending order.")
-        for name, most in (("alpha", MAX_ALPHA), ("alpha_pass", MAX_ALPHA_PASS)):
-            spent = sum(getattr(look, name) or 0.0 for look in looks or ())
-            if spent > most + 1e-12:
-                raise ValueError(
-                    f"the {name}s of the looks add up to {spent:g}, the limit is {most:g}: every look spends its own; "
-                    "lower some."
-                )
-        return looks
+        return {name: entry or None for name, entry in value.items()}  # off is YAML's false
 
     def rules(self) -> TimingRules:
-        metrics = [rule for rule in map(self._rule, DEFAULT_RULES.metrics) if rule is not None]
+        """Raises UsageError for rules that cannot decide anything."""
+        entries = [(rule, self.metrics.get(rule.name, _MetricEntry())) for rule in DEFAULT_RULES.metrics]
+        metrics = tuple(entry.rule(rule) for rule, entry in entries if entry is not None)
         looks = DEFAULT_RULES.looks
         if self.looks is not None:
             looks = tuple(look.look(len(self.looks)) for look in self.looks)
         classes = {name: tuple(g if "/" in g else f"*/{g}" for g in globs) for name, globs in self.classes.items()}
-        return replace(DEFAULT_RULES, looks=looks, metrics=tuple(metrics), classes=classes or None)
-
-    def _rule(self, rule: MetricRule) -> MetricRule | None:
-        entry = self.metrics.get(rule.name, _MetricEntry())
-        if entry is None:
-            return None
-        floor = rule.floor if entry.floor is None else entry.floor
-        return replace(rule, floor=floor, margins={**rule.margins, **entry.margins})
+        return TimingRules(metrics, looks, classes or None)
 
     @model_validator(mode="after")
-    def _judges_something(self) -> _TimingSection:
-        rules = [rule for rule in map(self._rule, DEFAULT_RULES.metrics) if rule is not None]
-        if not rules:
-            raise ValueError("metrics leaves every metric out; keep at least one.")
-        for rule in rules:
+    def _is_sound(self) -> _TimingSection:
+        for rule in self.rules().metrics:
             for level, margin in rule.margins.items():
                 if margin < rule.floor:
                     raise ValueError(
                         f"metrics.{rule.name}: the {level} margin {margin:.2%} is below the floor {rule.floor:.2%}, so "
                         "nothing between them could pass or fail; raise the margin or lower the floor."
                     )
+        for name, most in (("alpha", MAX_ALPHA), ("alpha_pass", MAX_ALPHA_PASS)):
+            spent = sum(getattr(look, name) or 0.0 for look in self.looks or ())
+            if spent > most + 1e-12:
+                raise ValueError(f"the {name}s of the looks add up to {spent:g}, the limit is {most:g}; lower some.")
         return self
 
 
@@ -200,7 +246,7 @@ class _LimitEntry(StrictModel):
     metric: str | None = None
     slo: Share | None = None
     ratio: str | None = None
-    kld: str | None = None
+    kld: Literal[KLD_STATISTICS] | None = None
     cells: Globs = ("*",)
     of: Globs | None = None
     to: Globs | None = None
@@ -215,53 +261,35 @@ class _LimitEntry(StrictModel):
             check_name(value)
         return value
 
-    @field_validator("kld")
-    @classmethod
-    def _is_statistic(cls, value: str | None) -> str | None:
-        if value is not None and value not in KLD_STATISTICS:
-            raise ValueError(f"{value!r} is no figure of a KLD; use one of {', '.join(KLD_STATISTICS)}.")
-        return value
-
     @model_validator(mode="after")
     def _one_limit(self) -> _LimitEntry:
         kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            given = f"both {' and '.join(kinds)}" if kinds else "nothing to hold"
+            given = " and ".join(kinds) or "nothing to hold"
             raise ValueError(f"this limit has {given}; give exactly one of {', '.join(KINDS)}.")
-        if kinds == ["slo"] and (self.max is not None or self.min is not None):
+        bounds = [bound for bound in (self.min, self.max) if bound is not None]
+        if kinds == ["slo"] and bounds:
             raise ValueError(f"slo {self.slo:g} is the limit itself, the least share; remove max and min.")
-        if kinds != ["slo"] and self.max is None and self.min is None:
+        if kinds != ["slo"] and not bounds:
             raise ValueError(f"the limit of {getattr(self, kinds[0])} is missing; give max or min.")
-        if self.max is not None and self.min is not None and self.min > self.max:
+        if bounds != sorted(bounds):
             raise ValueError(f"min {self.min:g} is above max {self.max:g}, which nothing can meet; swap them.")
-        if kinds != ["ratio"] and (self.of is not None or self.to is not None):
+        if kinds != ["ratio"] and (self.of or self.to):
             raise ValueError("of and to belong to a ratio; remove them, or write ratio: instead.")
-        if (self.of is None) != (self.to is None):
+        if bool(self.of) != bool(self.to):
             raise ValueError("of and to go together; give both, or neither for paged against contiguous.")
         return self
 
     def limit(self) -> Limit:
-        kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
-        if kind == "slo":
+        if self.slo is not None:
             return Limit("metric", "goodput_share", self.slo, None, self.cells, self.every, name=self.name)
+        kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
         what = getattr(self, kind)
         return Limit(kind, what, self.min, self.max, self.cells, self.every, self.of or (), self.to or (), self.name)
 
 
 class _PolicyFile(StrictModel):
-    timing: _TimingSection = Field(default_factory=_TimingSection)
+    timing: Annotated[_TimingSection, BeforeValidator(lambda value: {} if value is None else value)] = Field(
+        default_factory=_TimingSection
+    )
     limits: Annotated[tuple[_LimitEntry, ...], BeforeValidator(_entries)] = ()
-
-    @field_validator("timing", mode="before")
-    @classmethod
-    def _left_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
-
-
-def _known_keys(value: Any, known: tuple[str, ...], what: str) -> Any:
-    for key in value if isinstance(value, Mapping) else ():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}."
-            raise ValueError(f"{key!r} is not {what}; {hint}")
-    return value

@@ -26,7 +26,6 @@ from kvbench.gate.compare.manifest import PATHS, edited, go_on, new_comparison, 
 from kvbench.gate.compare.run import Comparison
 from kvbench.gate.compare.runner_class import FOLDER, noise_notes, runner_class, store_noise
 from kvbench.gate.compare.side_text import RUN, Side, parse_side
-from kvbench.gate.compare.stored_policy import policy_of
 from kvbench.gate.compare.values import read_values, whole_pairs, write_pairs
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.timing.noise import FEWEST_PAIRS, noise_of, warnings_of
@@ -141,7 +140,7 @@ def _asked(options: dict[str, Any], subcommand: str, held: ExitStack) -> _Job:
     asked |= {name: Path(stored[name]) for name in PATHS if stored.get(name)}
     asked["force"] = options["force"] or stored["force"]
     workloads = [resolve(each["workload"], profile=each["profile"], source=None) for each in manifest["given"]]
-    return _Job(subcommand, asked, policy_of(manifest["policy"]), _sides(asked), workloads, folder)
+    return _Job(subcommand, asked, Policy.from_json(manifest["policy"]), _sides(asked), workloads, folder)
 
 
 def _refuse_changes(folder: CompareFolder) -> None:

@@ -5,7 +5,11 @@ policy's.
 from __future__ import annotations
 
 import math
+import os
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,6 @@ import numpy as np
 from kvbench.common.errors import UsageError
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.same_server import cache_notes
-from kvbench.gate.compare.stored_policy import policy_facts
 from kvbench.gate.compare.values import no_first_pair, read_counters, read_values, whole_pairs
 from kvbench.gate.compare.void_findings import void_findings
 from kvbench.gate.policy import Policy
@@ -75,7 +78,7 @@ def conclude(
     rules = policy.timing
     there = whole_pairs(folder, manifest)
     measured = there if pairs is None else min(pairs, there)
-    facts = _facts(manifest) | policy_facts(policy) | {"pairs": measured}
+    facts = _facts(manifest) | policy.facts() | {"pairs": measured}
     notes = [*manifest.get("notes", ()), *cache_notes(manifest)]
     notes += [f"base and candidate differ: {d}" for d in manifest["differences"]]
     stopped = manifest.get("stopped")
@@ -130,14 +133,34 @@ def _more_time(folder: CompareFolder, manifest: Mapping[str, Any], pairs: int) -
     return folder.resume_command(manifest["subcommand"]) + (f" --max-minutes {minutes}" if minutes else "")
 
 
-def judge_folder(path: Path, policy: Policy, *, force: bool = False) -> Verdict:
-    """The verdict on a stored comparison by ``policy``.
+def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Verdict, Path]:
+    """The verdict on a finished comparison, and the folder that its files go to: its own, or one beside them.
 
-    Raises UsageError for a folder that is none, and where base and candidate differ in what must be equal, unless
-    ``force``.
+    By ``policy``, or by the rules that it was measured with where ``policy`` comes from no file. Raises UsageError for
+    a comparison that is not finished or is being measured, and where base and candidate differ in what must be equal,
+    unless ``force``.
     """
     folder = CompareFolder.open(path)
-    manifest = folder.manifest()
+    with folder.run_lock() if os.access(path, os.W_OK) else nullcontext():
+        manifest = folder.manifest()
+        if manifest.get("status") == "incomplete":
+            raise UsageError(
+                f"{path} is not finished, and a look at the pairs so far would spend what a later look may err: go on "
+                f"with `{folder.resume_command(manifest['subcommand'])}`"
+            )
+        own = Policy.from_json(manifest["policy"]) if manifest.get("policy") else policy  # older ones have none
+        policy = policy if policy.source else own
+        verdict = judge_folder(folder, manifest, policy, force=force)
+    if own.digest == policy.digest:
+        return verdict, path
+    again = shlex.join(["kvbench", "gate", str(path), "--policy", str(policy.source)])
+    note = f"judged again by {policy.source}, and not by the policy that it was measured with"
+    verdict = replace(verdict, reproduce=again, notes=(note, *verdict.notes))
+    return verdict, path / f"judged-{policy.source.stem}"
+
+
+def judge_folder(folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy, *, force: bool = False) -> Verdict:
+    """The verdict on a stored comparison. Raises UsageError where the sides differ, unless ``force``."""
     if manifest["differences"] and not force:
         raise UsageError(f"base and candidate differ: {'; '.join(manifest['differences'])}; --force judges them so")
     return conclude(folder, manifest, policy)

@@ -29,6 +29,12 @@ KIND = "compare"
 FORMAT = 1
 
 
+def is_comparison(path: Path) -> bool:
+    """Whether the folder's manifest says that it is one of a comparison."""
+    manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    return isinstance(manifest, dict) and manifest.get("kind") == KIND
+
+
 @dataclass(frozen=True)
 class CompareFolder:
     """Paths of one comparison. ``stored``: by side, the run that was measured before, where that is compared."""

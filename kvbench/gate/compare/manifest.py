@@ -21,7 +21,6 @@ from kvbench.gate.compare.same_server import differences as server_differences
 from kvbench.gate.compare.same_server import request_differences, varied_settings
 from kvbench.gate.compare.side_text import RUN, parse_side
 from kvbench.gate.compare.sides import OpenSide
-from kvbench.gate.compare.stored_policy import stored_policy
 from kvbench.gate.compare.values import whole_pairs
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.plan import BASE, SIDES, cell_rows
@@ -88,7 +87,7 @@ def new_comparison(
         "order": {},
         "options": {key: _absolute(key, value) for key, value in options.items() if key != "resume"}
         | {side: pinned(sides[side]) for side in SIDES},
-        "policy": stored_policy(policy),
+        "policy": policy.to_json(),
         "stored": {side: str(folder.resolve()) for side, folder in stored.items()},
         "servers": {side: {} for side in SIDES},
         "differences": differences,

@@ -6,7 +6,6 @@ No server is launched: measuring is replaced, everything before and after it is 
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 import sys
 import xml.etree.ElementTree as ET
@@ -23,11 +22,9 @@ from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.manifest import pinned, reproduce_command
 from kvbench.gate.compare.side_text import parse_side
 from kvbench.gate.compare.sides import open_side
-from kvbench.gate.compare.stored_policy import digest, policy_of, stored_policy
-from kvbench.gate.policy import load_policy
 from kvbench.gate.verdict.verdict import Verdict
 from kvbench.workload.file import load_workload
-from tests.support.compare_folders import POLICY, write_load
+from tests.support.compare_folders import write_load
 from tests.support.git_repo import make_repo
 from tests.support.sweep_parts import TINY
 
@@ -227,16 +224,6 @@ def test_the_verdict_is_shown_though_it_cannot_be_written(compare, monkeypatch):
     )
     code, _, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
     assert code == 4 and "free some space" in err and shown == ["it is slower"]
-
-
-def test_the_policy_comes_back_from_a_manifest_as_it_was(tmp_path):
-    (tmp_path / "gates.yaml").write_text(POLICY)
-    policy = load_policy(tmp_path / "gates.yaml")
-    stored = json.loads(json.dumps(stored_policy(policy)))
-    assert policy_of(stored).timing == policy.timing and list(policy_of(stored).timing.classes) == ["b", "a"]
-    assert stored["digest"] == digest(policy) == digest(policy_of(stored)) != digest(load_policy(None))
-    (tmp_path / "other.yaml").write_text(POLICY.replace("b: ['*b*'], a: '*'", "a: '*', b: ['*b*']"))
-    assert digest(load_policy(tmp_path / "other.yaml")) != digest(policy)  # the first class that matches counts
 
 
 @pytest.fixture

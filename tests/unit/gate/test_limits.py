@@ -1,10 +1,13 @@
-"""Absolute limits on cells whose numbers are set by hand; each outcome, and which of the repeats decides."""
+"""Absolute limits on cells whose numbers are set by hand: each outcome, and which of the repeats decides."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from kvbench.gate.limits.judge import Limit, judge_limits
+from kvbench.gate.limits import judge_limits
+from kvbench.gate.policy import Limit
 from kvbench.gate.verdict.summary import summary
 from kvbench.gate.verdict.text import number, percent
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
@@ -13,8 +16,9 @@ from kvbench.runs.metric_names import SHORT_NAMES, measured, unit_of
 from tests.support.report_cells import cell, run
 
 
-def judge(limit: Limit, *cells, quality: QualityResult | None = None, doubt: str | None = None):
-    return judge_limits(run(*cells, workload={"name": "mixed"}), [limit], quality, doubt)
+def judge(limits: Limit | list[Limit], *cells, quality: QualityResult | None = None, doubt: str | None = None):
+    limits = [limits] if isinstance(limits, Limit) else limits
+    return judge_limits(run(*cells, workload={"name": "mixed"}), limits, quality, doubt)
 
 
 def only(limit: Limit, *cells, **more):
@@ -44,60 +48,63 @@ def test_the_median_or_every_repeat(limit, outcome, judged):
     assert (finding.outcome, finding.candidate, finding.suite, finding.unit) == (outcome, judged, "limit", "ms")
     assert "300 ms, 500 ms, 900 ms" in " ".join(finding.details)
     assert finding.higher_is_better == (None if limit.low and limit.high else limit.high is None)
+    bounds = {name: bound for name, bound in (("min", limit.low), ("max", limit.high)) if bound is not None}
+    assert finding.figures == bounds and all(number(bound) in finding.sentence for bound in bounds.values())
 
 
 def test_globs_choose_cells_and_ids_are_of_cell_and_metric():
     cells = (cell(load=3), cell(load=24), cell("contiguous", load=24))
     found = judge(Limit("metric", "p95_ttft_ms", high=500, cells=("paged*-24",)), *cells)
     assert [f.id for f in found] == ["limit/mixed/paged (page 16)-24/p95_ttft_ms"]
-    found = judge_limits(
-        run(*cells, workload={"name": "mixed"}),
-        [Limit("metric", "p95_ttft_ms", high=h, cells=("mixed/contiguous*",)) for h in (500, 400, 300)],
-    )
+    found = judge([Limit("metric", "p95_ttft_ms", high=h, cells=("mixed/contig*",)) for h in (500, 400, 300)], *cells)
     assert [f.id.removeprefix("limit/mixed/contiguous-24/") for f in found] == [
         "p95_ttft_ms", "p95_ttft_ms (2)", "p95_ttft_ms (3)"
     ]  # fmt: skip
     assert [f.outcome for f in found] == [PASS, FAIL, FAIL]
 
 
-def test_a_limit_that_names_no_cell_is_no_pass():
-    finding = only(Limit("metric", "p95_ttft_ms", high=500, cells=("pagde-*",)), TTFT)
-    assert finding.outcome == INVALID and "no cell of this run fits pagde-*" in finding.sentence
+def test_a_limit_is_called_by_its_name():
+    finding = only(Limit("metric", "p95_ttft_ms", high=1, name="what users feel"), TTFT)
+    assert finding.id.endswith("/what users feel") and finding.sentence.startswith("what users feel: mixed/")
 
 
-def test_a_metric_that_nobody_measured_is_no_pass():
-    finding = only(Limit("metric", "server.copied_pages_totl", high=0), cell(server={"copied_pages_total": 0}))
-    assert finding.outcome == INVALID and "did you mean server.copied_pages_total?" in finding.sentence
-    finding = only(Limit("metric", "goodput_share", low=0.5), TTFT)
-    assert finding.outcome == INVALID and "the workload has no SLO" in finding.sentence
+LATE = cell(ttft=(9.0, 9.0, 9.0), reasons=tuple(f"repeat {n}: late" for n in range(1, 6)))
 
 
-def test_a_metric_that_a_repeat_lacks_is_no_pass():
-    nan = float("nan")
-    finding = only(Limit("metric", "p95_ttft_ms", high=500), cell(ttft=(300.0, nan, 300.0)))
-    assert finding.outcome == INVALID and "missing in 1 of 3 repeats" in finding.sentence
+@pytest.mark.parametrize(
+    ("limit", "of", "said"),
+    [
+        (Limit("metric", "p95_ttft_ms", high=500, cells=("pagde-*",)), TTFT, "pagde-*"),
+        (Limit("metric", "server.copied_pages_totl", high=0), cell(server={"copied_pages_total": 0}), "pages_total?"),
+        (Limit("metric", "server.copied", high=0), cell(), "remove the limit"),
+        (Limit("metric", "goodput_share", low=0.5), TTFT, "load.slo"),
+        (Limit("metric", "p95_ttft_ms", high=500), cell(ttft=(300.0, float("nan"), 300.0)), "in 1 of 3 repeats"),
+        (Limit("metric", "p95_ttft_ms", high=1000), LATE, "repeat 3: late and 2 more"),
+        (Limit("metric", "p95_ttft_ms", high=1), LATE, "repeat 3: late and 2 more"),
+    ],
+)
+def test_what_nobody_measured_is_no_pass(limit, of, said):
+    finding = only(limit, of)
+    assert finding.outcome == INVALID and said in finding.sentence
 
 
-def test_an_invalid_cell_is_invalid_whatever_its_numbers_say():
-    broken = cell(ttft=(900.0, 900.0, 900.0), reasons=("repeat 1: the client was late", "repeat 2: too"))
-    for high in (500, 1000):
-        finding = only(Limit("metric", "p95_ttft_ms", high=high), broken)
-        assert finding.outcome == INVALID and "the client was late; repeat 2: too" in finding.sentence
+FAILED = cell(failed=3, reasons=("3 of 48 requests failed",))  # 0.0625 of them
+LEAKY = cell(server={"pages_owned_after": 1}, reasons=("1 page is still owned",))
 
 
-def test_failed_requests_are_a_broken_limit_and_not_an_excuse():
-    """Too many failures make a cell invalid; the limit on them is broken all the same."""
-    broken = cell(failed=3, reasons=("3 of 48 requests failed",))
-    assert only(Limit("metric", "failure_rate", high=0.05), broken).outcome == FAIL  # 3 of 48: 0.0625
-    assert only(Limit("metric", "failure_rate", high=0.0625), broken).outcome == INVALID
-    assert only(Limit("metric", "failure_rate", high=0.0625), cell(failed=3)).outcome == PASS
-
-
-def test_a_leaked_page_is_a_broken_limit_too():
-    leaky = cell(server={"pages_owned_after": 1}, reasons=("1 page is still owned",))
-    assert only(Limit("metric", "pages_owned_after", high=0), leaky).outcome == FAIL
-    assert only(Limit("metric", "pages_owned_after", high=1), leaky).outcome == INVALID
-    assert only(Limit("metric", "num_preemptions", high=-1), leaky).outcome == INVALID
+@pytest.mark.parametrize(
+    ("of", "limit", "outcome"),
+    [
+        (FAILED, Limit("metric", "failure_rate", high=0.05), FAIL),
+        (FAILED, Limit("metric", "failure_rate", high=0.0625), INVALID),
+        (cell(failed=3), Limit("metric", "failure_rate", high=0.0625), PASS),
+        (LEAKY, Limit("metric", "pages_owned_after", high=0), FAIL),
+        (LEAKY, Limit("metric", "pages_owned_after", high=1), INVALID),
+        (LEAKY, Limit("metric", "num_preemptions", high=-1), INVALID),
+    ],
+)
+def test_what_makes_a_cell_invalid_breaks_its_own_limit_all_the_same(of, limit, outcome):
+    assert only(limit, of).outcome == outcome
 
 
 def test_shares_and_server_counters():
@@ -119,10 +126,9 @@ def test_shares_and_server_counters():
 
 
 def test_goodput_share_counts_those_that_failed():
-    metrics = {"goodput": 2.0, "duration_s": 18.0, "completed": 40, "failed": 8}
     there = cell(failed=8)
     for repeat in there.repeats:
-        repeat.metrics.update(metrics)
+        repeat.metrics.update({"goodput": 2.0, "duration_s": 18.0, "completed": 40, "failed": 8})
     assert measured(there, "goodput_share").values == {0: 0.75, 1: 0.75, 2: 0.75}  # 36 of 48
 
 
@@ -130,63 +136,58 @@ def test_a_percentile_of_few_samples_says_so():
     there = cell()
     for repeat in there.repeats:
         repeat.metrics["ttft_ms"]["uncertain"] = ["p95"]
-    assert "fewer samples" in " ".join(only(Limit("metric", "p95_ttft_ms", high=500), there).details)
-    assert "fewer samples" not in " ".join(only(Limit("metric", "p95_itl_ms", high=500), there).details)
+    few, enough = (only(Limit("metric", name, high=500), there) for name in ("p95_ttft_ms", "p95_itl_ms"))
+    assert len(few.details) == len(enough.details) + 1
 
 
 PAGED, CONTIGUOUS = cell(throughput=(90.0, 200.0, 330.0)), cell("contiguous", throughput=(100.0, 100.0, 300.0))
 
 
-def test_a_ratio_is_paired_by_repeat_and_all_repeats_are_shown():
-    """0.9, 2.0, 1.1: the median is 1.1, and not the 2.0 of the medians."""
-    ratio = Limit("ratio", "steady_output_throughput", low=1.1)
-    finding = only(ratio, CONTIGUOUS, PAGED)
-    assert finding.outcome == PASS
-    assert finding.change == pytest.approx(0.1) and finding.series == pytest.approx((-0.1, 1.0, 0.1))
-    assert "0.900, 2, 1.10" in finding.details[0]
-    assert "median of paged (page 16) 200 tokens/s, of contiguous 100 tokens/s" in finding.details[1]
-    for low, every, outcome in ((1.11, False, FAIL), (0.9, True, PASS), (0.91, True, FAIL)):
-        found = only(Limit("ratio", "steady_output_throughput", low=low, every=every), CONTIGUOUS, PAGED)
-        assert found.outcome == outcome
-
-
-@pytest.mark.parametrize(("every", "judged"), [(False, "1.10"), (True, "0.900")])
-def test_all_that_is_said_of_a_ratio_is_one_ratio(every, judged):
-    """No medians of the two stand beside it, whose ratio is another one."""
-    finding = only(Limit("ratio", "steady_output_throughput", low=2.5, every=every), CONTIGUOUS, PAGED)
-    assert (finding.base, finding.unit) == (None, None) and number(finding.candidate) == judged
+@pytest.mark.parametrize(
+    ("low", "every", "judged", "outcome"),
+    [
+        (1.1, False, "1.10", PASS),  # 0.9, 2.0, 1.1: the median is 1.1, and not the 2.0 of the medians
+        (1.11, False, "1.10", FAIL),
+        (0.9, True, "0.900", PASS),
+        (0.91, True, "0.900", FAIL),
+    ],
+)
+def test_a_ratio_is_paired_by_repeat_and_all_repeats_are_shown(low, every, judged, outcome):
+    finding = only(Limit("ratio", "steady_output_throughput", low=low, every=every), CONTIGUOUS, PAGED)
+    assert (finding.outcome, finding.base, finding.unit) == (outcome, None, None)
+    assert number(finding.candidate) == judged and judged in finding.sentence
     assert finding.change == pytest.approx(finding.candidate - 1)
-    which = "the worst repeat has" if every else "the median of the paired ratios is"
-    assert f"{which} {judged}, below the limit of 2.50" in finding.sentence
+    assert finding.series == pytest.approx((-0.1, 1.0, 0.1)) and finding.figures == {"min_ratio": low}
+    assert "0.900, 2, 1.10" in finding.details[0]
+    assert "paged (page 16) 200 tokens/s, contiguous 100 tokens/s" in finding.details[1]
     row = next(line for line in summary(Verdict("limits", FAIL, "s", (finding,))).splitlines() if "ratio of" in line)
-    assert f"| {judged} | {percent(finding.change)} | &gt;= 2.50 |" in row
+    assert f"| {judged} | {percent(finding.change)} | &gt;= {number(low)} |" in row
 
 
 def test_a_ratio_of_named_configurations_at_each_load():
     prefix = [cell(load=load, enable_prefix_caching=True, throughput=(50.0, 50.0, 50.0)) for load in (3, 24)]
     base = [cell(load=load) for load in (3, 24)]
-    named = {"of": ("*prefix*",), "to": ("paged (page 16)",)}
-    found = judge(Limit("ratio", "steady_output_throughput", low=0.6, **named), *prefix, *base)
+    limit = Limit("ratio", "steady_output_throughput", low=0.6, of=("*prefix*",), to=("paged (page 16)",))
+    found = judge(limit, *prefix, *base)
     assert [f.outcome for f in found] == [FAIL, FAIL] and len({f.id for f in found}) == 2
-    found = judge(Limit("ratio", "steady_output_throughput", low=0.5, cells=("*-24",), **named), *prefix, *base)
+    found = judge(dataclasses.replace(limit, low=0.5, cells=("*-24",)), *prefix, *base)
     assert [f.outcome for f in found] == [PASS] and "-24 over paged (page 16)" in found[0].id
+    assert "*prefix*" in only(limit, *base).sentence
 
 
 @pytest.mark.parametrize(
-    ("cells", "said"),
+    ("other", "said"),
     [
-        ((PAGED,), "does not have a paged and a contiguous cell at one load"),
-        ((PAGED, cell("contiguous", load=3)), "does not have a paged and a contiguous cell at one load"),
-        (
-            (PAGED, cell("contiguous", reasons=("late",))),
-            "contiguous-24: the measurement of this cell is invalid (late)",
-        ),
-        ((PAGED, cell("contiguous", throughput=(100.0,), ttft=(1.0,), tpot=(1.0,))), "not known in every repeat"),
-        ((PAGED, cell("contiguous", throughput=(0.0, 1.0, 1.0))), "is 0, so there is no ratio"),
+        (None, "do not have a paged and a contiguous cell"),
+        (cell("contiguous", load=3), "do not have a paged and a contiguous cell"),
+        (cell("contiguous", reasons=("late",)), "contiguous-24: the measurement of this cell is invalid (late)"),
+        (cell("contiguous", throughput=(float("nan"),) * 3), "contiguous-24: not measured"),
+        (cell("contiguous", throughput=(100.0,), ttft=(1.0,), tpot=(1.0,)), "not known in every repeat"),
+        (cell("contiguous", throughput=(0.0, 1.0, 1.0)), "is 0"),
     ],
 )
-def test_a_ratio_that_cannot_be_had_is_no_pass(cells, said):
-    finding = only(Limit("ratio", "steady_output_throughput", low=0.1), *cells)
+def test_a_ratio_that_cannot_be_had_is_no_pass(other, said):
+    finding = only(Limit("ratio", "steady_output_throughput", low=0.1), PAGED, *([other] if other else []))
     assert finding.outcome == INVALID and said in finding.sentence
 
 
@@ -215,19 +216,22 @@ def test_the_kld_of_a_quantised_kv(limit, outcome):
     assert f"mixed/{INT8.config_id}" in found[0].id
 
 
-def test_a_kld_that_was_not_measured_for_this_run_is_no_pass():
-    limit = Limit("kld", "mean", high=1)
-    assert "not measured: run `kvbench quality" in only(limit, INT8).sentence
-    fp8 = cell(kv_cache_dtype="fp8_e4m3")
-    assert only(limit, fp8, quality=quality(mean=0.01)).outcome == INVALID  # another configuration's is there
-    doubted = only(limit, INT8, quality=quality(mean=0.01), doubt="measured with another commit")
-    assert doubted.outcome == INVALID and "another commit" in doubted.sentence
-    assert "no cell with a quantised KV" in only(limit, TTFT, quality=quality(mean=0.01)).sentence
-
-
-def test_a_limit_is_called_by_its_name():
-    finding = only(Limit("metric", "p95_ttft_ms", high=1, name="what users feel"), TTFT)
-    assert finding.id.endswith("/what users feel") and finding.sentence.startswith("what users feel: mixed/")
+@pytest.mark.parametrize(
+    ("of", "told", "said"),
+    [
+        (INT8, {}, "kvbench quality"),
+        (
+            cell(kv_cache_dtype="fp8_e4m3"),
+            {"quality": quality(mean=0.01)},
+            "kvbench quality",
+        ),  # of another
+        (INT8, {"quality": quality(mean=0.01), "doubt": "another commit"}, "another commit"),
+        (TTFT, {"quality": quality(mean=0.01)}, "quantised"),
+    ],
+)
+def test_a_kld_that_was_not_measured_for_this_run_is_no_pass(of, told, said):
+    finding = only(Limit("kld", "mean", high=1), of, **told)
+    assert finding.outcome == INVALID and said in finding.sentence
 
 
 def test_units():

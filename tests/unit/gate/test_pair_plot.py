@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvbench.gate.limits.judge import Limit, judge_limits
+from kvbench.gate.limits import judge_limits
+from kvbench.gate.policy import Limit
 from kvbench.gate.verdict.pairs_page import pair_page
 from kvbench.gate.verdict.verdict import PASS, Finding, Verdict
 from tests.support import report_cells, verdicts

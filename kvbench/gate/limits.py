@@ -1,0 +1,315 @@
+"""Absolute limits on one run: from its cells and a policy's limits to a verdict.
+
+A limit holds the median over the repeats, each a fresh server, or with ``every: true`` each repeat by itself. A ratio
+is paired: the two configurations' values of the same repeat, which had the same requests, are divided, and the median
+of those ratios is held (or each of them), which is not the ratio of the medians. The KLD of a quantised KV is of a
+configuration and has no repeats (kvbench/quality/measure.py).
+
+A value from an invalid cell proves nothing, so its limits are ``invalid``. Failed requests and pages that stay owned
+are the exception, since they make a cell invalid themselves: beyond their limit they have failed and leaked.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvbench.common.errors import UsageError
+from kvbench.common.text import and_more, listing, plural
+from kvbench.gate.policy import Limit, Policy, matches
+from kvbench.gate.verdict.text import number, quantity
+from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
+from kvbench.quality.result import QualityResult, read_quality, told
+from kvbench.report.comparisons import paging_pair
+from kvbench.runs import metric_names
+from kvbench.runs.model import Cell, Run
+from kvbench.runs.read import read_run
+from kvbench.workload.settings import effective
+
+SUITE = "limit"
+_CAUSE_INVALIDITY = ("failure_rate", "failed", "pages_owned_after")
+_NEED_SLO = ("goodput_share", "goodput", "steady_goodput")
+_MOST_NAMED = 5  # cells in one sentence
+
+
+def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdict:
+    """The verdict of the policy's limits on a sweep's folder. Raises UsageError where that is none.
+
+    ``force``: take a KLD although it was measured with other code, versions or weights than the run.
+    """
+    if policy.source is None:
+        raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
+    try:
+        run = read_run(results)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return judge_run(run, policy, read_quality(results), force=force)
+
+
+def judge_run(run: Run, policy: Policy, quality: QualityResult | None, *, force: bool = False) -> Verdict:
+    """The verdict of the policy's limits on one run; without a limit or a cell it is ``empty``."""
+    if not policy.limits:
+        return _verdict(run, policy, EMPTY, f"nothing was compared: {policy.source} has no limits", ())
+    if not run.cells:
+        why = f"nothing was compared: {run.folder} has no finished cell; go on with `{_resume(run)}`"
+        return _verdict(run, policy, EMPTY, why, ())
+    doubt = None if quality is None or force else _code_difference(run, quality)
+    findings = (*_judge_completeness(run), *judge_limits(run, policy.limits, quality, doubt))
+    outcome = worst([finding.outcome for finding in findings])
+    limits, wrong = plural(len(findings), "limit"), [f for f in findings if f.outcome == outcome]
+    if outcome == PASS:
+        sentence = f"all {limits} hold on {plural(len(run.cells), 'cell')} of {run.workload}"
+    else:
+        how = "broken" if outcome == FAIL else "could not be judged"
+        sentence = f"{len(wrong)} of {limits} of {run.workload} {how}: {wrong[0].sentence}"
+    notes = [] if quality is None else [quality.note]
+    judged = " ".join(finding.id for finding in findings)
+    if unjudged := [cell.cell_id for cell in run.cells if not cell.valid and f"/{cell.cell_id}" not in judged]:
+        notes.append(f"these cells are invalid, and no limit is about them: {and_more(unjudged, _MOST_NAMED)}")
+    return _verdict(run, policy, outcome, sentence, findings, notes)
+
+
+def judge_limits(
+    run: Run, limits: Sequence[Limit], quality: QualityResult | None = None, doubt: str | None = None
+) -> tuple[Finding, ...]:
+    """Every limit against each cell, pair of cells or configuration that it names.
+
+    ``quality``: the KLD measured for this run; ``doubt``: why it does not belong to it.
+    """
+    found, seen = [], Counter[str]()
+    for limit in limits:
+        if limit.kind == "kld":
+            made = _judge_kld(run, limit, quality, doubt)
+        else:
+            made = (_judge_metric if limit.kind == "metric" else _judge_ratio)(run, limit)
+        for finding in made:
+            seen[finding.id] += 1
+            same = seen[finding.id]
+            found.append(finding if same == 1 else replace(finding, id=f"{finding.id} ({same})"))
+    return tuple(found)
+
+
+def _judge_completeness(run: Run) -> list[Finding]:
+    """What is wrong with the run as a whole."""
+    wrong = []
+    if run.missing:
+        missing = and_more(run.missing, _MOST_NAMED)
+        wrong.append(f"{plural(len(run.missing), 'cell')} without a finished load ({missing})")
+    if run.short:
+        wrong.append(f"too few repeats ({and_more(run.short, _MOST_NAMED)})")
+    if not wrong and run.status != "complete":
+        wrong.append(f"its status is {run.status}")
+    if wrong:
+        what, sentence = "complete run", f"the run is incomplete: {' and '.join(wrong)}; go on with `{_resume(run)}`"
+    elif run.problems:
+        what, sentence = "readable run", f"the run has problems: {run.problems[0]}"
+    else:
+        return []
+    title = f"{what} of {run.workload}"
+    found = Finding(f"{SUITE}/{run.workload}/{what}", SUITE, title, INVALID, sentence, details=tuple(run.problems))
+    return [found]
+
+
+def _judge_metric(run: Run, limit: Limit) -> list[Finding]:
+    cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
+    return [_judge_cell(run, cell, limit) for cell in cells] or [_no_cell(run, limit)]
+
+
+def _judge_cell(run: Run, cell: Cell, limit: Limit) -> Finding:
+    measured = metric_names.measured(cell, limit.what)
+    where = _name(run, cell)
+    if not measured.values:
+        return _invalid(limit, where, _unmeasured(cell, limit.what))
+    if None not in measured.values and (lost := len(cell.repeats) - len(measured.values)):
+        return _invalid(limit, where, f"missing in {lost} of {len(cell.repeats)} repeats; measure this cell again")
+    values, unit = list(measured.values.values()), metric_names.unit_of(limit.what)
+    details = [f"in each repeat: {', '.join(quantity(value, unit) for value in values)}"] if len(values) > 1 else []
+    if measured.uncertain:
+        details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
+    found = _hold(limit, where, values, unit, details)
+    if cell.valid or (limit.what in _CAUSE_INVALIDITY and found.outcome == FAIL):
+        return found
+    return _invalid(limit, where, _reasons(cell))
+
+
+def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
+    """Of ``limit.of`` over ``limit.to``, or paged over contiguous, at each load that has both."""
+    if limit.of:
+        pairs = [
+            (a, b)
+            for a in run.cells if matches(a.config_id, limit.of)
+            for b in run.at(a.load) if matches(b.config_id, limit.to) and b is not a
+        ]  # fmt: skip
+        what = f"a cell of {', '.join(limit.of)} and one of {', '.join(limit.to)} at one load"
+    else:
+        names = paging_pair(run)
+        pairs = [tuple(run.cell(name, load) for name in names) for load in run.loads] if names else []
+        what = "a paged and a contiguous cell at one load"
+    pairs = [(a, b) for a, b in pairs if a and b and matches(_name(run, a), limit.cells)]
+    if not pairs:
+        ids = ", ".join(sorted({cell.config_id for cell in run.cells}))
+        why = f"the cells that the limit names do not have {what}; the run's configurations are {ids}"
+        return [_invalid(limit, run.workload, why)]
+    return [_judge_pair(run, limit, *pair) for pair in pairs]
+
+
+def _judge_pair(run: Run, limit: Limit, a: Cell, b: Cell) -> Finding:
+    where = f"{_name(run, a)} over {b.config_id}"
+    left, right = values = [metric_names.measured(cell, limit.what).values for cell in (a, b)]
+    for cell, known in zip((a, b), values, strict=True):
+        if not cell.valid or not known:
+            why = _unmeasured(cell, limit.what) if cell.valid else _reasons(cell)
+            return _invalid(limit, where, f"{cell.cell_id}: {why}")
+    both = sorted(left.keys() & right.keys(), key=lambda repeat: repeat or 0)
+    if len(both) < max(len(a.repeats), len(b.repeats)) and None not in both:
+        return _invalid(limit, where, f"{limit.what} is not known in every repeat of both, so they cannot be paired")
+    if any(right[repeat] <= 0 for repeat in both):
+        return _invalid(limit, where, f"{limit.what} of {b.cell_id} is 0, so there is no ratio to it")
+    ratios = [left[repeat] / right[repeat] for repeat in both]
+    unit = metric_names.unit_of(limit.what)
+    medians = [quantity(statistics.median(each[repeat] for repeat in both), unit) for each in values]
+    details = [
+        f"ratio in each repeat: {', '.join(number(value) for value in ratios)}",
+        f"medians: {a.config_id} {medians[0]}, {b.config_id} {medians[1]}; the limit holds the ratio within each "
+        "repeat, not that of these two",
+    ]
+    found = _hold(limit, where, ratios, "", details)
+    assert found.candidate is not None
+    return replace(
+        found,
+        change=found.candidate - 1,
+        figures={f"{name}_ratio": bound for name, bound in found.figures.items()},
+        series=tuple(value - 1 for value in ratios),
+    )
+
+
+def _judge_kld(run: Run, limit: Limit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
+    quantised = dict.fromkeys(
+        cell.config_id
+        for cell in run.cells
+        if effective(cell.settings, "kv_cache_dtype") != "auto" and matches(_name(run, cell), limit.cells)
+    )
+    found = []
+    for config_id in quantised:
+        where = f"{run.workload}/{config_id}"
+        known = quality.configurations.get(config_id, {}) if quality is not None else {}
+        if (value := known.get(limit.what)) is None or doubt:
+            found.append(_invalid(limit, where, _no_kld(run) if value is None else doubt))
+            continue
+        unit = "share" if limit.what == "same_argmax" else "nats"
+        details = [f"over {known['positions']:,} positions; weights: {quality.weights}"]
+        found.append(_hold(limit, where, [float(value)], unit, details))
+    return found or [_no_cell(run, limit, " with a quantised KV")]
+
+
+def _no_kld(run: Run) -> str:
+    git = run.manifest.get("git") or {}
+    code = git.get("short_sha") or git.get("sha")
+    which = f" with the code of the run (commit {code}; other code needs --force here)" if code else ""
+    return f"not measured: run `kvbench quality {run.folder}`{which}; it takes minutes on a CPU"
+
+
+def _code_difference(run: Run, quality: QualityResult) -> str | None:
+    """Why a KLD does not belong to the run: it was measured with other code, versions or weights."""
+    different = quality.differs_from(run.manifest)
+    if not different:
+        return None
+    return (
+        f"measured with another {listing(list(different))} than the run ({told(different)}): run `kvbench quality "
+        f"{run.folder}` with what the run has, measure the run again with what is here, or add --force to take it"
+    )
+
+
+def _hold(limit: Limit, where: str, values: Sequence[float], unit: str, details: Sequence[str]) -> Finding:
+    """The finding on the median of ``values``, or on the worst of them where each is held."""
+    judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
+    broken = limit.excess(judged) > 0
+    which = ("the worst repeat has " if limit.every else "the median is ") if len(values) > 1 else ""
+    ends = {"min": limit.low, "max": limit.high}
+    ends = {name: bound for name, bound in ends.items() if bound is not None}
+    sides = {"min": "at least", "max": "at most"}
+    bounds = " and ".join(f"{sides[name]} {quantity(bound, unit)}" for name, bound in ends.items())
+    about = _about(limit, where)
+    return Finding(
+        id=f"{SUITE}/{where}/{limit.label}",
+        suite=SUITE,
+        title=f"{about}, {bounds}",
+        outcome=FAIL if broken else PASS,
+        sentence=f"{about}: {which}{quantity(judged, unit)}, {'but the' if broken else 'the'} limit is {bounds}",
+        metric=limit.what,
+        unit=None if unit == "share" else unit or None,
+        higher_is_better=None if len(ends) == 2 else "min" in ends,
+        candidate=judged,
+        figures=ends,
+        details=tuple(details),
+    )
+
+
+def _invalid(limit: Limit, where: str, why: str) -> Finding:
+    about = _about(limit, where)
+    return Finding(f"{SUITE}/{where}/{limit.label}", SUITE, about, INVALID, f"{about}: {why}", metric=limit.what)
+
+
+def _no_cell(run: Run, limit: Limit, kind: str = "") -> Finding:
+    globs, cells = ", ".join(limit.cells), ", ".join(cell.cell_id for cell in run.cells)
+    why = f"no cell{kind} of this run fits {globs}; correct the globs or remove the limit: it has {cells}"
+    return _invalid(limit, f"{run.workload} ({globs})", why)
+
+
+def _unmeasured(cell: Cell, what: str) -> str:
+    if what in _NEED_SLO:
+        return "not measured, because the workload has no SLO: give it load.slo and run the sweep again"
+    near = metric_names.nearest(cell, what)
+    hint = f"did you mean {near}?" if near else "the server may not report it; remove the limit or hold another metric"
+    return f"not measured in this run; {hint}"
+
+
+def _reasons(cell: Cell) -> str:
+    why = and_more(cell.invalid_reasons) or "no reason was stored"
+    return f"the measurement of this cell is invalid ({why}): measure again"
+
+
+def _name(run: Run, cell: Cell) -> str:
+    return f"{run.workload}/{cell.cell_id}"
+
+
+def _about(limit: Limit, where: str) -> str:
+    return f"{limit.name}: {where}" if limit.name else f"{limit.label} of {where}"
+
+
+def _resume(run: Run) -> str:
+    return shlex.join(["kvbench", "sweep", "--resume", str(run.folder)])
+
+
+def _verdict(
+    run: Run, policy: Policy, outcome: str, sentence: str, findings: Sequence[Finding], notes: Sequence[str] = ()
+) -> Verdict:
+    manifest = run.manifest
+    git, cpu = (manifest.get(key) or {} for key in ("git", "cpu"))
+    command = shlex.join(map(str, manifest.get("command") or ())) or None
+    facts = {
+        "workload": run.workload,
+        "cells": len(run.cells),
+        "repeats": max((len(cell.repeats) for cell in run.cells), default=0),
+        "device": manifest.get("device"),
+        "machine": cpu.get("model"),
+        "started": manifest.get("started"),
+        "ended": manifest.get("ended"),
+        "measured_by": command,
+        "policy": str(policy.source) if policy.source else None,
+    }
+    words = ["kvbench", "gate", str(run.folder), *(["--policy", str(policy.source)] if policy.source else [])]
+    return Verdict(
+        "limits",
+        outcome,
+        sentence,
+        tuple(findings),
+        candidate={"name": f"{run.workload}/{run.folder.name}", "sha": git.get("sha"), "command": command},
+        reproduce=shlex.join(words),
+        notes=tuple(notes),
+        facts={key: value for key, value in facts.items() if value is not None},
+    )
