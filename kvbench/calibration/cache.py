@@ -18,12 +18,11 @@ from kvbench.calibration.calibrate import (
     machine_key,
 )
 from kvbench.common.files import read_json, write_json
+from kvbench.load.validity import RATE_MARGIN
 
 FILE = "calibration.json"
 _SIZES = (4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)  # streams of one process, and at most so many in all
 _FULL_STREAMS = 256  # of one process with more, chunks are as many a second, until a load shows how many they are
-_RATE_MARGIN = 1.25  # so many times the calibrated chunks a second are still covered
-UNKNOWN_STREAMS = 64  # in open loop without a cap, before the load has shown how many they are
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class ClientLoad:
 
     def covered_by(self, settings: CalibrationSettings) -> bool:
         """Whether a client that was calibrated so was asked for no less."""
-        return self.streams <= settings.streams and (self.events_per_s or 0.0) <= _RATE_MARGIN * settings.events_per_s
+        return self.streams <= settings.streams and (self.events_per_s or 0.0) <= RATE_MARGIN * settings.events_per_s
 
 
 def settings_for(demand: ClientLoad) -> CalibrationSettings:
@@ -52,8 +51,8 @@ def settings_for(demand: ClientLoad) -> CalibrationSettings:
     each = -(-demand.streams // demand.processes)
     streams = min(demand.processes * next((size for size in _SIZES if each <= size), _SIZES[-1]), _SIZES[-1])
     rate = min(streams, demand.processes * _FULL_STREAMS) * 1000 / DEFAULT_ITL_MS
-    if demand.events_per_s is not None and demand.events_per_s > _RATE_MARGIN * rate:
-        rate = 2 ** (math.ceil(2 * math.log2(demand.events_per_s / _RATE_MARGIN)) / 2)
+    if demand.events_per_s is not None and demand.events_per_s > RATE_MARGIN * rate:
+        rate = 2 ** (math.ceil(2 * math.log2(demand.events_per_s / RATE_MARGIN)) / 2)
     return CalibrationSettings(streams, streams * 1000 / rate, demand.processes, tls=demand.tls)
 
 

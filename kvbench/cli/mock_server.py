@@ -50,40 +50,6 @@ def mock_server(**options: Any) -> int:
     Prints "ready URL" once it serves. No files are written.
     Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.
     """
-    import asyncio
-    import errno
+    from kvbench.calibration.mock.server import run
 
-    from kvbench.calibration.mock.server import serve
-    from kvbench.calibration.mock.settings import MockSettings
-    from kvbench.common.errors import UsageError
-    from kvbench.common.secrets import api_key
-
-    host, port, cert, key, key_env = (options.pop(k) for k in ("host", "port", "tls_cert", "tls_key", "api_key_env"))
-    try:
-        settings, secret = MockSettings(**options), api_key(key_env) if key_env else None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    tls = _tls(cert, key)
-    try:
-        asyncio.run(serve(settings, host=host, port=port, tls=tls, api_key=secret))
-    except OSError as error:
-        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another {option}") from None
-    return 0
-
-
-def _tls(cert: Path | None, key: Path | None) -> Any:
-    import ssl
-
-    from kvbench.common.errors import UsageError
-
-    if cert is None:
-        if key is not None:
-            raise UsageError(f"--tls-key {key} needs --tls-cert: give both or neither")
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key)
-    except (OSError, ssl.SSLError) as error:
-        raise UsageError(f"--tls-cert {cert} cannot be used ({error}): give a PEM certificate and its key") from None
-    return context
+    return run(**options)

@@ -18,24 +18,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gevent
+import numpy as np
 from gevent.event import Event
 from locust import events
 from locust.dispatch import UsersDispatcher
 from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
-from locust.stats import CSV_STATS_INTERVAL_SEC
+from locust.stats import CSV_STATS_INTERVAL_SEC, RequestStats
 
 from kvbench.common.errors import MeasurementError
 from kvbench.load.client import StreamFailure
-from kvbench.load.locust_job import Job, add_arguments, add_rows, job_of, session_for
 from kvbench.load.loop_lag import LagProbe
 from kvbench.load.multi.dispatch import DealtOnce, fixed_shares
+from kvbench.load.multi.shards import make_shards
 from kvbench.load.multi.wire import send_statistics
 from kvbench.load.outcome import outcome_of, write_outcome
-from kvbench.load.process import EXIT_BAD_INPUT, EXIT_NOT_DRIVEN, START_LIMIT_S, Measuring, wait_ready, watch
+from kvbench.load.process import (
+    EXIT_BAD_INPUT,
+    EXIT_NOT_DRIVEN,
+    START_LIMIT_S,
+    Measuring,
+    session_of,
+    wait_ready,
+    watch,
+)
+from kvbench.load.samples import Sample
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
+from kvbench.loadtest.locust_job import LocustJob, add_arguments, job_of
+from kvbench.requests.request import RequestList
 
 _SHARD, _ENDED = "kvbench_shard", "kvbench_ended"
 _MISTAKES = (ValueError, OSError, MeasurementError)
@@ -49,7 +61,8 @@ class Node:
     ``test``: how many tests were started, this one included; each has requests of its own.
     """
 
-    job: Job | None = None
+    job: LocustJob | None = None
+    requests: RequestList | None = None  # of the whole test
     session: LoadSession | None = None
     measuring: Measuring | None = None
     shard: tuple[int, int] | None = (0, 1)
@@ -141,7 +154,7 @@ def _on_start(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
     users = runner.target_user_count or options.num_users or NODE.job.users
     try:
-        session = session_for(NODE.job, environment.host, options, users, NODE.shard, NODE.test)
+        session = _session(environment, users)
     except _MISTAKES as error:
         if options.headless and isinstance(runner, LocalRunner):  # Locust need not spawn users that have nothing to do
             print(f"kvbench: {error}", file=sys.stderr)
@@ -150,11 +163,38 @@ def _on_start(environment: Environment, **_: Any) -> None:
         return
     NODE.session, NODE.measuring = session, Measuring(session, LagProbe())
     fire = environment.events.request.fire
-    session.fire = lambda **event: (fire(**event), add_rows(environment.stats, event["context"]["sample"]))
+    session.fire = lambda **event: (fire(**event), _add_rows(environment.stats, event["context"]["sample"]))
     measures = NODE.job.out_dir is not None and NODE.job.mode == "closed" and NODE.shard[1] == 1
     if isinstance(runner, WorkerRunner):
         NODE.shard = None  # the next test's is not known
     NODE.driver = gevent.spawn(_drive, environment, users if measures else 1)
+
+
+def _session(environment: Environment, users: int) -> LoadSession:
+    """What this process's users share: its part of the test. Asks the server for its model. See ``_MISTAKES``."""
+    number, processes = NODE.shard
+    spec, requests = NODE.job.requests(environment.host, environment.parsed_options, users, NODE.test)
+    NODE.requests = requests
+    if processes > 1:
+        part = make_shards(spec.model_copy(update={"concurrency": max(users, processes)}), requests, processes)[number]
+        spec, requests = part.spec, part.requests
+    return session_of(spec, requests)
+
+
+def _add_rows(stats: RequestStats, sample: Sample) -> None:
+    """TTFT, TPOT and every ITL of a successful request as rows of Locust's statistics [ms], under the request's class.
+
+    They bypass Locust's request event, so that its Aggregated row counts requests only. Locust rounds percentiles to
+    two digits; kvbench's own come from raw samples.
+    """
+    done, times, cls = sample.completion, sample.completion.chunk_times, sample.request.cls
+    if not done.ok or done.first is None:
+        return
+    rows = [("TTFT", done.first - sample.t0), *(("ITL", gap) for gap in np.diff(times).tolist())]
+    if (done.output_tokens or 0) > 1:
+        rows.append(("TPOT", (times[-1] - times[0]) / (done.output_tokens - 1)))
+    for kind, seconds in rows:
+        stats.get(cls, kind).log(seconds * 1000.0, 0)
 
 
 def _deal_out(environment: Environment, master: MasterRunner) -> None:
@@ -251,4 +291,4 @@ def _on_stop(environment: Environment, **_: Any) -> None:
     NODE.job.out_dir.mkdir(parents=True, exist_ok=True)
     totals = (environment.stats.total.num_requests, environment.stats.total.num_failures)
     outcome = outcome_of(session, measuring.clocked, measuring.probe.lags, totals)
-    write_outcome(NODE.job.spec, NODE.job.requests, outcome)
+    write_outcome(NODE.job.spec, NODE.requests, outcome)

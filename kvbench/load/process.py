@@ -22,7 +22,7 @@ from kvbench.load.priority import better_priority
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
-from kvbench.requests.request import RequestList, read_requests
+from kvbench.requests.request import RequestList
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOT_DRIVEN = 0, 2, 4
 PROGRESS_S = 0.25
@@ -31,17 +31,6 @@ STOP_LIMIT_S = 1.2
 _STALL_MARGIN_S = 30.0
 _SWITCH_S = 0.0002
 _LOOK_S = 0.005
-
-
-def requests_of(spec: LoadSpec) -> RequestList:
-    """The requests that the spec names. ValueError with a sentence for what is wrong in them."""
-    try:
-        requests = read_requests(spec.requests_file)
-    except OSError as error:
-        raise ValueError(f"requests_file {spec.requests_file} cannot be read: {error.strerror}.") from error
-    if spec.mode == "open" and any(r.arrival_s is None and not r.turn for r in requests):
-        raise ValueError("mode open needs arrival_s in every row of requests_file; build the requests anew.")
-    return requests
 
 
 def session_of(spec: LoadSpec, requests: RequestList) -> LoadSession:

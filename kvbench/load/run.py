@@ -30,7 +30,6 @@ from kvbench.load.process import (
     allow_many_sockets,
     check_server,
     end_users,
-    requests_of,
     session_of,
     undisturbed,
     user_class,
@@ -40,7 +39,7 @@ from kvbench.load.process import (
 )
 from kvbench.load.run_arguments import parse
 from kvbench.load.session import LoadSession
-from kvbench.load.spec import LoadSpec, read_spec
+from kvbench.load.spec import LoadSpec, read_spec, requests_of
 from kvbench.requests.request import RequestList
 
 

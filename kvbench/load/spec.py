@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from kvbench.common.schema import StrictModel, explain
 from kvbench.load.dialect import Dialect
+from kvbench.requests.request import RequestList, read_requests
 
 DEFAULT_PORT = 5557  # Locust's own
 ARRIVE_S = 300.0  # how long a master waits for workers on other machines
@@ -73,3 +74,14 @@ def read_spec(path: str | Path) -> LoadSpec:
         return LoadSpec.model_validate(data)
     except ValidationError as error:
         raise ValueError(" ".join(explain(error, "spec"))) from error
+
+
+def requests_of(spec: LoadSpec) -> RequestList:
+    """The requests that the spec names. ValueError with a sentence for what is wrong in them."""
+    try:
+        requests = read_requests(spec.requests_file)
+    except OSError as error:
+        raise ValueError(f"requests_file {spec.requests_file} cannot be read: {error.strerror}.") from error
+    if spec.mode == "open" and any(r.arrival_s is None and not r.turn for r in requests):
+        raise ValueError("mode open needs arrival_s in every row of requests_file; build the requests anew.")
+    return requests

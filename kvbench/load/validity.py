@@ -24,6 +24,8 @@ MIN_TURNAROUNDS = 10  # with fewer, one stall of the machine decides
 MIN_PLAUSIBLE_ERROR_S, MAX_PLAUSIBLE_ERROR_S = -1.0, 60.0  # beyond them the stamps are of another clock
 SEND_S = 50e-6  # what sending one request may cost: of several due at one moment, each waits for those before it
 MIN_LAG_SAMPLES = 100  # with fewer, the p99 is the worst sample
+UNKNOWN_STREAMS = 64  # of an open loop without a cap: what the client is calibrated for before the load
+RATE_MARGIN = 1.25  # a calibration covers loads of so many times its own chunks a second
 _ONE_MOMENT_DIGITS = 6  # of seconds: times that came over another clock differ in the last bits
 
 

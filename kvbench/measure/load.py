@@ -15,12 +15,13 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.calibration.cache import UNKNOWN_STREAMS, ClientLoad
+from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, as_judged
 from kvbench.load import launch as loadrun
+from kvbench.load.validity import UNKNOWN_STREAMS
 from kvbench.measure import server_state
 from kvbench.metrics.latency import summarise, too_many_failed
 from kvbench.targets.base import Target

@@ -13,7 +13,7 @@ import pytest
 from kvbench.report import build_report
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
-from tests.support.loads import ROOT, SUPPORT, LoadRunner
+from tests.support.loads import ROOT, SUPPORT, LoadRunner, own_mock
 from tests.support.synthetic_run import PAIR, VARIANTS, make_run
 from tests.support.toy_engine import Scenario
 
@@ -21,14 +21,8 @@ from tests.support.toy_engine import Scenario
 @pytest.fixture(scope="session")
 def mock_url() -> Iterator[str]:
     """The URL of a running mock server."""
-    process = subprocess.Popen(
-        [sys.executable, str(SUPPORT / "mock_server.py")], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        yield process.stdout.readline().split()[1]
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
+    with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (_, url):
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,38 @@
-"""``python -m kvbench.calibration.mock``: the same as ``kvbench mock-server``."""
+"""``python -m kvbench.calibration.mock [--port 0] [--itl-ms 5] ...``: ``kvbench mock-server`` without the command line.
 
+Options are the arguments of ``run`` and the fields of MockSettings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
 import sys
 
-from kvbench.cli.mock_server import mock_server
-from kvbench.cli.run_guarded import guarded
+from kvbench.calibration.mock.server import run
+from kvbench.calibration.mock.settings import MockSettings
+from kvbench.common.errors import UsageError
 
 
-def run() -> int:
-    """The command's exit code."""
-    result = mock_server.main(args=sys.argv[1:], prog_name="python -m kvbench.calibration.mock", standalone_mode=False)
-    return result if isinstance(result, int) else 0
+def main(argv: list[str]) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kvbench.calibration.mock")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    for name in ("--tls-cert", "--tls-key", "--api-key-env"):
+        parser.add_argument(name)
+    for field in dataclasses.fields(MockSettings):
+        flag = f"--{field.name.replace('_', '-')}"
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=type(field.default), default=field.default)
+    try:
+        return run(**vars(parser.parse_args(argv)))
+    except UsageError as error:
+        print(f"kvbench mock-server: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run))
+    sys.exit(main(sys.argv[1:]))

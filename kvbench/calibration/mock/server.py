@@ -10,6 +10,7 @@ when both were measured.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import re
@@ -18,11 +19,14 @@ import ssl
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvbench.calibration.mock.answer import Answer
 from kvbench.calibration.mock.pacer import Pacer
 from kvbench.calibration.mock.settings import MockSettings
+from kvbench.common.errors import UsageError
+from kvbench.common.secrets import api_key
 
 KEPT_STAMPS = 20_000  # of the newest requests
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
@@ -36,7 +40,6 @@ class MockState:
     """What all connections share. ``api_key``: requests without it are answered 401; None: nobody is asked."""
 
     settings: MockSettings
-    pacer: Pacer
     api_key: str | None = None
     stamps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_STAMPS))
     requests: int = 0
@@ -59,8 +62,8 @@ class MockState:
 class Connection(asyncio.Protocol):
     """One client connection: HTTP/1.1 requests one after the other."""
 
-    def __init__(self, state: MockState) -> None:
-        self._state = state
+    def __init__(self, state: MockState, pacer: Pacer) -> None:
+        self._state, self._pacer = state, pacer
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -144,7 +147,7 @@ class Connection(asyncio.Protocol):
             return
         self._count(1)
         Answer(
-            self._transport, state.pacer, settings, body, stamp,
+            self._transport, self._pacer, settings, body, stamp,
             stamped=_STAMPED.search(head) is not None, on_end=lambda: self._ended(stamp),
         ).start()  # fmt: skip
 
@@ -158,19 +161,46 @@ class Connection(asyncio.Protocol):
             self._count(-1)
 
 
-async def serve(
-    settings: MockSettings,
+def run(
     *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    tls: ssl.SSLContext | None = None,
-    api_key: str | None = None,
-) -> None:
-    """Serves until SIGINT or SIGTERM; prints ``ready URL`` once it does. OSError when the address cannot be had."""
+    host: str,
+    port: int,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    api_key_env: str | None = None,
+    **settings: Any,
+) -> int:
+    """Serves until SIGINT or SIGTERM; returns 0. ``settings``: fields of MockSettings. UsageError."""
+    try:
+        state = MockState(MockSettings(**settings), api_key(api_key_env) if api_key_env else None)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    tls = _tls_context(tls_cert, tls_key)
+    try:
+        asyncio.run(_serve(state, host, port, tls))
+    except OSError as error:
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another {option}") from None
+    return 0
+
+
+def _tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if cert is None:
+        if key is not None:
+            raise UsageError(f"--tls-key {key} needs --tls-cert: give both or neither")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"--tls-cert {cert} cannot be used ({error}): give a PEM certificate and its key") from None
+    return context
+
+
+async def _serve(state: MockState, host: str, port: int, tls: ssl.SSLContext | None) -> None:
     loop = asyncio.get_running_loop()
-    state = MockState(settings, Pacer(loop), api_key)
-    server = await loop.create_server(lambda: Connection(state), host, port, ssl=tls, backlog=4096)
-    stop = asyncio.Event()
+    pacer, stop = Pacer(loop), asyncio.Event()
+    server = await loop.create_server(lambda: Connection(state, pacer), host, port, ssl=tls, backlog=4096)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     gc.collect()

@@ -1,75 +1,59 @@
-"""Workers on other machines measure their own client before the load: this one's tells nothing of it."""
+"""Workers on other machines measure their own client before the load: this machine's calibration says nothing of it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvbench.common import processes
 from kvbench.load.multi.merge import WorkerResult, most_in_flight
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import busiest_second
-
-if TYPE_CHECKING:
-    from kvbench.calibration.calibrate import Calibration
+from kvbench.load.validity import RATE_MARGIN, UNKNOWN_STREAMS, busiest_second
 
 LIMIT_S = 120.0
 _COMMAND_S = 90.0
 _SAID_CHARS = 300
 
 
-def settings_of(spec: LoadSpec, workers: int) -> dict[str, Any]:
-    """What each of ``workers`` is to be calibrated for: fields of CalibrationSettings."""
-    from kvbench.calibration.cache import UNKNOWN_STREAMS, ClientLoad, settings_for
-
-    streams = spec.concurrency or spec.max_concurrency or UNKNOWN_STREAMS
-    asked = ClientLoad(-(-streams // workers), tls=spec.base_url.startswith("https:"))
-    return dataclasses.asdict(settings_for(asked))
+def streams_of(spec: LoadSpec, workers: int) -> int:
+    """How many streams at once each of ``workers`` is calibrated for."""
+    return -(-(spec.concurrency or spec.max_concurrency or UNKNOWN_STREAMS) // workers)
 
 
-def calibrate_here(settings: dict[str, Any]) -> dict[str, Any]:
-    """What ``kvbench calibrate-client`` finds on this worker's machine. ValueError when it finds nothing."""
-    words = [f"--{name}={settings[name]}" for name in ("streams", "seconds", "processes")]
-    words += [f"--itl-ms={settings['itl_ms']}", *(["--tls"] if settings["tls"] else [])]
-    with tempfile.TemporaryDirectory(prefix="kvbench-worker-") as folder:
-        found = Path(folder) / "calibration.json"
-        command = [sys.executable, "-m", "kvbench", "calibrate-client", *words, "--json", str(found)]
-        child = processes.launch(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # it ends with this worker
-        try:
-            said = child.communicate(timeout=_COMMAND_S)[0].decode(errors="replace")
-        except subprocess.TimeoutExpired:
-            processes.stop(child)
-            raise ValueError(f"its client could not be calibrated within {_COMMAND_S:g} s") from None
-        if not found.is_file():
-            raise ValueError(f"its client could not be calibrated: {said[-_SAID_CHARS:].strip()}")
-        return json.loads(found.read_text(encoding="utf-8"))
+def calibrate_here(streams: int, tls: bool) -> dict[str, Any]:
+    """The calibration of this machine's client (kvbench/calibration), as JSON. ValueError where there is none."""
+    command = [sys.executable, "-m", "kvbench.calibration", "--streams", str(streams), *(["--tls"] if tls else [])]
+    child = processes.launch(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = child.communicate(timeout=_COMMAND_S)
+    except subprocess.TimeoutExpired:
+        processes.stop(child)
+        raise ValueError(f"its client could not be calibrated within {_COMMAND_S:g} s") from None
+    if child.returncode:
+        raise ValueError(f"its client could not be calibrated: {err.decode(errors='replace')[-_SAID_CHARS:].strip()}")
+    return json.loads(out)
 
 
-def calibration_reasons(found: Sequence[Calibration], results: Sequence[WorkerResult], wall_s: float) -> list[str]:
-    """Why single workers may not be believed: over the limits of a load, or with more to do than was tried.
+def calibration_reasons(
+    found: Sequence[Mapping[str, Any]], results: Sequence[WorkerResult], wall_s: float
+) -> list[str]:
+    """Why single workers may not be believed: over the limits of a load, or busier than they were calibrated for.
 
-    ``found`` and ``results`` [workers that handed back what they measured] are in the same order.
+    ``found`` and ``results``: one for each worker that handed back samples, in the same order.
     """
-    from kvbench.calibration.cache import ClientLoad
-    from kvbench.calibration.calibrate import validity_limits
-
     reasons = []
     for each, result in zip(found, results, strict=True):
-        settings = each.settings
-        reasons += [f"{result.name}: {reason}" for reason in each.reasons_at(validity_limits(settings.itl_ms))]
+        reasons += [f"{result.name}: {reason}" for reason in each["reasons"]]
+        streams, most_streams = most_in_flight(result.samples), each["settings"]["streams"]
         chunks = sum(len(s.completion.chunk_times) for s in result.samples)
         rate = max(chunks / wall_s if wall_s > 0 else 0.0, busiest_second(result.samples))
-        had = ClientLoad(most_in_flight(result.samples), 1, rate, settings.tls)
-        if not had.covered_by(settings):
+        calibrated_rate = most_streams * 1000 / each["settings"]["itl_ms"]
+        if streams > most_streams or rate > RATE_MARGIN * calibrated_rate:
             reasons.append(
-                f"{result.name} had up to {had.streams} streams at once and {had.events_per_s:.0f} chunks a "
-                f"second, and was calibrated at {settings.streams} and {settings.events_per_s:.0f}; use more workers, "
-                "or set max_concurrency."
+                f"{result.name} had up to {streams} streams at once and {rate:.0f} chunks a second, and was calibrated "
+                f"at {most_streams} and {calibrated_rate:.0f}; use more workers, or set max_concurrency."
             )
     return reasons

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gevent
 
 from kvbench.common.machine import boot_id
-from kvbench.load.multi.calibration import calibration_reasons, settings_of
+from kvbench.load.multi.calibration import calibration_reasons, streams_of
 from kvbench.load.multi.machines import Seen, machine_reasons, without_ours, worst_machine
 from kvbench.load.multi.master import Crew
 from kvbench.load.multi.members import LEFT_S, LoadStopped, Meeting
@@ -20,9 +20,6 @@ from kvbench.load.outcome import Clocked, Outcome, write_outcome
 from kvbench.load.process import EXIT_NOT_DRIVEN, EXIT_OK, PROGRESS_S, Voice
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList
-
-if TYPE_CHECKING:
-    from kvbench.calibration.calibrate import Calibration
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHECK_CLOCKS_S = 5.0
@@ -40,7 +37,7 @@ class SharedLoad:
         self.zero: float | None = None
         self.cpu_s = 0.0  # what this process itself used while the workers streamed
         self.problem: str | None = None  # why the load could not be driven to its end
-        self.calibrations: dict[str, Calibration] = {}  # by the worker's name
+        self.calibrations: dict[str, dict[str, Any]] = {}  # by the worker's name
 
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one. Every wait in here is bounded."""
@@ -117,12 +114,9 @@ class SharedLoad:
         return code
 
     def _calibrate(self) -> None:
-        from kvbench.calibration.calibrate import Calibration
-
         self._say("calibrating")
-        found = self.crew.calibrate(settings_of(self.spec, len(self.crew.links)))
-        for link, told in zip(self.crew.links, found, strict=True):
-            self.calibrations[link.name] = Calibration.from_json(told)
+        found = self.crew.calibrate(streams_of(self.spec, len(self.crew.links)))
+        self.calibrations = {link.name: told for link, told in zip(self.crew.links, found, strict=True)}
 
     def _watch(self) -> str | None:
         """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""
@@ -169,7 +163,7 @@ class SharedLoad:
             found = [self.calibrations[name] for name in names]
             reasons += calibration_reasons(found, results, wall_s)
             for process, each in zip(client["processes"], found, strict=True):
-                process["calibration"] = each.to_json()
+                process["calibration"] = each
         seen = [Seen(link.name, link.boot, link.machine) for link in self.crew.links if link.name in names]
         seen = [each for each in seen if each.report is not None]  # not of one that was stopped before its end
         if seen:

@@ -72,12 +72,14 @@ class Crew:
             if exchanges:
                 self.clocks[k] = self.clocks[k].with_reading(reading(exchanges))
 
-    def calibrate(self, settings: Mapping[str, Any]) -> list[Any]:
+    def calibrate(self, streams: int) -> list[Any]:
         """Every worker measures how well its own client measures; what it found. WorkerLost; LoadStopped."""
+
+        tls = self.spec.base_url.startswith("https:")
 
         def ask(link: Link, _: int) -> Any:
             told = proof("master " + link.node)
-            reply = link.call("calibrate", CALIBRATION_S, settings=dict(settings), proof_of_master=told)
+            reply = link.call("calibrate", CALIBRATION_S, streams=streams, tls=tls, proof_of_master=told)
             return json.loads(reply["found"])
 
         return self.members.with_each(ask, self._stopped, LEFT_S)

@@ -167,9 +167,9 @@ class Worker:
     def _do_refused(self, why: str) -> None:
         self._give_up(f"the master turned it away, {why}")
 
-    def _do_calibrate(self, settings: dict[str, Any], proof_of_master: str) -> dict[str, Any]:
+    def _do_calibrate(self, streams: int, tls: bool, proof_of_master: str) -> dict[str, Any]:
         self._check_master(proof_of_master)
-        return {"found": json.dumps(calibrate_here(settings))}
+        return {"found": json.dumps(calibrate_here(streams, tls))}
 
     def _check_master(self, proof_of_master: str) -> None:
         if not proven("master " + self.runner.client_id, proof_of_master):

@@ -19,7 +19,7 @@ import pytest
 from kvbench.load.body import authorization
 from kvbench.load.tls import tls_context
 from kvbench.requests.request import RequestSpec
-from tests.support.loads import ROOT, SUPPORT, LoadRunner
+from tests.support.loads import ROOT, LoadRunner
 from tests.support.raw_server import certificate, raw_server, read_request
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make a certificate with")
@@ -41,7 +41,7 @@ def secure_url(pems: tuple[Path, Path]) -> Iterator[str]:
     """A mock server that speaks TLS and wants a key."""
     flags = ["--tls-cert", str(pems[0]), "--tls-key", str(pems[1]), "--api-key-env", "MOCK_KEY"]
     process = subprocess.Popen(
-        [sys.executable, str(SUPPORT / "mock_server.py"), *flags],
+        [sys.executable, "-m", "kvbench.calibration.mock", "--ttft-ms", "5", "--itl-ms", "1", *flags],
         stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "MOCK_KEY": KEY},
     )  # fmt: skip
     try:

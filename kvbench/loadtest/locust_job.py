@@ -1,0 +1,111 @@
+"""What ``locust -f kvbench/load/locustfile.py`` sends: the load of a workload file or of a SPEC.json.
+
+Every process of a distributed test makes the same requests from the same seed, and sends its own share of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.load import launch as loadrun
+from kvbench.load.spec import LoadSpec, read_spec, requests_of
+from kvbench.requests.request import RequestList
+from kvbench.targets.running import OpenAITarget
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.file import Workload, load_workload
+
+SPEC_VARIABLE = "KVBENCH_LOAD_SPEC"
+_WORKLOAD = Path(__file__).resolve().parents[2] / "workloads" / "mixed.yaml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """kvbench's own options of Locust's command line."""
+    group = parser.add_argument_group(
+        "kvbench",
+        "what is sent to --host; --users is the concurrency in closed loop; the test ends when the workload's requests "
+        "are used up, or at --run-time, if that is sooner",
+    )
+    group.add_argument("--kvbench-workload", default=str(_WORKLOAD), help="workload file (default: mixed.yaml)")
+    group.add_argument("--kvbench-at", default="", help="which of the workload's loads, e.g. c32 (default: the first)")
+    group.add_argument("--kvbench-profile", default="", help="cpu or gpu (default: what this machine has)")
+    group.add_argument("--kvbench-seed", type=int, default=None, help="seed of the requests (default: the workload's)")
+    group.add_argument("--kvbench-model", default="", help="model name (default: the server's first)")
+    group.add_argument("--kvbench-vocab-size", type=int, default=None, help="where the server does not tell")
+    group.add_argument("--kvbench-max-model-len", type=int, default=None, help="where the server does not tell")
+    group.add_argument(
+        "--kvbench-spec",
+        default=os.environ.get(SPEC_VARIABLE, ""),
+        help="SPEC.json of one load, in place of a workload",
+    )
+
+
+@dataclass(frozen=True)
+class LocustJob:
+    """What to send. ``users``: Locust users where --users does not say. Either a workload's load, or a whole spec."""
+
+    mode: str
+    users: int
+    workload: Workload | None = None
+    point: LoadPoint | None = None
+    spec: LoadSpec | None = None
+
+    @property
+    def out_dir(self) -> Path | None:
+        """Where requests.parquet and load.json go; None for a test that only Locust reports."""
+        return Path(self.spec.out_dir) if self.spec else None
+
+    def requests(self, host: str, options: Any, users: int, test: int) -> tuple[LoadSpec, RequestList]:
+        """The spec and requests of the whole test, which ``users`` share.
+
+        ``test``: how many tests this process has started; a workload's drawn prompts differ from test to test. Asks the
+        server for its model. ValueError, UsageError or MeasurementError.
+        """
+        if self.spec:
+            return self.spec, requests_of(self.spec)
+        if not host:
+            raise ValueError("no server is given; write for example --host http://127.0.0.1:8000.")
+        target = OpenAITarget(
+            host,
+            model=options.kvbench_model or None,
+            vocab_size=options.kvbench_vocab_size,
+            max_model_len=options.kvbench_max_model_len,
+        )
+        target.start({}, Path())
+        try:
+            model, info = target.model, target.server_info()
+        finally:
+            target.stop()
+        load, point = self.workload.load, self.point
+        requests = loadrun.make_requests(
+            load, point, vocab_size=model.vocab_size, max_model_len=model.max_model_len, seed=self.workload.seed,
+            repeat=test,
+        )  # fmt: skip
+        fields = loadrun.load_spec(
+            load, point, base_url=target.base_url, model=model.name, requests_file=Path(), out_dir=Path(),
+            send_priority=loadrun.takes_priority({"target": host}, info),
+        )  # fmt: skip
+        if point.mode == "closed":
+            fields["concurrency"] = users
+        return LoadSpec.model_validate(fields), RequestList(requests, getattr(requests, "notes", None))
+
+
+def job_of(options: Any) -> LocustJob:
+    """The job of this command line. ValueError or UsageError."""
+    if options.kvbench_spec:
+        spec = read_spec(options.kvbench_spec)
+        requests_of(spec)  # a mistake is told before the test starts
+        return LocustJob(spec.mode, spec.concurrency or 1, spec=spec)
+    workload = load_workload(
+        options.kvbench_workload, profile=options.kvbench_profile or None, seed=options.kvbench_seed
+    )
+    points = {point.load_id: point for point in workload.load_points}
+    point = points.get(options.kvbench_at) if options.kvbench_at else workload.load_points[0]
+    if point is None:
+        raise ValueError(
+            f"--kvbench-at {options.kvbench_at!r} is no load of this workload: its loads are {', '.join(points)}."
+        )
+    return LocustJob(point.mode, point.concurrency or 1, workload, point)
