@@ -26,7 +26,7 @@ from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Ve
 from kvbench.quality.result import QualityResult, read_quality, told
 from kvbench.report.comparisons import paging_pair
 from kvbench.runs import metric_names
-from kvbench.runs.model import Cell, Run
+from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
 from kvbench.workload.settings import effective
 
@@ -119,7 +119,7 @@ def _judge_metric(run: Run, limit: Limit) -> list[Finding]:
     return [_judge_cell(run, cell, limit) for cell in cells] or [_no_cell(run, limit)]
 
 
-def _judge_cell(run: Run, cell: Cell, limit: Limit) -> Finding:
+def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
     measured = metric_names.measured(cell, limit.what)
     where = _name(run, cell)
     if not measured.values:
@@ -157,7 +157,7 @@ def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
     return [_judge_pair(run, limit, *pair) for pair in pairs]
 
 
-def _judge_pair(run: Run, limit: Limit, a: Cell, b: Cell) -> Finding:
+def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Finding:
     where = f"{_name(run, a)} over {b.config_id}"
     left, right = values = [metric_names.measured(cell, limit.what).values for cell in (a, b)]
     for cell, known in zip((a, b), values, strict=True):
@@ -260,7 +260,7 @@ def _no_cell(run: Run, limit: Limit, kind: str = "") -> Finding:
     return _invalid(limit, f"{run.workload} ({globs})", why)
 
 
-def _unmeasured(cell: Cell, what: str) -> str:
+def _unmeasured(cell: MeasuredCell, what: str) -> str:
     if what in _NEED_SLO:
         return "not measured, because the workload has no SLO: give it load.slo and run the sweep again"
     near = metric_names.nearest(cell, what)
@@ -268,12 +268,12 @@ def _unmeasured(cell: Cell, what: str) -> str:
     return f"not measured in this run; {hint}"
 
 
-def _reasons(cell: Cell) -> str:
+def _reasons(cell: MeasuredCell) -> str:
     why = and_more(cell.invalid_reasons) or "no reason was stored"
     return f"the measurement of this cell is invalid ({why}): measure again"
 
 
-def _name(run: Run, cell: Cell) -> str:
+def _name(run: Run, cell: MeasuredCell) -> str:
     return f"{run.workload}/{cell.cell_id}"
 
 

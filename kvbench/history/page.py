@@ -18,7 +18,7 @@ from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN, Drift
 from kvbench.history.model import INCOMPLETE, VALID, Series, StoredRun, TrendPoint
 from kvbench.history.show import NARROWEST, View, change_text, value_text
 from kvbench.report.page import figures_json
-from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, Look, finish, safe
+from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, LineStyle, finish, safe
 
 _DRIFT_HEADS = (
     "workload", "machine", "cell", "metric", "release", "at release", "now", "change", "95 % interval", "margin",
@@ -147,7 +147,7 @@ def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.S
     drift, release = view.drift(series), view.release_of(series)
     colour = CONTIGUOUS if drift is not None and drift.outcome == DRIFTED else PAGED
     few = len(at) <= _FULL_MARKS
-    traces = _spread_bars(series, at, {"color": Look(colour).faint(0.18), "width": 7 if few else 2})
+    traces = _spread_bars(series, at, {"color": LineStyle(colour).faint(0.18), "width": 7 if few else 2})
     if release is not None:
         traces += _release_lines(series, release, drift, len(at))
     by_run = {at[p.run]: p for p in series.counted}

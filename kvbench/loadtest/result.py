@@ -12,8 +12,7 @@ from rich.table import Table
 from kvbench.common.text import slo_words
 from kvbench.loadtest.max_rate.text import print_table
 from kvbench.metrics.latency import goodput_share
-from kvbench.report.plateaus import LOAD_HEADS, plateau_values
-from kvbench.runs.aggregate import vllm_burstiness
+from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
@@ -28,42 +27,21 @@ _ROWS = (
 _SHOWN = ("mean", "p50", "p90", "p95", "p99")
 
 
-def vllm_fields(
-    load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The result in the field names of ``vllm bench serve``; times in ms, rates per second, of the whole run."""
-    metrics = result["metrics"]
-    rate = point.request_rate
-    open_loop = point.mode == "open"
-    fields: dict[str, Any] = {
-        "date": result["started_at"],
-        "backend": target.get("preset") or "openai",
-        "model_id": target.get("model"),
-        "tokenizer_id": target.get("model"),
-        "num_prompts": metrics["completed"] + metrics["failed"],
-        "request_rate": "inf" if not open_loop or rate == float("inf") else rate,
-        "burstiness": vllm_burstiness(load.arrivals, load.burstiness) if open_loop else None,
-        "max_concurrency": load.max_concurrency if open_loop else point.concurrency,
-        "duration": metrics["duration_s"],
-        "completed": metrics["completed"],
-        "failed": metrics["failed"],
-        "total_input_tokens": metrics["total_input_tokens"],
-        "total_output_tokens": metrics["total_output_tokens"],
-        "request_goodput": metrics.get("goodput"),
-    }
-    for name in ("request_throughput", "output_throughput", "total_token_throughput"):
-        fields[name] = metrics.get(name)
-    for name in ("ttft", "tpot", "itl", "e2el"):
-        values = metrics.get(f"{name}_ms") or {}
-        for theirs, ours in (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99")):
-            fields[f"{theirs}_{name}_ms"] = values.get(ours)
-    return fields
-
-
 def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     """metrics.json: vLLM's fields, then everything under kvbench's own names."""
     return {
-        **vllm_fields(load, point, target, result),
+        **vllm_fields(
+            result["metrics"],
+            date=result["started_at"],
+            backend=target.get("preset") or "openai",
+            model=target.get("model"),
+            mode=point.mode,
+            request_rate=point.request_rate,
+            arrivals=load.arrivals,
+            burstiness=load.burstiness,
+            concurrency=point.concurrency,
+            max_concurrency=load.max_concurrency,
+        ),
         "slo": load.slo.model_dump() if load.slo else None,
         "cache_state": load.cache_state,
         **{name: value for name, value in result.items() if name != "metrics"},
@@ -101,10 +79,10 @@ def _plateaus(plateaus: Sequence[Mapping[str, Any]]) -> Table:
         title="each plateau of the rate · ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False,
         collapse_padding=True,
     )  # fmt: skip
-    for name in LOAD_HEADS:
+    for name in PLATEAU_HEADS:
         table.add_column(name, justify="right", no_wrap=True)
     for plateau in plateaus:
-        table.add_row(*plateau_values([plateau]))
+        table.add_row(*plateau_row([plateau]))
     return table
 
 

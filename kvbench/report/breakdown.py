@@ -11,7 +11,7 @@ import numpy as np
 from kvbench.common import text as words
 from kvbench.report.comparisons import Effect, effects, paging
 from kvbench.report.tables import UNCERTAIN, Value, ratio_value
-from kvbench.runs.model import Cell, Run, number
+from kvbench.runs.model import MeasuredCell, Run, number
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ClassRow:
     """One workload class (or turn) in one cell: how many requests and the entries of CLASS_METRICS."""
 
     name: str
-    cell: Cell
+    cell: MeasuredCell
     n: int
     values: tuple[Value, ...]
     priority: int | None = None
@@ -83,14 +83,14 @@ def turn_rows(run: Run) -> list[ClassRow]:
     """Latencies of the first and of later turns of conversations; empty for a workload without."""
     titles = {"first": "first turn", "later": "later turns"}
 
-    def per_turn(cell: Cell) -> Mapping[str, Any]:
+    def per_turn(cell: MeasuredCell) -> Mapping[str, Any]:
         found = cell.pooled.get("per_turn") or {}
         return {title: found[key] for key, title in titles.items() if found.get(key)}
 
     return [replace(row, priority=None) for row in _group_rows(run, per_turn)]
 
 
-def _group_rows(run: Run, groups: Callable[[Cell], Mapping[str, Any]]) -> list[ClassRow]:
+def _group_rows(run: Run, groups: Callable[[MeasuredCell], Mapping[str, Any]]) -> list[ClassRow]:
     found = []
     for load in reversed(run.loads):
         names = dict.fromkeys(name for cell in run.at(load) for name in groups(cell))
@@ -104,7 +104,7 @@ def _group_rows(run: Run, groups: Callable[[Cell], Mapping[str, Any]]) -> list[C
     return found
 
 
-def per_class(cell: Cell) -> Mapping[str, Any]:
+def per_class(cell: MeasuredCell) -> Mapping[str, Any]:
     """Latency summaries by class: pooled where the sweep stored them, otherwise medians over the repeats."""
     pooled = cell.pooled.get("per_class")
     if pooled:

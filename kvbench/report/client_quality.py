@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.report.tables import Column, Row, Value
-from kvbench.runs.model import Cell, Run, number
+from kvbench.runs.model import MeasuredCell, Run, number
 
 QUALITY_NOTE = (
     "The worst repeat of each cell. Lag: how late the client stamped a chunk, against the source named below it; where "
@@ -108,14 +108,14 @@ def _fine_percent(value: float | None) -> str:
 
 
 def _client(key: str, title: str, hint: str, render: Any) -> Column:
-    def of(_: Run, cell: Cell) -> Value:
+    def of(_: Run, cell: MeasuredCell) -> Value:
         worst = _worst(cell.client(key))
         return Value(render(worst), worst)
 
     return Column(f"client_{key}", title, hint, of)
 
 
-def _valid(cell: Cell) -> Value:
+def _valid(cell: MeasuredCell) -> Value:
     return Value("yes", 1) if cell.valid else Value("no", 0, words.plural(len(cell.invalid_reasons), "reason"), "worse")
 
 
@@ -124,7 +124,7 @@ def _worst(values: Sequence[object]) -> float | None:
     return max(known) if known else None
 
 
-def _lag(cell: Cell) -> Value:
+def _lag(cell: MeasuredCell) -> Value:
     worst = _worst(cell.client("lag_p99_ms"))
     sources = sorted({str(source) for source in cell.client("lag_source")})
     if worst is None and sources == ["kernel stamps"]:  # whose error the calibration tells
@@ -134,18 +134,18 @@ def _lag(cell: Cell) -> Value:
     return Value(words.milliseconds(worst), worst, words.listing(sources) if sources and worst is not None else "")
 
 
-def _client_cpu(cell: Cell) -> Value:
+def _client_cpu(cell: MeasuredCell) -> Value:
     worst, cost = _worst(cell.client("cpu_fraction")), _worst(cell.client("cpu_s_per_1000_output_tokens"))
     note = "" if cost is None else f"{words.significant(cost)} s/1,000"
     return Value(words.percent(worst), worst, note)
 
 
-def _processes(cell: Cell) -> Value:
+def _processes(cell: MeasuredCell) -> Value:
     most = max((len(p) for p in cell.client("processes") if isinstance(p, list)), default=0)
     return Value(str(most), most) if most else Value("–")
 
 
-def _machine(cell: Cell, key: str, share: bool) -> Value:
+def _machine(cell: MeasuredCell, key: str, share: bool) -> Value:
     values = [r.machine.get(key) for r in cell.repeats]
     # load_average may be the three numbers of getloadavg(3): the first is that of the last minute.
     worst = _worst([v[0] if isinstance(v, list | tuple) and v else v for v in values])

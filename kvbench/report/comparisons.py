@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy import stats
 
-from kvbench.runs.model import Cell, LoadPoint, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
 LEVEL = 0.05  # how far from 1 a repeat's ratio may lie where all are called level
@@ -34,7 +34,7 @@ NOT_TOLD = "not told apart"
 
 
 @dataclass(frozen=True)
-class Spread:
+class RepeatSpread:
     """Median, minimum and maximum over repeats."""
 
     median: float
@@ -44,7 +44,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Ratio(Spread):
+class Ratio(RepeatSpread):
     """Paired ratios a/b, one a repeat; `ci` is a t interval on the mean log ratio, from 3 repeats on."""
 
     values: tuple[float, ...] = ()
@@ -62,10 +62,10 @@ class Ratio(Spread):
         return HIGHER if self.median > 1.0 else LOWER
 
 
-def spread(values: Mapping[int, float]) -> Spread | None:
+def spread(values: Mapping[int, float]) -> RepeatSpread | None:
     """Median, min and max of per-repeat values; None when there are none."""
     known = list(values.values())
-    return Spread(float(np.median(known)), min(known), max(known), len(known)) if known else None
+    return RepeatSpread(float(np.median(known)), min(known), max(known), len(known)) if known else None
 
 
 def paired_ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Ratio | None:
@@ -86,18 +86,18 @@ def log_t_interval(values: tuple[float, ...], confidence: float = CONFIDENCE) ->
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """Configuration `a` against `b` under the same load and the same requests."""
 
-    a: Cell
-    b: Cell
+    a: MeasuredCell
+    b: MeasuredCell
     throughput: Ratio | None
     ttft: Ratio | None  # p95
     tpot: Ratio | None  # p50
     itl: Ratio | None  # p95
 
     @property
-    def load(self) -> LoadPoint:
+    def load(self) -> MeasuredLoad:
         return self.a.load
 
     @property
@@ -105,14 +105,14 @@ class Comparison:
         return self.a.valid and self.b.valid
 
 
-def compare(a: Cell, b: Cell) -> Comparison:
+def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
     """Paired ratios a/b of what the report speaks about."""
 
     def of(metric: str) -> Ratio | None:
         return paired_ratio(a.per_repeat(metric), b.per_repeat(metric))
 
     steady = a.has_steady and b.has_steady  # like with like
-    return Comparison(
+    return PairedComparison(
         a,
         b,
         paired_ratio(a.throughput(steady), b.throughput(steady)),
@@ -122,7 +122,7 @@ def compare(a: Cell, b: Cell) -> Comparison:
     )
 
 
-def differing(a: Cell, b: Cell) -> set[str]:
+def differing(a: MeasuredCell, b: MeasuredCell) -> set[str]:
     """Engine settings in which two configurations differ; one that is left out is at its default.
 
     What means something in one of the two only (page size between layouts, swap space beside recompute) is part of
@@ -151,7 +151,7 @@ def paging_pair(run: Run) -> tuple[str, str] | None:
     return min(names, key=lambda pair: names[pair]) if names else None
 
 
-def paging(run: Run) -> list[Comparison]:
+def paging(run: Run) -> list[PairedComparison]:
     """Paged against contiguous, the pair of `paging_pair`, at each load that has both, loads ascending."""
     chosen = paging_pair(run)
     if chosen is None:
@@ -160,12 +160,12 @@ def paging(run: Run) -> list[Comparison]:
     return [compare(p, c) for p, c in pairs if p is not None and c is not None]
 
 
-def baseline(run: Run, load: LoadPoint) -> Cell | None:
+def baseline(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
     """The baseline configuration at a load."""
     return next((cell for cell in run.at(load) if cell.is_baseline), None)
 
 
-def reference(run: Run, load: LoadPoint) -> Cell | None:
+def reference(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
     """What ratios in tables and figures are relative to: contiguous where measured, else the baseline."""
     chosen = paging_pair(run)
     contiguous = run.cell(chosen[1], load) if chosen else None
@@ -180,15 +180,15 @@ class Best:
     measured too, and none of them validly.
     """
 
-    load: LoadPoint
-    cell: Cell
-    throughput: Spread
+    load: MeasuredLoad
+    cell: MeasuredCell
+    throughput: RepeatSpread
     level_with: tuple[str, ...] = ()
     unclear_with: tuple[str, ...] = ()
     by_default: bool = False
 
 
-def best(run: Run, load: LoadPoint) -> Best | None:
+def best(run: Run, load: MeasuredLoad) -> Best | None:
     """Among valid cells; None when there is none."""
     known = [(cell, s) for cell in run.at(load) if cell.valid and (s := spread(cell.throughput()))]
     if not known:
@@ -203,7 +203,7 @@ def best(run: Run, load: LoadPoint) -> Best | None:
     return Best(load, top, top_spread, having(SAME), having(UNCLEAR), by_default=len(known) == 1 < len(run.at(load)))
 
 
-def scatters(cell: Cell) -> Spread | None:
+def scatters(cell: MeasuredCell) -> RepeatSpread | None:
     """The spread of a cell's throughput where its repeats scatter by more than SCATTER; None where they do not."""
     s = spread(cell.throughput())
     return s if s is not None and s.low > 0 and s.high / s.low > SCATTER else None
@@ -216,7 +216,7 @@ class Effect:
     setting: str
     value: object
     baseline_value: object
-    comparison: Comparison = field(repr=False)
+    comparison: PairedComparison = field(repr=False)
     hit_rate: float | None = None
 
     @property

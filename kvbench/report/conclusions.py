@@ -12,8 +12,8 @@ from kvbench.report.comparisons import (
     NOT_TOLD,
     SAME,
     UNCLEAR,
-    Comparison,
     Effect,
+    PairedComparison,
     Ratio,
     best,
     effects,
@@ -23,7 +23,7 @@ from kvbench.report.comparisons import (
 from kvbench.report.provenance import code_paths
 from kvbench.report.sentence import WORDS, bounds, effect, rivals, running
 from kvbench.runs.kv_ledger import share_of_steps, swapped_bytes
-from kvbench.runs.model import Cell, LoadPoint, Run, number
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, number
 from kvbench.workload.settings import effective, setting_title, value_words
 
 
@@ -55,7 +55,7 @@ def conclusions(run: Run) -> list[Conclusion]:
     return found
 
 
-def reservation(c: Comparison) -> str:
+def reservation(c: PairedComparison) -> str:
     """What contiguous sets aside for a request, next to what requests had; empty where it is not known."""
     slots = c.b.settings.get("max_model_len") or c.b.capacity.get("max_model_len") or c.b.capacity.get("page_size")
     requests = c.b.requests()
@@ -69,7 +69,7 @@ def reservation(c: Comparison) -> str:
     )
 
 
-def bought(c: Comparison) -> str:
+def bought(c: PairedComparison) -> str:
     """Throughput, concurrency reached and p95 TTFT at one load."""
     text = f"At {c.load.label}: {_ratio('output tokens/s', c.throughput)}"
     mine, theirs = running(c.a), running(c.b)
@@ -78,7 +78,7 @@ def bought(c: Comparison) -> str:
     return text + f"; p95 TTFT {_values(c, 'ttft_ms', 'p95')}, {_ratio('ratio', c.ttft)}.{_invalid(c)}"
 
 
-def cost(pairs: list[Comparison]) -> list[str]:
+def cost(pairs: list[PairedComparison]) -> list[str]:
     """Slower tokens under load, preemptions, the kernel, page tables, waste."""
     low, high = pairs[0], pairs[-1]
     points = [
@@ -98,7 +98,7 @@ def cost(pairs: list[Comparison]) -> list[str]:
     return [*points, *([memory] if memory else [])]
 
 
-def kernel_cost(c: Comparison) -> str:
+def kernel_cost(c: PairedComparison) -> str:
     """The page table's cost in the kernel: visible only where both layouts ran the same number of sequences."""
     mine, theirs = running(c.a), running(c.b)
     if c.tpot is None:
@@ -125,7 +125,7 @@ def kernel_cost(c: Comparison) -> str:
     )
 
 
-def _memory(c: Comparison) -> str:
+def _memory(c: PairedComparison) -> str:
     parts = []
     tables = spread(c.a.observed("page_table_bytes"))
     if tables is not None:
@@ -139,7 +139,7 @@ def _memory(c: Comparison) -> str:
     return f"{words.upper_first('; '.join(parts))}." if parts else ""
 
 
-def _best(run: Run, load: LoadPoint) -> str:
+def _best(run: Run, load: MeasuredLoad) -> str:
     top = best(run, load)
     if top is None:
         return f"At {load.label}: no valid cell."
@@ -203,7 +203,7 @@ def _by_the_way(group: list[Effect]) -> str:
     return ""
 
 
-def _of_steps(cell: Cell, seconds: str, what: str) -> str:
+def _of_steps(cell: MeasuredCell, seconds: str, what: str) -> str:
     share = share_of_steps(cell, seconds)
     return "" if share is None else f"; {what} took {words.percent(share)} of the step time"
 
@@ -215,15 +215,15 @@ def _ratio(noun: str, r: Ratio | None) -> str:
     return f"{noun} {verdict}{effect(r, repeats=False)}"
 
 
-def _values(c: Comparison, metric: str, which: str) -> str:
-    def one(cell: Cell) -> str:
+def _values(c: PairedComparison, metric: str, which: str) -> str:
+    def one(cell: MeasuredCell) -> str:
         value, uncertain = cell.percentile(metric, which)
         return words.ms(value) + ("*" if uncertain else "")
 
     return f"{one(c.a)} against {one(c.b)}"
 
 
-def _more_running(c: Comparison) -> str:
+def _more_running(c: PairedComparison) -> str:
     mine, theirs = running(c.a), running(c.b)
     slower = c.tpot is not None and c.tpot.verdict == HIGHER
     if slower and mine is not None and theirs is not None and mine > 1.1 * theirs:
@@ -231,7 +231,7 @@ def _more_running(c: Comparison) -> str:
     return ""
 
 
-def _invalid(c: Comparison) -> str:
+def _invalid(c: PairedComparison) -> str:
     return "" if c.valid else " Invalid measurement, not to be relied on."
 
 
@@ -273,7 +273,7 @@ def tiles(run: Run) -> list[Tile]:
     return found
 
 
-def _paging_tiles(c: Comparison) -> list[Tile]:
+def _paging_tiles(c: PairedComparison) -> list[Tile]:
     assert c.throughput is not None
     r = c.throughput
     found = [

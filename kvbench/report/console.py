@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.report.tables import Value, columns, rows
-from kvbench.runs.model import Cell, Run
+from kvbench.runs.model import MeasuredCell, Run
 
 HEADS = {
     "configuration": "configuration",
@@ -57,7 +57,7 @@ def table(run: Run) -> Table:
     return made
 
 
-def _entry(key: str, value: Value, cell: Cell) -> Text:
+def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
     text = value.text
     if key == "configuration":
         text = f"{' ' if cell.valid else '!'} {value.text}"  # before the name: behind a long one it would be cut off

@@ -12,7 +12,7 @@ from kvbench.report.comparisons import (
     NOT_TOLD,
     SAME,
     UNCLEAR,
-    Comparison,
+    PairedComparison,
     best,
     paging,
     reference,
@@ -21,8 +21,18 @@ from kvbench.report.comparisons import (
 from kvbench.report.figures_latency import distribution_figure, latency_figure
 from kvbench.report.kv import ledger_figure
 from kvbench.report.occupancy import occupancy
-from kvbench.report.style import RATIO_MARKS, Drawing, Look, finish, hover, looks, ratio_text, safe, throughput_axis
-from kvbench.runs.model import Cell, Run
+from kvbench.report.style import (
+    RATIO_MARKS,
+    Drawing,
+    LineStyle,
+    finish,
+    hover,
+    looks,
+    ratio_text,
+    safe,
+    throughput_axis,
+)
+from kvbench.runs.model import MeasuredCell, Run
 
 
 def drawings(run: Run) -> list[Drawing]:
@@ -79,7 +89,7 @@ def headline_figure(run: Run) -> Drawing:
     return Drawing("headline", _headline_title(run), caption, finish(figure, 440), width)
 
 
-def _bars(figure: go.Figure, run: Run, name: str, position: int, look: Look, upright: bool) -> None:
+def _bars(figure: go.Figure, run: Run, name: str, position: int, look: LineStyle, upright: bool) -> None:
     """One configuration's bars; `upright`: too many bars for ratios to be written across."""
     width = min(0.84 / len(run.configs), 0.26)
     cells = [cell for cell in run.cells if cell.name == name and cell.throughput()]
@@ -135,7 +145,7 @@ def _headline_title(run: Run) -> str:
     return words.upper_first(title + (f", {_verdict_phrase(low)} at {low.load.short}" if low is not high else ""))
 
 
-def _verdict_phrase(pair: Comparison, of: str = "") -> str:
+def _verdict_phrase(pair: PairedComparison, of: str = "") -> str:
     r = pair.throughput
     assert r is not None
     invalid = "" if pair.valid else " (invalid)"
@@ -200,7 +210,7 @@ def cells_figure(run: Run) -> Drawing:
 
 
 def _range_dot(
-    figure: go.Figure, run: Run, cell: Cell, values: dict[int, float], colour: str, row: int, column: int
+    figure: go.Figure, run: Run, cell: MeasuredCell, values: dict[int, float], colour: str, row: int, column: int
 ) -> None:
     s = spread(values)
     if s is None:

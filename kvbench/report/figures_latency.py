@@ -9,8 +9,8 @@ from plotly.subplots import make_subplots
 from kvbench.common import text as words
 from kvbench.report.comparisons import best, paging, spread
 from kvbench.report.series import ecdf, itl_ms, log_axis, ttft_ms
-from kvbench.report.style import Drawing, Look, finish, hover, looks, safe, throughput_axis
-from kvbench.runs.model import Cell, Run
+from kvbench.report.style import Drawing, LineStyle, finish, hover, looks, safe, throughput_axis
+from kvbench.runs.model import MeasuredCell, Run
 
 
 def latency_figure(run: Run) -> Drawing:
@@ -125,7 +125,7 @@ def _distribution_title(run: Run) -> str:
     )
 
 
-def _curve(cell: Cell, samples: np.ndarray, look: Look, legend: bool) -> go.Scatter:
+def _curve(cell: MeasuredCell, samples: np.ndarray, look: LineStyle, legend: bool) -> go.Scatter:
     x, y = ecdf(samples)
     return go.Scatter(
         x=x,

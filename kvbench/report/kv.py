@@ -12,7 +12,7 @@ from kvbench.report.comparisons import baseline, best, paging
 from kvbench.report.style import Drawing, finish, safe
 from kvbench.report.tables import Column, Row, Value
 from kvbench.runs.kv_ledger import PLACES, Ledger, Place, ledger, swapped_bytes
-from kvbench.runs.model import Cell, Run
+from kvbench.runs.model import MeasuredCell, Run
 
 SECTION = "Where did the KV bytes go"
 _NOTE = "The whole KV budget, every byte in one place, averaged over the steady window and the repeats."
@@ -72,7 +72,7 @@ def ledger_figure(run: Run) -> Drawing | None:
     )
 
 
-def _write_asides(figure: go.Figure, bars: list[list[tuple[Cell, Ledger]]], x: float) -> bool:
+def _write_asides(figure: go.Figure, bars: list[list[tuple[MeasuredCell, Ledger]]], x: float) -> bool:
     """The text right of each bar; whether there is any."""
     written = False
     for row, panel in enumerate(bars, start=1):
@@ -84,7 +84,7 @@ def _write_asides(figure: go.Figure, bars: list[list[tuple[Cell, Ledger]]], x: f
     return written
 
 
-def _shown_places(found: list[tuple[Cell, Ledger]]) -> list[Place]:
+def _shown_places(found: list[tuple[MeasuredCell, Ledger]]) -> list[Place]:
     """Places that hold anything anywhere; scales right after the tokens that they belong to."""
     every = [PLACES[0], _SCALES, *PLACES[1:]]
     return [place for place in every if any(_bytes(one, place.key) > 0 for _, one in found)]
@@ -98,7 +98,7 @@ def _bytes(one: Ledger, key: str) -> float:
 
 
 def _stack(
-    figure: go.Figure, place: Place, panel: list[tuple[Cell, Ledger]], row: int, divisor: float, legend: bool
+    figure: go.Figure, place: Place, panel: list[tuple[MeasuredCell, Ledger]], row: int, divisor: float, legend: bool
 ) -> None:
     hatched = place.key == "scales"
     told = [one.scales if hatched else one.parts[place.key] for _, one in panel]  # the tokens' with their scales
@@ -129,7 +129,7 @@ def _stack(
     )
 
 
-def aside(cell: Cell, one: Ledger) -> str:
+def aside(cell: MeasuredCell, one: Ledger) -> str:
     """What a bar cannot show: bytes saved by sharing, swapped, tokens recomputed; "" where there is nothing."""
     parts = []
     if one.saved:
@@ -175,8 +175,8 @@ def ledger_rows(run: Run) -> list[Row]:
     return [Row(cell, tuple(col.of(run, cell) for col in shown)) for cell, _ in ledgers(run)]
 
 
-def _part(place: str) -> Callable[[Run, Cell], Value]:
-    def of(_: Run, cell: Cell) -> Value:
+def _part(place: str) -> Callable[[Run, MeasuredCell], Value]:
+    def of(_: Run, cell: MeasuredCell) -> Value:
         one = ledger(cell)
         if one is None:
             return Value("–")
@@ -190,19 +190,19 @@ def _part(place: str) -> Callable[[Run, Cell], Value]:
     return of
 
 
-def _budget(_: Run, cell: Cell) -> Value:
+def _budget(_: Run, cell: MeasuredCell) -> Value:
     one = ledger(cell)
     return Value(words.data_size(one.budget), one.budget) if one else Value("–")
 
 
-def _saved(_: Run, cell: Cell) -> Value:
+def _saved(_: Run, cell: MeasuredCell) -> Value:
     one = ledger(cell)
     if one is None or one.saved is None:
         return Value("–")
     return Value(words.data_size(one.saved) if one.saved else "0", one.saved)
 
 
-def _swapped(_: Run, cell: Cell) -> Value:
+def _swapped(_: Run, cell: MeasuredCell) -> Value:
     out, back = swapped_bytes(cell), swapped_bytes(cell, "in")
     if not out:
         return Value("–" if out is None else "0", out)
@@ -211,7 +211,7 @@ def _swapped(_: Run, cell: Cell) -> Value:
     return Value(words.data_size(out), out, note)
 
 
-def _recomputed(_: Run, cell: Cell) -> Value:
+def _recomputed(_: Run, cell: MeasuredCell) -> Value:
     again = cell.counter("recomputed_tokens_total")
     return Value(words.count(again), again)
 
@@ -231,7 +231,7 @@ def ledger_sentence(run: Run) -> str:
     return ""
 
 
-def _filled(cell: Cell, whole: str = "") -> str:
+def _filled(cell: MeasuredCell, whole: str = "") -> str:
     found = ledger(cell)
     assert found is not None
     text = (
@@ -246,7 +246,7 @@ def _filled(cell: Cell, whole: str = "") -> str:
     return f"{text} ({', '.join(more)})" if more else text
 
 
-def ledgers(run: Run) -> list[tuple[Cell, Ledger]]:
+def ledgers(run: Run) -> list[tuple[MeasuredCell, Ledger]]:
     """Cells that have one, in table order: the highest load first."""
-    cells: Sequence[Cell] = [cell for load in reversed(run.loads) for cell in run.at(load)]
+    cells: Sequence[MeasuredCell] = [cell for load in reversed(run.loads) for cell in run.at(load)]
     return [(cell, found) for cell in cells if (found := ledger(cell)) is not None]

@@ -8,13 +8,13 @@ from plotly.subplots import make_subplots
 from kvbench.common import text as words
 from kvbench.report.comparisons import paging, spread
 from kvbench.report.series import representative_repeat, thin
-from kvbench.report.style import Look, finish, looks, safe
-from kvbench.runs.model import Cell, LoadPoint, Run
+from kvbench.report.style import LineStyle, finish, looks, safe
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 PER_ROW = 5
 
 
-def occupancy(run: Run, load: LoadPoint) -> tuple[str, go.Figure, int] | None:
+def occupancy(run: Run, load: MeasuredLoad) -> tuple[str, go.Figure, int] | None:
     """Title, figure and minimal width of one load's small multiples; None when no server told how full its KV was."""
     cells = [cell for cell in run.at(load) if _tells_occupancy(cell)]
     if not cells:
@@ -51,13 +51,13 @@ def occupancy(run: Run, load: LoadPoint) -> tuple[str, go.Figure, int] | None:
     return _title(run, load), figure, 180 * columns + 60
 
 
-def _tells_occupancy(cell: Cell) -> bool:
+def _tells_occupancy(cell: MeasuredCell) -> bool:
     gauges = cell.gauges()
     return bool(gauges["kv_slots_reserved"].notna().any() or gauges["kv_cache_usage_perc"].notna().any())
 
 
 def _panel(
-    figure: go.Figure, cell: Cell, look: Look, row: int, column: int, longest: float, busiest: float
+    figure: go.Figure, cell: MeasuredCell, look: LineStyle, row: int, column: int, longest: float, busiest: float
 ) -> tuple[float, float]:
     gauges = cell.gauges()
     gauges = thin(gauges[gauges["repeat"] == representative_repeat(cell)].sort_values("t"))
@@ -98,7 +98,7 @@ def _panel(
     return max(longest, float(t.max())), max(busiest, float(peak))
 
 
-def _title(run: Run, load: LoadPoint) -> str:
+def _title(run: Run, load: MeasuredLoad) -> str:
     pair = next((p for p in paging(run) if p.load == load), None)
     parts = []
     for cell in (pair.b, pair.a) if pair else ():

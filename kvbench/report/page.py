@@ -40,7 +40,7 @@ from kvbench.report.sentence import headline
 from kvbench.report.style import RATIO_MARKS, Drawing, looks
 from kvbench.report.tables import UNCERTAIN_NOTE, columns, rows
 from kvbench.report.validity import validity
-from kvbench.runs.model import Cell, LoadPoint, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 BANNERS = {
     "valid": "Valid measurement, complete run",
@@ -150,7 +150,7 @@ def _origin(run: Run) -> dict[str, Any]:
     }
 
 
-def _by_load(run: Run, rows_: list[ClassRow]) -> list[tuple[LoadPoint, list[ClassRow]]]:
+def _by_load(run: Run, rows_: list[ClassRow]) -> list[tuple[MeasuredLoad, list[ClassRow]]]:
     groups = [(load, [row for row in rows_ if row.cell.load == load]) for load in reversed(run.loads)]
     return [group for group in groups if group[1]]
 
@@ -172,7 +172,7 @@ def samples(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     return found
 
 
-def _cell_samples(cell: Cell) -> list[tuple[str, str]]:
+def _cell_samples(cell: MeasuredCell) -> list[tuple[str, str]]:
     path = cell.folder / "samples.jsonl"
     if not path.is_file():
         return []

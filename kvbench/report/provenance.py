@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.report.comparisons import SCATTER, scatters
-from kvbench.runs.model import Cell, Run, number
+from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.targets.launch_plan import is_template, placeholders
 from kvbench.targets.presets import GENERIC
 
@@ -178,7 +178,7 @@ def made_from(run: Run) -> str:
     return "; ".join(f"at {words.listing(list(dict.fromkeys(where)))}: {text}" for text, where in said.items())
 
 
-def _made_from(cell: Cell, prompts: Mapping[str, Any]) -> str:
+def _made_from(cell: MeasuredCell, prompts: Mapping[str, Any]) -> str:
     notes, parts = cell.notes, []
     given = notes.get("length_scale")
     scales = [number(scale) for scale in (given if isinstance(given, list) else [given])]

@@ -14,7 +14,7 @@ from kvbench.report.comparisons import (
     SAME,
     UNCLEAR,
     Best,
-    Comparison,
+    PairedComparison,
     Ratio,
     baseline,
     best,
@@ -26,7 +26,7 @@ from kvbench.report.comparisons import (
 )
 from kvbench.report.validity import validity
 from kvbench.runs.kv_ledger import swapped_bytes
-from kvbench.runs.model import Cell, Run
+from kvbench.runs.model import MeasuredCell, Run
 
 WORDS = {SAME: "level", HIGHER: "ahead", LOWER: "behind", UNCLEAR: NOT_TOLD}
 
@@ -44,7 +44,7 @@ def headline(run: Run) -> str:
     return prefix + (paging_sentence(pairs) if pairs else no_pair_sentence(run))
 
 
-def paging_sentence(pairs: list[Comparison]) -> str:
+def paging_sentence(pairs: list[PairedComparison]) -> str:
     """`pairs`: paged against contiguous, loads ascending, at least one."""
     high = pairs[-1]
     if high.throughput is None:
@@ -67,7 +67,7 @@ def paging_sentence(pairs: list[Comparison]) -> str:
     )
 
 
-def _why_invalid(c: Comparison) -> str:
+def _why_invalid(c: PairedComparison) -> str:
     """The first reason of the first invalid cell without its advice; the others are in the report."""
     broken = [cell for cell in (c.a, c.b) if not cell.valid]
     reasons = [reason for cell in broken for reason in cell.invalid_reasons] or ["no reason recorded"]
@@ -167,7 +167,7 @@ def lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _throughput_clause(c: Comparison) -> str:
+def _throughput_clause(c: PairedComparison) -> str:
     assert c.throughput is not None
     where = f"At {c.load.label}{_budget(c)}, {c.a.name}"
     also = sorted(differing(c.a, c.b) - {"layout"})
@@ -182,7 +182,7 @@ def _throughput_clause(c: Comparison) -> str:
     return f"{where} delivered {amount} the output tokens/s of {c.b.name}{caveat}"
 
 
-def _budget(c: Comparison) -> str:
+def _budget(c: PairedComparison) -> str:
     mine, theirs = c.a.capacity.get("kv_budget_bytes"), c.b.capacity.get("kv_budget_bytes")
     if not mine or not theirs:
         return ""
@@ -191,13 +191,13 @@ def _budget(c: Comparison) -> str:
     return f" and unequal KV budgets ({words.data_size(mine)} against {words.data_size(theirs)})"
 
 
-def running(cell: Cell) -> float | None:
+def running(cell: MeasuredCell) -> float | None:
     """Mean sequences running at once in the steady window, median over repeats."""
     found = spread(cell.observed("running_mean"))
     return found.median if found else None
 
 
-def _why(c: Comparison) -> str:
+def _why(c: PairedComparison) -> str:
     mine, theirs = running(c.a), running(c.b)
     if mine is None or theirs is None:
         return ""
@@ -207,7 +207,7 @@ def _why(c: Comparison) -> str:
     return f", running {numbers} against {words.decimal(theirs)}"
 
 
-def _low_clause(c: Comparison) -> str:
+def _low_clause(c: PairedComparison) -> str:
     at = f"at {c.load.tick}"
     if c.throughput is None:
         return f"{at} nothing could be compared"
@@ -217,13 +217,13 @@ def _low_clause(c: Comparison) -> str:
     return f"{at} {verb} {WORDS[c.throughput.verdict]}, {effect(c.throughput)}"
 
 
-def _instead(c: Comparison, metric: str, which: str) -> str:
+def _instead(c: PairedComparison, metric: str, which: str) -> str:
     mine, theirs = c.a.percentile(metric, which), c.b.percentile(metric, which)
     doubt = ", from too few samples to be certain" if mine[1] or theirs[1] else ""
     return f"{words.ms(mine[0])} instead of {words.ms(theirs[0])}{doubt}"
 
 
-def _preempted(cell: Cell, preemptions: float) -> str:
+def _preempted(cell: MeasuredCell, preemptions: float) -> str:
     recomputed, moved = cell.counter("recomputed_tokens_total"), swapped_bytes(cell)
     details = [f"{words.count(recomputed)} tokens recomputed"] if recomputed else []
     details += [f"{words.data_size(moved)} swapped out"] if moved else []
@@ -231,7 +231,7 @@ def _preempted(cell: Cell, preemptions: float) -> str:
     return words.plural(preemptions, "preemption") + repeats + (f" ({words.listing(details)})" if details else "")
 
 
-def _price_clauses(c: Comparison) -> list[str]:
+def _price_clauses(c: PairedComparison) -> list[str]:
     """What paged paid at this load. "No price" needs a TPOT that is level by the rule, and counted preemptions."""
     preemptions = c.a.counter("num_preemptions_total")
     ahead = c.throughput is not None and c.throughput.verdict == HIGHER
@@ -253,7 +253,7 @@ def _price_clauses(c: Comparison) -> list[str]:
     return [*clauses, numbers]
 
 
-def _scatter_clauses(c: Comparison) -> list[str]:
+def _scatter_clauses(c: PairedComparison) -> list[str]:
     parts = [
         f"{cell.name} {words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)} output tokens/s"
         for cell in (c.a, c.b)
@@ -262,7 +262,7 @@ def _scatter_clauses(c: Comparison) -> list[str]:
     return [f"the repeats scatter ({', '.join(parts)})"] if parts else []
 
 
-def _failure_clauses(c: Comparison) -> list[str]:
+def _failure_clauses(c: PairedComparison) -> list[str]:
     return [
         f"{cell.count('failed')} of {cell.count('failed') + cell.count('completed')} requests of {cell.name} "
         "failed and are in no number here"

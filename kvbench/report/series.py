@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.metrics.latency import inter_token_latencies, request_latencies
-from kvbench.runs.model import Cell
+from kvbench.runs.model import MeasuredCell
 
 MAX_POINTS = 400
 
@@ -42,7 +42,7 @@ def itl_ms(requests: pd.DataFrame) -> np.ndarray:
     return inter_token_latencies(requests) if len(requests) else np.array([])
 
 
-def representative_repeat(cell: Cell) -> int:
+def representative_repeat(cell: MeasuredCell) -> int:
     """The repeat whose throughput is the median (the lower of the middle two): one that happened, not a mean."""
     values = sorted(cell.throughput().items(), key=lambda pair: pair[1])
     return values[(len(values) - 1) // 2][0] if values else cell.repeats[0].repeat

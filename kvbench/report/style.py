@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from kvbench.common import text as words
 from kvbench.report.comparisons import NOT_TOLD, SAME, UNCLEAR, Ratio, compare, reference, spread
-from kvbench.runs.model import Cell, Run
+from kvbench.runs.model import MeasuredCell, Run
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.
 CONTIGUOUS, PAGED = "#D55E00", "#0072B2"
@@ -21,7 +21,7 @@ FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, s
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """How one configuration is drawn."""
 
     colour: str
@@ -44,9 +44,9 @@ class Drawing:
     min_width: int = 0
 
 
-def looks(run: Run) -> dict[str, Look]:
+def looks(run: Run) -> dict[str, LineStyle]:
     """Configuration name -> look, the same in all figures of a run."""
-    found: dict[str, Look] = {}
+    found: dict[str, LineStyle] = {}
     others = 0
     first_paged = next(
         (c.name for c in run.cells if c.is_baseline and c.is_paged),
@@ -55,11 +55,13 @@ def looks(run: Run) -> dict[str, Look]:
     first_contiguous = next((c.name for c in run.cells if c.is_contiguous), None)
     for name in run.configs:
         if name == first_contiguous:
-            found[name] = Look(CONTIGUOUS, "dash")
+            found[name] = LineStyle(CONTIGUOUS, "dash")
         elif name == first_paged:
-            found[name] = Look(PAGED)
+            found[name] = LineStyle(PAGED)
         else:
-            found[name] = Look(OTHERS[others % len(OTHERS)], DASHES[(others // len(OTHERS) + others) % len(DASHES)])
+            found[name] = LineStyle(
+                OTHERS[others % len(OTHERS)], DASHES[(others // len(OTHERS) + others) % len(DASHES)]
+            )
             others += 1
     return found
 
@@ -99,7 +101,7 @@ def finish(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
     return figure
 
 
-def hover(run: Run, cell: Cell) -> str:
+def hover(run: Run, cell: MeasuredCell) -> str:
     """Everything known of a cell, one line each."""
     lines = [f"<b>{safe(cell.name)}</b> · {cell.load.label}"]
     s = spread(cell.throughput())
@@ -125,7 +127,7 @@ def hover(run: Run, cell: Cell) -> str:
     return "<br>".join(line for line in lines if line)
 
 
-def ratio_text(run: Run, cell: Cell) -> str | None:
+def ratio_text(run: Run, cell: MeasuredCell) -> str | None:
     """`marked_ratio` against the run's reference; None for the reference itself."""
     ref = reference(run, cell.load)
     if ref is None or ref is cell:
@@ -140,7 +142,7 @@ def marked_ratio(r: Ratio) -> str:
 
 
 def throughput_axis(run: Run) -> str:
-    """The axis title of `Cell.throughput`: which of the two throughputs the run's cells have to show."""
+    """The axis title of `MeasuredCell.throughput`: which of the two throughputs the run's cells have to show."""
     steady = {cell.has_steady for cell in run.cells}
     if steady == {False}:
         return "output tokens/s (whole run)"

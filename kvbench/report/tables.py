@@ -10,7 +10,7 @@ from kvbench.common import text as words
 from kvbench.report.comparisons import HIGHER, LOWER, Ratio, compare, reference, spread
 from kvbench.report.style import RATIO_MARKS, marked_ratio
 from kvbench.runs.kv_ledger import accounting
-from kvbench.runs.model import Cell, Run
+from kvbench.runs.model import MeasuredCell, Run
 
 CLIENT_QUEUE = "client_queue_ms"
 TITLES = {CLIENT_QUEUE: "client queue"}
@@ -51,14 +51,14 @@ class Column:
     key: str
     title: str
     hint: str
-    of: Callable[[Run, Cell], Value]
+    of: Callable[[Run, MeasuredCell], Value]
 
 
 @dataclass(frozen=True)
 class Row:
     """One cell's entries, in the order of `columns(run)`."""
 
-    cell: Cell
+    cell: MeasuredCell
     values: tuple[Value, ...]
 
 
@@ -211,7 +211,7 @@ def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
     return Value(marked_ratio(r), r.median, note, mark)
 
 
-def _configuration(cell: Cell) -> Value:
+def _configuration(cell: MeasuredCell) -> Value:
     notes = [n for n, true in (("baseline", cell.is_baseline), ("invalid", not cell.valid)) if true]
     return Value(cell.name, cell.name, ", ".join(notes), "" if cell.valid else "worse")
 
@@ -221,7 +221,7 @@ def _reference_name(run: Run) -> str:
     return ref.name if ref else "baseline"
 
 
-def _throughput(cell: Cell) -> Value:
+def _throughput(cell: MeasuredCell) -> Value:
     s = spread(cell.throughput())
     if s is None:
         return Value("–")
@@ -234,7 +234,7 @@ def _throughput(cell: Cell) -> Value:
     return Value(words.tokens_per_s(s.median), s.median, note)
 
 
-def _goodput(cell: Cell) -> Value:
+def _goodput(cell: MeasuredCell) -> Value:
     s = spread(cell.per_repeat("goodput"))
     if s is None:
         return Value("–")
@@ -246,14 +246,14 @@ def _goodput(cell: Cell) -> Value:
     return Value(words.significant(s.median), s.median, "\n".join(notes))
 
 
-def _hits(cell: Cell) -> Value:
+def _hits(cell: MeasuredCell) -> Value:
     possible = cell.possible_hits if cell.hit_rate is not None else None
     notes = [] if possible is None else [f"of {words.percent(possible[0])[:-2]}–{words.percent(possible[1])}"]
     notes += ["not verified"] if any(r.cache.get("unverified") for r in cell.repeats) else []
     return Value(words.percent(cell.hit_rate), cell.hit_rate, "\n".join(notes))
 
 
-def _ratio(run: Run, cell: Cell) -> Value:
+def _ratio(run: Run, cell: MeasuredCell) -> Value:
     ref = reference(run, cell.load)
     r = compare(cell, ref).throughput if ref is not None and ref is not cell else None
     if r is None:
@@ -261,11 +261,11 @@ def _ratio(run: Run, cell: Cell) -> Value:
     return ratio_value(r)
 
 
-def _percentile(metric: str, which: str) -> Callable[[Run, Cell], Value]:
+def _percentile(metric: str, which: str) -> Callable[[Run, MeasuredCell], Value]:
     def text(value: float | None, uncertain: bool) -> str:
         return words.milliseconds(value) + (UNCERTAIN if uncertain else "")
 
-    def of(_: Run, cell: Cell) -> Value:
+    def of(_: Run, cell: MeasuredCell) -> Value:
         value, uncertain = cell.percentile(metric, which)
         steady = cell.percentile(f"steady_latency.{metric}", which) if metric == "ttft_ms" else (None, False)
         note = "" if steady[0] is None else text(*steady)
@@ -274,8 +274,8 @@ def _percentile(metric: str, which: str) -> Callable[[Run, Cell], Value]:
     return of
 
 
-def _counter(name: str) -> Callable[[Run, Cell], Value]:
-    def of(_: Run, cell: Cell) -> Value:
+def _counter(name: str) -> Callable[[Run, MeasuredCell], Value]:
+    def of(_: Run, cell: MeasuredCell) -> Value:
         value = cell.counter(name)
         return Value(words.count(value), value)
 
@@ -287,7 +287,7 @@ def _spread_value(values: Mapping[int, float], render: Callable[[float | None], 
     return Value(render(s.median), s.median) if s else Value("–")
 
 
-def _failed(cell: Cell) -> Value:
+def _failed(cell: MeasuredCell) -> Value:
     failed, total = cell.count("failed"), cell.count("failed") + cell.count("completed")
     kinds = sorted({kind for r in cell.repeats for kind in (r.metrics.get("failure_kinds") or {})})
     return Value(f"{failed} of {total}" if failed else "0", failed, ", ".join(kinds), "worse" if failed else "")

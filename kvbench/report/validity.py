@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbench.runs.model import Cell, Run
+from kvbench.runs.model import MeasuredCell, Run
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ def validity(run: Run) -> Validity:
     return Validity("valid", tuple(failed))
 
 
-def grouped_reasons(cells: Sequence[Cell]) -> list[str]:
+def grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
     """Why cells are invalid, one line a kind of reason: the first in full, the like counted with their cells.
 
     Reasons that differ only in their numbers or their repeat are of one kind: thirty lagging loads are one finding.
     """
-    kinds: dict[str, list[tuple[str, Cell]]] = {}
+    kinds: dict[str, list[tuple[str, MeasuredCell]]] = {}
     for cell in cells:
         for reason in () if cell.valid else cell.invalid_reasons or ("no reason recorded",):
             plain = re.sub(r"^repeat \d+: ", "", reason)

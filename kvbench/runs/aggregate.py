@@ -6,6 +6,7 @@ given over the pooled raw samples, for display.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -15,14 +16,23 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.common.files import read_json, write_json, write_text
+from kvbench.common import text as words
+from kvbench.common.files import read_json, write_atomically, write_json, write_text
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.workload.design import Cell
 
 MAX_SAMPLES = 8
+_SAMPLE_COLUMNS = ("index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", "text")
 _TIMES = ("ttft", "tpot", "itl", "e2el")
+_TOTALS = ("completed", "failed", "total_input_tokens", "total_output_tokens")
+_RATES = ("request_throughput", "output_throughput", "total_token_throughput")
+_VLLM_STATISTICS = (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99"))  # vLLM's name, ours
+
+PLATEAU_HEADS = (
+    "asked for", "seconds", "requests", "requests/s", "output tok/s", "TTFT p95", "TPOT p50", "goodput",
+)  # fmt: skip
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -50,50 +60,51 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Write the cell's files from its finished loads; None when there is none yet.
+    """Writes the cell's files from its finished loads; None when there is none yet.
 
     ``facts``: ``model``, ``backend`` and ``capacity`` by configuration id, for the summary.
     """
-    repeats = run.done_repeats(cell.cell_id)
-    if not repeats:
+    loads = {repeat: run.load(cell.cell_id, repeat) for repeat in run.done_repeats(cell.cell_id)}
+    if not loads:
         return None
     folder = run.cell(cell.cell_id)
-    done = {r: read_json(run.load(cell.cell_id, r) / DONE) for r in repeats}
-    counters = {r: read_json(run.load(cell.cell_id, r) / "counters.json") for r in repeats}
-    requests = _pool(run, cell, repeats, "requests.parquet")
-    _pool(run, cell, repeats, "server.parquet")
-    _join_logs(run, cell, repeats)
+    requests = _pool_table(folder, loads, "requests.parquet")
+    _pool_table(folder, loads, "server.parquet")
+    _join_logs(folder, loads)
     _write_samples(folder / "samples.jsonl", requests)
-    loads = {r: _read_load(run.load(cell.cell_id, r)) for r in repeats}
-    pooled = pooled_latencies(requests, {r: d["metrics"] for r, d in done.items()})
-    summary = _summary(cell, done, counters, loads, pooled, facts)
-    summary |= _vllm_fields(summary, facts, _load_section(run), _mean_rate(requests))
+    counters = {r: read_json(path / "counters.json") for r, path in loads.items()}
+    summary = _summary(cell, loads, counters, requests, facts)
+    section = _load_section(run)
+    rate = cell.load.request_rate
+    summary |= vllm_fields(
+        _vllm_metrics(summary),
+        date=summary["repeats"][0]["started_at"],
+        backend=facts.get("backend"),
+        model=facts.get("model"),
+        mode=cell.load.mode,
+        request_rate=_mean_rate(requests) if rate is None else rate,
+        arrivals=section.get("arrivals") or cell.load.arrivals,
+        burstiness=section.get("burstiness"),
+        concurrency=cell.load.concurrency,
+        max_concurrency=section.get("max_concurrency"),
+    )
     write_json(folder / "counters.json", {"cell_id": cell.cell_id, "repeats": {str(r): c for r, c in counters.items()}})
     write_json(folder / "summary.json", summary)
     return summary
 
 
-def _pool(run: RunFolder, cell: Cell, repeats: Sequence[int], name: str) -> pd.DataFrame:
+def _pool_table(folder: Path, loads: Mapping[int, Path], name: str) -> pd.DataFrame:
     """All repeats of one table, with the column ``repeat``; written when it has rows."""
-    frames = []
-    for repeat in repeats:
-        path = run.load(cell.cell_id, repeat) / name
-        if path.is_file():
-            frame = pd.read_parquet(path)
-            frame["repeat"] = repeat
-            frames.append(frame)
+    frames = [
+        pd.read_parquet(path / name).assign(repeat=repeat)
+        for repeat, path in loads.items()
+        if (path / name).is_file()
+    ]  # fmt: skip
     pooled = pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True) if frames else pd.DataFrame()
     if len(pooled):
-        path = run.cell(cell.cell_id) / name
-        scratch = path.with_name(f".{name}.tmp")
-        pooled.to_parquet(scratch, index=False)
-        scratch.replace(path)
+        with write_atomically(folder / name) as scratch:
+            pooled.to_parquet(scratch, index=False)
     return pooled
-
-
-def _read_load(folder: Path) -> Mapping[str, Any]:
-    path = folder / "load.json"
-    return read_json(path) if path.is_file() else {}
 
 
 def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -115,9 +126,10 @@ def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, 
     return pool_samples([requests]) | {"steady_latency": steady}
 
 
-def _notes(loads: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the maker of the requests had to say; where repeats differ, a list of what they say, in their order."""
-    every = [load.get("notes") or {} for load in loads.values()]
+def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
+    """How the requests were made, by load.json; where repeats differ, a list with a value for each."""
+    stored = [read_json(path / "load.json") for path in loads.values() if (path / "load.json").is_file()]
+    every = [load.get("notes") or {} for load in stored]
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for notes in every for name in notes):
         values = [notes[name] for notes in every if name in notes]
@@ -126,33 +138,29 @@ def _notes(loads: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _load_section(run: RunFolder) -> Mapping[str, Any]:
-    """``load:`` of the workload; empty where no manifest tells."""
+    """``load:`` of the workload; empty without a manifest."""
     manifest = read_json(run.manifest_path) if run.manifest_path.is_file() else {}
     return (manifest.get("workload") or {}).get("load") or {}
 
 
 def _mean_rate(requests: pd.DataFrame) -> float | None:
     """Requests/s between the first and the last intended start, median over repeats; None where no time passed."""
-    rates = []
-    for _, rows in requests.groupby("repeat") if len(requests) else ():
-        span = float(rows["t0"].max() - rows["t0"].min())
-        if span > 0:
-            rates.append((len(rows) - 1) / span)
-    return statistics.median(rates) if rates else None
+    starts = [rows["t0"] for _, rows in requests.groupby("repeat")] if len(requests) else []
+    rates = [(len(t0) - 1) / (t0.max() - t0.min()) for t0 in starts if t0.max() > t0.min()]
+    return float(statistics.median(rates)) if rates else None
 
 
 def _summary(
     cell: Cell,
-    done: Mapping[int, Mapping[str, Any]],
+    loads: Mapping[int, Path],
     counters: Mapping[int, Mapping[str, Any]],
-    loads: Mapping[int, Mapping[str, Any]],
-    pooled: Mapping[str, Any],
+    requests: pd.DataFrame,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     configuration, load = cell.configuration, cell.load
+    done = {r: read_json(path / DONE) for r, path in loads.items()}
     flat = [flatten({**d["metrics"], "server": counters[r]}) for r, d in done.items()]
     names = sorted({name for values in flat for name in values})
-    aggregate = {name: spread([v[name] for v in flat if name in v]) for name in names}
     reasons = [f"repeat {r}: {reason}" for r, d in done.items() for reason in d["invalid_reasons"]]
     return {
         "cell_id": cell.cell_id,
@@ -182,83 +190,98 @@ def _summary(
             }
             for r, d in done.items()
         ],
-        "aggregate": aggregate,
-        "pooled": pooled,
+        "aggregate": {name: spread([v[name] for v in flat if name in v]) for name in names},
+        "pooled": pooled_latencies(requests, {r: d["metrics"] for r, d in done.items()}),
         "valid": not reasons,
         "invalid_reasons": reasons,
     }
 
 
-def _vllm_fields(
-    summary: Mapping[str, Any], facts: Mapping[str, Any], section: Mapping[str, Any], mean_rate: float | None
+def _vllm_metrics(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all repeats: counts and duration are sums, rates medians, latencies those of the pooled samples."""
+    aggregate = summary["aggregate"]
+    sums = {name: sum(aggregate[name]["values"]) for name in (*_TOTALS, "duration_s") if name in aggregate}
+    whole = {name: int(value) if value.is_integer() else value for name, value in sums.items()}
+    rates = {name: aggregate[name]["median"] for name in (*_RATES, "goodput") if name in aggregate}
+    return {**whole, **rates, **summary["pooled"]}
+
+
+def vllm_fields(
+    metrics: Mapping[str, Any],
+    *,
+    date: str,
+    backend: str | None,
+    model: str | None,
+    mode: str,
+    request_rate: float | None,
+    arrivals: str | None,
+    burstiness: float | None,
+    concurrency: int | None,
+    max_concurrency: int | None,
 ) -> dict[str, Any]:
-    """The field names of a ``vllm bench serve`` result, so that scripts that read those read this.
+    """A load in the field names of a ``vllm bench serve`` result; times in ms, rates per second.
 
-    Counts and duration are sums over the repeats, rates their median, times come from the pooled samples.
-    ``request_rate``: "inf" in closed loop (vLLM's word for: as fast as ``max_concurrency`` lets), the rate asked
-    for in open loop, the mean where the arrivals have no one rate. ``burstiness``, the shape of the gamma distribution
-    of the gaps: 1 for poisson, "inf" for constant gaps, null for a trace and in closed loop, which draw none.
+    ``metrics``: counts, rates, and latencies such as ``ttft_ms`` with their statistics. ``request_rate`` is "inf" in
+    closed loop (vLLM's word for: as fast as ``max_concurrency`` lets). ``burstiness``, the shape of the gamma
+    distribution of the gaps: 1 for poisson, "inf" for constant gaps, None for a trace and in closed loop.
     """
-    is_open = summary["load"]["mode"] == "open"
-    arrivals = (section.get("arrivals") or summary["load"]["arrivals"]) if is_open else None
-    aggregate, pooled, load = summary["aggregate"], summary["pooled"], summary["load"]
-    rate = load["request_rate"] if load["request_rate"] is not None else mean_rate
-
-    def total(name: str) -> float | int | None:
-        values = aggregate.get(name, {}).get("values")
-        if values is None:
-            return None
-        return int(sum(values)) if all(v.is_integer() for v in values) else sum(values)
-
+    is_open = mode == "open"
+    drawn = 1.0 if burstiness is None else burstiness
+    shapes = {"poisson": 1.0, "constant": "inf", "gamma": drawn, "ramp": drawn, "step": drawn}
     fields: dict[str, Any] = {
-        "date": summary["repeats"][0]["started_at"],
-        "backend": facts.get("backend"),
-        "model_id": facts.get("model"),
-        "tokenizer_id": facts.get("model"),
-        "num_prompts": (total("completed") or 0) + (total("failed") or 0),
-        "request_rate": rate if is_open else "inf",
-        "burstiness": vllm_burstiness(arrivals, section.get("burstiness")),
-        "max_concurrency": section.get("max_concurrency") if is_open else load["concurrency"],
-        "duration": total("duration_s"),
-        "completed": total("completed"),
-        "failed": total("failed"),
-        "total_input_tokens": total("total_input_tokens"),
-        "total_output_tokens": total("total_output_tokens"),
-        "request_goodput": aggregate.get("goodput", {}).get("median"),
+        "date": date,
+        "backend": backend,
+        "model_id": model,
+        "tokenizer_id": model,
+        "num_prompts": (metrics.get("completed") or 0) + (metrics.get("failed") or 0),
+        "request_rate": "inf" if not is_open or request_rate == math.inf else request_rate,
+        "burstiness": shapes.get(arrivals or "") if is_open else None,
+        "max_concurrency": max_concurrency if is_open else concurrency,
+        "duration": metrics.get("duration_s"),
+        "request_goodput": metrics.get("goodput"),
+        **{name: metrics.get(name) for name in (*_TOTALS, *_RATES)},
     }
-    for name in ("request_throughput", "output_throughput", "total_token_throughput"):
-        fields[name] = aggregate.get(name, {}).get("median")
-    for name in _TIMES:
-        values = pooled.get(f"{name}_ms") or {}
-        for theirs, ours in (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99")):
-            fields[f"{theirs}_{name}_ms"] = values.get(ours)
+    for latency, (theirs, ours) in itertools.product(_TIMES, _VLLM_STATISTICS):
+        fields[f"{theirs}_{latency}_ms"] = (metrics.get(f"{latency}_ms") or {}).get(ours)
     return fields
 
 
-def vllm_burstiness(arrivals: str | None, given: float | None) -> float | str | None:
-    """vLLM's ``burstiness`` of arrivals of ours; None for those that draw no gaps."""
-    if arrivals in ("gamma", "ramp", "step"):
-        return 1.0 if given is None else given
-    return {"poisson": 1.0, "constant": "inf"}.get(arrivals or "")
+def plateau_row(repeats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The entries of PLATEAU_HEADS of one plateau of the rate: medians over ``repeats``, each its metrics there."""
+    flat = [flatten(plateau) for plateau in repeats]
+
+    def median(name: str) -> float | None:
+        return statistics.median(values[name] for values in flat) if all(name in values for values in flat) else None
+
+    rate, start, end = median("request_rate"), median("start_s"), median("end_s")
+    return (
+        "–" if rate is None else f"{rate:g}/s",
+        "–" if start is None or end is None else f"{start:.0f}–{end:.0f}",
+        words.count(median("n")),
+        words.significant(median("steady_request_throughput")),
+        words.tokens_per_s(median("steady_output_throughput")),
+        words.ms(median("ttft_ms.p95")),
+        words.ms(median("tpot_ms.p50")),
+        words.significant(median("steady_goodput")),
+    )
 
 
-def _join_logs(run: RunFolder, cell: Cell, repeats: Sequence[int]) -> None:
-    parts = []
-    for repeat in repeats:
-        path = run.load(cell.cell_id, repeat) / "server.log"
-        if path.is_file():
-            parts.append(f"=== {cell.cell_id}, repeat {repeat}\n{path.read_text(errors='replace')}")
-    write_text(run.cell(cell.cell_id) / "server.log", "\n".join(parts))
+def _join_logs(folder: Path, loads: Mapping[int, Path]) -> None:
+    parts = [
+        f"=== {folder.name}, repeat {repeat}\n{(path / 'server.log').read_text(errors='replace')}"
+        for repeat, path in loads.items()
+        if (path / "server.log").is_file()
+    ]
+    write_text(folder / "server.log", "\n".join(parts))
 
 
 def _write_samples(path: Path, requests: pd.DataFrame) -> None:
     """Up to 8 outputs of the first repeat, spread over the load, for a person to read."""
-    rows = []
+    text = ""
     if len(requests) and "text" in requests:
         first = requests[requests["repeat"] == requests["repeat"].min()]
-        step = max(1, len(first) // MAX_SAMPLES)
-        columns = [
-            c for c in ("index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", "text") if c in first
-        ]
-        rows = json.loads(first.iloc[::step].head(MAX_SAMPLES)[columns].to_json(orient="records"))
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        shown = first.iloc[:: max(1, len(first) // MAX_SAMPLES)].head(MAX_SAMPLES)
+        shown = shown[[c for c in _SAMPLE_COLUMNS if c in shown]]
+        rows = json.loads(shown.to_json(orient="records"))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_text(path, text)

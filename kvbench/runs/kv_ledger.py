@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.common.stats import time_mean
-from kvbench.runs.model import Cell, number
+from kvbench.runs.model import MeasuredCell, number
 
 SLOT_PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 """The places of the server's ledger. Each slot is in one of them, so they add up to all slots."""
@@ -130,18 +130,18 @@ def observe(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
     return found
 
 
-def _mean(cell: Cell, name: str) -> float | None:
+def _mean(cell: MeasuredCell, name: str) -> float | None:
     values = list(cell.observed(name).values())
     return math.fsum(values) / len(values) if values else None
 
 
-def bytes_per_slot(cell: Cell) -> float | None:
+def bytes_per_slot(cell: MeasuredCell) -> float | None:
     """Bytes of a token's KV, scales with it; of the server, else of the capacity that was worked out for it."""
     told = (_mean(cell, "kv_bytes_per_slot"), *(cell.capacity.get(k) for k in ("bytes_per_slot", "bytes_per_token")))
     return next((v for value in told if (v := number(value)) is not None and v > 0), None)
 
 
-def ledger(cell: Cell) -> Ledger | None:
+def ledger(cell: MeasuredCell) -> Ledger | None:
     """None where the server does not tell its slots, their size or its budget."""
     slots = {place: _mean(cell, _OBSERVED + place) for place in SLOT_PLACES}
     size = bytes_per_slot(cell)
@@ -157,13 +157,13 @@ def ledger(cell: Cell) -> Ledger | None:
     return Ledger(math.fsum(parts.values()), parts, float(slots["tokens"] or 0.0) * scale, saved)
 
 
-def swapped_bytes(cell: Cell, way: str = "out") -> float | None:
+def swapped_bytes(cell: MeasuredCell, way: str = "out") -> float | None:
     """Bytes of KV moved to the host (``way`` "out") or back ("in") in all repeats; None where that is not told."""
     slots, size = cell.counter(f"swapped_{way}_slots_total"), bytes_per_slot(cell)
     return None if slots is None or size is None else slots * size
 
 
-def share_of_steps(cell: Cell, seconds: str) -> float | None:
+def share_of_steps(cell: MeasuredCell, seconds: str) -> float | None:
     """What a counter of seconds (hash_seconds, swap_seconds) is of all step time, 0..1; None where that is unknown."""
     spent = cell.counter(f"{seconds}_total")
     phases = {name for repeat in cell.repeats for name in repeat.server if name.startswith("step_time_seconds_total_")}
@@ -189,7 +189,7 @@ _COUNTED = (
 )
 
 
-def accounting(cell: Cell) -> dict[str, float]:
+def accounting(cell: MeasuredCell) -> dict[str, float]:
     """Everything the server accounts for, as plain numbers for summary.csv; what it does not tell is left out.
 
     Parts of the budget are means over time and repeats, counters and swapped bytes are sums over the repeats.

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import flatten
-from kvbench.runs.model import Cell
+from kvbench.runs.model import MeasuredCell
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el")
 _STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}
@@ -23,7 +23,7 @@ Values = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricValues:
     """A metric of one cell: a value a repeat in ``values``, or one of the cell as a whole under ``None``."""
 
     values: Mapping[int | None, float]
@@ -87,22 +87,24 @@ def value_of(values: Values, name: str) -> float | None:
     return _COMPUTED[name](values) if name in _COMPUTED else values.get(_SHORT.get(name, name))
 
 
-def measured(cell: Cell, name: str) -> Measured:
+def measured(cell: MeasuredCell, name: str) -> MetricValues:
     """The metric in each repeat that has it; no values where nobody measured it."""
     path = _SHORT.get(name, name)
     section, _, rest = path.partition(".")
     if section in _PARTS_OF_A_CELL:
         values = flatten(getattr(cell, section))
-        return Measured({None: values[rest]} if rest in values else {}, _is_uncertain([getattr(cell, section)], rest))
+        return MetricValues(
+            {None: values[rest]} if rest in values else {}, _is_uncertain([getattr(cell, section)], rest)
+        )
     found = {}
     for repeat in cell.repeats:
         values = flatten({**repeat.metrics, "server": repeat.server})
         if (value := value_of(values, name)) is not None:
             found[repeat.repeat] = value
-    return Measured(found, _is_uncertain([repeat.metrics for repeat in cell.repeats], path))
+    return MetricValues(found, _is_uncertain([repeat.metrics for repeat in cell.repeats], path))
 
 
-def nearest(cell: Cell, name: str) -> str | None:
+def nearest(cell: MeasuredCell, name: str) -> str | None:
     """The metric of ``cell`` whose dotted name is most like ``name``."""
     known = [key for repeat in cell.repeats for key in flatten({**repeat.metrics, "server": repeat.server})]
     return next(iter(difflib.get_close_matches(name, sorted(set(known)), n=1)), None)

@@ -31,7 +31,7 @@ SERVER_COLUMNS = (
 
 
 @dataclass(frozen=True, order=True)
-class LoadPoint:
+class MeasuredLoad:
     """One load: `value` is a number of concurrent requests (closed) or requests/s (open; inf: all at once).
 
     `arrivals` of an open loop: "poisson" ...; "trace", "ramp" and "step" have no one rate, which is stored as 0.
@@ -88,7 +88,7 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Cell:
+class MeasuredCell:
     """One configuration under one load, all its repeats."""
 
     cell_id: str
@@ -97,7 +97,7 @@ class Cell:
     is_baseline: bool
     varied: Mapping[str, Any]
     settings: Mapping[str, Any]
-    load: LoadPoint
+    load: MeasuredLoad
     capacity: Mapping[str, Any]
     repeats: tuple[Repeat, ...]
     pooled: Mapping[str, Any]
@@ -192,7 +192,7 @@ class Run:
 
     folder: Path
     manifest: Mapping[str, Any]
-    cells: tuple[Cell, ...]  # configurations in first-seen order, contiguous first, loads ascending
+    cells: tuple[MeasuredCell, ...]  # configurations in first-seen order, contiguous first, loads ascending
     missing: tuple[str, ...]  # ids of planned cells without a finished load
     short: tuple[str, ...]  # "cell: 2 of 3 repeats", for cells that miss some
     problems: tuple[str, ...]  # loads that failed, files that could not be read
@@ -215,7 +215,7 @@ class Run:
         return section if isinstance(section, Mapping) else {}
 
     @property
-    def loads(self) -> list[LoadPoint]:
+    def loads(self) -> list[MeasuredLoad]:
         return sorted({cell.load for cell in self.cells})
 
     @property
@@ -223,10 +223,10 @@ class Run:
         """Names of the configurations in display order."""
         return list(dict.fromkeys(cell.name for cell in self.cells))
 
-    def at(self, load: LoadPoint) -> list[Cell]:
+    def at(self, load: MeasuredLoad) -> list[MeasuredCell]:
         return [cell for cell in self.cells if cell.load == load]
 
-    def cell(self, name: str, load: LoadPoint) -> Cell | None:
+    def cell(self, name: str, load: MeasuredLoad) -> MeasuredCell | None:
         return next((c for c in self.cells if c.name == name and c.load == load), None)
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 from kvbench.common.stats import time_mean
 from kvbench.runs import kv_ledger as ledger
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.model import Cell, LoadPoint, Repeat, Run, number, read_gauges
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
 from kvbench.workload.settings import IN_LAYOUT, phrase
 
 
@@ -86,7 +86,7 @@ def planned_cells(plan: Any) -> dict[str, int]:
     return found
 
 
-def _rank(cell: Cell) -> tuple:
+def _rank(cell: MeasuredCell) -> tuple:
     size = number(cell.settings.get("page_size")) or 0
     extras = sum(key not in IN_LAYOUT for key in cell.varied)
     knows = {"max": 0, "pow2": 1, "oracle": 2}.get(str(cell.settings.get("reservation")), 0)  # of the output's length
@@ -99,7 +99,7 @@ def _of_sessions(manifest: Mapping[str, Any]) -> bool:
     return isinstance(load, Mapping) and bool(load.get("sessions"))
 
 
-def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], *, sessions: bool) -> Cell:
+def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], *, sessions: bool) -> MeasuredCell:
     load = summary.get("load") or {}
     is_open = load.get("mode") == "open"
     asked = load.get("request_rate" if is_open else "concurrency")
@@ -113,14 +113,14 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], *, 
         cache = {**(entry.get("prefix_cache") or {}), **(entry.get("prefix_cache_bounds") or {})}
         repeats.append(Repeat(int(entry["repeat"]), metrics, server, _observe(mine, metrics), machine, cache))
     config_id = str(summary.get("config_id", where.name))
-    return Cell(
+    return MeasuredCell(
         cell_id=str(summary.get("cell_id", where.name)),
         config_id=config_id,
         name=names[config_id],
         is_baseline=bool(summary.get("is_baseline")),
         varied=summary.get("varied") or {},
         settings=summary.get("settings") or {},
-        load=LoadPoint("open" if is_open else "closed", value, str(load.get("arrivals") or ""), sessions),
+        load=MeasuredLoad("open" if is_open else "closed", value, str(load.get("arrivals") or ""), sessions),
         capacity=summary.get("capacity") or {},
         repeats=tuple(sorted(repeats, key=lambda r: r.repeat)),
         pooled=summary.get("pooled") or {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvbench.runs.model import Cell, LoadPoint, Repeat, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run
 
 MIB = 1024 * 1024
 
@@ -31,7 +31,7 @@ def cell(
     server: dict[str, float] | None = None,
     capacity: dict[str, Any] | None = None,
     **settings: Any,
-) -> Cell:
+) -> MeasuredCell:
     """One cell; `throughput`, `tpot` (p50, ms) and `ttft` (p95, ms) have one value a repeat.
 
     ``observed``: gauges of every repeat, or one mapping a repeat; ``server``: further counters of each.
@@ -52,14 +52,14 @@ def cell(
     )
     name = f"paged (page {every.get('page_size')})" if layout == "paged" else layout
     extra = "".join(f" + {key} {value}" for key, value in settings.items() if key != "page_size")
-    return Cell(
+    return MeasuredCell(
         cell_id=f"{name}{extra}-{load:g}",
         config_id=name + extra,
         name=name + extra,
         is_baseline=(layout == "paged" and not settings) if baseline is None else baseline,
         varied=settings,
         settings=every,
-        load=LoadPoint(mode, load),
+        load=MeasuredLoad(mode, load),
         capacity=({} if budget is None else {"kv_budget_bytes": budget}) | (capacity or {}),
         repeats=repeats,
         pooled=_pooled(sorted(tpot)[len(tpot) // 2], sorted(ttft)[len(ttft) // 2]),
@@ -80,6 +80,6 @@ def _pooled(tpot: float, ttft: float) -> dict[str, Any]:
     return {name: {**values, "uncertain": []} for name, values in figures.items()}
 
 
-def run(*cells: Cell, status: str = "complete", missing: tuple[str, ...] = (), **manifest: Any) -> Run:
+def run(*cells: MeasuredCell, status: str = "complete", missing: tuple[str, ...] = (), **manifest: Any) -> Run:
     """A run of these cells; `manifest`: further entries of its manifest."""
     return Run(Path("/nonexistent/mixed/now"), {"status": status, **manifest}, cells, missing, (), ())

@@ -18,7 +18,7 @@ from kvbench.report.comparisons import (
     spread,
 )
 from kvbench.report.validity import validity
-from kvbench.runs.model import LoadPoint
+from kvbench.runs.model import MeasuredLoad
 from tests.support.report_cells import cell, run
 
 
@@ -80,7 +80,7 @@ def test_best_tells_level_from_not_told_apart() -> None:
             cell(page_size=32, throughput=(60.0, 99.0, 101.0), baseline=False),
             cell(page_size=64, throughput=(50.0, 50.0, 50.0), baseline=False),
         ),
-        LoadPoint("closed", 24),
+        MeasuredLoad("closed", 24),
     )
     assert top is not None
     assert top.level_with == ("paged (page 8)",)
@@ -129,7 +129,7 @@ def test_best_leaves_invalid_cells_out_and_names_those_level() -> None:
             cell(page_size=64, throughput=(199.0, 203.0, 200.0)),
             cell("contiguous"),
         ),
-        LoadPoint("closed", 24),
+        MeasuredLoad("closed", 24),
     )
     assert top is not None
     assert top.cell.name == "paged (page 16)"

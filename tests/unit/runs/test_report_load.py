@@ -21,7 +21,7 @@ from kvbench.report.plateaus import PLATEAU_HEADS, plateau_rows
 from kvbench.report.provenance import brief, environment, skipped_notes, warnings
 from kvbench.report.tables import columns, rows
 from kvbench.runs.folder import open_run
-from kvbench.runs.model import Cell, LoadPoint, Repeat, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell, run
 from tests.support.synthetic_run import PAIR, make_run
@@ -30,7 +30,7 @@ from tests.support.toy_engine import Scenario
 CAPPED = {"client_queue_ms": {"p50": 40.0, "p95": 120.0, "uncertain": []}}
 
 
-def changed(one: Cell, metrics: dict[str, Any] | None = None, cache: Any = (), **fields: Any) -> Cell:
+def changed(one: MeasuredCell, metrics: dict[str, Any] | None = None, cache: Any = (), **fields: Any) -> MeasuredCell:
     """`one` with more metrics in every repeat, and the prefix cache of each."""
     repeats = tuple(
         Repeat(r.repeat, {**r.metrics, **(metrics or {})}, r.server, r.observed, r.machine, cache[i] if cache else {})
@@ -89,13 +89,13 @@ def test_hits_stand_beside_what_the_declared_state_allows() -> None:
 
 def test_loads_without_one_rate_have_names_of_their_own() -> None:
     named = (
-        (LoadPoint("open", 4.0, "gamma"), "4 requests/s", "4/s"),
-        (LoadPoint("open", 0.0, "ramp"), "a ramp of the rate", "ramp"),
-        (LoadPoint("open", 0.0, "step"), "a rate in steps", "step"),
-        (LoadPoint("open", 0.0, "trace"), "the trace's own arrivals", "trace"),
-        (LoadPoint("open", 0.0), "the trace's own arrivals", "trace"),
-        (LoadPoint("open", math.inf), "all requests at once", "all"),
-        (LoadPoint("closed", 1.0), "1 concurrent request", "1 at once"),
+        (MeasuredLoad("open", 4.0, "gamma"), "4 requests/s", "4/s"),
+        (MeasuredLoad("open", 0.0, "ramp"), "a ramp of the rate", "ramp"),
+        (MeasuredLoad("open", 0.0, "step"), "a rate in steps", "step"),
+        (MeasuredLoad("open", 0.0, "trace"), "the trace's own arrivals", "trace"),
+        (MeasuredLoad("open", 0.0), "the trace's own arrivals", "trace"),
+        (MeasuredLoad("open", math.inf), "all requests at once", "all"),
+        (MeasuredLoad("closed", 1.0), "1 concurrent request", "1 at once"),
     )
     for load, label, short in named:
         assert (load.label, load.short) == (label, short)
@@ -191,8 +191,8 @@ def test_each_configuration_is_shown_with_its_own_command() -> None:
 
 
 def test_the_cells_of_a_valid_run_are_folded_and_those_of_an_invalid_one_are_not() -> None:
-    assert "<details><summary>Cell by cell" in page(run(cell()))
-    assert "<details open><summary>Cell by cell" in page(run(cell(reasons=("repeat 1: it lagged",))))
+    assert "<details><summary>MeasuredCell by cell" in page(run(cell()))
+    assert "<details open><summary>MeasuredCell by cell" in page(run(cell(reasons=("repeat 1: it lagged",))))
 
 
 def test_the_folder_of_a_single_load_is_no_results_folder(tmp_path: Path) -> None:
