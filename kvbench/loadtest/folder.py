@@ -17,7 +17,6 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.machine import environment
 from kvbench.loadtest.max_rate.search import INVALID
-from kvbench.runs.folder import MANIFEST, RunFolder
+from kvbench.runs.folder import MANIFEST
 from kvbench.runs.resume import environment_differences
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, differing_keys
@@ -112,21 +111,11 @@ def describe(workload: Workload, point: LoadPoint, target: Mapping[str, Any], **
     }
 
 
-@contextmanager
-def opened(path: Path, manifest: dict[str, Any], *, resume: bool) -> Iterator[LoadFolder]:
-    """The folder, locked, its manifest written. Raises UsageError for one that holds something else."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output-dir {path} cannot be made: {error.strerror}; give another folder") from None
-    with RunFolder(path).locked():
-        folder = _reopened(path, manifest) if resume else _new(path, manifest)
-        folder.update()
-        try:
-            yield folder
-        finally:
-            if folder.manifest.get("status") == COMPLETE:
-                (path / _LOCK).unlink(missing_ok=True)
+def open_folder(path: Path, manifest: dict[str, Any], *, resume: bool) -> LoadFolder:
+    """The folder, its manifest written; the caller holds its lock. Raises UsageError if it holds something else."""
+    folder = _reopened(path, manifest) if resume else _new(path, manifest)
+    folder.update()
+    return folder
 
 
 def _new(path: Path, manifest: dict[str, Any]) -> LoadFolder:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,14 @@ from kvbench.common.errors import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
     EXIT_OK,
-    Interrupted,
     MeasurementError,
     RefusedError,
     UsageError,
-    storage_sentence,
 )
 from kvbench.common.files import read_json, write_json
-from kvbench.common.signals import Interruption
 from kvbench.load import launch as loadrun
 from kvbench.loadtest.conflicts import check_named_load, check_words
-from kvbench.loadtest.folder import COMPLETE, METRICS, LoadFolder, describe, opened
+from kvbench.loadtest.folder import COMPLETE, METRICS, LoadFolder, describe, open_folder
 from kvbench.loadtest.max_rate.plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.loadtest.options import Asked, parse_rate, shaped
 from kvbench.loadtest.result import lengths_of, show, stored
@@ -36,6 +35,7 @@ from kvbench.loadtest.shared import Sharing, be_worker, require_free, sharing
 from kvbench.measure.load import Subject, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
+from kvbench.runs.work import Work, kept, work_in
 from kvbench.targets.base import HttpTarget
 from kvbench.targets.versions import version_of
 from kvbench.workload.design import LoadPoint, load_point
@@ -83,30 +83,21 @@ def load_command(
     target = new_target(options)
     target.start({}, Path())
     console = Console()
+    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
         made = _requests(loaded, point, target)
-        with (
-            Interruption() as interruption,
-            _folder(output_dir, resume, _manifest(loaded, point, target, search, shared)) as folder,
-        ):
+        manifest = _manifest(loaded, point, target, search, shared)
+        with _work(output_dir, manifest["command"], resume, tell) as (path, work):
+            folder = open_folder(path, manifest, resume=resume)
             calibrator = Calibrator(folder.path, not options["no_calibration"], console.print, console.print)
-            subject = _subject(loaded, target, interruption, calibrator, shared)
+            subject = _subject(loaded, target, work, calibrator, shared)
             if shared.notice:
-                console.print(shared.notice, highlight=False, markup=False, soft_wrap=True)
+                tell(shared.notice)
             session = Session(
                 subject, point, folder, console, options["num_warmups"], calibrator, made, keeps=output_dir is not None
             )
             return session.search(search) if search else session.one()
-    except (Interrupted, KeyboardInterrupt) as interrupt:
-        name = getattr(interrupt, "signal_name", "SIGINT")
-        kept = f"go on with the same command and --resume ({output_dir})" if output_dir else "nothing is kept"
-        console.print(f"stopped by {name}; {kept}", highlight=False, markup=False, soft_wrap=True)
         return EXIT_INTERRUPTED
-    except (MeasurementError, OSError) as error:
-        reason = storage_sentence(error, output_dir) if isinstance(error, OSError) else str(error)
-        if reason is None or output_dir is None:
-            raise
-        raise MeasurementError(f"{reason}; go on with the same command and --resume") from error
     finally:
         target.stop()
 
@@ -141,14 +132,21 @@ def _manifest(
 
 
 @contextmanager
-def _folder(output_dir: Path | None, resume: bool, manifest: dict[str, Any]) -> Iterator[LoadFolder]:
-    """The folder asked for, or one that is gone afterwards."""
-    if output_dir is not None:
-        with opened(output_dir, manifest, resume=resume) as folder:
-            yield folder
+def _work(
+    output_dir: Path | None, command: Sequence[str], resume: bool, tell: Callable[[str], None]
+) -> Iterator[tuple[Path, Work]]:
+    """The work in the folder asked for, or in one that is gone afterwards."""
+    if output_dir is None:
+        with tempfile.TemporaryDirectory() as scratch, work_in(Path(scratch), "nothing is kept", tell) as work:
+            yield Path(scratch), work
         return
-    with tempfile.TemporaryDirectory() as scratch, opened(Path(scratch), manifest, resume=False) as folder:
-        yield folder
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-dir {output_dir} cannot be made: {error.strerror}; give another folder") from None
+    go_on = shlex.join([*command, *([] if resume else ["--resume"])])
+    with work_in(output_dir, kept(go_on), tell) as work:
+        yield output_dir, work
 
 
 def target_facts(target: HttpTarget) -> dict[str, Any]:
@@ -164,11 +162,9 @@ def target_facts(target: HttpTarget) -> dict[str, Any]:
     }
 
 
-def _subject(
-    workload: Workload, target: HttpTarget, interruption: Interruption, calibrator: Calibrator, shared: Sharing
-) -> Subject:
+def _subject(workload: Workload, target: HttpTarget, work: Work, calibrator: Calibrator, shared: Sharing) -> Subject:
     def check() -> None:
-        interruption.check()
+        work.check()
         target.check_alive()
 
     settings = {"target": target.base_url}

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,13 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.calibration.cache import Calibrator
-from kvbench.common.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_INVALID,
-    EXIT_OK,
-    Interrupted,
-    MeasurementError,
-    say,
-    storage_sentence,
-)
+from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK
 from kvbench.common.files import utc_now, write_json
 from kvbench.common.git import git_state
-from kvbench.common.signals import Interruption
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import add_server, build_manifest
 from kvbench.runs.resume import accept_server, reopen
+from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.sweep.end import by_reason, invalid_reasons, write_report
 from kvbench.sweep.plan import SweepOptions, capacity_note, planned_blocks, preflight, without_done
@@ -60,11 +51,13 @@ class Sweep:
         if not self.resumed and (notice := _busy_notice()):
             self._note(notice)
         run = self.resumed or create_run(self.options.output_dir, self.workload.name, git_state()["short_sha"])
-        with run.locked():
-            return self._execute_locked(run, design, blocks, capacity, guesses)
+        with work_in(run.path, kept(self.resume_command(run)), self._say) as work:
+            return self._measure(work, run, design, blocks, capacity, guesses)
+        return EXIT_INTERRUPTED
 
-    def _execute_locked(
+    def _measure(
         self,
+        work: Work,
         run: RunFolder,
         design: Design,
         blocks: Sequence[Block],
@@ -75,48 +68,35 @@ class Sweep:
         manifest = self._open_manifest(run, blocks, capacity, something_left=bool(left))
         manifest["notes"] = list(design.notes)
         write_json(run.manifest_path, manifest)
-        estimator = Estimator(guesses, self.options.start_guess_s)
+        failures: list[Failure] = []
+        work.close = lambda: self._close(run, manifest, failures, "incomplete")
         finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
         self._say(f"results: {run.path}")
         if self.resumed:
-            self.console.print(f"{finished} loads are finished and are not run again", highlight=False)
+            self._say(f"{finished} loads are finished and are not run again")
             for path in run.damaged_loads():
                 self._note(f"a file in {path} is damaged: the load is run again")
-        failures: list[Failure] = []
-        complete = False
-        try:
-            with Interruption() as interruption:
-                with SweepProgress(self.console, left, estimator) as listener:
-                    runner = BlockRunner(
-                        self.workload,
-                        run,
-                        self.new_target,
-                        listener,
-                        _manifest_writer(run, manifest, force=self.options.force),
-                        interruption.check,
-                        failures,
-                        calibrate=self._calibrator(run, listener.status, self._say),
-                        capacity=capacity,
-                    )
-                    _run_blocks(runner, left)
-                whole = not without_done(run, planned_blocks(self.workload, manifest))
-                self._close(run, manifest, failures, "complete" if whole else "incomplete")
-                complete = whole
-                if note := capacity_note(design.configurations, manifest["capacity"]):
-                    self._say(note)
-                return self._conclude(run, design, failures, complete)
-        except (Interrupted, KeyboardInterrupt, SystemExit) as interrupt:
-            with suppress(OSError):
-                self._close_unless(complete, run, manifest, failures)
-            self._say_stopped(run, interrupt, complete)
-            return EXIT_INTERRUPTED
-        except OSError as error:
-            with suppress(OSError):  # there may be no room to; "incomplete" stands there since the start
-                self._close_unless(complete, run, manifest, failures)
-            raise self._not_stored(run, error) from error
-        except BaseException:
-            self._close_unless(complete, run, manifest, failures)
-            raise
+        with SweepProgress(self.console, left, Estimator(guesses, self.options.start_guess_s)) as listener:
+            runner = BlockRunner(
+                self.workload,
+                run,
+                self.new_target,
+                listener,
+                _manifest_writer(run, manifest, force=self.options.force),
+                work.check,
+                failures,
+                calibrate=self._calibrator(run, listener.status, self._say),
+                capacity=capacity,
+            )
+            _run_blocks(runner, left)
+        complete = not without_done(run, planned_blocks(self.workload, manifest))
+        self._close(run, manifest, failures, "complete" if complete else "incomplete")
+        if complete:
+            report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
+            work.close, work.next_step = None, f"everything is measured. Write the report with:\n  {report}"
+        if note := capacity_note(design.configurations, manifest["capacity"]):
+            self._say(note)
+        return self._conclude(run, design, failures, complete)
 
     def _calibrator(self, run: RunFolder, *tell: Callable[[str], None]) -> Calibrator:
         return Calibrator(run.path, self.options.calibrate, *tell)
@@ -169,43 +149,12 @@ class Sweep:
         if status != "incomplete":
             write_json(run.manifest_path, manifest)
 
-    def _close_unless(
-        self, complete: bool, run: RunFolder, manifest: dict[str, Any], failures: Sequence[Failure]
-    ) -> None:
-        if not complete:
-            self._close(run, manifest, failures, "incomplete")
-
     def _note(self, text: str) -> None:
         self._say(f"note: {text}")
 
     def _say(self, text: str) -> None:
         """As it is, unwrapped: commands are copied from it."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def _say_stopped(self, run: RunFolder, interrupt: BaseException, complete: bool) -> None:
-        """Where it can still be read: rich leaves with SystemExit when nobody reads stdout any more."""
-        unread = isinstance(interrupt, SystemExit)
-        name = "SIGPIPE (nobody reads the output)" if unread else getattr(interrupt, "signal_name", "SIGINT")
-        text = f"stopped by {name}; "
-        if complete:
-            report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
-            text += f"everything is measured. Write the report with:\n  {report}"
-        else:
-            text += f"what was measured is kept. Go on with:\n  {self.resume_command(run)}"
-        with suppress(OSError):  # a terminal that is gone
-            if unread:
-                say(text)
-            else:
-                self._say(text)
-
-    def _not_stored(self, run: RunFolder, error: OSError) -> Exception:
-        """The sentence for a disk that is full or lost; ``error`` itself when it is about something else."""
-        sentence = storage_sentence(error, run.path)
-        if sentence is None:
-            return error
-        return MeasurementError(
-            f"{sentence}; what was measured is kept. Go on then with:\n  {self.resume_command(run)}"
-        )
 
     def _conclude(self, run: RunFolder, design: Design, failures: Sequence[Failure], complete: bool) -> int:
         problems = by_reason(failures)

@@ -160,7 +160,7 @@ def test_a_full_disk_ends_a_sweep_with_its_path_and_what_was_written_is_resumed(
     run = bench.only_run()
     assert done.code == 4 and not done.left
     assert str(run) in done.output and "No space left on device; free some space" in done.output
-    assert "what was measured is kept. Go on then with:\n  kvbench sweep --resume" in done.output
+    assert "what was measured is kept. Go on with:\n  kvbench sweep --resume" in done.output
     assert manifest(run)["status"] == "incomplete" and not finished(run)
     remount(small_disk, "ro")
     refused = bench.resume()

@@ -234,7 +234,8 @@ def test_a_run_is_resumed_from_another_folder_and_says_once_that_the_machine_is_
     bench.write(load={"repeats": 1, "prompts": prompts})
     environment = bench.environment(PYTHONPATH=str(ROOT), FAKE_FAULT="die:2", FAKE_FAULT_ONCE=str(tmp_path / "spent"))
     program = (
-        "from kvbench import cli, contention; contention.busy_notice = lambda: 'this machine is busy: test'; cli.main()"
+        "from kvbench.cli import main; from kvbench.common import foreign_cpu; "
+        "foreign_cpu.busy_notice = lambda: 'this machine is busy: test'; main.main()"
     )
 
     def sweep(folder, *arguments):

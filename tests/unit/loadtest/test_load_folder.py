@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.loadtest.folder import METRICS, opened
+from kvbench.loadtest.folder import METRICS, open_folder
+from kvbench.runs.work import work_in
+
+
+@contextmanager
+def opened(path, manifest, *, resume):
+    path.mkdir(parents=True, exist_ok=True)
+    with work_in(path, "", print):
+        yield open_folder(path, manifest, resume=resume)
 
 
 def manifest(**more):
@@ -175,7 +184,7 @@ def test_a_finished_folder_holds_nothing_that_nobody_needs(tmp_path):
         run = folder.run(1, "r4")
         (run / "client.log").write_text("it said something")
         folder.finish(valid=True)
-    assert sorted(p.name for p in folder.path.iterdir()) == ["manifest.json", "runs"]
+    assert sorted(p.name for p in folder.path.iterdir()) == [".lock", "manifest.json", "runs"]
     assert (run / "client.log").read_text() == "it said something"
 
 

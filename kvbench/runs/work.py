@@ -1,0 +1,79 @@
+"""Work in a run folder: one process at a time, and an orderly end when a signal or the disk stops it early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.common.errors import Interrupted, MeasurementError, say, storage_sentence
+from kvbench.common.signals import Interruption
+from kvbench.runs.folder import RunFolder
+
+
+@dataclass
+class Work:
+    """What is being done in a folder; the worker may change the last two as it gets on.
+
+    ``check``: raises Interrupted if a signal has come. ``next_step``: tells the user how to go on. ``close``: writes
+    what is known into a folder that stays incomplete; called once when the work ends early.
+    """
+
+    check: Callable[[], None]
+    next_step: str
+    close: Callable[[], None] | None = None
+
+
+@contextmanager
+def work_in(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[Work]:
+    """Locks the folder and ends the work in it as ``orderly_end`` does. Raises UsageError where another one works."""
+    with RunFolder(path).locked(), orderly_end(path, next_step, tell) as work:
+        yield work
+
+
+@contextmanager
+def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[Work]:
+    """Ends early work with ``Work.close`` and a sentence that says how to go on.
+
+    An interruption (SIGINT, SIGTERM, SIGHUP, or stdout without a reader) is told and ends the ``with`` block: what
+    follows the block returns EXIT_INTERRUPTED. A full or lost disk becomes a MeasurementError, and a MeasurementError
+    names the next step.
+    """
+    with Interruption() as interruption:
+        work = Work(interruption.check, next_step)
+        try:
+            yield work
+        except (Interrupted, KeyboardInterrupt, SystemExit) as end:
+            with suppress(OSError):
+                _close(work)
+            _tell_interrupted(end, work.next_step, tell)
+        except OSError as error:
+            with suppress(OSError):  # there may be no room for it; the folder is marked incomplete since its start
+                _close(work)
+            if (sentence := storage_sentence(error, path)) is None:
+                raise
+            raise MeasurementError(f"{sentence}; {work.next_step}") from error
+        except MeasurementError as error:
+            _close(work)
+            raise MeasurementError(f"{error}; {work.next_step}") from error
+        except BaseException:
+            _close(work)
+            raise
+
+
+def kept(command: str) -> str:
+    """The next step after an interruption: ``command`` goes on."""
+    return f"what was measured is kept. Go on with:\n  {command}"
+
+
+def _close(work: Work) -> None:
+    if work.close is not None:
+        work.close()
+
+
+def _tell_interrupted(end: BaseException, next_step: str, tell: Callable[[str], None]) -> None:
+    unread = isinstance(end, SystemExit)  # rich raises it when nobody reads stdout any more
+    name = "SIGPIPE (nobody reads the output)" if unread else getattr(end, "signal_name", "SIGINT")
+    with suppress(OSError):  # the terminal may be gone
+        (say if unread else tell)(f"stopped by {name}; {next_step}")

@@ -1,0 +1,97 @@
+"""Work in a run folder: locked, and ended in order by a signal, a full disk and an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.runs.work import kept, work_in
+
+GO_ON = kept("kvbench sweep --resume out")
+
+
+def ended_by(path, do):
+    """What was told, and how often the folder was closed, by work that ``do`` ends."""
+    told, closed = [], []
+    try:
+        with work_in(path, GO_ON, told.append) as work:
+            work.close = lambda: closed.append(1)
+            do(work)
+            return told, closed, "done"
+    except Exception as error:
+        return told, closed, error
+    return told, closed, "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_work_and_names_the_way_on(tmp_path, number):
+    told, closed, end = ended_by(tmp_path, lambda work: os.kill(os.getpid(), number))
+    assert end == "interrupted" and len(closed) == 1
+    assert told == [f"stopped by {number.name}; {GO_ON}"]
+
+
+def test_a_second_signal_does_not_interrupt_the_closing(tmp_path):
+    closed = []
+    with work_in(tmp_path, GO_ON, lambda text: None) as work:
+        work.close = lambda: closed.append(os.kill(os.getpid(), signal.SIGINT))
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert closed == [None]
+
+
+def test_a_terminal_that_is_gone_does_not_turn_an_interruption_into_an_error(tmp_path):
+    def gone(text):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with work_in(tmp_path, GO_ON, gone):
+        os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_output_that_nobody_reads_is_told_on_stderr(tmp_path, capsys):
+    told, closed, end = ended_by(tmp_path, lambda work: sys.exit(1))  # so rich leaves on a broken pipe
+    assert end == "interrupted" and len(closed) == 1 and told == []
+    assert "SIGPIPE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_full_disk_is_a_measurement_error_with_the_folder_and_the_way_on(tmp_path, closes):
+    def fill(work):
+        if not closes:
+            work.close = lambda: fill(work)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    _, closed, end = ended_by(tmp_path, fill)
+    assert isinstance(end, MeasurementError) and str(tmp_path) in str(end) and str(end).endswith(GO_ON)
+    assert len(closed) == closes
+
+
+def test_other_errors_close_the_folder_and_stay_what_they_are(tmp_path):
+    def fails(error):
+        def do(work):
+            raise error
+
+        return ended_by(tmp_path, do)[1:]
+
+    for error in (ZeroDivisionError(), UsageError("wrong"), OSError(errno.ECHILD, "no child")):
+        assert fails(error) == ([1], error)
+    closed, end = fails(MeasurementError("the server died"))
+    assert closed == [1] and isinstance(end, MeasurementError) and GO_ON in str(end)
+
+
+def test_only_one_process_works_in_a_folder(tmp_path):
+    other = (
+        "import sys; from pathlib import Path; from kvbench.runs.work import work_in\n"
+        "with work_in(Path(sys.argv[1]), '', print): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", other, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match=str(holder.pid)), work_in(tmp_path, GO_ON, print):
+            pytest.fail("two work in one folder")
+        holder.stdin.close()
