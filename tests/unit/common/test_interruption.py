@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvbench.common.errors import Interrupted
-from kvbench.sweep.run import Interruption
+from kvbench.common.signals import Interruption
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
