@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.option_rules import check_exclusive, check_goes_with, flag
 
 BUILTIN = "the built-in server, or a command in its place"
 RUNNING = "a server that runs already (--target URL)"
@@ -29,28 +30,18 @@ APPLIES: Mapping[str, tuple[str, ...]] = {
 }
 _OF_THE_WORKLOAD = {"model": "model.config", "max_model_len": "engine.max_model_len", "tokenizer": "model.tokenizer"}
 _TLS = ("tls_ca_file", "no_tls_verify")
+_ONE_OF_TLS = {_TLS: "one trusts the certificates in a file, the other any"}
 
 
 def check_options(kind: str, options: Mapping[str, Any]) -> None:
     """``kind``: of the target; ``options``: as given. Raises UsageError for one that does nothing there."""
-    for name, places in APPLIES.items():
-        if not options.get(name) or kind in places:
-            continue
-        workload = _OF_THE_WORKLOAD.get(name)
-        way = f", or change the workload's with -o {workload}=VALUE" if workload else ""
-        raise UsageError(f"{_flag(name)} goes with {' or '.join(places)}: leave it out{way}")
+    instead = {name: f"change the workload's with -o {key}=VALUE" for name, key in _OF_THE_WORKLOAD.items()}
+    check_goes_with([name for name in APPLIES if options.get(name)], APPLIES, (kind,), instead)
 
 
-def check_tls(flag: str, url: str, options: Mapping[str, Any]) -> None:
-    """``flag``: of the URL. Raises UsageError for options that contradict it, or each other."""
+def check_tls(url_flag: str, url: str, options: Mapping[str, Any]) -> None:
+    """``url_flag``: of the URL. Raises UsageError for options that contradict it, or each other."""
     given = [name for name in _TLS if options.get(name)]
-    if len(given) > 1:
-        raise UsageError(
-            "--tls-ca-file and --no-tls-verify exclude each other: one trusts the certificates in a file, the other any"
-        )
+    check_exclusive(given, _ONE_OF_TLS)
     if given and url.lower().startswith("http://"):
-        raise UsageError(f"{_flag(given[0])} goes with https://, and {flag} is {url}: change one of them")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        raise UsageError(f"{flag(given[0])} goes with https://, and {url_flag} is {url}: change one of them")

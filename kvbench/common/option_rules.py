@@ -1,0 +1,35 @@
+"""Which options of a command line go with which."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from kvbench.common.errors import UsageError
+
+
+def flag(name: str) -> str:
+    """``max_runs`` as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_goes_with(
+    given: Collection[str],
+    needs: Mapping[str, Collection[str]],
+    present: Collection[str],
+    instead: Mapping[str, str] | None = None,
+) -> None:
+    """Raises UsageError for an option that does nothing without something that is not present.
+
+    ``needs``: by option, the things of which one must be in ``present``; ``instead``: by option, what else to do.
+    """
+    for name in given:
+        if name in needs and not set(needs[name]) & set(present):
+            way = f", or {other}" if (other := (instead or {}).get(name)) else ""
+            raise UsageError(f"{flag(name)} goes with {' or '.join(needs[name])} only: leave it out{way}")
+
+
+def check_exclusive(given: Collection[str], pairs: Mapping[tuple[str, str], str]) -> None:
+    """Raises UsageError for two options of which only one can be given; ``pairs``: with the reason."""
+    for (one, other), why in pairs.items():
+        if one in given and other in given:
+            raise UsageError(f"{flag(one)} and {flag(other)} exclude each other: {why}")
