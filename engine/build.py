@@ -10,11 +10,12 @@ import torch
 from engine.config import DEFAULT_CPU_BUDGET, EngineConfig, format_bytes
 from engine.engine import Engine
 from engine.execution.executor import TorchExecutor, available_cpus
-from engine.execution.forward import cannot_compile
 from engine.execution.graphs import cuda_capture
 from engine.execution.warm_steps import run_padding_steps
 from engine.kv.budget import capacity_of
-from engine.kv.manager import KVManager, make_kv_manager
+from engine.kv.layouts import make_kv_manager
+from engine.kv.manager import KVManager
+from engine.model.compiler import cannot_compile
 from engine.model.cpu_layers import use_cpu_layers
 from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams

@@ -1,16 +1,88 @@
-"""What the engine did, added up step by step."""
+"""What the engine counts: gauges describe this moment, counters only grow."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.kv.manager import KVManager
-from engine.kv.moves import MoveKind
+from engine.kv.manager import LEDGER, KVCounters, KVManager, KVStats, MoveKind
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_plan import StepPlan
-from engine.stats import LEDGER, PHASES, EngineStats, KVStats, StepRecord
+
+PHASES = ("schedule", "prepare", "execute", "sample", "output")
+"""Where the time of the engine's thread goes.
+
+schedule: planning the step. prepare: moving KV, and making the step's inputs. execute: the forward pass. sample:
+drawing the tokens. output: appending tokens, ending sequences, counting.
+
+On CUDA the device computes while the thread does other things. There, execute is the time to queue the forward pass
+plus the wait for the step's tokens, and sample the time to queue the sampler. With asynchronous scheduling the next
+step is planned, prepared and queued before the wait, so a short wait means that the host is the bottleneck.
+"""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step: what it did and what it left."""
+
+    step: int
+    prefill_tokens: int
+    decode_tokens: int
+    running: int
+    waiting: int
+    preempted: int
+    recomputed_tokens: int
+    copied_slots: int
+    swapped_out_slots: int
+    swapped_in_slots: int
+    prefix_hits: int
+    kv: KVStats
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """One reading. Times in seconds, sizes in bytes, prefix-cache hits and queries in tokens."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_requests_swapped: int  # of the waiting ones, those with KV on the host
+    kv: KVStats
+    kv_budget_bytes: int
+    swap_space_bytes: int
+    bytes_per_slot: int
+    scale_bytes_per_slot: int  # of bytes_per_slot, scales of a quantised KV
+    num_preemptions: int  # sequences put back to waiting, for want of memory or for a more urgent one
+    recomputed_tokens: int  # computed before: preempted sequences, and forks that found no room beside their parent
+    counters: KVCounters
+    prompt_tokens: int
+    generation_tokens: int
+    steps: int
+    prefill_tokens_scheduled: int
+    decode_tokens_scheduled: int
+    forks: int = 0
+    swap_seconds: float = 0.0  # moving pages: copies on write and swaps
+    slot_steps: dict[str, int] = field(default_factory=dict)  # LEDGER -> slots, summed over the steps
+    finished: dict[str, int] = field(default_factory=dict)  # finish_reason -> sequences
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # phase -> seconds, keys PHASES
+
+    @property
+    def kv_cache_usage_perc(self) -> float:
+        """Owned share of the slots, 0..1 (vLLM's name)."""
+        return self.kv.slots_reserved / self.kv.slots_total if self.kv.slots_total else 0.0
+
+    @property
+    def kv_waste_slots(self) -> int:
+        return self.kv.slots_reserved - self.kv.slots_used
+
+    @property
+    def prefix_cache_hits(self) -> int:
+        return self.counters.prefix_hits
+
+    @property
+    def prefix_cache_queries(self) -> int:
+        return self.counters.prefix_queries
 
 
 class Work(NamedTuple):
@@ -22,7 +94,7 @@ class Work(NamedTuple):
     recomputed: int
 
 
-class Accounts:
+class EngineCounters:
     """Counters that only grow. A step's work is counted when it is planned, its slots when its tokens are read."""
 
     def __init__(self, clock: Callable[[], float]):

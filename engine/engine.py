@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.counters import Accounts, Work
+from engine.counters import EngineCounters, EngineStats, StepRecord, Work
 from engine.kv.budget import KVCapacity
 from engine.kv.manager import KVManager
 from engine.model.spec import ModelInfo
@@ -30,7 +30,6 @@ from engine.scheduling.groups import BeamGroup, Group
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_plan import StepHandle, StepPlan
 from engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutput
-from engine.stats import EngineStats, StepRecord
 
 
 class Executor(Protocol):
@@ -84,7 +83,7 @@ class Engine:
         self._in_flight: deque[_Step] = deque()  # at most one between two steps, none if not pipelined
         self._eos = frozenset(self.model_info.eos_token_ids)
         self._check = os.environ.get("KVBENCH_CHECK") == "1"
-        self._accounts = Accounts(clock)
+        self._counters = EngineCounters(clock)
 
     @property
     def capacity(self) -> KVCapacity:
@@ -143,7 +142,7 @@ class Engine:
             self.scheduler.finish(seq)
             del group.live[seq.index]
         group.remaining -= ended
-        self._accounts.finished[reason] += ended
+        self._counters.finished[reason] += ended
         if not group.live:
             del self._groups[request_id]
         return True
@@ -161,7 +160,7 @@ class Engine:
         launched = not (in_flight and in_flight[-1].decides) and self._launch()
         unread = 1 if launched and self.pipelined else 0
         outputs = self._read(in_flight[0]) if len(in_flight) > unread else []
-        self.kv.settle()  # after the accounts, which show what the step had pinned
+        self.kv.settle()  # after the counters, which show what the step had pinned
         if self._check:
             self.check_integrity()
         return outputs
@@ -186,13 +185,13 @@ class Engine:
         plan = self.scheduler.schedule()
         something = bool(plan.scheduled or plan.moves or plan.preempted)
         if something:
-            self._in_flight.append(_Step(plan, self._accounts.count(plan)))
-        self._accounts.phases["schedule"] += time.perf_counter() - started
+            self._in_flight.append(_Step(plan, self._counters.count(plan)))
+        self._counters.phases["schedule"] += time.perf_counter() - started
         if plan.scheduled or plan.moves:
             self._in_flight[-1].handle = self.executor.launch(plan)
             started = time.perf_counter()
             self._commit(self._in_flight[-1])
-            self._accounts.phases["output"] += time.perf_counter() - started
+            self._counters.phases["output"] += time.perf_counter() - started
         return something
 
     def _commit(self, step: _Step) -> None:
@@ -211,7 +210,7 @@ class Engine:
                     seq.expect_token()
 
     def _read(self, step: _Step) -> list[TokenOutput]:
-        """Wait for the tokens of the oldest step, give them to their sequences, and close its accounts."""
+        """Wait for the tokens of the oldest step, give them to their sequences, and count them."""
         drawn = step.handle.tokens() if step.handle is not None else []
         started = time.perf_counter()
         outputs: list[TokenOutput] = []
@@ -219,13 +218,13 @@ class Engine:
         for (seq, _), brought in zip(step.plan.scheduled, drawn, strict=True):
             if brought is not None and seq.status is not finished:  # else ended or aborted since
                 generated += self._advance(seq, brought, outputs)
-        self._accounts.counts["generation_tokens"] += generated
+        self._counters.counts["generation_tokens"] += generated
         self._in_flight.popleft()
         kv = self.kv.stats()
-        self._accounts.keep(kv)
+        self._counters.keep(kv)
         if self.on_step is not None:
-            self.on_step(self._accounts.record(step.plan, step.work, self.kv, kv, self.scheduler))
-        self._accounts.phases["output"] += time.perf_counter() - started
+            self.on_step(self._counters.record(step.plan, step.work, self.kv, kv, self.scheduler))
+        self._counters.phases["output"] += time.perf_counter() - started
         return outputs
 
     def _advance(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:
@@ -243,7 +242,7 @@ class Engine:
 
     def _fork(self, seq: Sequence) -> list[Sequence]:
         family = self._groups[seq.request_id].fork(seq, self.scheduler)
-        self._accounts.counts["forks"] += len(family) - 1
+        self._counters.counts["forks"] += len(family) - 1
         return family
 
     def _append(self, seq: Sequence, token: int, outputs: list[TokenOutput]) -> None:
@@ -270,12 +269,12 @@ class Engine:
         assert isinstance(group, BeamGroup)
         known = group.num_forks
         self._return(group, group.take(seq, drawn, self.scheduler), outputs)
-        self._accounts.counts["forks"] += group.num_forks - known
+        self._counters.counts["forks"] += group.num_forks - known
         return 1
 
     def _return(self, group: Group, ended: list[TokenOutput], outputs: list[TokenOutput]) -> None:
         for output in ended:
-            self._accounts.finished[output.finish_reason] += 1
+            self._counters.finished[output.finish_reason] += 1
         outputs.extend(ended)
         if not group.live:
             del self._groups[group.request.request_id]
@@ -298,4 +297,4 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """One reading, to keep: nothing in it changes later."""
-        return self._accounts.stats(self.kv, self.scheduler, self.executor.phase_seconds)
+        return self._counters.stats(self.kv, self.scheduler, self.executor.phase_seconds)

@@ -11,8 +11,8 @@ from ci.gpu import kernel_problems as problems
 from ci.gpu.kernel_problems import TOLERANCE, Case, Drawn
 from ci.gpu.part import PartReport, sentence
 from engine.kv.budget import KVCapacity
+from engine.kv.manager import Move, MoveKind
 from engine.kv.mover import KVMover
-from engine.kv.moves import Move, MoveKind
 from kernels import get_backend
 from kernels.api import KVCache
 from kernels.quantized import QuantizedKV, raw_tensors

@@ -19,8 +19,8 @@ from ci.gpu.check_moves import capacity
 from ci.gpu.kernel_cases import Decode, Heads, Prefill
 from ci.gpu.part import PartReport, attempt, part_parser, ratio_text, read_ceilings
 from ci.gpu.timing import Timing, measure
+from engine.kv.manager import Move, MoveKind
 from engine.kv.mover import KVMover
-from engine.kv.moves import Move, MoveKind
 from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.kv_formats import KV_FORMATS

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from engine.async_engine import EngineThread
 from engine.bench.case import Case, Outputs, speed_of
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.engine_thread import EngineThread
 from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.execution.forward import ModelForward, compile_model
+from engine.execution.forward import ModelForward
 from engine.execution.sampler import Sampled, sample
 from engine.execution.step_inputs import InputBuffers
 from engine.kv.budget import KVCapacity
 from engine.kv.mover import KVMover
-from engine.kv.scales import calibrate_kv_scales
 from engine.model.attention import AttentionHost
+from engine.model.compiler import compile_model
+from engine.model.kv_scales import calibrate_kv_scales
 from engine.model.loader import LoadedModel
 from engine.scheduling.step_plan import Computed, Scheduled, StepHandle, StepPlan
 from engine.sequence import Drawn, Sequence

@@ -10,20 +10,86 @@ ignore EOS, as the load generator's do.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import pairwise
+
 from engine.kv.budget import KVCapacity
-from engine.kv.moves import Move, MoveKind
-from engine.kv.row_table import RowTable
-from engine.kv.slab import Slab
+from engine.kv.manager import KVManager, KVStats, Move, MoveKind
 from engine.sequence import Sequence
-from engine.stats import KVStats
 
 
-class ContiguousKVManager(RowTable):
-    """See ``engine.kv.manager.KVManager`` for what each method promises.
+class Slab:
+    """Holes in order of their place. ``take`` scans them from the left: O(holes), at most one more than takers.
+
+    Invariant: holes are not empty, do not touch one another, and lie within ``size``.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.free = size
+        self._bases: list[int] = [0]
+        self._sizes: list[int] = [size]
+
+    def copy(self) -> Slab:
+        """The same holes, to try something out on."""
+        other = Slab(self.size)
+        other.free, other._bases, other._sizes = self.free, self._bases.copy(), self._sizes.copy()
+        return other
+
+    @property
+    def largest_hole(self) -> int:
+        return max(self._sizes, default=0)
+
+    def find(self, size: int) -> int | None:
+        """Index of the first hole that holds ``size`` slots."""
+        return next((i for i, hole in enumerate(self._sizes) if hole >= size), None)
+
+    def take(self, size: int) -> int | None:
+        """The first slot of ``size`` consecutive ones, or None."""
+        index = self.find(size)
+        if index is None:
+            return None
+        base = self._bases[index]
+        if self._sizes[index] == size:
+            del self._bases[index], self._sizes[index]
+        else:
+            self._bases[index] += size
+            self._sizes[index] -= size
+        self.free -= size
+        return base
+
+    def give(self, base: int, size: int) -> None:
+        """Return what ``take`` gave; neighbouring holes become one."""
+        index = bisect_left(self._bases, base)
+        self.free += size
+        if index < len(self._bases) and base + size == self._bases[index]:
+            size += self._sizes[index]
+            del self._bases[index], self._sizes[index]
+        if index and self._bases[index - 1] + self._sizes[index - 1] == base:
+            self._sizes[index - 1] += size
+        else:
+            self._bases.insert(index, base)
+            self._sizes.insert(index, size)
+
+    def check_integrity(self, taken: list[tuple[int, int]]) -> None:
+        """Assert that ``taken`` (base, size) and the holes tile the slab."""
+        pieces = sorted([*taken, *zip(self._bases, self._sizes, strict=True)])
+        end = 0
+        for base, size in pieces:
+            assert base == end and size > 0, f"the slab is torn or used twice at slot {base}"
+            end += size
+        assert end == self.size and sum(self._sizes) == self.free
+        holes = list(zip(self._bases, self._sizes, strict=True))
+        assert all(a + n < b for (a, n), (b, _) in pairwise(holes)), "two holes touch"
+
+
+class ContiguousKVManager(KVManager):
+    """One reservation a sequence.
 
     First fit in one slab, so that short and long reservations leave holes behind. External fragmentation is reported
     where it hurts: free slots that would hold the reservation at the head of the queue, if they lay together. Eviction
-    is all or nothing: a sequence's KV is on the device, wholly on the host, or gone.
+    is all or nothing: a sequence's KV is on the device, wholly on the host, or gone. Nothing is shared or pinned: moves
+    are done in order, and a slot's next owner writes after them.
     """
 
     def __init__(self, max_num_seqs: int, capacity: KVCapacity, reservation: str):
@@ -101,9 +167,6 @@ class ContiguousKVManager(RowTable):
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         self._hold(seq, num_tokens)
 
-    def publish(self, seq: Sequence) -> None:
-        """There is no cache."""
-
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Nothing can be shared: a reservation of its own, and a copy of everything."""
         if parent.row < 0 or not self._free_rows or not self._reserve(child):
@@ -150,12 +213,6 @@ class ContiguousKVManager(RowTable):
         self.slab.give(base, self._sizes.pop(base))
         self.counters.freed_pages += 1
         self._return_row(seq)
-
-    def settle(self) -> None:
-        """Nothing is pinned: moves are done in order, and a slot's next owner writes after them."""
-
-    def distrust(self, published: bool) -> None:
-        """Nothing is shared, so what a failed move left behind is its own sequence's alone."""
 
     def reset_prefix_cache(self) -> bool:
         """There is no cache to reset; False while a sequence owns a reservation, as in the paged layout."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from engine.kv.budget import KVCapacity
-from engine.kv.moves import Move, MoveKind, batches
+from engine.kv.manager import Move, MoveKind
 
 
 class KVMover:
@@ -156,3 +156,22 @@ def _pages(cache: torch.Tensor, page_size: int) -> torch.Tensor:
 
 def _row_bytes(cache: torch.Tensor) -> int:
     return cache[0].numel() * cache.element_size()
+
+
+def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Runs of one kind that may be done all at once, in the order of ``moves``, each of which is of one page.
+
+    The managers plan as if each move were done on the spot, so the order is part of the meaning: a page that one move
+    wrote may be read or written by a later one, which therefore begins a new batch.
+    """
+    batch: list[Move] = []
+    targets: set[int] = set()
+    for move in moves:
+        clash = move.target in targets or (move.kind is MoveKind.COPY and move.source in targets)
+        if batch and (clash or move.kind is not batch[0].kind):
+            yield batch
+            batch, targets = [], set()
+        batch.append(move)
+        targets.add(move.target)
+    if batch:
+        yield batch

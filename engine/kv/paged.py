@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from engine.kv.budget import KVCapacity
-from engine.kv.moves import Move, MoveKind
+from engine.kv.manager import KVCounters, KVManager, KVStats, Move, MoveKind
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
-from engine.kv.row_table import RowTable
 from engine.kv.swap_space import SwapSpace
 from engine.sequence import Sequence
-from engine.stats import KVCounters, KVStats
 
 SPARE_TOKENS = 16  # that each running sequence may still grow before an admission would be regretted
 
 
-class PagedKVManager(RowTable):
-    """See ``engine.kv.manager.KVManager`` for what each method promises.
+class PagedKVManager(KVManager):
+    """Pages, taken one by one.
 
     Only a page that one sequence names, and that is not full, is ever written: full pages are shared freely (cache,
     forks, host twins), and a partly filled one that siblings share is copied for whoever writes first.
@@ -257,7 +255,7 @@ class PagedKVManager(RowTable):
             self.prefix_cache.clear(self.pool)
         return True
 
-    # Accounts.
+    # Counts.
 
     def read_counters(self) -> KVCounters:
         if self.prefix_cache is not None:

@@ -52,7 +52,7 @@ class AttentionHost:
 
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
-    engine.kv.scales): for fp8 and only for fp8, which raises ValueError without them.
+    engine.model.kv_scales): for fp8 and only for fp8, which raises ValueError without them.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig, format_bytes
-from engine.execution.forward import check_compiler, first_sentence
 from engine.kv.budget import KVShape, LayerKV
+from engine.model.compiler import check_compiler, first_sentence
 from engine.model.spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
 from engine.model.support_check import check_family, check_logits, measure_kv
 from kernels import default_backend, get_backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from engine.kv.moves import Move
+from engine.kv.manager import Move
 from engine.sequence import Drawn, Sequence
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
-from engine.async_engine import AsyncEngine
+from engine.async_engine import AsyncEngine, EngineThread
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.engine_thread import EngineThread
 from engine.model.spec import find_model
 from engine.server.app import create_app
 from engine.server.arguments import ServeOptions, build_parser, options_of

@@ -16,9 +16,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from engine.async_engine import AsyncEngine, EngineUnavailable
+from engine.async_engine import AsyncEngine, EngineThread, EngineUnavailable
 from engine.engine import Engine
-from engine.engine_thread import EngineThread
 from engine.server.chat import chat_completions, chat_ids
 from engine.server.completions import completions, encode
 from engine.server.errors import CLIENT_LEFT, APIError, install_error_handlers, invalid

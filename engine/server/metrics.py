@@ -16,8 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
+from engine.counters import PHASES, EngineStats
 from engine.kv.budget import KVCapacity
-from engine.stats import LEDGER, PHASES, EngineStats
+from engine.kv.manager import LEDGER
 
 PREFIX = "kvbench:"
 FINISHED_REASONS = ("stop", "length")

@@ -8,7 +8,8 @@ import threading
 import time
 from typing import TextIO
 
-from engine.stats import LEDGER, KVStats, StepRecord
+from engine.counters import StepRecord
+from engine.kv.manager import LEDGER, KVStats
 
 FLUSH_SECONDS = 1.0  # how far the file may lag behind while steps are made
 _STEP = tuple(field.name for field in dataclasses.fields(StepRecord) if field.name != "kv")

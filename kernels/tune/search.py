@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from kernels.launch import MIN_DOT, Tiles
 from kernels.tuning import Entry, Table, unusable
-from kvbench.common.errors import MeasurementError
 
 MIN_GAIN = 0.02  # of the default's time: less is within what two sittings differ by
 ROUNDS = 5  # in which winner and default are timed again, in turns
@@ -99,10 +98,10 @@ def search(
     ``out_of_time`` is asked before each candidate; the default is always timed, and so is the winner in turns with it.
 
     Raises:
-        MeasurementError: the default itself is refused.
+        ValueError: the default itself is refused.
     """
     if reason := refusal(default):
-        raise MeasurementError(f"the kernel fails with its own default {default}: {reason}")
+        raise ValueError(f"the kernel fails with its own default {default}: {reason}")
     best, fastest = default, microseconds(default)
     rejected: list[tuple[Tiles, str]] = []
     tried, finished = 0, True

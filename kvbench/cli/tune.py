@@ -15,7 +15,7 @@ from kernels.kv_formats import KV_FORMATS
 from kernels.launch import Tiles
 from kernels.tune.search import Case, Outcome, candidates, entry_of, merge, search
 from kernels.tuning import Entry, Table, bucket_of
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.runs import manifest
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -114,7 +114,10 @@ def _tune_case(case: Case, chip, device, deadline: float) -> Outcome:
     large = Problem(case, *TIMED[case.kernel], TIMED_KV_HEADS, chip, device)
     default = default_tiles(case, chip.arch)
     tries = candidates(case, default, chip.arch)
-    return search(default, tries, Checker(small), event_timer(large), lambda: time.monotonic() > deadline)
+    try:
+        return search(default, tries, Checker(small), event_timer(large), lambda: time.monotonic() > deadline)
+    except ValueError as error:
+        raise MeasurementError(str(error)) from None
 
 
 def default_tiles(case: Case, arch: int) -> Tiles:

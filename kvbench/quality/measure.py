@@ -21,8 +21,8 @@ from kvbench.workload.settings import effective
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from engine.execution.teacher_forcing import Divergence
     from engine.model.loader import LoadedModel
+    from engine.teacher_forcing import Divergence
 
 _QUANTILES = {"p95": 0.95, "p99": 0.99}
 # What decides which weights are loaded, and for what.
@@ -157,7 +157,7 @@ def figures(divergence: Divergence) -> dict[str, Any]:
 
 
 def _measured(config: EngineConfig, loaded: LoadedModel, drawn: Prompts) -> dict[str, Any]:
-    from engine.execution.teacher_forcing import measure_divergence
+    from engine.teacher_forcing import measure_divergence
 
     found = measure_divergence(config, loaded, drawn.token_ids, drawn.max_tokens)
     return {"kv_cache_dtype": config.kv_cache_dtype, "reference": "auto", **figures(found)}

@@ -16,10 +16,10 @@ from bench_mode import CUDA, choose
 
 from engine.build import assemble_engine
 from engine.config import EngineConfig
+from engine.counters import PHASES
 from engine.engine import Engine
 from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
-from engine.stats import PHASES
 
 _TINY = {  # a model for smoke
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,

@@ -16,8 +16,8 @@ from bench_timing import note, race
 
 from engine.config import EngineConfig
 from engine.kv.budget import KVShape, LayerKV, capacity_of
+from engine.kv.manager import Move, MoveKind
 from engine.kv.mover import KVMover
-from engine.kv.moves import Move, MoveKind
 from kernels.quantized import raw_tensors
 
 LAYERS = 8

@@ -17,7 +17,7 @@ from bench_timing import note
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.budget import KVCapacity
-from engine.kv.manager import make_kv_manager
+from engine.kv.layouts import make_kv_manager
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.model.spec import ModelInfo

@@ -12,9 +12,9 @@ import pytest
 import torch
 from scipy.special import log_softmax, rel_entr
 
+from engine import teacher_forcing
 from engine.config import EngineConfig
-from engine.execution import teacher_forcing
-from engine.execution.teacher_forcing import TeacherForced, divergence, measure_divergence
+from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
 from kvbench.cli.quality import quality
 from kvbench.cli.run_guarded import guarded
 from kvbench.common.errors import UsageError

@@ -10,8 +10,8 @@ from operator import add
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of
-from engine.kv.manager import KVManager, make_kv_manager
-from engine.kv.moves import Move, MoveKind
+from engine.kv.layouts import make_kv_manager
+from engine.kv.manager import KVManager, Move, MoveKind
 from engine.kv.paged import PagedKVManager
 from engine.model.spec import ModelInfo
 from engine.scheduling.beam import BeamSearch

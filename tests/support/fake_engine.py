@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.budget import KVShape, LayerKV, capacity_of
-from engine.kv.manager import make_kv_manager
+from engine.kv.layouts import make_kv_manager
 from engine.model.spec import ModelInfo
 from engine.scheduling.step_plan import Computed, StepPlan
 from engine.sequence import Drawn

@@ -6,8 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from engine.kv.budget import KVCapacity
+from engine.kv.manager import Move, MoveKind
 from engine.kv.mover import KVMover
-from engine.kv.moves import Move, MoveKind
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
 

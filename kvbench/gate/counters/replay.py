@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.counters import EngineStats
 from engine.engine import Engine
 from engine.execution.null_executor import ReplayExecutor
-from engine.kv.manager import make_kv_manager
+from engine.kv.layouts import make_kv_manager
+from engine.kv.manager import KVStats
 from engine.scheduling.scheduler import QueueFull
 from engine.scheduling.step_plan import StepPlan
 from engine.sequence import TokenOutput
-from engine.stats import EngineStats, KVStats
 from kvbench.gate.counters.workload import Arrival, Scenario
 
 _STALLED = 64  # steps without anything done or expected after which an engine is given up

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.counters import EngineStats
 from engine.engine import Engine
 from engine.kv.budget import capacity_of
-from engine.kv.manager import make_kv_manager
+from engine.kv.layouts import make_kv_manager
 from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
-from engine.stats import EngineStats
 from kvbench.load.launch import make_requests
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes

@@ -12,10 +12,11 @@ import torch
 import torch._dynamo
 from transformers import AttentionInterface
 
-from engine.execution.forward import ModelForward, compile_model
+from engine.execution.forward import ModelForward
 from engine.execution.graphs import LARGEST_BATCH, padded_sizes
 from engine.model.attention import NAME, AttentionHost, StepTensors
 from engine.model.attention import forward as attention_forward
+from engine.model.compiler import compile_model
 from engine.model.loader import LoadedModel
 from tests.support.fake_capture import FakeCapture
 from tests.support.hf_parts import VOCAB, loaded, model_folder, one_thread

@@ -1,7 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.moves import Move, MoveKind, batches
+from engine.kv.manager import Move, MoveKind
+from engine.kv.mover import batches
 
 COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 

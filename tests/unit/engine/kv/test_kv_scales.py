@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from engine.kv.scales import MARGIN, calibrate_kv_scales
 from engine.model.attention import AttentionHost, StepTensors, install
+from engine.model.kv_scales import MARGIN, calibrate_kv_scales
 from engine.model.support_check import measure_kv
 from kernels import get_backend
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, KV_FORMATS

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.slab import Slab
+from engine.kv.contiguous import Slab
 
 
 def test_first_fit_takes_the_leftmost_hole_that_is_large_enough():

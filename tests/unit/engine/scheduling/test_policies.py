@@ -2,8 +2,8 @@
 
 import pytest
 
+from engine.kv.manager import LEDGER
 from engine.scheduling.scheduler import QueueFull
-from engine.stats import LEDGER
 from tests.support.engine_parts import (
     CountingExecutor,
     StepFailed,

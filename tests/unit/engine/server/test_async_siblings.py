@@ -7,8 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from engine.async_engine import AsyncEngine
-from engine.output_stream import OutputStream
+from engine.async_engine import AsyncEngine, OutputStream
 from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams, TokenOutput
 from tests.support.fake_engine import branching, fake_engine

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.engine import Engine
+from engine.kv.manager import LEDGER, KVStats
 from engine.sequence import Request, SamplingParams
 from engine.server.step_log import COLUMNS, StepLog
-from engine.stats import LEDGER, KVStats
 from tests.support.fake_engine import fake_engine
 
 

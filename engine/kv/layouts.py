@@ -1,0 +1,16 @@
+"""The KV manager of each layout."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.kv.budget import KVCapacity
+from engine.kv.contiguous import ContiguousKVManager
+from engine.kv.manager import KVManager
+from engine.kv.paged import PagedKVManager
+
+
+def make_kv_manager(config: EngineConfig, capacity: KVCapacity) -> KVManager:
+    """The manager of ``config.layout``."""
+    if config.layout == "contiguous":
+        return ContiguousKVManager(config.max_num_seqs, capacity, config.reservation)
+    return PagedKVManager(config.max_num_seqs, capacity, config.enable_prefix_caching)

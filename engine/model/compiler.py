@@ -1,0 +1,44 @@
+"""torch.compile for the model's forward, and what its failures are told as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from engine.model.attention import NAME
+from engine.model.attention import forward as attention_forward
+
+
+def compile_model(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:
+    """torch.compile for any number of tokens; our attention, which keeps a state of its own, stays outside."""
+    AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
+    return torch.compile(model, dynamic=True, backend=backend)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile next to nothing, so that a missing compiler shows before a model is loaded.
+
+    Raises:
+        ValueError: torch.compile does not work here; the text says why.
+    """
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:  # dynamo's, inductor's, Triton's or the compiler's own
+        raise cannot_compile(device, error) from error
+
+
+def first_sentence(error: Exception) -> str:
+    """The first line of what a library says, and the second where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+
+
+def cannot_compile(device: torch.device, error: Exception) -> ValueError:
+    return ValueError(
+        f"torch_compile cannot be true on device {device.type!r} here, because compiling fails "
+        f"({first_sentence(error)}): install a "
+        "C++ compiler that torch.compile finds, or leave torch_compile out"
+    )
