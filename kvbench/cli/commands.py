@@ -15,7 +15,7 @@ from kvbench.workload.file import Workload, load_workload, resolve
 
 def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
     """``kvbench sweep``. Raises UsageError."""
-    from kvbench.sweep.plan import SweepOptions, describe_plan, preflight
+    from kvbench.sweep.plan import START_GUESS_S, SweepOptions, describe_plan, preflight
     from kvbench.sweep.progress import Estimator
     from kvbench.sweep.run import Sweep
     from kvbench.targets.choose import choose
@@ -37,7 +37,7 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
         check=choice.check,
         refuses=choice.refuses,
         require=choice.require,
-        start_guess_s=choice.start_guess_s,
+        start_guess_s=choice.start_guess_s or START_GUESS_S,
         fresh=choice.fresh,
         notes=choice.notes,
     )
@@ -45,7 +45,7 @@ def sweep_command(*, workload: str | None, resume: str | None, dry_run: bool, **
     if dry_run:
         design, blocks = sweep_options.plan(loaded)
         _, guesses = preflight(loaded, design, sweep_options)
-        guessed = choice.start_guess_s
+        guessed = sweep_options.start_guess_s
         seconds = Estimator(guesses, guessed).total_s(blocks)
         describe_plan(loaded, design, blocks, seconds, console, start_guess_s=guessed)
         return 0
@@ -100,7 +100,7 @@ def serve_command(arguments: list[str]) -> int:
 def bench_engine_command(arguments: list[str]) -> int:
     """``kvbench bench-engine``: the engine's own parser and benchmark. Raises UsageError."""
     from engine.bench.command import main as bench_main
-    from kvbench.common.bench_watch import ForeignWatch
+    from kvbench.common.foreign_cpu import ForeignWatch
 
     try:
         return bench_main(arguments, ForeignWatch().report)

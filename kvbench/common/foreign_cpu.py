@@ -24,6 +24,7 @@ _RESOLUTION_S = 0.10  # the kernel counts in ticks of 10 ms, on every core and f
 _LONG_ENOUGH_S = 2.0  # from here on the ticks are well below the limit
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guest time is within user
 _STEAL = 7
+_PROC_STAT = Path("/proc/stat")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
@@ -48,7 +49,7 @@ class CpuReading:
     server_s: float | None
 
 
-def read_cpu(server: Server, client_pid: int | None, stat: Path = Path("/proc/stat")) -> CpuReading | None:
+def read_cpu(server: Server, client_pid: int | None, stat: Path = _PROC_STAT) -> CpuReading | None:
     """One reading, about 2 ms; None where there is no /proc/stat (not Linux).
 
     Only the cores that kvbench and the server may use are counted: what runs on others is no competition for them.
@@ -146,6 +147,29 @@ def _rate(start: float | None, end: float | None, wall: float) -> float | None:
     return None if start is None or end is None else max(0.0, end - start) / wall
 
 
+class ForeignWatch:
+    """CPU time of others than this process and its children, ended ones included, from here to ``report``."""
+
+    def __init__(self, stat: Path = _PROC_STAT) -> None:
+        self._stat = stat
+        self._start = self._read()
+
+    def _read(self) -> CpuReading | None:
+        return read_cpu(Server(os.getpid()), None, self._stat)
+
+    def report(self) -> dict[str, Any]:
+        """``foreign_cpu_cores``: cores that others used on average; ``disturbed``: too many to trust the timing.
+
+        Empty where the system does not tell.
+        """
+        start, end = self._start, self._read()
+        if start is None or end is None or start.server_s is None or end.server_s is None or not end.cores:
+            return {}
+        wall = end.wall - start.wall
+        foreign = max(0.0, (end.busy_s - start.busy_s - (end.server_s - start.server_s)) / wall)
+        return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > foreign_limit(wall)}
+
+
 class MachineWatch:
     """Reads the CPU times when a load's first request is due and when its last one has ended."""
 
@@ -166,17 +190,20 @@ class MachineWatch:
         return machine_report(self._start, self._end, self.server)
 
 
+def foreign_limit(wall_s: float) -> float:
+    """Cores that others may use over ``wall_s`` [s]: short times are given the ticks' resolution on top."""
+    return MAX_FOREIGN_CORES + (_RESOLUTION_S / wall_s if wall_s < _LONG_ENOUGH_S else 0.0)
+
+
 def contention_reasons(machine: Mapping[str, Any]) -> list[str]:
     """Why the machine makes a load invalid, one sentence each; what is not known invalidates nothing."""
     reasons = []
     foreign, wall, steal = machine["foreign_cpu_cores"], machine["seconds"], machine["steal_share"]
-    if foreign is not None:
-        limit = MAX_FOREIGN_CORES + (_RESOLUTION_S / wall if wall < _LONG_ENOUGH_S else 0.0)
-        if foreign > limit:
-            reasons.append(
-                f"other processes used {foreign:.2f} of a core while this load ran, the limit is {limit:.2f}; "
-                "stop them and measure again"
-            )
+    if foreign is not None and foreign > (limit := foreign_limit(wall)):
+        reasons.append(
+            f"other processes used {foreign:.2f} of a core while this load ran, the limit is {limit:.2f}; "
+            "stop them and measure again"
+        )
     if steal is not None and steal > MAX_STEAL_SHARE:
         reasons.append(
             f"the host took {steal:.1%} of the CPU time away (steal) while this load ran, the limit is "

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 
 from kvbench.common.errors import UsageError
 
+_TLS = ("tls_ca_file", "no_tls_verify")
+
 
 def flag(name: str) -> str:
     """``max_runs`` as it is typed."""
@@ -33,3 +35,10 @@ def check_exclusive(given: Collection[str], pairs: Mapping[tuple[str, str], str]
     for (one, other), why in pairs.items():
         if one in given and other in given:
             raise UsageError(f"{flag(one)} and {flag(other)} exclude each other: {why}")
+
+
+def check_tls(given: Collection[str], url_flag: str, url: str) -> None:
+    """Raises UsageError for options of TLS that contradict each other, or the URL of ``url_flag``."""
+    check_exclusive(given, {_TLS: "one trusts the certificates in a file, the other any"})
+    if (tls := [name for name in _TLS if name in given]) and url.lower().startswith("http://"):
+        raise UsageError(f"{flag(tls[0])} goes with https://, and {url_flag} is {url}: change one of them")

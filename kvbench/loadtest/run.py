@@ -37,7 +37,6 @@ from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.targets.base import HttpTarget
-from kvbench.targets.versions import version_of
 from kvbench.workload.design import LoadPoint, load_point
 from kvbench.workload.file import Workload
 
@@ -152,7 +151,7 @@ def _work(
 def target_facts(target: HttpTarget) -> dict[str, Any]:
     """Who was measured, for a manifest: url, model and what tells versions apart; never a key."""
     model = dataclasses.asdict(target.model)
-    version = version_of(target, "")
+    version = target.version()
     return {
         "url": target.base_url,
         "preset": target.preset.name,

@@ -17,8 +17,7 @@ from kvbench.load import launch as loadrun
 from kvbench.measure.load import Subject, measure_load
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.targets.asked import contradiction
-from kvbench.targets.base import Target, reason_of
+from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.targets.prometheus import POLL_INTERVAL_S
 from kvbench.workload.design import Block, Cell

@@ -14,12 +14,12 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
 from kvbench.load import launch as loadrun
 from kvbench.runs.folder import RunFolder
-from kvbench.targets.base import START_GUESS_S
 from kvbench.workload.design import Block, Configuration, Design
 from kvbench.workload.file import Workload
 from kvbench.workload.plan import Check, capacities, plan_sweep
 from kvbench.workload.settings import effective
 
+START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
 _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is measured
 _CAPACITY = ("num_pages", "capacity_tokens", "kv_budget_bytes", "bytes_per_token")
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs

@@ -18,7 +18,7 @@ from rich.table import Column
 
 from kvbench.common.console import QUIET_S, LiveText, Speaker
 from kvbench.common.text import clock
-from kvbench.targets.base import START_GUESS_S
+from kvbench.sweep.plan import START_GUESS_S
 from kvbench.workload.design import Block, Cell
 
 

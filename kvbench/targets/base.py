@@ -1,4 +1,4 @@
-"""What the sweep needs from an engine under test, and the HTTP part that every target shares."""
+"""What a sweep needs from an engine under test, and the HTTP part that every target shares."""
 
 from __future__ import annotations
 
@@ -8,27 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
-
 from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.common.foreign_cpu import Server, server_at
-from kvbench.common.secrets import without_key
 from kvbench.load.dialect import Dialect
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.access import Access
-from kvbench.targets.bounded import BoundedTransport
+from kvbench.targets.http import PLAIN_ACCESS, Access, Answer, HttpCalls
 from kvbench.targets.presets import GENERIC, METRIC_KINDS
 from kvbench.targets.presets.preset import Preset
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
-from kvbench.targets.texts import Texts, with_texts
-from kvbench.targets.unreachable import BAD_REQUEST, connection_trouble, key_trouble, scheme_trouble
+from kvbench.targets.prompt_texts import TextOfIds, with_texts
+from kvbench.workload.settings import effective
 
-_READ_TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
-FACTS_TIMEOUT_S = 60.0  # vLLM, asked the first time, runs a dozen programs to describe its machine
+FACTS_TIMEOUT_S = 60.0  # vLLM runs a dozen programs at the first call, to describe its machine
+_HEALTH_TIMEOUT_S = 2.0
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _NOT_THERE = (404, 405, 501)
 _REFUSED = (400, 404, 405, 413, 422)  # of a request that would fare no better a second time
-_PLAIN = Access()
+_CAPACITY_TOLERANCE = 0.02  # a page table; a page on top of it, for rounding to whole ones
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Target(Protocol):
     starts_cold: bool
 
     def client_fields(self) -> dict[str, Any]:
-        """What the load client's spec is told of this server: its dialect, key and TLS."""
+        """Fields of the load client's spec that depend on this server: its dialect, key and TLS."""
 
     def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
         """The requests as this server takes them."""
@@ -70,7 +66,7 @@ class Target(Protocol):
         """The server's process, whose CPU time is not foreign."""
 
     def check_alive(self) -> None:
-        """Raises MeasurementError with the server's last words when it is gone."""
+        """Raises MeasurementError with the last lines of the server's log when it is gone."""
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
         """One unmeasured completion (warm-up, priming)."""
@@ -79,7 +75,7 @@ class Target(Protocol):
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:
-    """Why a load failed: the last words of a server that is gone say more than the connection that broke with it."""
+    """Why a load failed: the log of a server that is gone says more than the connection that broke with it."""
     time.sleep(_GONE_S)
     try:
         target.check_alive()
@@ -89,24 +85,23 @@ def reason_of(target: Target, error: MeasurementError) -> str:
 
 
 class HttpTarget:
-    """The HTTP calls of a kvbench or vLLM-shaped server. One client, kept open; usable from two threads."""
+    """The HTTP calls of a kvbench or vLLM-shaped server. Usable from two threads."""
 
     preset: Preset = GENERIC
     starts_cold: bool = False
+    model: ModelFacts
 
     def __init__(
-        self, base_url: str, *, preset: Preset = GENERIC, access: Access = _PLAIN, texts: Texts | None = None
+        self,
+        base_url: str,
+        *,
+        preset: Preset = GENERIC,
+        access: Access = PLAIN_ACCESS,
+        text_of_ids: TextOfIds | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self.preset, self.access, self._texts = preset, access, texts
-        # trust_env=False: a proxy variable must not carry a local benchmark's traffic elsewhere.
-        self._http = httpx.Client(
-            base_url=self.base_url,
-            timeout=_READ_TIMEOUT_S,
-            trust_env=False,
-            headers=access.headers(),
-            transport=BoundedTransport(trust_env=False, verify=access.trust(self.base_url)),
-        )
+        self.preset, self._text_of_ids = preset, text_of_ids
+        self.http = HttpCalls(self.base_url, access)
         self._has_metrics: bool | None = None
 
     @property
@@ -117,98 +112,78 @@ class HttpTarget:
     def client_fields(self) -> dict[str, Any]:
         """As ``Target``; empty for a server with nothing special."""
         quirks = self.dialect.model_dump(exclude_defaults=True)
-        return {**({"dialect": quirks} if quirks else {}), **self.access.fields()}
+        return {**({"dialect": quirks} if quirks else {}), **self.http.access.fields()}
 
     def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
         """As ``Target``. Raises MeasurementError when there is no tokenizer to make texts with."""
         if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
             return requests
-        return with_texts(requests, self._texts_or_refuse())
+        return with_texts(requests, self._make_text)
 
-    def _texts_or_refuse(self) -> Texts:
-        if self._texts is None:
+    def _make_text(self, ids: Any) -> str:
+        if self._text_of_ids is None:
             raise MeasurementError(
                 f"{self.preset.title} takes no token ids, and kvbench has no tokenizer to make texts of them: give "
                 "prompts of kind text with send_text: true"
             )
-        return self._texts
+        return self._text_of_ids(ids)
 
     def healthy(self) -> bool:
         """Whether the health path answers 200."""
         try:
-            return self._http.get(self.preset.health, timeout=2.0).status_code == 200
-        except httpx.HTTPError:
+            return self.http.call("GET", self.preset.health, timeout_s=_HEALTH_TIMEOUT_S).status == 200
+        except MeasurementError:
             return False
 
-    def answer_at(self, path: str) -> httpx.Response:
-        """Its answer to GET. Raises MeasurementError, which says what to do, where none comes or access is refused."""
-        try:
-            response = self._http.get(path)
-        except httpx.HTTPError as error:
-            raise MeasurementError(f"{self.base_url} {connection_trouble(error, self.base_url)}") from None
-        trouble = key_trouble(response.status_code, self.access.api_key_env)
-        if response.status_code == BAD_REQUEST and self.base_url.startswith("http:"):
-            trouble = scheme_trouble(self.base_url)
-        if response.has_redirect_location:
-            place = without_key(response.headers["location"], self.access.api_key_env)
-            trouble = f"sends on to {place}: give the URL that it serves at"
-        if trouble is not None:
-            raise MeasurementError(f"{self.base_url} {trouble}")
-        return response
+    def answer_at(self, path: str) -> Answer:
+        """The answer to GET. Raises MeasurementError where none comes or access is refused."""
+        return self.http.check_access(self.http.call("GET", path))
 
     def json_at(self, path: str) -> Any:
         """The JSON there, None where there is none."""
         try:
-            response = self._http.get(path)
-            return response.json() if response.status_code == 200 else None
-        except (httpx.HTTPError, ValueError, RecursionError):
+            answer = self.http.call("GET", path)
+        except MeasurementError:
             return None
+        return answer.json() if answer.status == 200 else None
 
     def models(self) -> list[dict[str, Any]]:
-        """The rows of /v1/models. Raises MeasurementError when the answer is not OpenAI-shaped."""
-        response = self.answer_at("/v1/models")
-        try:
-            if response.status_code != 200:
-                raise ValueError(f"it answered {response.status_code}")
-            rows = response.json()["data"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise MeasurementError(f"{self.base_url}/v1/models does not list models: {error}") from None
-        if not isinstance(rows, list) or not all(isinstance(row, dict) and "id" in row for row in rows):
-            said = without_key(str(rows), self.access.api_key_env)[:100]
-            raise MeasurementError(f"{self.base_url}/v1/models does not list models: {said!r}")
-        if not rows:
-            raise MeasurementError(f"{self.base_url}/v1/models lists no model")
+        """The rows of /v1/models, at least one. Raises MeasurementError when the answer is not OpenAI-shaped."""
+        answer = self.answer_at("/v1/models")
+        found = answer.json()
+        rows = found.get("data") if isinstance(found, dict) and answer.status == 200 else None
+        if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) and "id" in row for row in rows):
+            raise self.http.error(f"/v1/models lists no models: it answered {answer.status} {answer.text[:100]!r}")
         return rows
+
+    def version(self) -> str | None:
+        """The version that the server's API tells; None where it does not."""
+        where = self.preset.version
+        told = self.json_at(where.path) if where.path is not None else None
+        found = told.get(where.key) if isinstance(told, dict) else None
+        return str(found) if found else None
 
     def server_info(self) -> dict[str, Any] | None:
         """None when the server has none. Raises MeasurementError when no answer comes."""
-        try:
-            response = self._http.get("/server_info", timeout=FACTS_TIMEOUT_S)
-            info = response.json() if response.status_code == 200 else None
-        except httpx.HTTPError as error:
-            raise MeasurementError(f"{self.base_url}/server_info did not answer: {error!r}") from None
-        except (ValueError, RecursionError):
-            return None
+        answer = self.http.call("GET", "/server_info", timeout_s=FACTS_TIMEOUT_S)
+        info = answer.json() if answer.status == 200 else None
         return info if isinstance(info, dict) else None
 
     def metrics(self) -> MetricsSample | None:
         """As ``Target``. Raises MeasurementError when no answer comes or it is not Prometheus text."""
         if self._has_metrics is False:
             return None
-        try:
-            response = self._http.get("/metrics")
-        except httpx.HTTPError as error:
-            raise MeasurementError(f"{self.base_url}/metrics did not answer: {error!r}") from None
-        if response.status_code != 200:
-            if self._has_metrics is None and response.status_code < 500:
-                self._has_metrics = False
+        answer = self.http.call("GET", "/metrics")
+        if self._has_metrics is None:
+            self._has_metrics = answer.status == 200 or answer.status >= 500
+            if not self._has_metrics:
                 return None
-            raise MeasurementError(f"{self.base_url}/metrics answered {response.status_code}")
-        self._has_metrics = True
+        if answer.status != 200:
+            raise self.http.error(f"/metrics answered {answer.status}")
         try:
-            return parse_metrics(response.text, time.perf_counter(), METRIC_KINDS)
+            return parse_metrics(answer.text, time.perf_counter(), METRIC_KINDS)
         except ValueError as error:
-            raise MeasurementError(f"{self.base_url}/metrics cannot be read: {error}") from None
+            raise self.http.error(f"/metrics cannot be read: {error}") from None
 
     def server(self) -> Server:
         return server_at(self.base_url)
@@ -220,67 +195,66 @@ class HttpTarget:
             return None
         if "{slot}" not in reset.path:
             return self._post_reset(reset.path)
-        slots = self.json_at("/slots")
-        answers = [self._post_reset(reset.path.format(slot=each["id"])) for each in slots or ()]
+        answers = [self._post_reset(reset.path.format(slot=slot["id"])) for slot in self.json_at("/slots") or ()]
         return None if None in answers or not answers else all(answers)
 
     def _post_reset(self, path: str) -> bool | None:
         reset = self.preset.reset
         assert reset is not None
-        try:
-            response = self._http.post(path)
-        except httpx.HTTPError as error:
-            raise MeasurementError(f"{self.base_url}{path} did not answer: {error!r}") from None
-        if response.status_code == 200:
-            return not _says_no(response, reset.success_key)
-        if response.status_code in reset.busy:
+        answer = self.http.call("POST", path)
+        if answer.status == 200:
+            told = answer.json()  # None: an older version answers without a body
+            return not (isinstance(told, dict) and reset.success_key and told.get(reset.success_key) is False)
+        if answer.status in reset.busy:
             return False
-        if response.status_code in _NOT_THERE:
+        if answer.status in _NOT_THERE:
             return None
-        raise MeasurementError(f"{self.base_url}{path} answered {response.status_code}")
+        raise self.http.error(f"{path} answered {answer.status}")
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
         """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it fails for good."""
         if isinstance(prompt, list) and not self.dialect.token_id_prompts:
-            prompt = self._texts_or_refuse().text(prompt)
-        body = {"model": self.model_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
-        try:
-            response = self._http.post(self.dialect.endpoint, json=body | self.dialect.extra_body, timeout=timeout_s)
-        except httpx.HTTPError as error:
-            raise MeasurementError(f"a warm-up request to {self.base_url} failed: {error!r}") from None
-        if trouble := key_trouble(response.status_code, self.access.api_key_env):
-            raise MeasurementError(f"{self.base_url} {trouble}")
-        if response.status_code != 200 or not _is_completion(response):
-            said = without_key(response.text, self.access.api_key_env)[:300]
-            kind = RefusedError if response.status_code in _REFUSED else MeasurementError
-            raise kind(f"a warm-up request to {self.base_url} was answered {response.status_code}: {said}")
-
-    @property
-    def model_name(self) -> str:
-        return self.model.name
-
-    model: ModelFacts
+            prompt = self._make_text(prompt)
+        body = {"model": self.model.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+        path = self.dialect.endpoint
+        answer = self.http.call("POST", path, body=body | self.dialect.extra_body, timeout_s=timeout_s)
+        self.http.check_access(answer)
+        told = answer.json()
+        if answer.status != 200 or not isinstance(told, dict) or not told.get("choices"):  # or a proxy's error page
+            kind = RefusedError if answer.status in _REFUSED else MeasurementError
+            raise self.http.error(f"{path} answered a warm-up request {answer.status}: {answer.text[:300]}", kind)
 
     def close(self) -> None:
-        self._http.close()
+        self.http.close()
 
 
-def _says_no(response: httpx.Response, key: str | None) -> bool:
-    """Whether a JSON answer with 200 says in the field ``key`` that nothing was done."""
-    if key is None:
-        return False
-    try:
-        return response.json().get(key) is False
-    except (ValueError, AttributeError, RecursionError):
-        return False  # an older version answers without a body
+def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: Mapping[str, Any] | None) -> str | None:
+    """How the server's own page size or KV capacity differs from its configuration; None: it does not, or is not told.
 
+    A capacity differs where it is off by more than 2 % and a page.
 
-def _is_completion(response: httpx.Response) -> bool:
-    """A proxy's page of apology also comes with 200."""
-    try:
-        return bool(response.json()["choices"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
-
-
-START_GUESS_S = 8.0  # the built-in server, before the first one was seen
+    ``settings``: of the configuration. ``known``: what is known of it before the launch (``kv_budget_bytes`` and
+    ``bytes_per_token`` [of which ``scale_bytes_per_token``] where the server was given that budget,
+    ``capacity_tokens`` where our arithmetic says how many fit). ``info``: as ``server_info``.
+    """
+    engine, capacity = ((info or {}).get(part) or {} for part in ("engine", "capacity"))
+    paged = effective(settings, "layout") == "paged"
+    pages, wanted = capacity.get("page_size") or engine.get("page_size"), settings.get("page_size")
+    if paged and wanted and pages and int(pages) != int(wanted):
+        return (
+            f"its pages have {int(pages)} tokens, and the configuration is for pages of {wanted}: pass page_size on "
+            f"({{page_size}} in a --serve-cmd), or ask for what it has, -o engine.page_size={int(pages)}"
+        )
+    told, each = capacity.get("capacity_tokens"), known.get("bytes_per_token")
+    if not told or not each:
+        return None
+    least = known.get("capacity_tokens") or known["kv_budget_bytes"] / each
+    most = least * each / (each - (known.get("scale_bytes_per_token") or 0))  # other KV formats have fewer scales
+    slack = 0 if not paged else int(pages or wanted or 1)
+    if least * (1 - _CAPACITY_TOLERANCE) - slack <= told <= most * (1 + _CAPACITY_TOLERANCE) + slack:
+        return None
+    return (
+        f"its KV cache holds {int(told):,} tokens, and the budget of {known['kv_budget_bytes']:,} bytes is "
+        f"{least:,.0f}: it was not given this budget, has cut it down, or computes in another dtype (a --serve-cmd "
+        "passes on {kv_budget} and {dtype})"
+    )

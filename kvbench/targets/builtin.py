@@ -15,8 +15,9 @@ from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets.base import ModelFacts, reason_of
-from kvbench.targets.owned import OwnServer, require_free_port
+from kvbench.targets.base import HttpTarget, ModelFacts, reason_of
+from kvbench.targets.launch_plan import HOST
+from kvbench.targets.launched import ProcessTarget, free_port
 from kvbench.workload.file import default_profile
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
@@ -27,7 +28,7 @@ class ServerRefusedError(UsageError):
     """The server itself said at start that its settings cannot work (exit code 2)."""
 
 
-class BuiltinTarget(OwnServer):
+class BuiltinTarget(ProcessTarget):
     """One server process. ``command`` may be another server that takes the same flags and prints ``ready URL``.
 
     ``env``: added to our environment, as ``processes.launch`` does.
@@ -49,12 +50,12 @@ class BuiltinTarget(OwnServer):
         from engine.server.arguments import command_line
 
         if self.port:
-            require_free_port("127.0.0.1", self.port)
-        command = [*self.command, *command_line(settings), "--host", "127.0.0.1", "--port", str(self.port)]
+            free_port(self.port)
+        command = [*self.command, *command_line(settings), "--host", HOST, "--port", str(self.port)]
         with self._launched(command, log, env=self.env):
             ready = self._wait_ready(lambda: _READY.search(log.read_bytes()))
-            self._said_at_start = ready.end()
-            self._connect(ready[1].decode())
+            self._logged_at_start = ready.end()
+            HttpTarget.__init__(self, ready[1].decode())
             try:
                 self.model = model_facts(self.server_info() or {}, self.models()[0])
             except MeasurementError as error:
@@ -63,8 +64,8 @@ class BuiltinTarget(OwnServer):
     def _ended_at_start(self, code: int) -> Exception:
         if code != 2:
             return super()._ended_at_start(code)
-        assert self._log is not None
-        return ServerRefusedError(_last_sentence(self._log) or "the server refused its settings and did not say why")
+        last = re.sub(r"^(?:[\w.]+: )?(?:error|Error): ", "", processes.last_lines(self._log, count=1))
+        return ServerRefusedError(last or "the server refused its settings and did not say why")
 
 
 def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
@@ -75,11 +76,6 @@ def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
     if not length or not vocab:
         raise MeasurementError("the server tells neither vocab_size nor max_model_len in /server_info")
     return ModelFacts(str(row["id"]), int(vocab), int(length))
-
-
-def _last_sentence(log: Path) -> str:
-    lines = processes.last_lines(log, count=1)
-    return re.sub(r"^(?:[\w.]+: )?(?:error|Error): ", "", lines)
 
 
 def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shlex
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,78 +14,111 @@ from urllib.parse import urlsplit
 
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import server_at
-from kvbench.targets.access import Access
-from kvbench.targets.applies import BUILTIN, PRESET, RUNNING, TEMPLATE, check_options, check_tls
-from kvbench.targets.base import START_GUESS_S, Target
+from kvbench.common.option_rules import check_exclusive, check_goes_with, check_tls
+from kvbench.common.text import parse_bytes
+from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
-from kvbench.targets.launch_plan import CommandTemplate, is_template
-from kvbench.targets.launched import LaunchedTarget, Launcher
+from kvbench.targets.http import Access
+from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
+from kvbench.targets.launched import LaunchedTarget, free_port
 from kvbench.targets.model_export import ModelFolders, text_tokenizer
-from kvbench.targets.owned import require_free_port
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.presets.preset import Preset
-from kvbench.targets.program import program_of
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import Design
 from kvbench.workload.file import Workload
 
+BUILTIN = "the built-in server, or a command in its place"
+RUNNING = "a server that runs already (--target URL)"
+PRESET = "a preset that is launched (--target vllm)"
+TEMPLATE = "a --serve-cmd that has {placeholders}"
+KINDS_OF: Mapping[str, tuple[str, ...]] = {  # option -> the kinds of target that it means something for
+    "preset": (RUNNING, TEMPLATE),
+    "exact": (PRESET, TEMPLATE),
+    "target_python": (PRESET,),
+    "target_args": (PRESET, TEMPLATE),
+    "model": (RUNNING,),
+    "vocab_size": (RUNNING,),
+    "max_model_len": (RUNNING,),
+    "tokenizer": (RUNNING,),
+    "api_key_env": (RUNNING,),
+    "tls_ca_file": (RUNNING,),
+    "no_tls_verify": (RUNNING,),
+    "port": (BUILTIN, PRESET, TEMPLATE),
+    "start_timeout": (BUILTIN, PRESET, TEMPLATE),
+}
+_INSTEAD = {
+    "model": "change the workload's with -o model.config=VALUE",
+    "max_model_len": "change the workload's with -o engine.max_model_len=VALUE",
+    "tokenizer": "change the workload's with -o model.tokenizer=VALUE",
+}
+_EXCLUDES = {("target", "serve_cmd"): "measure a running server or launch one (--preset NAME says of what kind)"}
 STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
-_OF_A_RUNNING_ONE = ("model", "vocab_size", "max_model_len", "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify")
+_OF_A_RUNNING_SERVER = tuple(name for name, kinds in KINDS_OF.items() if kinds == (RUNNING,))
 _START_S = 180.0
 _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
-_Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Choice:
     """What a sweep needs to know of its target.
 
-    ``workload``: as it runs there. ``refuses``: why a configuration cannot be had, None for a target that has all of
-    them or is asked by ``check``. ``require``: raises UsageError for a design whose configurations the target cannot
-    tell apart. ``fresh``: whether a configuration needs a new server before every load that is to find an empty cache.
-    ``start_guess_s``: for a launch, until one is measured. ``notes``: for the user. ``manifest``: what the run's
-    manifest says.
+    ``workload``: as it runs there. ``check``: what is known of a configuration; ValueError for one that cannot be.
+    ``manifest``: what the run's manifest says. ``refuses``: why a configuration cannot be had, None for a target that
+    has all of them or says so in ``check``. ``fresh``: whether a configuration needs a new server before every load
+    that is to find an empty cache. ``notes``: for the user. ``probes``: a running server, asked before a folder is
+    made. ``require``: raises UsageError for a design whose configurations the target cannot tell apart.
+    ``start_guess_s``: for a launch, until one is measured; None: as of the built-in server.
     """
 
     workload: Workload
     new_target: Callable[[], Target]
-    check: _Check
+    check: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     manifest: Mapping[str, Any]
     refuses: Callable[[Mapping[str, Any]], str | None] | None = None
     fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False
     notes: tuple[str, ...] = ()
-    probes: bool = False  # a running server: asked before a folder is made
+    probes: bool = False
     close: Callable[[], None] = lambda: None
     require: Callable[[Design], None] = lambda design: None
-    start_guess_s: float = START_GUESS_S
+    start_guess_s: float | None = None
 
 
 def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> Choice:
     """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
-    asked = {key: options.get(key) or stored.get(key) for key in (*STORED, "only")}
-    before = stored.get("target_options") or {}
-    options = {**options, **{key: value for key, value in before.items() if not options.get(key)}}
-    target, serve_cmd = asked["target"], asked["serve_cmd"]
-    if target and serve_cmd:
-        raise UsageError(
-            "--target and --serve-cmd exclude each other: measure a running server or launch one (--preset NAME says "
-            "what kind of server your command launches)"
-        )
-    kind = preset_named(asked["preset"])
-    given = {**options, **asked}
-    if target in PRESETS:
-        check_options(PRESET, given)
-        return _launched(workload, options, asked, PRESETS[target], None)
-    if serve_cmd and is_template(serve_cmd):
-        check_options(TEMPLATE, given)
-        from engine.config import EngineConfig
+    before = {**(stored.get("target_options") or {}), **{key: stored.get(key) for key in (*STORED, "only")}}
+    options = {**options, **{key: options.get(key) or value for key, value in before.items()}}
+    target, serve_cmd = options["target"], options["serve_cmd"]
+    kind = kind_of(target, serve_cmd)
+    preset = PRESETS[target] if kind == PRESET else preset_named(options["preset"])
+    check_target_options([kind], options)
+    if kind == RUNNING:
+        return _running(workload, options, preset)
+    if options["port"]:
+        free_port(options["port"])
+    if kind == BUILTIN:
+        return _builtin(workload, options)
+    return _launched(workload, options, preset, _template(serve_cmd) if kind == TEMPLATE else None)
 
-        template = CommandTemplate.parse(serve_cmd, [f.name for f in dataclasses.fields(EngineConfig)])
-        return _launched(workload, options, asked, kind, template)
-    check_options(RUNNING if target else BUILTIN, given)
+
+def kind_of(target: str | None, serve_cmd: str | None) -> str:
+    """``BUILTIN``, ``RUNNING``, ``PRESET`` or ``TEMPLATE``, of these two options."""
     if target:
-        return _running(workload, options, asked, kind)
-    return _builtin(workload, options, asked)
+        return PRESET if target in PRESETS else RUNNING
+    return TEMPLATE if serve_cmd and is_template(serve_cmd) else BUILTIN
+
+
+def check_target_options(kinds: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raises UsageError for an option that means nothing for any of these kinds of target, or contradicts another."""
+    given = [name for name, value in options.items() if value]
+    check_exclusive(given, _EXCLUDES)
+    check_goes_with(given, KINDS_OF, kinds, _INSTEAD)
+
+
+def _template(serve_cmd: str) -> CommandTemplate:
+    from engine.config import EngineConfig
+
+    return CommandTemplate.parse(serve_cmd, [f.name for f in dataclasses.fields(EngineConfig)])
 
 
 def require_url(flag: str, url: str) -> None:
@@ -117,27 +150,25 @@ def preset_named(name: str | None) -> Preset:
     return PRESETS[name]
 
 
-def _builtin(workload: Workload, options: Mapping[str, Any], asked: Mapping[str, Any]) -> Choice:
-    serve_cmd = asked["serve_cmd"]
-    command = _plain_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
-    if options["port"]:
-        require_free_port("127.0.0.1", options["port"])
+def _builtin(workload: Workload, options: Mapping[str, Any]) -> Choice:
+    serve_cmd = options["serve_cmd"]
+    command = split_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
 
     def make() -> Target:
         limit = options["start_timeout"] or _START_S
         return BuiltinTarget(command=command, port=options["port"], start_timeout_s=limit)
 
-    manifest = _manifest(asked, backend="custom" if serve_cmd else "kvbench", shared=True)
+    manifest = _manifest(options, backend="custom" if serve_cmd else "kvbench", shared=True)
     return Choice(workload, make, check_configuration, manifest)
 
 
-def _running(workload: Workload, options: Mapping[str, Any], asked: Mapping[str, Any], kind: Preset) -> Choice:
+def _running(workload: Workload, options: Mapping[str, Any], preset: Preset) -> Choice:
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
-    url = asked["target"]
-    given = {key: options[key] for key in _OF_A_RUNNING_ONE if options.get(key)}
+    url = options["target"]
+    given = {key: options[key] for key in _OF_A_RUNNING_SERVER if options.get(key)}
     kept = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    new_target = running_server("--target", url, options, kind)
-    manifest = _manifest(asked, backend=kind.name, shared=server_at(url).local)
+    new_target = running_server("--target", url, options, preset)
+    manifest = _manifest(options, backend=preset.name, shared=server_at(url).local)
     return Choice(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
         new_target,
@@ -147,45 +178,39 @@ def _running(workload: Workload, options: Mapping[str, Any], asked: Mapping[str,
     )
 
 
-def running_server(flag: str, url: str, options: Mapping[str, Any], kind: Preset) -> Callable[[], OpenAITarget]:
+def running_server(flag: str, url: str, options: Mapping[str, Any], preset: Preset) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
     require_url(flag, url)
-    check_tls(flag, url, options)
-    access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), _text(options.get("tls_ca_file")))
+    check_tls([name for name, value in options.items() if value], flag, url)
+    ca_file = options.get("tls_ca_file")
+    access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), str(ca_file) if ca_file else None)
     access.headers()  # a key that is missing, or a file that holds no certificates, is said now
     access.trust(url)
-    told = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
+    given = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
     tokenizer = Path(options["tokenizer"]) if options.get("tokenizer") else None
-    return lambda: OpenAITarget(url, **told, preset=kind, access=access, tokenizer=tokenizer)
+    return lambda: OpenAITarget(url, **given, preset=preset, access=access, tokenizer=tokenizer)
 
 
 def _launched(
-    workload: Workload,
-    options: Mapping[str, Any],
-    asked: Mapping[str, Any],
-    preset: Preset,
-    template: CommandTemplate | None,
+    workload: Workload, options: Mapping[str, Any], preset: Preset, template: CommandTemplate | None
 ) -> Choice:
-    if options["port"]:
-        require_free_port("127.0.0.1", options["port"])
     load, notes = workload.load, []
     if template is not None:
-        if not asked["only"]:  # else the cells that are left are asked, by ``Choice.require``
+        if not options["only"]:  # else the cells that are left are asked, by ``Choice.require``
             template.require(workload.sweep)
         if lost := template.not_passed_on(workload.engine):
             notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
     elif workload.engine.get("kv_budget") is None:
         notes.append(f"the workload has no kv_budget: how much KV there is, is left to {preset.title}")
-    users = max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency
     launcher = Launcher(
         preset,
-        program="" if template is not None else program_of(preset, asked["target_python"]),
-        arithmetic=_arithmetic,
-        extra=tuple(shlex.split(asked["target_args"] or "")),
+        program="" if template is not None else program_of(preset, options["target_python"]),
+        arithmetic=arithmetic,
+        extra=tuple(shlex.split(options["target_args"] or "")),
         template=template,
-        max_in_flight=users,
+        max_in_flight=max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency,
     )
-    workload, changes = _baseline(workload, launcher, exact=bool(asked["exact"]))
+    workload, changes = _baseline(workload, launcher, exact=bool(options["exact"]))
     workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
 
@@ -197,7 +222,7 @@ def _launched(
         workload,
         make,
         launcher.check,
-        _manifest(asked, backend="custom" if preset is GENERIC else preset.name, shared=True),
+        _manifest(options, backend="custom" if preset is GENERIC else preset.name, shared=True),
         refuses=launcher.refusal,
         fresh=launcher.needs_fresh_server,
         notes=(*notes, *changes),
@@ -221,50 +246,35 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
     settings, changes = launcher.nearest(workload.engine)
     if left := launcher.refusal(settings):
         raise UsageError(f"the baseline cannot be run, nor anything near it: {left}. {way}")
-    words = f"THE BASELINE IS NOT THE WORKLOAD'S: {', '.join(changes)} ({reason}); --exact refuses instead"
-    return dataclasses.replace(workload, engine=settings), [words]
+    note = f"THE BASELINE IS NOT THE WORKLOAD'S: {', '.join(changes)} ({reason}); --exact refuses instead"
+    return dataclasses.replace(workload, engine=settings), [note]
 
 
-_known: dict[str, Mapping[str, Any]] = {}
-
-
-def _arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the built-in engine would make of the settings; less, or nothing, where it would not take them."""
-    from engine.config import EngineConfig, parse_bytes
-    from engine.model.spec import find_model
+    from engine.config import EngineConfig
 
     names = {f.name for f in dataclasses.fields(EngineConfig)}
     ours = {k: v for k, v in settings.items() if k in names and v is not None}
-    key = json.dumps(ours, sort_keys=True, default=str)
-    if key not in _known:
-        try:
-            _known[key] = check_configuration(ours)
-        except ValueError:
-            budget = {"kv_budget_bytes": parse_bytes(ours["kv_budget"])} if "kv_budget" in ours else {}
-            try:
-                spec = find_model(str(ours.get("model")), str(ours.get("load_format", "auto")))
-                known = {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions}
-            except ValueError:
-                known = {}
-            _known[key] = known | budget
-    return _known[key]
+    return _arithmetic(json.dumps(ours, sort_keys=True, default=str))
 
 
-def _plain_command(text: str) -> tuple[str, ...]:
-    """The words of a --serve-cmd without placeholders. Raises UsageError when they cannot be launched."""
+@functools.cache
+def _arithmetic(settings_json: str) -> Mapping[str, Any]:
+    from engine.model.spec import find_model
+
+    settings = json.loads(settings_json)
     try:
-        words = tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend the quotes") from None
-    if not words or shutil.which(words[0]) is None:
-        raise UsageError(f"--serve-cmd {text!r}: there is no program {(words or ('',))[0]!r}; give its path")
-    return words
+        return check_configuration(settings)
+    except ValueError:
+        budget = {"kv_budget_bytes": parse_bytes(settings["kv_budget"])} if "kv_budget" in settings else {}
+    try:
+        spec = find_model(str(settings.get("model")), str(settings.get("load_format", "auto")))
+    except ValueError:
+        return budget
+    return {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions} | budget
 
 
-def _manifest(asked: Mapping[str, Any], *, backend: str, shared: bool) -> dict[str, Any]:
-    kept = {key: asked[key] or None for key in STORED}
+def _manifest(options: Mapping[str, Any], *, backend: str, shared: bool) -> dict[str, Any]:
+    kept = {key: options[key] or None for key in STORED}
     return {**kept, "backend": backend, "shared_machine": shared}
-
-
-def _text(path: Any) -> str | None:
-    return None if path is None else str(path)

@@ -1,24 +1,54 @@
-"""``--serve-cmd`` with sweep variables: a launch command in which ``{page_size}`` and the like are replaced.
+"""What is launched for a configuration: the program of a preset, or the user's ``--serve-cmd``, and with which words.
 
-A word of the command is ``{name}``, or holds it; ``{name:on|off}`` is for settings that are true or false: the first
-text where it is true, the second where it is false, and a word that becomes empty is left out. ``{{`` and ``}}`` are
-braces. What a sweep varies must appear in the command: otherwise its configurations would all be the same server.
+A word of a ``--serve-cmd`` is ``{name}``, or holds it; ``{name:on|off}`` is for settings that are true or false: the
+first text where it is true, the second where it is false, and a word that becomes empty is left out. ``{{`` and ``}}``
+are braces. What a sweep varies must appear in the command: otherwise its configurations would all be the same server.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shlex
 import shutil
 import string
-from collections.abc import Iterable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.targets.presets.preset import OF_THE_MODEL, Context, Preset
+from kvbench.workload.design import Design
 from kvbench.workload.settings import effective
 
-OF_THE_LAUNCH = ("model", "port", "host")
-_HOST = "127.0.0.1"
+HOST = "127.0.0.1"
+_OF_THE_LAUNCH = ("model", "port", "host")
+_OF_THE_FOLDER = {"seed", "dtype", "device", "max_model_len"}  # beside ``OF_THE_MODEL``
+_OF_ANY_SERVER = ("max_model_len", "vocab_size")  # of our arithmetic
+_OF_THE_BUDGET = ("kv_budget_bytes", "bytes_per_token", "scale_bytes_per_token")  # of a server that was given it
+_PROGRAM_TIMEOUT_S = 60.0  # a Python on a cold disk; a launcher that looks for GPUs first
+_NO_MODULE = 3
+_HAS_MODULE = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else {_NO_MODULE})"
+
+
+def split_command(text: str) -> tuple[str, ...]:
+    """The words of a --serve-cmd. Raises UsageError when they cannot be launched."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend the quotes") from None
+    if not words or shutil.which(words[0]) is None:
+        raise UsageError(f"--serve-cmd {text!r}: there is no program {(words or ('',))[0]!r}; give its path")
+    return words
+
+
+def placeholders(text: str) -> frozenset[str]:
+    """The names in braces. Raises ValueError where quotes or braces do not match."""
+    parts = (part for word in shlex.split(text) for part in string.Formatter().parse(word))
+    return frozenset(name for _, name, _, _ in parts if name is not None)
 
 
 def is_template(text: str) -> bool:
@@ -29,59 +59,44 @@ def is_template(text: str) -> bool:
         return False
 
 
-def placeholders(text: str) -> frozenset[str]:
-    """The names in braces. Raises ValueError where quotes or braces do not match."""
-    parts = (part for word in shlex.split(text) for part in string.Formatter().parse(word))
-    return frozenset(name for _, name, _, _ in parts if name is not None)
-
-
 @dataclass(frozen=True)
 class CommandTemplate:
-    """The words of the command, each still with its placeholders."""
+    """A --serve-cmd. ``words``: of the command, each still with its placeholders; ``names``: the placeholders."""
 
-    text: str
     words: tuple[str, ...]
+    names: frozenset[str]
 
     @classmethod
     def parse(cls, text: str, known: Sequence[str]) -> CommandTemplate:
         """``known``: the settings that there are. UsageError for a command that cannot be meant."""
         try:
-            words = tuple(shlex.split(text))
-            fields = [field for word in words for field in string.Formatter().parse(word) if field[1] is not None]
+            names = placeholders(text)
         except ValueError as error:
             raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend quotes and braces") from None
-        allowed = (*OF_THE_LAUNCH, *(each for each in known if each not in OF_THE_LAUNCH))
-        names = [name for _, name, _, _ in fields]
-        for _, name, spec, conversion in fields:
-            if name not in allowed:
-                raise UsageError(
-                    f"--serve-cmd has the placeholder {{{name}}}, which is no setting: the known ones are "
-                    f"{', '.join(allowed)}; write {{{{ and }}}} for braces"
-                )
+        allowed = (*_OF_THE_LAUNCH, *(each for each in known if each not in _OF_THE_LAUNCH))
+        if unknown := sorted(names.difference(allowed)):
+            raise UsageError(
+                f"--serve-cmd has the placeholder {{{unknown[0]}}}, which is no setting: the known ones are "
+                f"{', '.join(allowed)}; write {{{{ and }}}} for braces"
+            )
+        words = split_command(text)
+        for _, name, spec, conversion in (part for word in words for part in string.Formatter().parse(word)):
             if conversion or (spec and ("|" not in spec or "{" in spec)):
-                asked = f"{{{name}{'!' + conversion if conversion else ''}{':' + spec if spec else ''}}}"
                 raise UsageError(
-                    f"--serve-cmd has {asked}: write {{{name}}} for the value, or {{{name}:ON|OFF}} for two texts, the "
-                    "first where it is true; values cannot be formatted"
+                    f"--serve-cmd formats the value of {{{name}}} ({conversion or spec!r}), which is not possible: "
+                    f"write {{{name}}} for the value, or {{{name}:ON|OFF}} for two texts, the first where it is true"
                 )
         if "port" not in names:
             raise UsageError("--serve-cmd has no {port}: the server must listen where kvbench looks for it; add it")
-        if not words or shutil.which(words[0]) is None:
-            raise UsageError(f"--serve-cmd {text!r}: there is no program {(words or ('',))[0]!r}; give its path")
-        return cls(text, words)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The placeholders."""
-        return placeholders(self.text)
+        return cls(words, names)
 
     def require(self, swept: Iterable[str]) -> None:
         """UsageError when a setting that is swept is not in the command."""
         if missing := [name for name in swept if name not in self.names]:
             raise UsageError(
-                f"the sweep varies {', '.join(missing)}, and --serve-cmd has no "
-                f"{' and no '.join(f'{{{name}}}' for name in missing)}: its configurations would all be the same "
-                "server. Add the placeholder, sweep nothing (-o 'sweep={}'), or leave those cells out with --only"
+                f"the sweep varies {', '.join(missing)}, and --serve-cmd does not pass it on: its configurations would "
+                f"all be the same server. Add {' '.join(f'{{{name}}}' for name in missing)}, sweep nothing "
+                "(-o 'sweep={}'), or leave those cells out with --only"
             )
 
     def not_passed_on(self, settings: Mapping[str, Any]) -> list[str]:
@@ -95,14 +110,13 @@ class CommandTemplate:
     ) -> tuple[str, ...]:
         """The words with the values of one configuration. UsageError for a value that nobody has set."""
         values = {name: effective(settings, name) for name in self.names}
-        values |= {"model": model, "port": port, "host": _HOST}
+        values |= {"model": model, "port": port, "host": HOST}
         if "kv_budget" in values and kv_budget_bytes is not None:
             values["kv_budget"] = kv_budget_bytes
         for name, value in values.items():
             if value is None:
                 raise UsageError(f"--serve-cmd has {{{name}}}, which the workload does not set: add -o engine.{name}=")
-        formatter = _Values()
-        formatted = (formatter.vformat(word, (), values) for word in self.words)
+        formatted = (_Values().vformat(word, (), values) for word in self.words)
         return tuple(word for word in formatted if word)
 
 
@@ -112,3 +126,157 @@ class _Values(string.Formatter):
             on, _, off = format_spec.partition("|")
             return on if value else off
         return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The launch command of any configuration, and what is known of its server before it is launched.
+
+    ``arithmetic``: what our own engine would make of a configuration (may be empty). ``extra``: further words of the
+    command. ``template``: the user's command in place of the preset's. ``max_in_flight``: the most requests that any
+    load has in flight, None where that is open.
+    """
+
+    preset: Preset
+    program: str
+    arithmetic: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    extra: tuple[str, ...] = ()
+    template: CommandTemplate | None = None
+    max_in_flight: int | None = None
+
+    def context(self, settings: Mapping[str, Any]) -> Context:
+        """What the preset's words may depend on.
+
+        A dtype that is left open becomes the built-in engine's: another server would choose by other rules (vLLM runs
+        float32 weights in bfloat16), and so compute something else with the same budget.
+        """
+        known = self.arithmetic(settings)
+        if settings.get("dtype") in (None, "auto") and known.get("dtype"):
+            settings = {**settings, "dtype": known["dtype"]}
+        return Context(settings, known, self.max_in_flight, self.program)
+
+    @property
+    def is_told_model(self) -> bool:
+        """Whether the command says which model is served."""
+        return self.template is None or "model" in self.template.names
+
+    def passed_on(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that the server is told, or is known to have."""
+        names = self.template.names if self.template else self.preset.told
+        return {k: v for k, v in self.context(settings).settings.items() if k in names and v is not None}
+
+    def described(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that a configuration is named by: all, but of a template only those it passes on.
+
+        For the others the server's own values hold, which nobody knows. What the model's folder carries stays, as do
+        the limits of the prompts, and what a known kind of server has whatever its command says.
+        """
+        if self.template is None:
+            return dict(settings)
+        known = {name for name, value in settings.items() if self.preset.has_only(name, value)}
+        kept = self.template.names | known | OF_THE_MODEL.keys() | _OF_THE_FOLDER
+        return {name: value for name, value in settings.items() if name in kept}
+
+    def require(self, design: Design) -> None:
+        """Raises UsageError when configurations differ in a setting that a template does not pass on."""
+        if self.template is not None:
+            self.template.require(dict.fromkeys(name for c in design.configurations for name in c.varied))
+
+    def refusal(self, settings: Mapping[str, Any]) -> str | None:
+        """Why this configuration cannot be launched; None when it can."""
+        return "; ".join(self.preset.refusals(self._preset_context(settings))) or None
+
+    def nearest(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The settings that come closest to a refused configuration, and what was changed."""
+        context = self._preset_context(settings)
+        found, changes = self.preset.nearest(context)
+        if self.template and (left_out := [f"{{{name}}}" for name in context.settings if name not in found]):
+            raise UsageError(
+                f"--serve-cmd has {', '.join(left_out)}, and: {'; '.join(self.preset.refusals(context))}. Take it out"
+            )
+        kept = {name: value for name, value in settings.items() if name in found or name not in context.settings}
+        return {name: found.get(name, value) for name, value in kept.items()}, changes
+
+    def _preset_context(self, settings: Mapping[str, Any]) -> Context:
+        """What the preset judges: of a template, what the command passes on and the preset knows."""
+        context = self.context(settings)
+        return context if self.template is None else context.only(self.template.names & self.preset.settings.keys())
+
+    def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
+
+        A KV budget only where the server is given it: else its own default holds, whatever our arithmetic says.
+        """
+        if reason := self.refusal(settings):
+            raise ValueError(reason)
+        names = list(_OF_ANY_SERVER)
+        if self.template is None and settings.get("kv_budget") is not None:
+            names += [*_OF_THE_BUDGET, "capacity_tokens"]
+        elif self.template is not None and "kv_budget" in self.template.names:
+            names += _OF_THE_BUDGET
+        known = self.arithmetic(settings)
+        return {key: known[key] for key in names if known.get(key)}
+
+    def command(self, settings: Mapping[str, Any], *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
+        """The launch command; ``port``: or a name for it. Raises UsageError for a placeholder without a value."""
+        context = self.context(settings)
+        if self.template is not None:
+            budget = context.capacity.get("kv_budget_bytes")
+            words = self.template.command(context.settings, model=model, port=port, kv_budget_bytes=budget)
+        else:
+            words = self.preset.launch_command(context, model=model, port=port, scratch=scratch)
+        return (*words, *self.extra)
+
+    def cache_is_off(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the server was told to keep no prefixes: then there is nothing to empty."""
+        told = "enable_prefix_caching" in (self.template.names if self.template else self.preset.settings)
+        return told and settings.get("enable_prefix_caching") is False
+
+    def needs_fresh_server(self, settings: Mapping[str, Any]) -> bool:
+        """Whether only a new server has an empty prefix cache."""
+        return self.preset.reset is None and not self.cache_is_off(settings)
+
+
+def program_of(preset: Preset, given: str | None) -> str:
+    """The Python that has the preset's module, or its program; ``given``: by the user. Asked before a launch.
+
+    Raises UsageError when there is none, or it does not answer within a minute.
+    """
+    variable = f"{preset.name.upper()}_PYTHON"
+    if preset.module is None:
+        chosen, asked = given or preset.program or "", ("--version",)
+        way = "name it with --target-python PATH"
+    else:
+        chosen = given or os.environ.get(variable) or _python_with(preset.module) or ""
+        asked = ("-c", _HAS_MODULE, preset.module)
+        way = f"name a Python that has it with --target-python PATH, or in {variable}"
+    found = shutil.which(chosen)
+    if found is None:
+        raise UsageError(f"no program {chosen or 'python'!r} that launches {preset.title} was found: {way}")
+    if (problem := _failure_of(found, *asked)) is not None:
+        raise UsageError(f"{chosen} cannot launch {preset.title} ({problem}): {way}")
+    return found if preset.module is None else chosen
+
+
+def _failure_of(*command: str) -> str | None:
+    """Why a command is of no use; None when it ends well."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROGRAM_TIMEOUT_S, check=False
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {_PROGRAM_TIMEOUT_S:g} s"
+    except OSError as error:
+        return f"it cannot be run: {error.strerror}"
+    if _HAS_MODULE in command and done.returncode == _NO_MODULE:
+        return f"it has no module {command[-1]!r}"
+    return f"{command[1]} ended with exit code {done.returncode}" if done.returncode else None
+
+
+def _python_with(module: str) -> str | None:
+    """This Python where it has the module, else the one beside the server's own script."""
+    if importlib.util.find_spec(module) is not None:
+        return sys.executable
+    script = shutil.which(module)
+    python = Path(script).resolve().parent / "python" if script else None
+    return str(python) if python and python.exists() else None

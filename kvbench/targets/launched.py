@@ -1,146 +1,130 @@
-"""Servers that are launched by a command: of a preset, or a template of the user's.
+"""Servers that kvbench launches: in a session of their own, logged, waited for within a bound, always stopped.
 
-``Launcher`` knows the command for a configuration, ``LaunchedTarget`` is one server of it.
+Stopped with their whole family; when kvbench itself is killed, by the watchdog.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets.base import ModelFacts
-from kvbench.targets.launch_plan import CommandTemplate
+from kvbench.common.foreign_cpu import Server
+from kvbench.common.watchdog import Watchdog
+from kvbench.targets.base import HttpTarget, ModelFacts
+from kvbench.targets.launch_plan import HOST, Launcher
 from kvbench.targets.model_export import ModelFolders, ServedModel
-from kvbench.targets.owned import OwnServer, require_free_port
-from kvbench.targets.presets.preset import OF_THE_MODEL, Context, Preset
-from kvbench.targets.prometheus import MetricsSample
-from kvbench.targets.texts import Texts, TokenizerTexts, WordTexts
-from kvbench.targets.versions import version_of
-from kvbench.workload.design import Design
+from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords, ids_as_words
 
-_OF_THE_MODEL = ("max_model_len", "vocab_size")  # of our arithmetic, what holds for any server
-_OF_THE_FOLDER = {"seed", "dtype", "device", "max_model_len"}  # beside ``OF_THE_MODEL``
-_OF_THE_BUDGET = ("kv_budget_bytes", "bytes_per_token", "scale_bytes_per_token")  # for one that was given it
+_VERSION_TIMEOUT_S = 60.0
+_CAPACITY = ("num_pages", "capacity_tokens", "page_size")
 # Begins a word, or stands behind = : , " ' and the like; a slash behind a name or a slash is not the root's.
 _ABSOLUTE_PATH = re.compile(r"(?<![\w/.~%+-])/(?:[^\s/\"'=:,]+/+)*([^\s/\"'=:,]+)/*")
+_Found = TypeVar("_Found")
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """What is launched, for any configuration. ``arithmetic``: what our own engine would make of one (may be empty).
+class ProcessTarget(HttpTarget):
+    """A server whose process is ours; ``start`` is the subclass's, made of ``_launched`` and ``_wait_ready``."""
 
-    ``extra``: further words of the command. ``template``: the user's command in place of the preset's.
-    ``max_in_flight``: the most requests that any load has in flight, None where that is open.
-    """
+    starts_cold = True
+    grace_s = 6.0  # between TERM and KILL
+    poll_s = 0.05  # between two looks whether it is ready
 
-    preset: Preset
-    program: str
-    arithmetic: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    extra: tuple[str, ...] = ()
-    template: CommandTemplate | None = None
-    max_in_flight: int | None = None
+    def __init__(self, *, port: int, start_timeout_s: float) -> None:
+        self.port, self.start_timeout_s = port, start_timeout_s
+        self._process: processes.Child | None = None
+        self._watchdog: Watchdog | None = None
+        self._log = Path()
+        self._logged_at_start = 0  # bytes of its log when it was ready
 
-    def context(self, settings: Mapping[str, Any]) -> Context:
-        """What the preset's words may depend on.
-
-        A dtype that is left open becomes the built-in engine's: another server would choose by other rules (vLLM runs
-        float32 weights in bfloat16), and so compute something else with the same budget.
-        """
-        known = self.arithmetic(settings)
-        if settings.get("dtype") in (None, "auto") and known.get("dtype"):
-            settings = {**settings, "dtype": known["dtype"]}
-        return Context(settings, known, self.max_in_flight, self.program)
-
-    def passed_on(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that the server is told, or is known to have."""
-        context = self.context(settings)
-        names = self.template.names if self.template else self.preset.told
-        return {k: v for k, v in context.settings.items() if k in names and v is not None}
-
-    def described(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that a configuration is named by: all, but of a template only those it passes on.
-
-        For the others the server's own values hold, which nobody knows. What the model's folder carries stays, as do
-        the limits of the prompts, and what a known kind of server has whatever its command says.
-        """
-        if self.template is None:
-            return dict(settings)
-        known = {name for name, value in settings.items() if self.preset.has_only(name, value)}
-        kept = self.template.names | known | OF_THE_MODEL.keys() | _OF_THE_FOLDER
-        return {name: value for name, value in settings.items() if name in kept}
-
-    def require(self, design: Design) -> None:
-        """Raises UsageError when configurations differ in a setting that a template does not pass on."""
-        if self.template is not None:
-            self.template.require(dict.fromkeys(name for c in design.configurations for name in c.varied))
-
-    def refusal(self, settings: Mapping[str, Any]) -> str | None:
-        """Why this configuration cannot be launched; None when it can."""
-        return "; ".join(self.preset.refusals(self._asked(settings))) or None
-
-    def nearest(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The settings that come closest to a refused configuration, and what was changed."""
-        asked = self._asked(settings)
-        found, changes = self.preset.nearest(asked)
-        if self.template and (left_out := [f"{{{name}}}" for name in asked.settings if name not in found]):
-            raise UsageError(
-                f"--serve-cmd has {', '.join(left_out)}, and: {'; '.join(self.preset.refusals(asked))}. Take it out"
+    @contextmanager
+    def _launched(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        env: Mapping[str, str | None] | None = None,
+        scratch: Path | None = None,
+    ) -> Iterator[None]:
+        """Launches; what is raised inside stops the server again. ``scratch``: removed if kvbench is killed."""
+        self._log, self._logged_at_start = log, 0
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._process = processes.launch(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                background=True,
+                env={"PYTHONUNBUFFERED": "1", **(env or {})},
             )
-        kept = {name: value for name, value in settings.items() if name in found or name not in asked.settings}
-        return {name: found.get(name, value) for name, value in kept.items()}, changes
+        self._watchdog = Watchdog(self._process.pid, self._process.mark, scratch)
+        try:
+            yield
+            self._watchdog.watch(self._process.remember())
+        except BaseException:
+            self.stop()
+            raise
 
-    def _asked(self, settings: Mapping[str, Any]) -> Context:
-        """What the preset is asked about: of a template, what the command passes on and the preset knows."""
-        context = self.context(settings)
-        if self.template is None:
-            return context
-        names = self.template.names & self.preset.settings.keys()
-        return context.only(names)
+    def _wait_ready(self, ready: Callable[[], _Found | None]) -> _Found:
+        """What ``ready`` finds. MeasurementError with the last lines of a server that ends or takes too long."""
+        assert self._process is not None
+        deadline = time.monotonic() + self.start_timeout_s
+        while time.monotonic() < deadline:
+            if (code := self._process.poll()) is not None:
+                raise self._ended_at_start(code)  # whoever answers there now is somebody else
+            size = self._log.stat().st_size  # before it is asked: what it says from now on may be its last words
+            if found := ready():
+                self._logged_at_start = size
+                return found
+            time.sleep(self.poll_s)
+        raise MeasurementError(
+            f"{self.preset.title} was not ready after {self.start_timeout_s:g} s and was stopped; allow more with "
+            f"--start-timeout, or read its last lines:\n{self._last_lines()}"
+        )
 
-    def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
+    def _ended_at_start(self, code: int) -> Exception:
+        return MeasurementError(
+            f"{self.preset.title} ended with exit code {code} before it was ready; its last lines:\n"
+            f"{self._last_lines()}"
+        )
 
-        A KV budget only where the server is given it: else its own default holds, whatever our arithmetic says.
-        """
-        if reason := self.refusal(settings):
-            raise ValueError(reason)
-        names = list(_OF_THE_MODEL)
-        if self.gives_budget(settings):
-            names += _OF_THE_BUDGET if self.template else (*_OF_THE_BUDGET, "capacity_tokens")
-        known = self.arithmetic(settings)
-        return {key: known[key] for key in names if known.get(key)}
+    def _last_lines(self) -> str:
+        return processes.last_lines(self._log, after=self._logged_at_start) or "(no output)"
 
-    def gives_budget(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the command says how much KV there may be."""
-        return "kv_budget" in self.template.names if self.template else settings.get("kv_budget") is not None
+    def server(self) -> Server:
+        return Server(None if self._process is None else self._process.pid)
 
-    def command(self, settings: Mapping[str, Any], *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
-        """The launch command; ``port``: or a name for it. Raises UsageError for a placeholder without a value."""
-        context = self.context(settings)
-        if self.template is not None:
-            budget = context.capacity.get("kv_budget_bytes")
-            words = self.template.command(context.settings, model=model, port=port, kv_budget_bytes=budget)
-        else:
-            words = self.preset.launch_command(context, model=model, port=port, scratch=scratch)
-        return (*words, *self.extra)
+    def check_alive(self) -> None:
+        if self._process is None:
+            raise MeasurementError("the server was not started")
+        code = self._process.poll()
+        if code is not None:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise MeasurementError(
+                f"{self.preset.title} {how}; its last lines since it was ready:\n{self._last_lines()}"
+            )
 
-    def cache_is_off(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the server was told to keep no prefixes: then there is nothing to empty."""
-        told = "enable_prefix_caching" in (self.template.names if self.template else self.preset.settings)
-        return told and settings.get("enable_prefix_caching") is False
-
-    def needs_fresh_server(self, settings: Mapping[str, Any]) -> bool:
-        """Whether only a new server has an empty prefix cache."""
-        return self.preset.reset is None and not self.cache_is_off(settings)
+    def stop(self) -> None:
+        if self._process is not None:
+            processes.stop(self._process, self.grace_s)
+            self._process = None
+        if self._watchdog is not None:
+            self._watchdog.release()
+            self._watchdog = None
+        if hasattr(self, "http"):
+            self.close()
 
 
-class LaunchedTarget(OwnServer):
-    """One server of a ``Launcher``."""
+class LaunchedTarget(ProcessTarget):
+    """One server of a ``Launcher``: of a preset, or of the user's command."""
 
     poll_s = 0.2
 
@@ -150,7 +134,6 @@ class LaunchedTarget(OwnServer):
         super().__init__(port=port, start_timeout_s=start_timeout_s)
         self.launcher, self.folders = launcher, folders
         self.preset, self.grace_s = launcher.preset, launcher.preset.grace_s
-        self.command: tuple[str, ...] = ()
         self._settings: Mapping[str, Any] = {}
         self._facts: Mapping[str, Any] = {}
         self._environment: Mapping[str, str | None] = {}
@@ -158,24 +141,15 @@ class LaunchedTarget(OwnServer):
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Launch and wait until it serves. Raises UsageError or MeasurementError."""
         served = self._served(settings)
-        self._facts = served.facts
-        if self.port:
-            require_free_port("127.0.0.1", self.port)
-        port = self.port or _free_port()
-        self._settings = settings
-        self.command = self.launcher.command(
-            settings, model=str(served.path), port=port, scratch=str(self.folders.scratch)
-        )
+        self._settings, self._facts = settings, served.facts
+        port, scratch = free_port(self.port), self.folders.scratch
+        command = self.launcher.command(settings, model=str(served.path), port=port, scratch=str(scratch))
         self._environment = self.preset.launch_environment(self.launcher.context(settings))
-        with self._launched(self.command, log, env=self._environment, scratch=self.folders.scratch):
-            self._connect(f"http://127.0.0.1:{port}", preset=self.preset, texts=_texts(served))
+        with self._launched(command, log, env=self._environment, scratch=scratch):
+            HttpTarget.__init__(self, f"http://{HOST}:{port}", preset=self.preset, text_of_ids=_text_of_ids(served))
             self._wait_ready(self._serves)
             self._learn_model(served, settings)
             self._check_device(settings)
-
-    @property
-    def _is_told_model(self) -> bool:
-        return self.launcher.template is None or "model" in self.launcher.template.names
 
     def _serves(self) -> bool:
         path = self.preset.models_path
@@ -183,7 +157,7 @@ class LaunchedTarget(OwnServer):
 
     def _served(self, settings: Mapping[str, Any]) -> ServedModel:
         """The model's folder; for a command that does not ask for one, what is known of the workload's model."""
-        if not self._is_told_model:
+        if not self.launcher.is_told_model:
             known = self.launcher.arithmetic(settings)
             name = Path(str(settings.get("model", "")))
             return ServedModel(name, None, known.get("vocab_size"), known.get("max_model_len"))
@@ -195,13 +169,8 @@ class LaunchedTarget(OwnServer):
         """Sizes from the model's config, the name from the server; what only the server knows from there."""
         row = self.models()[0] if self.preset.models_path else {"id": str(served.path)}
         meta = row.get("meta") or {}  # llama.cpp
-        lengths = (
-            settings.get("max_model_len"),
-            row.get("max_model_len"),
-            served.max_positions,
-            meta.get("n_ctx_train"),
-        )
-        length = min((int(n) for n in lengths if n), default=None)
+        told = (settings.get("max_model_len"), row.get("max_model_len"), served.max_positions, meta.get("n_ctx_train"))
+        length = min((int(n) for n in told if n), default=None)
         vocab = served.vocab_size or meta.get("n_vocab")
         if length is None or not vocab:
             raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
@@ -209,32 +178,41 @@ class LaunchedTarget(OwnServer):
 
     def _check_device(self, settings: Mapping[str, Any]) -> None:
         """A build for GPUs that was to run on the CPU, or the reverse, would measure something else."""
-        asked, pattern = settings.get("device"), self.preset.device_pattern
-        if pattern is None or asked not in ("cpu", "cuda"):
+        wanted, pattern = settings.get("device"), self.preset.device_pattern
+        if pattern is None or wanted not in ("cpu", "cuda"):
             return
         told = re.search(pattern, str(super().server_info() or ""))
-        if told and told[1] != asked:
+        if told and told[1] != wanted:
             raise MeasurementError(
-                f"{self.preset.title} runs on {told[1]}, and the workload asks for {asked}: take a build for it "
+                f"{self.preset.title} runs on {told[1]}, and the workload asks for {wanted}: take a build for it "
                 "(--target-python), or set -o engine.device=auto"
             )
+
+    def version(self) -> str | None:
+        """From the server's API, else from the metadata of its package."""
+        packages = self.preset.version.packages if self.launcher.program else ()
+        found = (package_version(self.launcher.program, name) for name in packages)
+        return super().version() or next(filter(None, found), None)
 
     def server_info(self) -> dict[str, Any]:
         """What kvbench told the server and what the server says of itself, in the shape of our own /server_info."""
         settings = self.launcher.passed_on(self._settings)
-        sample = self._quiet_metrics()
-        facts = dict(sample.facts) if sample else {}
-        version = version_of(self, self.launcher.program)
-        device = settings.get("device")
+        try:
+            sample = self.metrics()
+        except MeasurementError:
+            sample = None
+        capacity = {name: int(value) for name, value in sample.facts.items() if name in _CAPACITY} if sample else {}
+        version, device = self.version(), settings.get("device")
+        threads = self._environment.get("OMP_NUM_THREADS")
         return {
-            "engine": {**settings, **({"page_size": int(facts["page_size"])} if "page_size" in facts else {})},
+            "engine": settings | {name: value for name, value in capacity.items() if name == "page_size"},
             "model": {"name": self._model_name_shown(), "vocab_size": self.model.vocab_size, **self._facts},
             "resolved": {
                 "device": device if device != "auto" else None,
                 "dtype": settings.get("dtype"),
-                "num_threads": _number(self._environment.get("OMP_NUM_THREADS")),
+                "num_threads": int(threads) if threads and threads.isdigit() else None,
             },
-            "capacity": {k: int(v) for k, v in facts.items() if k in ("num_pages", "capacity_tokens", "page_size")},
+            "capacity": capacity,
             "versions": {self.preset.name: version} if version else {},
             "server": {
                 "kind": self.preset.name,
@@ -247,7 +225,7 @@ class LaunchedTarget(OwnServer):
 
     def _model_name_shown(self) -> str:
         """The workload's name of the model: the folder it was written to says nothing. Not told a model: its own."""
-        if not self._is_told_model:
+        if not self.launcher.is_told_model:
             return self.model.name
         return Path(str(self._settings.get("model", self.model.name))).name.removesuffix(".json") or self.model.name
 
@@ -256,31 +234,42 @@ class LaunchedTarget(OwnServer):
         words = self.launcher.command(self._settings, model="MODEL", port="PORT", scratch="SCRATCH")
         return [_shown(word) for word in words]
 
-    def _quiet_metrics(self) -> MetricsSample | None:
-        try:
-            return self.metrics()
-        except MeasurementError:
-            return None
-
     def reset_prefix_cache(self) -> bool | None:
         """As ``Target``; a cache that the server was told not to have is empty."""
         return True if self.launcher.cache_is_off(self._settings) else super().reset_prefix_cache()
 
 
-def _texts(served: ServedModel) -> Texts | None:
+def _text_of_ids(served: ServedModel) -> TextOfIds | None:
     if served.tokenizer is None:
-        return WordTexts()
-    return TokenizerTexts(served.tokenizer) if (served.tokenizer / "tokenizer.json").is_file() else None
+        return ids_as_words
+    return TokenizerWords(served.tokenizer).text if (served.tokenizer / "tokenizer.json").is_file() else None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(port: int = 0) -> int:
+    """``port`` (0: any) of this machine where nothing listens. Raises UsageError when something does."""
+    with socket.socket() as candidate:
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            candidate.bind((HOST, port))
+        except OSError as error:
+            raise UsageError(
+                f"port {port} on {HOST} cannot be used ({error.strerror}): stop what listens there, or leave --port "
+                "out to get a free one"
+            ) from None
+        return int(candidate.getsockname()[1])
 
 
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None
+@functools.cache
+def package_version(python: str, package: str) -> str | None:
+    """The version of a package of another Python."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", code], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
 
 
 def _shown(word: str) -> str:

@@ -7,9 +7,14 @@ a watchdog, and where that was killed too, by the next run.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +22,18 @@ from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import write_json
 from kvbench.common.watchdog import Watchdog
-from kvbench.targets.scratch import Scratch
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A folder (or a GGUF file) to serve. ``tokenizer``: a folder; None: one word a token, see export_model.
+    """A folder (or a GGUF file) to serve. ``tokenizer``: a folder; None: the text of ids 17 and 4 is "17 4".
 
     ``facts``: what the built-in server would tell of the same weights, where they were written here.
     """
@@ -37,10 +44,40 @@ class ServedModel:
     max_positions: int | None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def of_words(self) -> bool:
-        """Whether the text of ids 17 and 4 is "17 4"."""
-        return self.tokenizer is None
+
+class Scratch:
+    """A temporary folder, kept until ``remove``; those of the same ``prefix`` that killed processes left go first.
+
+    Each holds a file that its process has locked. The kernel drops the lock when the process dies in any way, so a
+    folder whose lock can be had is nobody's. The file appears under its name only once it is locked.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        _remove_stale(Path(tempfile.gettempdir()), prefix)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        new = self.path / f"{_LOCK}.new"
+        self._lock = new.open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(self.path / _LOCK)
+
+    def remove(self) -> None:
+        """Everything in it, too. Does nothing the second time."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_stale(parent: Path, prefix: str) -> None:
+    """Removes this user's folders of that name whose process has ended; what cannot be removed stays."""
+    for folder in parent.glob(f"{prefix}*"):
+        try:
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: somebody works in it
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue
 
 
 class ModelFolders:
@@ -80,26 +117,26 @@ class ModelFolders:
         job = {name: settings[name] for name in _OF_THE_WEIGHTS if settings.get(name) is not None}
         key = json.dumps([job, str(settings.get("tokenizer")), drop], sort_keys=True)
         if key not in self._made:
-            random = settings.get("load_format") == "dummy" or not source.is_dir()
-            make = self._export if random else self._link
-            self._made[key] = make(job, settings, drop)
+            given = Path(str(settings["tokenizer"])) if settings.get("tokenizer") else None
+            if settings.get("load_format") == "dummy" or not source.is_dir():
+                self._made[key] = self._export(job, given or self._text_tokenizer, drop)
+            else:
+                self._made[key] = self._link(source.resolve(), given, drop)
         return self._made[key]
 
-    def _export(self, job: Mapping[str, Any], settings: Mapping[str, Any], drop_eos: bool) -> ServedModel:
-        tokenizer = self._tokenizer(settings)
-        folder = self.scratch / f"model-{len(self._made)}"
-        task = self.scratch / f"job-{len(self._made)}.json"
-        task.write_text(
-            json.dumps(
-                {
-                    "settings": dict(job),
-                    "folder": str(folder),
-                    "tokenizer": str(tokenizer) if tokenizer else None,
-                    "ignore_eos": drop_eos,
-                }
-            )
+    def _export(self, job: Mapping[str, Any], tokenizer: Path | None, drop_eos: bool) -> ServedModel:
+        """Random weights, written by a process of its own."""
+        folder, log = self._new_folder(), self.scratch / "export.log"
+        task = folder.with_suffix(".json")
+        write_json(
+            task,
+            {
+                "settings": dict(job),
+                "folder": str(folder),
+                "tokenizer": str(tokenizer) if tokenizer else None,
+                "ignore_eos": drop_eos,
+            },
         )
-        log = self.scratch / "export.log"
         with log.open("wb") as file:
             process = processes.launch(
                 [sys.executable, "-m", "engine.model.export", str(task)], stdout=file, stderr=subprocess.STDOUT
@@ -120,32 +157,29 @@ class ModelFolders:
             )
         return _described(folder, tokenizer)
 
-    def _link(self, job: Mapping[str, Any], settings: Mapping[str, Any], drop_eos: bool) -> ServedModel:
-        source = Path(str(settings["model"])).expanduser().resolve()
-        given = settings.get("tokenizer")
-        has_one = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-        if has_one and not given and not drop_eos:
+    def _link(self, source: Path, given: Path | None, drop_eos: bool) -> ServedModel:
+        """The folder itself, or one of links to its files, beside another tokenizer or without an end of sequence."""
+        has_one = any((source / name).is_file() for name in _TOKENIZERS)
+        if has_one and given is None and not drop_eos:
             return _described(source, source)
         from engine.model import export as export_model
 
-        tokenizer = Path(str(given)) if given else source if has_one else self._tokenizer(settings)
+        tokenizer = given or (source if has_one else self._text_tokenizer)
         if tokenizer is None:
             raise UsageError(f"the model folder {source} has no tokenizer: name one with -o model.tokenizer=FOLDER")
-        folder = self.scratch / f"model-{len(self._made)}"
+        folder = self._new_folder()
         folder.mkdir()
         for path in source.iterdir():
-            if not (given and path.name in export_model.TOKENIZER_FILES):
+            if given is None or path.name not in export_model.TOKENIZER_FILES:
                 (folder / path.name).symlink_to(path)
-        if given or not has_one:
+        if given is not None or not has_one:
             export_model.copy_tokenizer(tokenizer, folder)
         if drop_eos:
             export_model.drop_eos(folder)
         return _described(folder, tokenizer)
 
-    def _tokenizer(self, settings: Mapping[str, Any]) -> Path | None:
-        """A tokenizer's folder for random weights; None: one word a token."""
-        given = settings.get("tokenizer")
-        return Path(str(given)) if given else self._text_tokenizer
+    def _new_folder(self) -> Path:
+        return self.scratch / f"model-{len(self._made)}"
 
 
 def text_tokenizer(prompts: Any) -> Path | None:
@@ -174,7 +208,5 @@ def _described(folder: Path, tokenizer: Path | None) -> ServedModel:
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).is_file() else {}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
-    positions = next(
-        (text[k] for k in ("max_position_embeddings", "n_positions") if isinstance(text.get(k), int)), None
-    )
-    return ServedModel(folder, tokenizer, text.get("vocab_size"), positions, facts)
+    positions = [text[k] for k in ("max_position_embeddings", "n_positions") if isinstance(text.get(k), int)]
+    return ServedModel(folder, tokenizer, text.get("vocab_size"), next(iter(positions), None), facts)

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets.access import Access
 from kvbench.targets.base import HttpTarget, ModelFacts
+from kvbench.targets.http import PLAIN_ACCESS, Access
 from kvbench.targets.presets import GENERIC
 from kvbench.targets.presets.preset import Preset
-from kvbench.targets.texts import TokenizerTexts
-from kvbench.targets.versions import version_of
-
-_PLAIN = Access()
+from kvbench.targets.prompt_texts import TokenizerWords
 
 
 class OpenAITarget(HttpTarget):
@@ -32,62 +29,59 @@ class OpenAITarget(HttpTarget):
         vocab_size: int | None = None,
         max_model_len: int | None = None,
         preset: Preset = GENERIC,
-        access: Access = _PLAIN,
+        access: Access = PLAIN_ACCESS,
         tokenizer: Path | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--target {url!r} is not a URL: write for example http://127.0.0.1:8000")
-        texts = TokenizerTexts(tokenizer) if tokenizer else None
-        super().__init__(url.rstrip("/").removesuffix("/v1"), preset=preset, access=access, texts=texts)
-        self._asked = (model, vocab_size, max_model_len)
+        text_of_ids = TokenizerWords(tokenizer).text if tokenizer else None
+        base_url = url.rstrip("/").removesuffix("/v1")
+        super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
+        self._given = (model, vocab_size, max_model_len)
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Checks that it answers; launches nothing. Raises UsageError or MeasurementError."""
-        name, vocab_size, max_model_len = self._asked
-        rows = self._rows(name)
-        named = (name, name.partition("?")[0]) if name else (rows[0]["id"],)  # the mock takes settings as a query
-        row = next((r for wanted in named for r in rows if r["id"] == wanted), None)
-        if row is None:
-            known = ", ".join(str(r["id"]) for r in rows)
-            raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
-        info = self.server_info() or {}
-        length = max_model_len or row.get("max_model_len")
-        vocab = vocab_size or (info.get("model") or {}).get("vocab_size")
-        for value, told, flag in (
-            (length, row.get("max_model_len"), "--max-model-len"),
-            (vocab, (info.get("model") or {}).get("vocab_size"), "--vocab-size"),
-        ):
-            if not value:
-                raise UsageError(f"{self.base_url} does not tell its {flag[2:].replace('-', ' ')}: give {flag} N")
-            if told and int(value) > int(told):
-                raise UsageError(f"{flag} {value} is more than the {told} that {self.base_url} tells: leave it out")
-        self.model = ModelFacts(name or str(row["id"]), int(vocab), int(length))
+        name, vocab_size, max_model_len = self._given
+        try:
+            row = self._row_of(name)
+        except MeasurementError as error:
+            raise UsageError(str(error)) from None
+        told_vocab = ((self.server_info() or {}).get("model") or {}).get("vocab_size")
+        length = self._size("--max-model-len", max_model_len, row.get("max_model_len"))
+        vocab = self._size("--vocab-size", vocab_size, told_vocab)
+        self.model = ModelFacts(name or str(row["id"]), vocab, length)
 
-    def _rows(self, name: str | None) -> list[dict[str, Any]]:
-        """Its models; a server that lists none is asked for its health, and its model must be named."""
+    def _row_of(self, name: str | None) -> dict[str, Any]:
+        """The model's row of /v1/models; a server that lists none is asked for its health, and needs the name."""
         if self.preset.models_path is None:
-            self._must_be_healthy()
+            status = self.answer_at(self.preset.health).status
+            if status != 200:
+                raise UsageError(f"{self.base_url} does not serve: {self.preset.health} answered {status}")
             if name is None:
                 raise UsageError(f"{self.preset.title} does not list its models: give --model NAME")
-            return [{"id": name}]
-        try:
-            return self.models()
-        except MeasurementError as error:
-            raise UsageError(str(error)) from None
+            return {"id": name}
+        rows = self.models()
+        if name is None:
+            return rows[0]
+        for wanted in (name, name.partition("?")[0]):  # the mock server takes settings as a query
+            if row := next((row for row in rows if row["id"] == wanted), None):
+                return row
+        known = ", ".join(str(row["id"]) for row in rows)
+        raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
 
-    def _must_be_healthy(self) -> None:
-        try:
-            status = self.answer_at(self.preset.health).status_code
-        except MeasurementError as error:
-            raise UsageError(str(error)) from None
-        if status != 200:
-            raise UsageError(f"{self.base_url} does not serve: {self.preset.health} answered {status}")
+    def _size(self, option: str, given: int | None, told: Any) -> int:
+        """The size that was given, else the server's. UsageError when there is none, or more is given than told."""
+        if not given and not told:
+            raise UsageError(f"{self.base_url} does not tell its {option[2:].replace('-', ' ')}: give {option} N")
+        if given and told and given > int(told):
+            raise UsageError(f"{option} {given} is more than the {told} that {self.base_url} tells: leave it out")
+        return int(given or told)
 
     def server_info(self) -> dict[str, Any] | None:
         """As ``HttpTarget``; of a server of a known kind what its preset and its version tell."""
         if self.preset is GENERIC:
             return super().server_info()
-        version = version_of(self, "")
+        version = self.version()
         return {
             "versions": {self.preset.name: version} if version else {},
             "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": list(self.preset.quirks)},

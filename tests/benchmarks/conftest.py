@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 
-from kvbench.common.bench_watch import ForeignWatch
+from kvbench.common.foreign_cpu import ForeignWatch
 
 
 @pytest.fixture(autouse=True)

@@ -186,4 +186,4 @@ def test_a_server_that_hangs_is_given_up_and_stopped(hung):
     found = manifest(bench.only_run())
     assert done.code == 4 and done.seconds < 60 and not done.left
     assert found["status"] == "incomplete"
-    assert "/metrics did not answer: ReadTimeout" in found["failures"][0]["reason"]
+    assert "/metrics did not answer" in found["failures"][0]["reason"]

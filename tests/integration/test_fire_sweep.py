@@ -16,7 +16,7 @@ from tests.support.sweep_parts import complaints, finished, manifest
 # name: (the endpoint that is struck, how, further fields of the rule, the reason told, repeats)
 LOST = {
     "info killed": ("/server_info", "kill", {}, "the server was killed by signal 9", 1),
-    "warm-up drip": ("plain", "drip_head", {}, "a warm-up request to http://127", 1),
+    "warm-up drip": ("plain", "drip_body", {}, "/v1/completions did not answer", 1),
     "warm-up page": ("plain", "page", {}, "was answered 200: <h1>hello", 1),
     "reset 500": ("/reset_prefix_cache", "status", {}, "/reset_prefix_cache answered 500", 1),
     "metrics endless": ("/metrics", "flood", {"from_s": 0.1}, "the answer is longer than 64 MiB", 1),

@@ -306,7 +306,7 @@ def test_a_search_whose_runs_are_invalid_says_how_to_go_on_and_takes_none_of_the
         (("--url", "http://127.0.0.1:9", "--find-max-rate", "goodput>=95%"), "needs an SLO"),
         (("--url", "http://127.0.0.1:9", "--find-max-rate", "p95_ttft<=1s", "--request-rate", "inf"), "leave inf out"),
         (("--url", "http://127.0.0.1:9", "--request-rate", "-1"), "--request-rate '-1' is not a number"),
-        (("--url", "http://127.0.0.1:9"), "does not serve"),
+        (("--url", "http://127.0.0.1:9"), "did not answer"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_sent_or_written(workload, tmp_path, words, said):

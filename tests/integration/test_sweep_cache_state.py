@@ -175,9 +175,9 @@ def test_a_target_that_is_gone_after_the_first_block_costs_the_others_and_not_th
         runner = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *a: None, lambda: None)
         assert runner.run_block(blocks[0])
     assert not runner.run_block(blocks[1])
-    assert "does not serve" in runner.failures[0].reason
+    assert "did not answer" in runner.failures[0].reason
     fresh = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *a: None, lambda: None)
-    with pytest.raises(UsageError, match="does not serve"):
+    with pytest.raises(UsageError, match="did not answer"):
         fresh.run_block(blocks[0])  # at the very start it is the user's mistake
 
 

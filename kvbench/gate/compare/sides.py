@@ -20,12 +20,21 @@ from kvbench.gate.compare import environments, worktrees
 from kvbench.gate.compare.builds import Build, Builds
 from kvbench.gate.compare.side_text import CMD, REF, RUN, SET, URL, Side
 from kvbench.runs.folder import RunFolder
-from kvbench.targets.applies import APPLIES, BUILTIN, PRESET, RUNNING, TEMPLATE, check_options
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
-from kvbench.targets.choose import STORED, Choice, choose
+from kvbench.targets.choose import (
+    BUILTIN,
+    KINDS_OF,
+    RUNNING,
+    STORED,
+    TEMPLATE,
+    Choice,
+    check_target_options,
+    choose,
+    kind_of,
+)
 from kvbench.targets.launch_plan import is_template
-from kvbench.targets.owned import require_free_port
+from kvbench.targets.launched import free_port
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.file import Workload, differing_keys, resolve
 
@@ -124,10 +133,7 @@ def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
     bare = [s for s in sides if s.kind == CMD and not is_template(s.text) and _SERVER[-1] not in s.text.split()]
     if bare and any(side.kind == CMD and is_template(side.text) for side in sides):
         raise UsageError(f"{bare[0].text!r} has no {{port}}, which must be in it. {_NO_PORT}")
-    places = [_place(side, options) for side in sides]
-    for name, where in APPLIES.items():
-        if options.get(name) and not any(place in where for place in places):
-            check_options(places[0], {name: options[name]})
+    check_target_options([_place(side, options) for side in sides], {name: options.get(name) for name in KINDS_OF})
     ref, own = any(side.kind == REF for side in sides), any(side.kind in (SET, REF) for side in sides)
     for name, used, what in (
         ("target", any(side.kind == SET for side in sides), "settings (page_size=16)"),
@@ -158,7 +164,7 @@ def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
 def _options_of(side: Side, options: Mapping[str, Any]) -> dict[str, Any]:
     """All options that choose() asks for, those that mean nothing for this side as if they were not given."""
     place = _place(side, options)
-    kept = {name: options.get(name) if place in where else None for name, where in APPLIES.items()}
+    kept = {name: options.get(name) if place in where else None for name, where in KINDS_OF.items()}
     of_side = {"target": side.kind == SET, "serve_cmd": side.kind in (SET, REF)}
     return (
         kept
@@ -175,10 +181,8 @@ def _place(side: Side, options: Mapping[str, Any]) -> str:
         return RUNNING
     if side.kind == CMD:
         return TEMPLATE if is_template(side.text) else BUILTIN
-    if side.kind == SET and target:
-        return PRESET if target in PRESETS else RUNNING
     command = environments.filled(command, Path("python"), Path("source")) if command else command
-    return TEMPLATE if command and is_template(command) else BUILTIN
+    return kind_of(target if side.kind == SET else None, command)
 
 
 def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -> Choice:
@@ -229,7 +233,7 @@ def _open_ref(side: Side, workload: Workload, options: Mapping[str, Any], builds
 def _builtin(workload: Workload, options: Mapping[str, Any], build: Build) -> Choice:
     port = options["port"] or 0
     if port:
-        require_free_port("127.0.0.1", port)
+        free_port(port)
 
     def make() -> Target:
         limit = options["start_timeout"] or _START_S

@@ -7,79 +7,51 @@ tokens; without it each slot owns --ctx-size / --parallel of them: a contiguous 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvbench.load.dialect import Dialect
 from kvbench.targets.presets.preset import (
-    Context,
+    COMMON,
+    WHATEVER,
     Preset,
     Reset,
     Setting,
     Version,
     absent,
     always,
-    budget_in_tokens,
+    budget_in,
     flag,
     switch,
-    whatever,
 )
 from kvbench.targets.prometheus import MetricNames
 
 _FROM_GGUF = (
-    "the budget cannot be worked out from a GGUF file. Take the budget out with -o engine.kv_budget=null and give the "
-    "tokens of all slots with --target-args '--ctx-size N'"
+    "cannot be worked out from a GGUF file. Take the budget out with -o engine.kv_budget=null and give the tokens of "
+    "all slots with --target-args '--ctx-size N'"
 )
-
-
-def _environment(context: Context) -> Mapping[str, str | None]:
-    return {"LLAMA_ARG_OFFLINE": "1"}
-
 
 LLAMACPP = Preset(
     name="llamacpp",
     title="llama.cpp",
     program="llama-server",
-    command=(
-        "{program}",
-        "--model",
-        "{model}",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "{port}",
-        "--metrics",
-        "--slots",
-        "--slot-save-path",
-        "{scratch}",
-        "--kv-unified",
-        "--cache-ram",
-        "0",
-        "--no-context-shift",
-        "--no-ui",
-        "--threads-http",  # a kept-alive connection holds one; the default is --parallel + 2
-        "256",
-    ),
+    # A kept-alive connection holds an HTTP thread; the default is --parallel + 2.
+    command="{program} --model {model} --host 127.0.0.1 --port {port} --metrics --slots --slot-save-path {scratch}"
+    " --kv-unified --cache-ram 0 --no-context-shift --no-ui --threads-http 256",
     settings={
+        **COMMON,
         "layout": always("paged", "its unified KV buffer is the nearest to pages; separate slots are not offered here"),
         "page_size": absent("its KV buffer has no pages: cells of one token each"),
-        "kv_budget": budget_in_tokens("--ctx-size", _FROM_GGUF),
+        "kv_budget": budget_in("capacity_tokens", "--ctx-size {}", _FROM_GGUF),
         "kv_cache_dtype": always("auto", "its quantised KV caches (q8_0, q4_0 ...) have other formats"),
-        "enable_prefix_caching": switch(("--cache-prompt",), ("--no-cache-prompt",)),
-        "enable_chunked_prefill": always(True, "prompts are always cut to its batch size"),
-        "max_model_len": flag("--kv-unified-per-slot", "{}"),
-        "max_num_seqs": flag("--parallel", "{}"),
-        "max_num_batched_tokens": flag("--batch-size", "{}", "--ubatch-size", "{}"),
-        "max_num_partial_prefills": absent("it has no such setting"),
-        "scheduling_policy": always("fcfs", "it serves in order of arrival"),
+        "enable_prefix_caching": switch("--cache-prompt", "--no-cache-prompt"),
+        "max_model_len": flag("--kv-unified-per-slot {}"),
+        "max_num_seqs": flag("--parallel {}"),
+        "max_num_batched_tokens": flag("--batch-size {} --ubatch-size {}"),
         "preemption_mode": always("recompute", "it never preempts: a request that outgrows the buffer fails"),
-        "swap_space": absent("it never preempts"),
-        "device": Setting(values={"auto": (), "cpu": ("--device", "none"), "cuda": ()}, why="it is auto, cpu or cuda"),
-        "dtype": whatever(),
-        "seed": flag("--seed", "{}"),
-        "kernel_backend": always("auto", "its kernels are its own"),
-        "num_threads": flag("--threads", "{}"),
+        "device": Setting(values={"auto": "", "cpu": "--device none", "cuda": ""}, why="it is auto, cpu or cuda"),
+        "dtype": WHATEVER,
+        "seed": flag("--seed {}"),
+        "num_threads": flag("--threads {}"),
     },
-    environment=_environment,
+    environment=lambda context: {"LLAMA_ARG_OFFLINE": "1"},
     metrics=MetricNames(
         ("llamacpp:",),
         names={
@@ -106,5 +78,4 @@ LLAMACPP = Preset(
         "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",
         "it does not tell how full its KV buffer is",
     ),
-    sources=("https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md",),
 )

@@ -1,12 +1,13 @@
 """What kvbench knows of one kind of server: how to launch it with our settings, ask it, read it, and what it cannot do.
 
-One ``Preset`` a server, in ``kvbench/targets/presets/``: data, with a function only where a value depends on others. A
-setting that a server does not have, or not with that value, has a reason; a configuration with one is skipped with it.
+One ``Preset`` a server: data, with a function only where a value depends on others. A setting that a server does not
+have, or not with that value, has a reason; a configuration with one is skipped with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,11 +42,6 @@ class Context:
         return device == "cpu" or (device == "auto" and default_profile() == "cpu")
 
 
-Words = Callable[[Any, Context], tuple[str, ...]]
-Refusal = Callable[[Any, Context], str | None]
-Nearest = Callable[[Any, Context], Any]
-
-
 @dataclass(frozen=True)
 class Setting:
     """How a server takes one setting of ours.
@@ -55,12 +51,12 @@ class Setting:
     against a value, None when there is none. ``nearest``: what comes closest to a refused value; None: leave it out.
     """
 
-    words: tuple[str, ...] | Words = ()
-    values: Mapping[Any, tuple[str, ...]] | None = None
+    words: str | Callable[[Any, Context], str] = ""
+    values: Mapping[Any, str] | None = None
     why: str = ""
     variable: str | None = None
-    refuse: Refusal | None = None
-    nearest: Nearest | None = None
+    refuse: Callable[[Any, Context], str | None] | None = None
+    nearest: Callable[[Any, Context], Any] | None = None
 
     @property
     def told(self) -> bool:
@@ -73,13 +69,11 @@ class Setting:
             return self.why
         return self.refuse(value, context) if self.refuse else None
 
-    def command_words(self, value: Any, context: Context) -> tuple[str, ...]:
+    def command_words(self, value: Any, context: Context) -> list[str]:
         """What the command line gets for an accepted value."""
-        if self.values is not None:
-            return self.values[value]
-        if callable(self.words):
-            return self.words(value, context)
-        return tuple(word.replace("{}", str(value)) for word in self.words)
+        words = self.words if self.values is None else self.values[value]
+        text = words(value, context) if callable(words) else words
+        return [word.replace("{}", str(value)) for word in shlex.split(text)]
 
     def nearest_to(self, value: Any, context: Context) -> Any:
         """The accepted value nearest to a refused one; None: the server's own default."""
@@ -88,19 +82,19 @@ class Setting:
         return next(iter(self.values), None) if self.values else None
 
 
-def flag(*words: str, refuse: Refusal | None = None, nearest: Nearest | None = None) -> Setting:
-    """A setting that becomes words of the command line, with ``{}`` for its value."""
-    return Setting(words=words, refuse=refuse, nearest=nearest)
+def flag(words: str, *values: Any, why: str = "", **more: Any) -> Setting:
+    """A setting that becomes ``words`` of the command line; ``values``: the only ones, refused with ``why``."""
+    return Setting(words=words, values=dict.fromkeys(values, words) if values else None, why=why, **more)
 
 
-def switch(on: tuple[str, ...], off: tuple[str, ...], refuse: Refusal | None = None) -> Setting:
+def switch(on: str, off: str, **more: Any) -> Setting:
     """A setting that is true or false."""
-    return Setting(values={True: on, False: off}, why="it is true or false", refuse=refuse)
+    return Setting(values={True: on, False: off}, why="it is true or false", **more)
 
 
 def always(value: Any, why: str) -> Setting:
     """A setting that has one value there and needs no words; ``why`` ends the sentence against any other."""
-    return Setting(values={value: ()}, why=why)
+    return Setting(values={value: ""}, why=why)
 
 
 def absent(why: str) -> Setting:
@@ -108,27 +102,35 @@ def absent(why: str) -> Setting:
     return Setting(refuse=lambda value, context: why)
 
 
-def budget_in_tokens(flag: str, why: str = "the budget cannot be worked out for this model and KV dtype") -> Setting:
-    """A KV budget that the server takes in tokens, as many as fit it by our arithmetic; ``why`` ends the refusal."""
+def budget_in(unit: str, words: str, why: str = "cannot be worked out for this model and KV dtype") -> Setting:
+    """A KV budget that the server takes as a number of tokens or pages: as many as fit it by our arithmetic."""
 
-    def words(value: Any, context: Context) -> tuple[str, ...]:
-        return (flag, str(context.capacity["capacity_tokens"]))
+    def number(value: Any, context: Context) -> str:
+        return words.replace("{}", str(context.capacity[unit]))
 
     def refuse(value: Any, context: Context) -> str | None:
-        return None if context.capacity.get("capacity_tokens") else f"it takes tokens, and how many fit {why}"
+        return None if context.capacity.get(unit) else f"it takes {unit}, and how many fit the budget {why}"
 
-    return Setting(words=words, refuse=refuse)
-
-
-def whatever() -> Setting:
-    """A setting that is taken care of elsewhere: the model's folder has it, or the prompts keep to it."""
-    return Setting()
+    return Setting(words=number, refuse=refuse)
 
 
-_COMPARED_UNDER = ("kv_budget", "dtype", "device")
+WHATEVER = Setting()  # taken care of elsewhere: the model's folder has it, or the prompts keep to it
 
 # What the exported model folder carries, for every launched server.
-OF_THE_MODEL: Mapping[str, Setting] = {name: whatever() for name in ("model", "load_format", "tokenizer")}
+OF_THE_MODEL: Mapping[str, Setting] = dict.fromkeys(("model", "load_format", "tokenizer"), WHATEVER)
+
+# What most servers have in common; a preset overrides it.
+COMMON: Mapping[str, Setting] = {
+    "layout": always("paged", "its KV cache is always paged"),
+    "enable_chunked_prefill": always(True, "prompts are always cut to its batch"),
+    "max_num_partial_prefills": absent("it has no such setting"),
+    "scheduling_policy": always("fcfs", "it serves in order of arrival"),
+    "preemption_mode": always("recompute", "it never preempts"),
+    "swap_space": absent("it has none"),
+    "dtype": flag("--dtype {}"),
+    "kernel_backend": always("auto", "its kernels are its own"),
+}
+_COMPARED_UNDER = ("kv_budget", "dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -160,14 +162,14 @@ class Preset:
     ``module``: what a Python must have installed to be the program; ``program``: else the name of a program.
     ``settings``: what it takes; a setting that is missing there is refused. ``environment``: None takes a variable
     away. ``models_path``: None where the server does not list its models; requests then name the model as the command
-    did. ``grace_s``: between TERM and KILL. ``start_guess_s``: a launch of a small model on a
-    small machine, until one is measured. ``device_pattern``: finds the device in its /server_info. ``quirks``: what
-    a reader of the numbers should know. ``sources``: where all this is documented.
+    did. ``grace_s``: between TERM and KILL. ``start_guess_s``: a launch of a small model on a small machine, until one
+    is measured. ``device_pattern``: finds the device in its /server_info. ``quirks``: what a reader of the numbers
+    should know.
     """
 
     name: str
     title: str
-    command: tuple[str, ...] = ()
+    command: str = ""
     module: str | None = None
     program: str | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -183,7 +185,6 @@ class Preset:
     start_guess_s: float = 60.0
     device_pattern: str | None = None
     quirks: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
 
     @property
     def told(self) -> frozenset[str]:
@@ -195,17 +196,20 @@ class Preset:
         setting = self.settings.get(name)
         return setting is not None and setting.values is not None and tuple(setting.values) == (value,)
 
+    def _refusal(self, name: str, value: Any, context: Context) -> str | None:
+        setting = self.settings.get(name) or OF_THE_MODEL.get(name)
+        if value is None:
+            return None
+        return setting.refusal(value, context) if setting else "it has no such setting"
+
     def refusals(self, context: Context) -> list[str]:
         """Why this server cannot run a configuration: one clause for each setting that it cannot have."""
-        found = []
-        for name, value in context.settings.items():
-            if value is None:
-                continue
-            setting = self.settings.get(name) or OF_THE_MODEL.get(name)
-            why = setting.refusal(value, context) if setting else "it has no such setting"
-            if why is not None:
-                found.append(f"{self.title} cannot have {name} {_plain(value)}: {why}")
-        return found
+        reasons = {name: self._refusal(name, value, context) for name, value in context.settings.items()}
+        return [
+            f"{self.title} cannot have {name} {_plain(context.settings[name])}: {why}"
+            for name, why in reasons.items()
+            if why is not None
+        ]
 
     def nearest(self, context: Context) -> tuple[dict[str, Any], list[str]]:
         """The settings that come closest to a configuration that is refused, and what was changed.
@@ -214,10 +218,9 @@ class Preset:
         """
         settings, changes = dict(context.settings), []
         for name, value in context.settings.items():
-            setting = self.settings.get(name) or OF_THE_MODEL.get(name)
-            if value is None or name in _COMPARED_UNDER or (setting and setting.refusal(value, context) is None):
+            if name in _COMPARED_UNDER or self._refusal(name, value, context) is None:
                 continue
-            other = setting.nearest_to(value, context) if setting else None
+            other = self.settings[name].nearest_to(value, context) if name in self.settings else None
             if other is None:
                 del settings[name]
                 changes.append(f"{name} {_plain(value)} is left to {self.title}")
@@ -229,7 +232,7 @@ class Preset:
     def launch_command(self, context: Context, *, model: str, port: int | str, scratch: str = "") -> tuple[str, ...]:
         """The words of the launch command. The configuration must not be refused."""
         known = {"program": context.program, "model": model, "port": str(port), "scratch": scratch}
-        words = [word.format(**known) for word in self.command]
+        words = [word.format(**known) for word in self.command.split()]
         for name, value in context.settings.items():
             if value is not None and name in self.settings:
                 words += self.settings[name].command_words(value, context)

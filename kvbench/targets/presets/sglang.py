@@ -10,23 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 from kvbench.targets.presets.preset import (
+    COMMON,
     Context,
     Preset,
     Reset,
     Setting,
     Version,
-    absent,
     always,
-    budget_in_tokens,
+    budget_in,
     flag,
     switch,
 )
 from kvbench.targets.prometheus import MetricNames
 
 
-def _batch_words(value: Any, context: Context) -> tuple[str, ...]:
-    chunked = context.settings.get("enable_chunked_prefill", True)
-    return ("--chunked-prefill-size", str(value) if chunked else "-1")
+def _batch_words(value: Any, context: Context) -> str:
+    return f"--chunked-prefill-size {value if context.settings.get('enable_chunked_prefill', True) else -1}"
 
 
 def _chunk_refusal(value: Any, context: Context) -> str | None:
@@ -39,51 +38,33 @@ SGLANG = Preset(
     name="sglang",
     title="SGLang",
     module="sglang",
-    command=(
-        "{program}",
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        "{model}",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "{port}",
-        "--enable-metrics",
-        "--enable-cache-report",
-    ),
+    command="{program} -m sglang.launch_server --model-path {model} --host 127.0.0.1 --port {port} --enable-metrics"
+    " --enable-cache-report",
     settings={
-        "layout": always("paged", "its KV cache is always paged"),
-        "page_size": flag("--page-size", "{}"),
-        "kv_budget": budget_in_tokens("--max-total-tokens"),
-        "kv_cache_dtype": Setting(
-            values={each: ("--kv-cache-dtype", each) for each in ("auto", "fp8_e4m3", "fp8_e5m2")},
-            why="it has no such KV cache",
-        ),
-        "enable_prefix_caching": switch((), ("--disable-radix-cache",)),
-        "enable_chunked_prefill": Setting(
-            values={True: (), False: ()}, why="it is true or false", refuse=_chunk_refusal
-        ),
-        "max_model_len": flag("--context-length", "{}"),
-        "max_num_seqs": flag("--max-running-requests", "{}"),
+        **COMMON,
+        "page_size": flag("--page-size {}"),
+        "kv_budget": budget_in("capacity_tokens", "--max-total-tokens {}"),
+        "kv_cache_dtype": flag("--kv-cache-dtype {}", "auto", "fp8_e4m3", "fp8_e5m2", why="it has no such KV cache"),
+        "enable_prefix_caching": switch("", "--disable-radix-cache"),
+        "enable_chunked_prefill": switch("", "", refuse=_chunk_refusal),
+        "max_model_len": flag("--context-length {}"),
+        "max_num_seqs": flag("--max-running-requests {}"),
         "max_num_batched_tokens": Setting(words=_batch_words),
-        "max_num_partial_prefills": absent("it has no such setting"),
-        "max_num_waiting": flag("--max-queued-requests", "{}"),
+        "max_num_waiting": flag("--max-queued-requests {}"),
         "scheduling_policy": Setting(
             values={
-                "fcfs": ("--schedule-policy", "fcfs"),
-                "priority": ("--enable-priority-scheduling", "--schedule-low-priority-values-first"),
+                "fcfs": "--schedule-policy fcfs",
+                "priority": "--enable-priority-scheduling --schedule-low-priority-values-first",
             },
             why="it has no such policy",
         ),
         "preemption_mode": always("recompute", "it retracts requests and computes them anew"),
-        "swap_space": absent("it retracts requests and computes them anew"),
-        "cuda_graphs": switch((), ("--disable-cuda-graph",)),
-        "device": Setting(values={"auto": (), "cpu": ("--device", "cpu"), "cuda": ("--device", "cuda")}),
-        "dtype": flag("--dtype", "{}"),
-        "seed": flag("--random-seed", "{}"),
-        "kernel_backend": always("auto", "its kernels are its own"),
-        "torch_compile": switch(("--enable-torch-compile",), ()),
+        "cuda_graphs": switch("", "--disable-cuda-graph"),
+        "device": Setting(
+            values={"auto": "", "cpu": "--device cpu", "cuda": "--device cuda"}, why="it is auto, cpu or cuda"
+        ),
+        "seed": flag("--random-seed {}"),
+        "torch_compile": switch("--enable-torch-compile", ""),
         "num_threads": Setting(variable="OMP_NUM_THREADS"),
     },
     metrics=MetricNames(
@@ -114,5 +95,4 @@ SGLANG = Preset(
         "the KV budget becomes --max-total-tokens, by kvbench's arithmetic of bytes a token",
         "prefix-cache queries are all prompt tokens of finished requests",
     ),
-    sources=("https://docs.sglang.io/docs/advanced_features/server_arguments",),
 )

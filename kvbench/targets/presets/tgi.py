@@ -11,28 +11,29 @@ from typing import Any
 
 from kvbench.load.dialect import Dialect
 from kvbench.targets.presets.preset import (
+    COMMON,
+    WHATEVER,
     Context,
     Preset,
     Setting,
     Version,
     absent,
     always,
-    budget_in_tokens,
+    budget_in,
     flag,
-    whatever,
+    switch,
 )
 from kvbench.targets.prometheus import MetricNames
 
-_MOST_REQUESTS = 65_536  # its router refuses any above its limit, 128 unless it is told, in place of queueing them
+_MOST_REQUESTS = "65536"  # its router refuses any above its limit, 128 unless it is told, in place of queueing them
 
 
-def _length_words(value: Any, context: Context) -> tuple[str, ...]:
-    return ("--max-total-tokens", str(value), "--max-input-tokens", str(int(value) - 1))
+def _length_words(value: Any, context: Context) -> str:
+    return f"--max-total-tokens {value} --max-input-tokens {int(value) - 1}"
 
 
 def _environment(context: Context) -> Mapping[str, str | None]:
-    variables: dict[str, str | None] = {"HF_HUB_OFFLINE": "1", "USAGE_STATS": "off"}
-    variables["MAX_CONCURRENT_REQUESTS"] = str(_MOST_REQUESTS)
+    variables = {"HF_HUB_OFFLINE": "1", "USAGE_STATS": "off", "MAX_CONCURRENT_REQUESTS": _MOST_REQUESTS}
     if (caching := context.settings.get("enable_prefix_caching")) is not None:
         variables |= dict.fromkeys(("PREFIX_CACHING", "USE_PREFIX_CACHING"), "1" if caching else "0")
     return variables
@@ -42,36 +43,28 @@ TGI = Preset(
     name="tgi",
     title="TGI",
     program="text-generation-launcher",
-    command=("{program}", "--model-id", "{model}", "--hostname", "127.0.0.1", "--port", "{port}"),
+    command="{program} --model-id {model} --hostname 127.0.0.1 --port {port}",
     settings={
-        "layout": always("paged", "its KV cache is always paged"),
+        **COMMON,
         "page_size": absent("the page size follows from its attention kernels"),
-        "kv_budget": budget_in_tokens("--max-batch-total-tokens"),
+        "kv_budget": budget_in("capacity_tokens", "--max-batch-total-tokens {}"),
         "kv_cache_dtype": Setting(
-            values={
-                "auto": (),
-                "fp8_e4m3": ("--kv-cache-dtype", "fp8_e4m3fn"),
-                "fp8_e5m2": ("--kv-cache-dtype", "fp8_e5m2"),
-            },
+            values={"auto": "", "fp8_e4m3": "--kv-cache-dtype fp8_e4m3fn", "fp8_e5m2": "--kv-cache-dtype fp8_e5m2"},
             why="it has no such KV cache",
         ),
-        "enable_prefix_caching": Setting(values={True: (), False: ()}, why="it is true or false"),
+        "enable_prefix_caching": switch("", ""),  # by the environment
         "enable_chunked_prefill": always(True, "it is on wherever its attention kernels can do it"),
         "max_model_len": Setting(words=_length_words),
-        "max_num_seqs": flag("--max-batch-size", "{}"),
-        "max_num_batched_tokens": flag("--max-batch-prefill-tokens", "{}"),
-        "max_num_partial_prefills": absent("it has no such setting"),
-        "scheduling_policy": always("fcfs", "it serves in order of arrival"),
+        "max_num_seqs": flag("--max-batch-size {}"),
+        "max_num_batched_tokens": flag("--max-batch-prefill-tokens {}"),
         "preemption_mode": always("recompute", "it admits what fits to its end, so it never preempts"),
-        "swap_space": absent("it never preempts"),
-        "cuda_graphs": Setting(values={True: (), False: ("--cuda-graphs", "0")}, why="it is true or false"),
-        "device": Setting(values={"auto": (), "cuda": ()}, why="its launcher needs an accelerator"),
+        "cuda_graphs": switch("", "--cuda-graphs 0"),
+        "device": flag("", "auto", "cuda", why="its launcher needs an accelerator"),
         "dtype": Setting(
-            values={"auto": (), **{each: ("--dtype", each) for each in ("float16", "bfloat16")}},
+            values={"auto": "", "float16": "--dtype float16", "bfloat16": "--dtype bfloat16"},
             why="it serves float16 and bfloat16",
         ),
-        "seed": whatever(),  # of the weights, which are in the folder; greedy requests need none
-        "kernel_backend": always("auto", "its kernels are its own"),
+        "seed": WHATEVER,  # of the weights, which are in the folder; greedy requests need none
     },
     environment=_environment,
     metrics=MetricNames(
@@ -97,5 +90,4 @@ TGI = Preset(
         "the model folder has no end-of-sequence token where the load ignores it, since requests cannot say so",
         "the prefix cache cannot be emptied: a fresh server for each load that needs it cold",
     ),
-    sources=("https://huggingface.co/docs/text-generation-inference/reference/launcher",),
 )

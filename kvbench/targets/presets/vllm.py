@@ -6,12 +6,23 @@ Sources: https://docs.vllm.ai/en/v0.32.0/cli/serve/ (flags), /usage/metrics/ (na
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.targets.presets.preset import Context, Preset, Reset, Setting, Version, absent, always, flag, switch
+from kvbench.common.machine import usable_cores
+from kvbench.targets.presets.preset import (
+    COMMON,
+    Context,
+    Preset,
+    Reset,
+    Setting,
+    Version,
+    absent,
+    always,
+    flag,
+    switch,
+)
 from kvbench.targets.prometheus import MetricNames
 
 _CPU_PAGE, _GPU_PAGE = 32, 16
@@ -42,11 +53,12 @@ def _chunk_refusal(value: Any, context: Context) -> str | None:
     return f"without chunked prefill it needs max_num_batched_tokens of at least max_model_len ({batch} < {longest})"
 
 
-def _budget_words(value: Any, context: Context) -> tuple[str, ...]:
+def _budget_words(value: Any, context: Context) -> str:
     """The bytes of as many tokens as every other server gets, without the page table's; unknown: the whole budget."""
     known = context.capacity
     tokens, each = known.get("capacity_tokens"), known.get("bytes_per_token")
-    return ("--kv-cache-memory-bytes", str(tokens * each if tokens and each else known.get("kv_budget_bytes") or value))
+    count = tokens * each if tokens and each else known.get("kv_budget_bytes") or value
+    return f"--kv-cache-memory-bytes {count}"
 
 
 def _async_refusal(value: Any, context: Context) -> str | None:
@@ -62,8 +74,10 @@ def _environment(context: Context) -> Mapping[str, str | None]:
         "VLLM_CPU_KVCACHE_SPACE": None,  # whole GiB, and it would win over the bytes of --kv-cache-memory-bytes
     }
     if context.on_cpu:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        variables |= {"OMP_NUM_THREADS": str(cores), "OMP_THREAD_LIMIT": None}  # else torch would get one thread
+        variables |= {
+            "OMP_NUM_THREADS": str(usable_cores()),
+            "OMP_THREAD_LIMIT": None,
+        }  # else torch would get one thread
         if libraries := _preloaded(Path(context.program).parent.parent):
             variables["LD_PRELOAD"] = ":".join(map(str, libraries))
     return variables
@@ -80,48 +94,34 @@ VLLM = Preset(
     name="vllm",
     title="vLLM",
     module="vllm",
-    command=(
-        "{program}",
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        "{model}",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "{port}",
-        "--disable-uvicorn-access-log",
-    ),
+    command="{program} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port}"
+    " --disable-uvicorn-access-log",
     settings={
-        "layout": always("paged", "its KV cache is always paged"),
-        "page_size": flag("--block-size", "{}", refuse=_page_refusal, nearest=_nearest_page),
+        **COMMON,
+        "page_size": flag("--block-size {}", refuse=_page_refusal, nearest=_nearest_page),
         "kv_budget": Setting(words=_budget_words),
-        "kv_cache_dtype": Setting(
-            values={
-                each: ("--kv-cache-dtype", each)
-                for each in ("auto", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "int4_per_token_head")
-            },
+        "kv_cache_dtype": flag(
+            "--kv-cache-dtype {}",
+            *("auto", "fp8_e4m3", "fp8_e5m2", *_GPU_ONLY_DTYPES),
             why="it has no such KV cache",
             refuse=_dtype_refusal,
         ),
-        "enable_prefix_caching": switch(("--enable-prefix-caching",), ("--no-enable-prefix-caching",)),
+        "enable_prefix_caching": switch("--enable-prefix-caching", "--no-enable-prefix-caching"),
         "enable_chunked_prefill": switch(
-            ("--enable-chunked-prefill",), ("--no-enable-chunked-prefill",), refuse=_chunk_refusal
+            "--enable-chunked-prefill", "--no-enable-chunked-prefill", refuse=_chunk_refusal
         ),
-        "max_model_len": flag("--max-model-len", "{}"),
-        "max_num_seqs": flag("--max-num-seqs", "{}"),
-        "max_num_batched_tokens": flag("--max-num-batched-tokens", "{}"),
+        "max_model_len": flag("--max-model-len {}"),
+        "max_num_seqs": flag("--max-num-seqs {}"),
+        "max_num_batched_tokens": flag("--max-num-batched-tokens {}"),
         "max_num_partial_prefills": always(1, "it has one partial prefill at a time"),
-        "max_num_waiting": flag("--max-num-queued-reqs", "{}"),
-        "scheduling_policy": flag("--scheduling-policy", "{}"),
+        "max_num_waiting": flag("--max-num-queued-reqs {}"),
+        "scheduling_policy": flag("--scheduling-policy {}"),
         "preemption_mode": always("recompute", "it preempts by recomputation only"),
         "swap_space": absent("it preempts by recomputation only"),
-        "async_scheduling": switch(("--async-scheduling",), ("--no-async-scheduling",), refuse=_async_refusal),
-        "cuda_graphs": switch((), ("--compilation-config", '{"cudagraph_mode": "NONE"}')),
-        "device": Setting(values={"auto": (), "cpu": (), "cuda": ()}, why="it is auto, cpu or cuda"),
-        "dtype": flag("--dtype", "{}"),
-        "seed": flag("--seed", "{}"),
-        "kernel_backend": always("auto", "its kernels are its own"),
+        "async_scheduling": switch("--async-scheduling", "--no-async-scheduling", refuse=_async_refusal),
+        "cuda_graphs": switch("", """--compilation-config '{"cudagraph_mode": "NONE"}'"""),
+        "device": flag("", "auto", "cpu", "cuda", why="it is auto, cpu or cuda"),
+        "seed": flag("--seed {}"),
         "num_threads": Setting(variable="OMP_NUM_THREADS"),
     },
     environment=_environment,
@@ -142,5 +142,4 @@ VLLM = Preset(
     start_guess_s=100.0,  # imports, and the compilation of a first start
     device_pattern=r"device_config=(\w+)",
     quirks=("a preempted request is computed anew; its prefix hits are not counted as those of new requests",),
-    sources=("https://docs.vllm.ai/en/v0.32.0/", "vllm 0.32.0, read and run"),
 )

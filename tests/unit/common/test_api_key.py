@@ -53,7 +53,7 @@ def test_the_mock_server_takes_no_such_key_either(monkeypatch, capsys) -> None:
 
 def test_both_ends_read_the_key_alike(monkeypatch) -> None:
     monkeypatch.setenv("KEY_OF_TEST", f"{KEY}\n")
-    from kvbench.targets.access import Access
+    from kvbench.targets.http import Access
 
     with own_mock("--api-key-env", "KEY_OF_TEST") as (_, url):
         target = HttpTarget(url, access=Access("KEY_OF_TEST"))
@@ -73,8 +73,8 @@ def test_what_a_server_repeats_of_the_key_is_taken_out(monkeypatch) -> None:
 def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_samples(tmp_path, monkeypatch) -> None:
     from kvbench.common.errors import MeasurementError
     from kvbench.requests.request import RequestSpec
-    from kvbench.targets.access import Access
     from kvbench.targets.base import ModelFacts
+    from kvbench.targets.http import Access
 
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     echo = {"error": {"message": f"you sent Bearer {KEY}{'!' * 225} Bearer {KEY} {KEY}"}}  # and cut within

@@ -125,7 +125,8 @@ def test_a_daemon_that_has_shed_all_it_could_is_stopped_too(dies_first):
 @linux_only
 def test_the_watchdog_ends_daemons_that_it_was_told_of():
     code = (
-        "import subprocess, sys, time\nfrom kvbench import processes\nfrom kvbench.common.watchdog import Watchdog\n"
+        "import subprocess, sys, time\nfrom kvbench.common import processes\n"
+        "from kvbench.common.watchdog import Watchdog\n"
         f"p = processes.launch([sys.executable, '-c', {DAEMON!r}], stdout=subprocess.PIPE, stderr=None)\n"
         "w = Watchdog(p.pid, p.mark)\nline = p.stdout.readline().decode()\nw.watch(p.remember())\n"
         "print(line, flush=True)\ntime.sleep(60)"
@@ -154,7 +155,7 @@ def test_the_watchdog_ends_the_family_and_removes_the_folder_of_a_kvbench_that_w
     folder.mkdir()
     (folder / "weights").write_text("x")
     code = (
-        "import subprocess, sys, time\nfrom pathlib import Path\nfrom kvbench import processes\n"
+        "import subprocess, sys, time\nfrom pathlib import Path\nfrom kvbench.common import processes\n"
         "from kvbench.common.watchdog import Watchdog\n"
         f"p = processes.launch([sys.executable, '-c', {LAUNCHER!r}], stdout=subprocess.PIPE, stderr=None)\n"
         f"w = Watchdog(p.pid, p.mark, Path({str(folder)!r}))\n"
@@ -199,7 +200,7 @@ def test_children_do_not_outlive_a_parent_that_is_killed_outright():
     parent = subprocess.Popen(
         [
             sys.executable, "-c",
-            "import subprocess, sys, time; from kvbench import processes\n"
+            "import subprocess, sys, time; from kvbench.common import processes\n"
             "p = processes.launch([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL,"
             " stderr=subprocess.DEVNULL)\nprint(p.pid, flush=True)\ntime.sleep(60)",
         ],

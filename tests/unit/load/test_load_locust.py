@@ -144,7 +144,7 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
     ("arguments", "words"),
     [
         (("--kvbench-at", "c99"), "its loads are c2, c4"),
-        (("--host", "http://127.0.0.1:9"), "does not serve"),
+        (("--host", "http://127.0.0.1:9"), "did not answer"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -159,7 +159,7 @@ def test_workers_that_find_no_server_fail_the_test(tmp_path: Path) -> None:
     port = str(free_port())
     place = ("--processes", "2", "--master-bind-port", port, "--master-port", port)
     done = locust(tmp_path, "--host", "http://127.0.0.1:9", "--kvbench-at", "c4", *place)
-    assert done.returncode != 0 and "does not serve" in done.stderr and "used up" not in done.stderr
+    assert done.returncode != 0 and "did not answer" in done.stderr and "used up" not in done.stderr
 
 
 def test_why_a_test_ends_before_its_time_is_told(steady_url: str, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from kvbench.common.console import status_line
 from kvbench.common.text import clock
+from kvbench.sweep.plan import START_GUESS_S
 from kvbench.sweep.progress import Estimator, SweepProgress
-from kvbench.targets.base import START_GUESS_S
 from kvbench.workload.design import load_point, make_design, plan_blocks
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]

@@ -1,4 +1,4 @@
-"""The calls around a load, to servers that answer each in its own way."""
+"""A server that runs already: the calls around a load, to servers that answer each in its own way."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load.spec import LoadSpec
 from kvbench.measure import server_state
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.base import Access
+from kvbench.targets.http import Access
 from kvbench.targets.presets import GENERIC, PRESETS
+from kvbench.targets.prompt_texts import ids_as_words
 from kvbench.targets.running import OpenAITarget
-from kvbench.targets.texts import WordTexts
-from kvbench.targets.versions import version_of
 from tests.support.scripted_http import scripted_server
 
 MODELS = {"/v1/models": (200, {"data": [{"id": "m", "max_model_len": 256}]})}
@@ -101,7 +100,7 @@ def test_steady_leaves_a_cache_as_it_is_found(first):
 def test_versions_are_asked_where_each_server_tells_them(preset, answers, version):
     with scripted_server(MODELS | answers) as server:
         target = target_at(server, PRESETS[preset])
-        assert version_of(target, "") == version
+        assert target.version() == version
         told = target.server_info()
         assert told["versions"] == ({preset: version} if version else {})
         assert told["server"]["title"] == PRESETS[preset].title
@@ -150,7 +149,7 @@ def test_ids_become_texts_for_a_server_that_takes_no_ids():
         target = target_at(server, PRESETS["tgi"])
         with pytest.raises(MeasurementError, match="no tokenizer to make texts of them"):
             target.as_sent(REQUESTS)
-        target._texts = WordTexts()
+        target._text_of_ids = ids_as_words
         first, second = target.as_sent(REQUESTS)
         assert (first.prompt, first.prompt_token_ids, first.prefix_tokens) == ("17 4 300", (17, 4, 300), 2)
         assert second.prompt == "as it is"

@@ -9,11 +9,13 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+import psutil
 import pytest
 
-from kvbench.common import foreign_cpu as contention
+from kvbench.common import foreign_cpu
 from kvbench.common.foreign_cpu import (
     CpuReading,
+    ForeignWatch,
     Server,
     contention_reasons,
     machine_report,
@@ -23,6 +25,7 @@ from kvbench.common.foreign_cpu import (
 )
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
+TICKS_A_S = os.sysconf("SC_CLK_TCK")
 TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 STAT = (
     "cpu  300 30 60 5000 7 2 1 50 9 0\ncpu0 100 10 20 2500 3 1 0 20 9 0\ncpu1 200 20 40 2500 4 1 1 30 0 0\nintr 1 2 3\n"
@@ -140,19 +143,54 @@ def test_the_server_at_a_url_is_found_by_its_port():
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         port = int(process.stdout.readline())
-        assert contention.server_at(f"http://127.0.0.1:{port}/v1") == Server(process.pid)
-        assert contention.server_at(f"http://localhost:{port}") == Server(process.pid)
-        assert contention.server_at(f"http://192.0.2.1:{port}") == Server(None, local=False)
+        assert foreign_cpu.server_at(f"http://127.0.0.1:{port}/v1") == Server(process.pid)
+        assert foreign_cpu.server_at(f"http://localhost:{port}") == Server(process.pid)
+        assert foreign_cpu.server_at(f"http://192.0.2.1:{port}") == Server(None, local=False)
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    assert contention.server_at(f"http://127.0.0.1:{port}") == Server(None)
+    assert foreign_cpu.server_at(f"http://127.0.0.1:{port}") == Server(None)
 
 
 def test_the_notice_of_a_busy_machine(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "getloadavg", lambda: (1.9, 9.0, 9.0))
-    assert contention.busy_notice() is None
+    assert foreign_cpu.busy_notice() is None
     monkeypatch.setattr(os, "getloadavg", lambda: (2.6, 0.0, 0.0))
-    assert "load average over the last minute is 2.6 on 4 cores" in contention.busy_notice()
+    assert "load average over the last minute is 2.6 on 4 cores" in foreign_cpu.busy_notice()
+
+
+def write_stat(path, busy_ticks):
+    """/proc/stat with ``busy_ticks`` of user time on the first core that we may use."""
+    core = min(psutil.Process().cpu_affinity())
+    path.write_text(f"cpu  1 2 3\ncpu{core} {busy_ticks} 0 0 5 0 0 0 0 0 0\nintr 1\n")
+
+
+def test_busy_time_that_is_not_ours_is_foreign(tmp_path):
+    stat = tmp_path / "stat"
+    write_stat(stat, 1000)
+    watch = ForeignWatch(stat)
+    time.sleep(0.05)
+    write_stat(stat, 1000)
+    assert watch.report() == {"foreign_cpu_cores": 0.0, "disturbed": False}
+    write_stat(stat, 1000 + 100_000)
+    told = watch.report()
+    assert told["disturbed"] and told["foreign_cpu_cores"] > 10
+
+
+def test_our_own_work_is_not_foreign(tmp_path, monkeypatch):
+    stat, own = tmp_path / "stat", iter([5.0, 7.0, 7.0])  # CPU seconds of this process and its children
+    monkeypatch.setattr(foreign_cpu, "tree_cpu_s", lambda pid: next(own))
+    write_stat(stat, 0)
+    watch = ForeignWatch(stat)
+    write_stat(stat, 2 * TICKS_A_S)
+    assert watch.report() == {"foreign_cpu_cores": 0.0, "disturbed": False}
+    write_stat(stat, 100 * TICKS_A_S)
+    assert watch.report()["disturbed"]
+
+
+def test_a_system_that_does_not_tell(tmp_path):
+    assert ForeignWatch(tmp_path / "missing").report() == {}
+    (tmp_path / "empty").write_text("intr 1\n")
+    assert ForeignWatch(tmp_path / "empty").report() == {}

@@ -16,16 +16,15 @@ from engine.config import EngineConfig
 from engine.model.export import export_model
 from engine.model.loader import load_model
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets import model_export as model_folder
-from kvbench.targets import scratch
-from kvbench.targets.model_export import ModelFolders, text_tokenizer
-from kvbench.targets.texts import WordTexts
+from kvbench.targets import model_export
+from kvbench.targets.model_export import ModelFolders, Scratch, text_tokenizer
+from kvbench.targets.prompt_texts import ids_as_words
 from tests.integration.test_target_transformers import MODEL
 from tests.support.sweep_parts import alive, wait_until
 
 
 def folders(tmp_path, monkeypatch, ignore_eos=True):
-    monkeypatch.setattr(scratch.tempfile, "mkdtemp", lambda prefix: str(make(tmp_path / "scratch")))
+    monkeypatch.setattr(model_export.tempfile, "mkdtemp", lambda prefix: str(make(tmp_path / "scratch")))
     return ModelFolders(ignore_eos=ignore_eos, text_tokenizer=None)
 
 
@@ -49,7 +48,7 @@ def test_a_folder_with_weights_is_served_as_it_is(source, tmp_path, monkeypatch)
     made = folders(tmp_path, monkeypatch)
     served = made.get({"model": str(source), "load_format": "auto"}, drop_eos=False)
     assert (served.path, served.tokenizer) == (source, source)
-    assert (served.vocab_size, served.max_positions, served.of_words) == (512, 512, False)
+    assert (served.vocab_size, served.max_positions) == (512, 512)
     assert not (tmp_path / "scratch").exists()
 
 
@@ -97,19 +96,19 @@ def test_llama_cpp_serves_gguf_files_only(source, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("code", "error"), [(2, UsageError), (1, MeasurementError)])
 def test_an_export_that_fails_says_why(tmp_path, monkeypatch, code, error):
-    real = model_folder.processes.launch
+    real = model_export.processes.launch
     line = f"import sys; print('error: no such model'); sys.exit({code})"
-    monkeypatch.setattr(model_folder.processes, "launch", lambda c, **o: real([sys.executable, "-c", line], **o))
+    monkeypatch.setattr(model_export.processes, "launch", lambda c, **o: real([sys.executable, "-c", line], **o))
     with pytest.raises(error, match="no such model"):
         folders(tmp_path, monkeypatch).get({"model": "llama-32m", "load_format": "dummy"}, drop_eos=False)
 
 
 KILLED = """
 import sys
-from kvbench.targets import model_folder
+from kvbench.targets import model_export
 line = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1] + '/pid', 'w')); time.sleep(60)"
-real, folders = model_folder.processes.launch, model_folder.ModelFolders(ignore_eos=True, text_tokenizer=None)
-model_folder.processes.launch = lambda c, **o: real([sys.executable, "-c", line, str(folders.scratch)], **o)
+real, folders = model_export.processes.launch, model_export.ModelFolders(ignore_eos=True, text_tokenizer=None)
+model_export.processes.launch = lambda c, **o: real([sys.executable, "-c", line, str(folders.scratch)], **o)
 folders.get({"model": "llama-32m", "load_format": "dummy"}, drop_eos=False)
 """
 
@@ -144,7 +143,7 @@ def test_random_weights_are_those_of_the_built_in_engine_and_the_words_are_the_i
     assert exported.info.eos_token_ids == ()
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     ids = [17, 4, 511, 0, 4]
-    assert tokenizer.encode(WordTexts().text(ids)).ids == ids and tokenizer.decode(ids) == "17 4 511 0 4"
+    assert tokenizer.encode(ids_as_words(ids)).ids == ids and tokenizer.decode(ids) == "17 4 511 0 4"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +159,53 @@ def test_random_weights_are_those_of_the_built_in_engine_and_the_words_are_the_i
 def test_prompts_that_are_texts_get_the_tokenizer_they_were_cut_with(prompts, name):
     found = text_tokenizer(SimpleNamespace(**prompts))
     assert (found.name if found else None) == name
-    made = ModelFolders(ignore_eos=True, text_tokenizer=found)
-    assert made._tokenizer({}) == found and made._tokenizer({"tokenizer": "/t"}) == Path("/t")
     assert name != "bpe8k" or (found / "tokenizer.json").is_file()
+
+
+HOLDER = """
+import sys
+from kvbench.targets.model_export import Scratch
+mine = Scratch("kvbench-model-")
+(mine.path / "weights").write_bytes(b"w")
+print(mine.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holders(tmp_path):
+    made = []
+
+    def start() -> tuple[subprocess.Popen[str], str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER], env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        made.append(process)
+        assert process.stdout
+        return process, process.stdout.readline().strip()
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(holders, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living, kept = holders()
+    killed, left = holders()
+    killed.kill()
+    killed.wait()
+    (tmp_path / "kvbench-model-foreign").mkdir()  # nobody's lock: not known to be ours
+    (tmp_path / "kvbench-model-link").symlink_to(left)
+    (tmp_path / "other").mkdir()
+    own = Scratch("kvbench-model-")
+    names = {path.name for path in tmp_path.iterdir()}
+    expected = {kept.rpartition("/")[2], own.path.name, "kvbench-model-foreign", "kvbench-model-link", "other"}
+    assert names == expected and living.poll() is None
+    again = Scratch("kvbench-model-")
+    assert own.path.is_dir() and again.path != own.path
+    for each in (own, own, again):
+        each.remove()
+    assert not own.path.exists() and not again.path.exists()

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.requests.request import RequestList, RequestSpec
 
 _LEAST_WORDS = 256  # under it, prompts that were drawn apart would meet by chance
 
-
-class Texts(Protocol):
-    """Turns token ids into a text."""
-
-    def text(self, ids: Sequence[int]) -> str: ...
+TextOfIds = Callable[[Sequence[int]], str]
 
 
-class WordTexts:
-    """For a tokenizer of one word a token (``engine.model.export``): exact."""
-
-    def text(self, ids: Sequence[int]) -> str:
-        """ "17 4" for 17, 4."""
-        return " ".join(map(str, ids))
+def ids_as_words(ids: Sequence[int]) -> str:
+    """ "17 4" for 17, 4: exact where the tokenizer has one word a token (``engine.model.export``)."""
+    return " ".join(map(str, ids))
 
 
-class TokenizerTexts:
+class TokenizerWords:
     """For a model's own tokenizer: one word for each id, that is one token wherever it stands.
 
-    Random ids do not survive their text (broken UTF-8, merges across ids), and a text that is mended afterwards has
-    lost what was drawn: its end, or where two prompts part. Words of ASCII letters between spaces are never merged, so
-    equal ids give equal tokens and prompts share exactly the beginning that was drawn; two ids fall on one word as
-    often as there are words (bpe8k: 1 in 3,579).
+    Random ids do not survive their text (broken UTF-8, merges across ids). Words of ASCII letters between spaces are
+    never merged, so equal ids give equal tokens and prompts share exactly the beginning that was drawn; two ids fall on
+    one word as often as there are words (bpe8k: 1 in 3,579).
 
     Raises UsageError for a tokenizer with too few of them.
     """
@@ -46,7 +38,7 @@ class TokenizerTexts:
         words = sorted(word for word in decoded if word.isascii() and word.isalpha())
         # Byte-level tokenizers know most words with the space before them only, others put one there themselves.
         self._lead, self._words = max(
-            ((lead, _whole(tokenizer, lead, words)) for lead in (" ", "")), key=lambda found: len(found[1])
+            ((lead, _one_token_words(tokenizer, lead, words)) for lead in (" ", "")), key=lambda found: len(found[1])
         )
         if len(self._words) < _LEAST_WORDS:
             raise UsageError(
@@ -59,8 +51,8 @@ class TokenizerTexts:
         return self._lead + " ".join(self._words[i % len(self._words)] for i in ids) if ids else ""
 
 
-def _whole(tokenizer: Any, lead: str, words: Sequence[str]) -> list[str]:
-    """Those that are one token each, another for each, alone and in a row; none when they are not so in a row."""
+def _one_token_words(tokenizer: Any, lead: str, words: Sequence[str]) -> list[str]:
+    """The words that are one token each, a different one, alone and in a row; none when a row merges them."""
     alone: dict[int, str] = {}
     encoded = tokenizer.encode_batch([lead + word for word in words], add_special_tokens=False)
     for word, found in zip(words, encoded, strict=True):
@@ -70,11 +62,10 @@ def _whole(tokenizer: Any, lead: str, words: Sequence[str]) -> list[str]:
     return list(alone.values()) if row == list(alone) else []
 
 
-def with_texts(requests: list[RequestSpec], texts: Texts) -> RequestList:
+def with_texts(requests: list[RequestSpec], text: TextOfIds) -> RequestList:
     """The requests with a text beside their ids, which are kept for lengths and prefixes; texts stay as they are."""
     notes: dict[str, Any] = {**getattr(requests, "notes", {}), "sent_as": "text"}
     made = [
-        r if r.prompt is not None else dataclasses.replace(r, prompt=texts.text(r.prompt_token_ids or ()))
-        for r in requests
+        r if r.prompt is not None else dataclasses.replace(r, prompt=text(r.prompt_token_ids or ())) for r in requests
     ]
     return RequestList(made, notes)

@@ -12,7 +12,7 @@ import engine.tokenizer
 from kvbench.common.errors import UsageError
 from kvbench.requests.build import build_requests
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.texts import TokenizerTexts, with_texts
+from kvbench.targets.prompt_texts import TokenizerWords, with_texts
 from kvbench.workload.file import load_workload
 
 BPE = Path(engine.tokenizer.__file__).parent / "bpe8k"
@@ -52,7 +52,7 @@ def word_piece(folder):
 def test_prompts_differ_as_texts_as_they_differ_as_ids(tmp_path, make):
     """96 shared and 16 own ids: as many tokens, exactly 96 of them in common, and no two prompts alike."""
     folder = make(tmp_path / "t")
-    texts, read, draw = TokenizerTexts(folder), reader(folder), random.Random(1)
+    texts, read, draw = TokenizerWords(folder), reader(folder), random.Random(1)
     shared = [draw.randrange(8192) for _ in range(96)]
     prompts = [[*shared, *(draw.randrange(8192) for _ in range(16))] for _ in range(40)]
     sent = [read(texts.text(ids)) for ids in prompts]
@@ -66,7 +66,7 @@ def test_prompts_differ_as_texts_as_they_differ_as_ids(tmp_path, make):
 
 
 def test_any_length_has_its_tokens():
-    texts, read, draw = TokenizerTexts(BPE), reader(BPE), random.Random(2)
+    texts, read, draw = TokenizerWords(BPE), reader(BPE), random.Random(2)
     for length in (0, 1, 2, 3, 17, 512, 4000):
         assert len(read(texts.text([draw.randrange(8192) for _ in range(length)]))) == length
 
@@ -74,7 +74,7 @@ def test_any_length_has_its_tokens():
 def test_a_workload_shares_as_much_as_text_as_it_does_as_ids():
     load = load_workload("workloads/mixed.yaml", profile="cpu").load
     drawn = build_requests(load, vocab_size=8192, max_model_len=2048, seed=0, repeat=1, concurrency=32)
-    sent, read = with_texts(drawn, TokenizerTexts(BPE)), reader(BPE)
+    sent, read = with_texts(drawn, TokenizerWords(BPE).text), reader(BPE)
     assert sent.notes["sent_as"] == "text"
     ids = [list(each.prompt_token_ids) for each in drawn]
     as_read = [read(each.prompt) for each in sent]
@@ -88,8 +88,8 @@ def test_a_workload_shares_as_much_as_text_as_it_does_as_ids():
 
 def test_texts_stay_as_they_are_and_ids_are_kept():
     requests = [RequestSpec(0, "a", (17, 4), None, 5), RequestSpec(1, "a", (1,), "as it is", 5)]
-    texts = TokenizerTexts(BPE)
-    first, second = with_texts(requests, texts)
+    texts = TokenizerWords(BPE)
+    first, second = with_texts(requests, texts.text)
     assert (first.prompt, first.prompt_token_ids) == (texts.text([17, 4]), (17, 4)) and second.prompt == "as it is"
 
 
@@ -97,4 +97,4 @@ def test_a_tokenizer_with_too_few_words_is_refused_with_the_way_out(tmp_path):
     made = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<unk>": 2}, "<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(UsageError, match=r"has 2 words of one token.*need 256: give prompts of kind text"):
-        TokenizerTexts(saved(tmp_path / "t", made))
+        TokenizerWords(saved(tmp_path / "t", made))
