@@ -69,17 +69,13 @@ def results(**options: Any) -> int:
 
 def results_command(results: Path, policy: Path | None, output_dir: Path | None, force: bool) -> int:
     """Judge, print and write. Raises UsageError."""
-    from rich.console import Console
-
     from kvbench.common.errors import UsageError
     from kvbench.gate.compare.conclude import judge_again
     from kvbench.gate.compare.folder import is_comparison
     from kvbench.gate.limits import judge_sweep
     from kvbench.gate.policy import load_policy
     from kvbench.gate.verdict.benchmark_action import sweep_points, write_benchmarks
-    from kvbench.gate.verdict.github import publish
-    from kvbench.gate.verdict.outputs import write_outputs
-    from kvbench.gate.verdict.terminal import print_verdict
+    from kvbench.gate.verdict.outputs import report_verdict
 
     rules = load_policy(policy)
     if not results.is_dir():
@@ -88,16 +84,12 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
         verdict, folder = judge_again(results, rules, force=force)
     else:
         verdict, folder = judge_sweep(results, rules, force=force), results
-    console = Console()
-    print_verdict(verdict, console)
     folder = output_dir or folder
-    written = write_outputs(verdict, folder)
+    code = report_verdict(verdict, folder)
     if verdict.kind == "limits":
-        written += write_benchmarks(sweep_points(results / "summary.csv", verdict.facts["workload"]), folder)
-    for path in written:
-        console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
-    publish(verdict, folder)
-    return verdict.exit_code
+        for path in write_benchmarks(sweep_points(results / "summary.csv", verdict.facts["workload"]), folder):
+            click.echo(f"written: {path}")
+    return code
 
 
 gate.add_command(counters)

@@ -12,10 +12,7 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageE
 from kvbench.gate.counters.commands import LOCK, WORKLOAD, Commands
 
 if TYPE_CHECKING:
-    from kvbench.gate.counters.lock_file import CounterLock
-    from kvbench.gate.counters.replay import Replayed
     from kvbench.gate.counters.workload import CounterWorkload
-    from kvbench.gate.verdict.verdict import Verdict
 
 _WORKLOAD = click.argument("workload", type=click.Path(path_type=Path), default=WORKLOAD)
 _LOCK = click.option(
@@ -52,25 +49,22 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
       4  two runs of this very code differ, or the second run failed
       5  nothing was compared
     """
-    from rich.console import Console
-
-    from kvbench.gate.counters.lock_file import read_lock
-    from kvbench.gate.counters.terminal import print_counters
-    from kvbench.gate.verdict.github import publish
-    from kvbench.gate.verdict.outputs import write_outputs
+    from kvbench.common.git import git_state
+    from kvbench.gate.counters.judge import judge
+    from kvbench.gate.counters.lock import read_lock
+    from kvbench.gate.counters.second_run import replay_twice
+    from kvbench.gate.verdict.outputs import report_verdict
 
     chosen = _read(workload, only)
     known = read_lock(lock)
     if known is not None and only:
         known = known.model_copy(update={"scenarios": _matching(known.scenarios, only)})
-    verdict = _judged(chosen, known, workload, lock, only)
-    console = Console()
-    print_counters(verdict, console)
-    if output_dir is not None:
-        for path in write_outputs(verdict, output_dir):
-            console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
-    publish(verdict, output_dir)
-    return verdict.exit_code
+    # without a lock or a scenario there is nothing to compare, and nothing to wait for
+    first, second = replay_twice(chosen) if known is not None and chosen.scenarios else ({}, {})
+    state = git_state()
+    name = f"{state['short_sha']}{' and changes' if state['dirty'] else ''}"
+    commands = Commands(workload, lock, only)
+    return report_verdict(judge(chosen, known, first, second, commands, {"name": name, **state}), output_dir)
 
 
 @click.group()
@@ -105,8 +99,8 @@ def accept_counters(workload: Path, lock: Path, reason: str) -> int:
             click.echo(f"nothing was accepted: {name}: {words}", err=True)
             return EXIT_INVALID
     for name, run in first.items():
-        if run.trouble:
-            click.echo(f"nothing was accepted: {name}: {run.trouble}", err=True)
+        if run.error:
+            click.echo(f"nothing was accepted: {name}: {run.error}", err=True)
             return EXIT_REGRESSION
     for line in accept_runs(chosen, first, lock, reason):
         click.echo(line)
@@ -129,19 +123,3 @@ def _read(path: Path, only: tuple[str, ...]) -> CounterWorkload:
 
 def _matching(scenarios: dict, only: tuple[str, ...]) -> dict:
     return {name: each for name, each in scenarios.items() if any(fnmatchcase(name, glob) for glob in only)}
-
-
-def _judged(
-    chosen: CounterWorkload, known: CounterLock | None, workload: Path, lock: Path, only: tuple[str, ...]
-) -> Verdict:
-    from kvbench.common.git import git_state
-    from kvbench.gate.counters.judge import judge
-    from kvbench.gate.counters.second_run import replay_twice
-
-    first: dict[str, Replayed] = {}
-    second: dict[str, Replayed] = {}
-    if known is not None and chosen.scenarios:  # else there is nothing to compare, and nothing to wait for
-        first, second = replay_twice(chosen)
-    state = git_state()
-    name = f"{state['short_sha']}{' and changes' if state['dirty'] else ''}"
-    return judge(chosen, known, first, second, Commands(workload, lock, only), {"name": name, **state})

@@ -21,8 +21,8 @@ from pathlib import Path
 from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, listing, plural
 from kvbench.gate.policy import Limit, Policy, matches
-from kvbench.gate.verdict.text import number, quantity
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
+from kvbench.gate.verdict.wording import number, quantity
 from kvbench.quality.result import QualityResult, read_quality, told
 from kvbench.report.comparisons import paging_pair
 from kvbench.runs import metric_names

@@ -56,7 +56,7 @@ def test_the_committed_workload_and_lock():
     files = (ROOT / "workloads" / "ci_counters.yaml", "--lock", ROOT / "ci" / "counters.lock.json")
     code, output = run(counters, *files, "--only", "async-forks/*", "--only", "classes/contiguous-*")
     assert code == 0, output
-    assert output.startswith("PASS  all 10 scenarios count what was accepted")
+    assert output.startswith("PASS  all 10 scenarios")
 
 
 def test_no_hash_seed_and_no_heavy_import_shows(gate):
@@ -85,28 +85,28 @@ MUTANTS = {
         "            self._preempt(self.running.pop(), plan)\n"
         "        budget, roomy = self._schedule_running(",
         1,
-        ("preempted 1, was 0", "grow/paged-p4-recompute at step"),
+        ("preempted 1 (was 0)", "grow/paged-p4-recompute"),
     ),
     "leaks a page": (
         "engine/kv/paged.py",
         "        for index in range(len(seq.pages) - 1, -1, -1):",
         "        for index in range(len(seq.pages) - 1, seq.request_id == 'w0-1' and seq.index == 0, -1):",
         1,
-        ("pages are owned by nobody's sequence at the end", "freed pages"),
+        ("pages leaked", "freed pages"),
     ),
     "copies where it need not": (
         "engine/kv/paged.py",
         "self.pool.ref_count[pages[computed // size]] > 1",
         "self.pool.ref_count[pages[computed // size]] > (computed != 11)",
         1,
-        ("copied pages", ", was 0", "the engine is idle and its accounts are wrong: AssertionError: used slots"),
+        ("copied pages", "(was 0)", "bookkeeping is wrong: AssertionError: used slots"),
     ),
     "goes by a hash of text": (
         "engine/scheduling/scheduler.py",
         "return min(num_tokens, budget, self._share)",
         "return min(num_tokens, budget, self._share, 4 + hash('share') % 8)",
         4,
-        ("are not the same twice", "not deterministic"),
+        ("differ between two runs", "not deterministic"),
     ),
 }
 
@@ -126,7 +126,7 @@ def test_a_mutant_of_the_source_is_caught_and_explained(gate, tmp_path, name):
     assert done.returncode == code, done.stdout + done.stderr
     for each in words:
         assert each in done.stdout
-    assert len(done.stdout.splitlines()) < 40
+    assert len(done.stdout.splitlines()) < 50
     if name in ("leaks a page", "goes by a hash of text"):
         options = (gate.workload_path, "--lock", gate.lock_path, "--reason", "let it be")
         refused = python("-c", ACCEPT, "counters", *options, source=source, **seed)
@@ -153,8 +153,9 @@ def test_some_scenarios_only(gate):
     code, output = run(counters, gate.workload_path, "--lock", gate.lock_path, "--only", "*-swap", "--only", "forks/*")
     assert code == 0 and output.startswith("PASS  all 3 scenarios")
     code, output = run(counters, gate.workload_path, "--lock", gate.lock_path, "--only", "nothing*")
-    assert code == 5 and "nothing was compared: --only 'nothing*' fits no scenario; " in output
-    assert "has 'grow/*' (3), 'forks/*' (2), such as grow/paged-p4-recompute" in output
+    assert code == 5
+    for named in ("nothing*", "'grow/*' (3)", "'forks/*' (2)"):
+        assert named in output
 
 
 def test_a_new_or_removed_scenario_alone_fails_as_it_does_among_all(gate):

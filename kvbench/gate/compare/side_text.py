@@ -23,7 +23,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
 from kvbench.gate.compare import worktrees
-from kvbench.gate.verdict.text import shortened
+from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST
 from kvbench.workload.layers import apply_override
 

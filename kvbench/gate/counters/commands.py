@@ -1,4 +1,4 @@
-"""What to type for the counter gate, for whoever reads a verdict."""
+"""The commands of the counter gate that a verdict names."""
 
 from __future__ import annotations
 

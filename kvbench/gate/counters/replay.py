@@ -1,7 +1,7 @@
-"""A scenario replayed: what the engine did, in counters and step by step.
+"""Replays one scenario and records what the engine did: its counters, and a row of numbers a step.
 
 Steps are numbered from 1, one call of ``Engine.step`` each, and requests arrive by these numbers, so nothing depends
-on time. Nothing that is kept depends on it either: seconds are left out.
+on time; seconds are not recorded.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from engine.kv.manager import KVStats
 from engine.scheduling.scheduler import QueueFull
 from engine.scheduling.step_plan import StepPlan
 from engine.sequence import TokenOutput
+from kvbench.common.text import plural
 from kvbench.gate.counters.workload import Arrival, Scenario
 
-_STALLED = 64  # steps without anything done or expected after which an engine is given up
-_NO_COLUMN = ("prefix_queries", "copied_slots")  # tokens admitted, pages copied: other columns show the step
-_TIMES_OVER = 8  # so many times the tokens of all requests may be computed before it is given up
+_STALLED = 64  # steps without any work after which a replay ends with an error
+_NO_COLUMN = ("prefix_queries", "copied_slots")  # other columns show the step
+_TIMES_OVER = 8  # most steps of a replay, in tokens of all requests
 
 
 @dataclass(frozen=True)
 class Replayed:
     """One run of one scenario. ``history``: column -> its value at each step. ``outputs``: digest of all tokens.
 
-    ``trouble``: in one sentence, what is wrong with the run by itself, whatever any other run did.
+    ``error``: what is wrong with the run by itself (crash, leak, no progress), in one sentence.
     """
 
     counters: Mapping[str, int]
     history: Mapping[str, tuple[int, ...]]
     outputs: str
-    trouble: str | None
+    error: str | None
 
     @property
     def steps(self) -> int:
@@ -46,7 +47,7 @@ class Replayed:
 
 
 def replay(scenario: Scenario) -> Replayed:
-    """Run ``scenario`` to its end, or until its engine breaks or stands still."""
+    """Run ``scenario`` to its end, or until its engine raises or makes no progress."""
     return _Replay(scenario).run()
 
 
@@ -54,7 +55,7 @@ class _Replay:
     def __init__(self, scenario: Scenario):
         self.scenario = scenario
         self.executor = ReplayExecutor(scenario.seed, scenario.vocab_size, scenario.num_eos)
-        self.executor.on_launch = self._look
+        self.executor.on_launch = self._on_launch
         self.kv = make_kv_manager(scenario.config, scenario.capacity)
         self.engine = Engine(scenario.config, self.executor, self.kv, clock=lambda: 0.0)
         self.step = 0
@@ -73,10 +74,13 @@ class _Replay:
 
     def run(self) -> Replayed:
         try:
-            trouble = self._go() or self._left_behind()
+            found = self._go() or self._leak()
         except Exception as error:  # whatever an engine under test raises is what the gate is to report
-            trouble = f"the engine broke at step {self.step}: {_where(error)}"
-        return Replayed(self._totals(), self._history(), self._outputs(), trouble)
+            found = f"the engine broke at step {self.step}: {_where(error)}"
+        names = [name for name in self.rows[0] if name not in _NO_COLUMN] if self.rows else []
+        history = {name: tuple(row[name] for row in self.rows) for name in names}
+        text = "\n".join(f"{key} {self.ends.get(key)} {tokens}" for key, tokens in sorted(self.tokens.items()))
+        return Replayed(self._totals(), history, hashlib.sha256(text.encode()).hexdigest()[:16], found)
 
     def _go(self) -> str | None:
         idle, work = 0, sum(self._tokens_of(arrival) for arrival in self.scenario.arrivals)
@@ -91,10 +95,7 @@ class _Replay:
             row = self._record()
             idle = 0 if row["prefill_tokens"] or row["decode_tokens"] or outputs or self._arrivals else idle + 1
             if (idle > _STALLED and not self._aborts) or self.step > limit:
-                return (
-                    f"the engine makes no progress: at step {self.step} {self._waiting} sequences wait and "
-                    f"{self._running} run"
-                )
+                return f"no progress at step {self.step}: {self._waiting} sequences wait and {self._running} run"
         return None
 
     @staticmethod
@@ -117,11 +118,11 @@ class _Replay:
             arrival = self.scenario.arrivals[self._aborts.pop()[1]]
             self.engine.abort(arrival.request.request_id, index=arrival.abort_index)
 
-    def _look(self, plan: StepPlan) -> None:
+    def _on_launch(self, plan: StepPlan) -> None:
         self._launched = self.kv.stats()
-        self._see()
+        self._count_sequences()
 
-    def _see(self) -> None:
+    def _count_sequences(self) -> None:
         scheduler = self.engine.scheduler
         self._running, self._waiting = len(scheduler.running), scheduler.num_waiting + scheduler.num_parked
 
@@ -132,11 +133,11 @@ class _Replay:
             self.ends[key] = output.finish_reason
 
     def _record(self) -> dict[str, int]:
-        """What this step did, and where the memory was: when it was launched, if it was; waste when it was over."""
+        """What this step did, and the memory in use: at launch where it launched anything, waste at its end."""
         stats = self.engine.stats()
         grown, before = _grown(stats), self._last
         if self._launched is None:
-            self._see()
+            self._count_sequences()
         kv = self._launched or stats.kv
         row = {name: now - before[name] for name, now in grown.items()}
         row["running"], row["waiting"] = self._running, self._waiting
@@ -171,7 +172,7 @@ class _Replay:
             counters[name] = max(counters[name], value)
 
     def _totals(self) -> dict[str, int]:
-        """Everything that is compared, by name; 0 for what did not happen. No seconds among them."""
+        """Everything that is compared, by name; 0 for what did not happen."""
         stats = self.engine.stats()
         totals = dict.fromkeys(COUNTERS, 0) | _grown(stats) | self.counters
         totals |= {f"finished_{reason}": count for reason, count in stats.finished.items()}
@@ -189,37 +190,24 @@ class _Replay:
         del totals["finished"]
         return totals
 
-    def _history(self) -> dict[str, tuple[int, ...]]:
-        names = [name for name in self.rows[0] if name not in _NO_COLUMN] if self.rows else []
-        return {name: tuple(row[name] for row in self.rows) for name in names}
-
-    def _outputs(self) -> str:
-        text = "\n".join(f"{key} {self.ends.get(key)} {tokens}" for key, tokens in sorted(self.tokens.items()))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def _left_behind(self) -> str | None:
-        """An idle engine owns nothing."""
+    def _leak(self) -> str | None:
+        """What an idle engine still owns, which must be nothing."""
         kv = self.engine.stats().kv
         thing = "page" if self.scenario.config.layout == "paged" else "reservation"
-        for count, what in (
-            (kv.pages_owned, thing),
-            (kv.pages_pinned, f"pinned {thing}"),
-            (kv.host_slots_used, "host slot"),
-        ):
-            if count:
-                words = f"1 {what} is" if count == 1 else f"{count} {what}s are"
-                return f"{words} owned by nobody's sequence at the end"
+        owned = {thing: kv.pages_owned, f"pinned {thing}": kv.pages_pinned, "host slot": kv.host_slots_used}
+        if leaked := [plural(count, what) for what, count in owned.items() if count]:
+            return f"{' and '.join(leaked)} leaked: still owned at the end, with no sequence left"
         if missing := kv.slots_total - kv.slots_free - kv.slots_cached:
-            return f"{missing} slots are neither free nor cached at the end, though no sequence is left"
+            return f"{plural(missing, 'slot')} neither free nor cached at the end, with no sequence left"
         try:
             self.engine.check_integrity()
         except AssertionError as error:
-            return f"the engine is idle and its accounts are wrong: {_where(error)}"
+            return f"the idle engine's bookkeeping is wrong: {_where(error)}"
         return None
 
 
 def _grown(stats: EngineStats) -> dict[str, int]:
-    """The counters that only grow and whose steps tell what happened when."""
+    """The counters that only grow; their increase a step is a column of the history."""
     counters = stats.counters
     return {
         "prefill_tokens": stats.prefill_tokens_scheduled,

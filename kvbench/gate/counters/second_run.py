@@ -1,7 +1,6 @@
-"""Every scenario twice, the second time in a process of its own with another hash seed.
+"""Replays every scenario twice, the second time in a process of its own with another hash seed.
 
-Whoever depends on the order of a set, on an address or on what ran before in the same process gives two different
-answers here, and is told so before anything is compared with the lock.
+Code that depends on the order of a set, on an address or on what ran before in the process gives two different results.
 """
 
 from __future__ import annotations
@@ -32,14 +31,9 @@ def replay_twice(workload: CounterWorkload) -> tuple[dict[str, Replayed], dict[s
     root = str(Path(kvbench.__file__).resolve().parent.parent)
     seed = _ANOTHER_SEED.get(os.environ.get("PYTHONHASHSEED", ""), "1")
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    module = ("-m", "kvbench.gate.counters.second_run")
     other = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "kvbench.gate.counters.second_run",
-            str(workload.path),
-            *(s.name for s in workload.scenarios),
-        ],
+        [sys.executable, *module, str(workload.path), *(s.name for s in workload.scenarios)],
         env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -55,14 +49,14 @@ def replay_twice(workload: CounterWorkload) -> tuple[dict[str, Replayed], dict[s
             other.kill()
             other.communicate()
     if other.returncode:
-        last = (complaint.strip().splitlines() or ["it said nothing"])[-1]
+        last = (complaint.strip().splitlines() or ["no message"])[-1]
         raise MeasurementError(f"the second run of the scenarios failed with exit code {other.returncode}: {last}")
     return first, {name: _from_json(run) for name, run in json.loads(printed).items()}
 
 
 def _from_json(data: Mapping) -> Replayed:
     history = {name: tuple(values) for name, values in data["history"].items()}
-    return Replayed(data["counters"], history, data["outputs"], data["trouble"])
+    return Replayed(data["counters"], history, data["outputs"], data["error"])
 
 
 def _print_runs(path: str, names: list[str]) -> None:

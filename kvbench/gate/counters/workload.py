@@ -169,8 +169,8 @@ def read_counter_workload(path: Path) -> CounterWorkload:
         raise UsageError("\n".join(f"{path}: {sentence}" for sentence in explain(error, ""))) from None
     scenarios = tuple(_scenarios(path, file))
     names = [scenario.name for scenario in scenarios]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"{path}: two rows of a matrix give the same scenario {twice!r}: remove one of them")
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{path}: two rows of a matrix give the same scenario {double!r}: remove one of them")
     digest = _digest(file.model_dump(mode="json", exclude={"description"}))
     return CounterWorkload(path, file.name, digest, scenarios, tuple(names))
 

@@ -34,8 +34,8 @@ from kvbench.gate.timing.plan import BASE, CANDIDATE
 from kvbench.gate.timing.power import MOST_USEFUL, pairs_to_settle, seen_by
 from kvbench.gate.timing.rules import CELL, Look, MetricRule, TimingRules
 from kvbench.gate.timing.signflip import adjusted_p, noninferior_p
-from kvbench.gate.verdict.text import percent, probability
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, worst
+from kvbench.gate.verdict.wording import percent, probability
 
 CONFIDENCE = 0.95
 

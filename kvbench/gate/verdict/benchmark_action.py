@@ -14,8 +14,8 @@ from pathlib import Path
 
 from kvbench.common.files import write_json
 from kvbench.common.text import plural
-from kvbench.gate.verdict import text as wording
-from kvbench.gate.verdict.verdict import Verdict
+from kvbench.gate.verdict import wording
+from kvbench.gate.verdict.verdict import Finding, Verdict
 
 BIGGER, SMALLER = "benchmark-bigger-is-better.json", "benchmark-smaller-is-better.json"
 # columns of a sweep's summary.csv -> (unit, higher is better)
@@ -27,7 +27,7 @@ _SWEEP_COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartValue:
     """One value of one chart. ``spread``: half of the width of its interval, in ``unit``."""
 
     name: str
@@ -38,17 +38,17 @@ class Point:
     extra: str = ""
 
 
-def verdict_points(verdict: Verdict) -> list[Point]:
-    """The candidate's values of a comparison, named by their stable ids; the other gates have no timings to chart."""
+def verdict_points(verdict: Verdict) -> list[ChartValue]:
+    """The candidate's values of a comparison, named by the findings' ids; the other gates have no timings to chart."""
     if verdict.kind != "compare":
         return []
     return [
-        Point(
+        ChartValue(
             name=wording.line(finding.id),
             unit=wording.line(finding.unit or ""),
             value=finding.candidate,
             higher_is_better=finding.higher_is_better,
-            spread=_half_width(finding.base, finding.interval),
+            spread=_half_width(finding),
             extra=f"{wording.LABELS[finding.outcome]}\n{wording.line(finding.sentence)}",
         )
         for finding in verdict.findings
@@ -56,12 +56,12 @@ def verdict_points(verdict: Verdict) -> list[Point]:
     ]
 
 
-def sweep_points(summary_csv: Path, workload: str) -> list[Point]:
+def sweep_points(summary_csv: Path, workload: str) -> list[ChartValue]:
     """The valid cells of a sweep from its summary.csv, named ``<workload>/<cell>/<column>``; none without the file.
 
     Raises OSError.
     """
-    found: list[Point] = []
+    found: list[ChartValue] = []
     if not summary_csv.is_file():
         return found
     with summary_csv.open(encoding="utf-8", newline="") as file:
@@ -76,11 +76,11 @@ def sweep_points(summary_csv: Path, workload: str) -> list[Point]:
                 spread = None if None in ends else (ends[1] - ends[0]) / 2
                 extra = f"{row.get('configuration', '')}\n{plural(_float(row.get('repeats')) or 0, 'repeat')}"
                 name = wording.line(f"{workload}/{row['cell_id']}/{column}")
-                found.append(Point(name, unit, value, higher, spread, wording.clean(extra)))
+                found.append(ChartValue(name, unit, value, higher, spread, wording.clean(extra)))
     return found
 
 
-def benchmark_entries(points: Iterable[Point], higher_is_better: bool) -> list[dict[str, str | float]]:
+def benchmark_entries(points: Iterable[ChartValue], higher_is_better: bool) -> list[dict[str, str | float]]:
     """The entries of one of the two files."""
     return [
         {
@@ -95,7 +95,7 @@ def benchmark_entries(points: Iterable[Point], higher_is_better: bool) -> list[d
     ]
 
 
-def write_benchmarks(points: Sequence[Point], folder: Path) -> list[Path]:
+def write_benchmarks(points: Sequence[ChartValue], folder: Path) -> list[Path]:
     """The files that have entries; one of an earlier verdict that has none now is removed. Raises OSError."""
     written = []
     for name, higher in ((BIGGER, True), (SMALLER, False)):
@@ -107,11 +107,12 @@ def write_benchmarks(points: Sequence[Point], folder: Path) -> list[Path]:
     return written
 
 
-def _half_width(base: float | None, interval: tuple[float, float] | None) -> float | None:
-    """Of the candidate's interval: that of the change, in units of the base."""
-    if not wording.is_number(base) or interval is None or not all(map(wording.is_number, interval)):
+def _half_width(finding: Finding) -> float | None:
+    """Half of the width of the candidate's interval, in its unit."""
+    low, high = finding.interval or (None, None)
+    if not all(map(wording.is_number, (finding.base, low, high))):
         return None
-    return abs(base) * (interval[1] - interval[0]) / 2
+    return abs(finding.base) * (high - low) / 2
 
 
 def _float(text: str | None) -> float | None:

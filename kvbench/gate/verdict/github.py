@@ -7,31 +7,30 @@ most ten of a kind a step, and a page of them is read by nobody.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvbench.common.errors import say
-from kvbench.gate.verdict import text as wording
-from kvbench.gate.verdict.summary import SUMMARY_BYTES, summary
+from kvbench.gate.verdict import wording
+from kvbench.gate.verdict.markdown import SUMMARY_BYTES, summary
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Verdict
 
 ANNOTATIONS = 5
 _MESSAGE, _TITLE = 1_000, 150  # characters
 _LEVELS = {FAIL: "error", INVALID: "error", EMPTY: "error", INCONCLUSIVE: "warning", PASS: "notice"}
-_YES = {"true", "1"}
 
 
 def publish(verdict: Verdict, folder: Path | None, environ: Mapping[str, str] = os.environ) -> None:
-    """The step summary, where ``$GITHUB_STEP_SUMMARY`` names its file, and annotations, where GitHub Actions runs.
+    """Write the step summary to the file that ``$GITHUB_STEP_SUMMARY`` names, and print annotations in GitHub Actions.
 
-    ``folder``: where the verdict's files lie, if anywhere; the first annotation names it. What cannot be written is
-    said on stderr and changes nothing else: the verdict and its exit code stand.
+    ``folder``: where the verdict's files are, named in the first annotation. What cannot be written becomes a warning
+    on stderr; verdict and exit code stay.
     """
     if path := environ.get("GITHUB_STEP_SUMMARY"):
         _attempt(f"the step summary {path}", lambda: append_summary(verdict, Path(path)))
-    if environ.get("GITHUB_ACTIONS", "").lower() in _YES:
-        _attempt("the annotations", lambda: _print(annotations(verdict, folder)))
+    if environ.get("GITHUB_ACTIONS", "").lower() in ("true", "1"):
+        lines = "\n".join(annotations(verdict, folder))
+        _attempt("the annotations", lambda: print(lines, flush=True))
 
 
 def append_summary(verdict: Verdict, path: Path) -> None:
@@ -47,7 +46,7 @@ def append_summary(verdict: Verdict, path: Path) -> None:
 
 
 def annotations(verdict: Verdict, folder: Path | None) -> list[str]:
-    """At most five workflow commands, worst first: the verdict, then what failed, was invalid or could not be told."""
+    """At most five workflow commands: the verdict, then the worst findings."""
     level = _LEVELS[verdict.outcome]
     title = f"kvbench {verdict.kind}: {wording.LABELS[verdict.outcome]}"
     ends = f" (see {folder})" if folder and verdict.outcome != PASS else ""
@@ -73,13 +72,8 @@ def escape_property(text: str) -> str:
     return escape_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def _print(lines: list[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
-
-
 def _attempt(what: str, write: Callable[[], None]) -> None:
-    """``write()``; an error of the operating system becomes a warning. A reader that has gone is not one of those."""
+    """Call ``write``; an error of the operating system becomes a warning, but a closed pipe ends the command."""
     try:
         write()
     except BrokenPipeError:

@@ -1,9 +1,9 @@
 """junit.xml: one test case a finding, as GitLab, Jenkins and GitHub's test reporters read it.
 
-A failure is a regression, an error an invalid measurement, skipped one that could not be told. The elements are those
-of Jenkins' strictest reader (junit-10.xsd of its xUnit plugin), which knows properties of a suite but none of a test
-case: so each suite has the numbers of its cases, named ``<test case> <figure>``. GitLab and dorny/test-reporter show
-the text of a failure and not its ``message``, so both say it; GitLab drops a second case of one name.
+A failure is a regression, an error an invalid measurement, skipped is inconclusive. The elements are those of Jenkins'
+strictest reader (junit-10.xsd of its xUnit plugin), which has properties of a suite but none of a test case: so each
+suite has the numbers of its cases, named ``<test case> <figure>``. GitLab and dorny/test-reporter show the text of a
+failure and not its ``message``, so both have the sentence; GitLab drops a second case of one name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from xml.etree import ElementTree
 
-from kvbench.gate.verdict import text as wording
+from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
 
 # outcome -> (element, its type)
@@ -24,7 +24,7 @@ MESSAGE = 1_000
 def junit(verdict: Verdict) -> str:
     """The whole file. It never looks green where the verdict is not a pass."""
     suites: dict[str, list[Finding]] = {}
-    for finding in (*verdict.findings, *_of_the_whole(verdict)):
+    for finding in (*verdict.findings, *_whole(verdict)):
         suites.setdefault(wording.line(finding.suite) or "findings", []).append(finding)
     root = ElementTree.Element("testsuites", name=f"kvbench {verdict.kind}", time="0")
     for name, findings in suites.items():
@@ -35,7 +35,7 @@ def junit(verdict: Verdict) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _of_the_whole(verdict: Verdict) -> list[Finding]:
+def _whole(verdict: Verdict) -> list[Finding]:
     """A case for a verdict that none of its findings shows: an empty comparison, a run that broke off."""
     outcome = EMPTY if verdict.outcome == PASS and not verdict.findings else verdict.outcome
     if outcome == PASS or verdict.of(outcome):
@@ -68,8 +68,8 @@ def _case(suite: ElementTree.Element, class_name: str, name: str, finding: Findi
     if finding.outcome in _ELEMENTS:
         tag, kind = _ELEMENTS[finding.outcome]
         message = wording.line(finding.sentence, MESSAGE) or wording.LABELS[finding.outcome]
-        told = ElementTree.SubElement(case, tag, message=message, type=kind)
-        told.text = _text([wording.clean(finding.sentence) or message, *map(wording.clean, finding.details)])
+        element = ElementTree.SubElement(case, tag, message=message, type=kind)
+        element.text = _text([wording.clean(finding.sentence) or message, *map(wording.clean, finding.details)])
     said = [wording.line(finding.title), *(f"{key}: {value}" for key, value in _numbers(finding).items())]
     if finding.outcome == PASS:
         said.insert(1, wording.line(finding.sentence))

@@ -1,4 +1,4 @@
-"""All files of a verdict in one folder, from the verdict alone.
+"""What becomes of a verdict: all its files in one folder, the terminal and GitHub.
 
 verdict.json                        the whole of it, by kvbench/gate/verdict/verdict.schema.json
 junit.xml                           one test case a finding
@@ -9,35 +9,41 @@ benchmark-{bigger,smaller}-is-better.json   for github-action-benchmark, where t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
+
+from kvbench.common.console import print_plain
 from kvbench.common.files import write_json, write_text
 from kvbench.gate.verdict.benchmark_action import verdict_points, write_benchmarks
+from kvbench.gate.verdict.github import publish
 from kvbench.gate.verdict.junit import junit
+from kvbench.gate.verdict.markdown import summary
 from kvbench.gate.verdict.pairs_page import pair_page
-from kvbench.gate.verdict.summary import summary
+from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import Verdict
 
-VERDICT, JUNIT, SUMMARY, PAIRS = "verdict.json", "junit.xml", "summary.md", "pairs.html"
+VERDICT = "verdict.json"
 
 
 def write_outputs(verdict: Verdict, folder: Path) -> list[Path]:
-    """Write the files and say which, verdict.json first. One of an earlier verdict that has no use now is removed.
-
-    A later file that cannot be written leaves the earlier ones. Raises OSError.
-    """
+    """Write the files and return their paths, verdict.json first; remove an earlier verdict's. Raises OSError."""
     write_json(folder / VERDICT, verdict.to_json())
     written = [folder / VERDICT]
-    texts: tuple[tuple[str, Callable[[Verdict], str | None]], ...] = (
-        (JUNIT, junit),
-        (SUMMARY, summary),
-        (PAIRS, pair_page),
-    )
-    for name, made in texts:
-        if text := made(verdict):
+    for name, make in (("junit.xml", junit), ("summary.md", summary), ("pairs.html", pair_page)):
+        if text := make(verdict):
             write_text(folder / name, text)
             written.append(folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
     return [*written, *write_benchmarks(verdict_points(verdict), folder)]
+
+
+def report_verdict(verdict: Verdict, folder: Path | None) -> int:
+    """Print the verdict, write its files to ``folder``, if given, and tell GitHub. Returns its exit code."""
+    console = Console()
+    print_verdict(verdict, console)  # first: a full disk must not take it away
+    for path in write_outputs(verdict, folder) if folder else ():
+        print_plain(console, f"written: {path}")
+    publish(verdict, folder)
+    return verdict.exit_code

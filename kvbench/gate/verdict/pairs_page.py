@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from kvbench.gate.verdict import text as wording
-from kvbench.gate.verdict.strip_plot import DOTS, scale, thresholds
+from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import Finding, Verdict
 
 ROWS = 80  # of one panel; the best of those that passed are left out
 _LABELS, _PLOT, _SAID, _ROW, _HEAD, _FOOT = 300, 640, 230, 34, 26, 30  # px
 _WIDTH = _LABELS + _PLOT + _SAID
 _NAME, _LINES, _LINE = 42, 5, 16  # of a row's name: characters a line, lines at most, px a line
-_SAYS = {
-    "compare": "A dot is one pair of fresh servers: the candidate against the base.",
-    "limits": "A dot is one repeat: the first configuration against the second, under the same requests.",
+_DOTS = {
+    "pair": "A dot is one pair of fresh servers: the candidate against the base.",
+    "repeat": "A dot is one repeat: the first configuration against the second, under the same requests.",
 }
 _MARKS = {
     "floor": "floor: a smaller effect never fails",
@@ -62,7 +61,10 @@ def pair_page(verdict: Verdict) -> str | None:
     drawn = [finding for findings in panels.values() for finding in findings]
     css = files("kvbench.report").joinpath("templates", "page.css").read_text(encoding="utf-8")
     label = wording.LABELS[verdict.outcome]
-    known = ", ".join(f"{role} {words}" for role, words in wording.sides(verdict))
+    known = ", ".join(wording.sides(verdict))
+    effect = "The diamond is what is judged: their median, or the worst of them where each is held."
+    if any(finding.interval for finding in drawn):
+        effect = "The diamond is the effect and the bar its 95 % interval; worse is to the right."
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -71,23 +73,17 @@ def pair_page(verdict: Verdict) -> str | None:
             f'<p class="kicker">kvbench {verdict.kind}{": " if known else ""}{_text(known)}</p>',
             f'<h1>{_text(verdict.sentence)}</h1><div class="banner {verdict.outcome}"><strong>{label}</strong>',
             f"{_text(wording.counted(verdict))}</div>",
-            f'<p class="caption">{_SAYS.get(verdict.kind, _SAYS["compare"])} {_effect_words(drawn)}</p>',
+            f'<p class="caption">{_DOTS[wording.dot_of(verdict)]} {effect}</p>',
             _key(drawn),
-            *(_panel(metric, findings, DOTS.get(verdict.kind, "pair")) for (metric, _), findings in panels.items()),
+            *(_panel(metric, findings, wording.dot_of(verdict)) for (metric, _), findings in panels.items()),
             "</main></body></html>\n",
         ]
     )
 
 
-def _effect_words(findings: Sequence[Finding]) -> str:
-    if any(finding.interval for finding in findings):
-        return "The diamond is the effect and the bar its 95 % interval; worse is to the right."
-    return "The diamond is what is judged: their median, or the worst of them where each is held."
-
-
 def _key(findings: Sequence[Finding]) -> str:
-    """The lines that are drawn, and what they say."""
-    there = {name for finding in findings for name, _ in thresholds(finding)}
+    """The legend of the lines that are drawn."""
+    there = {name for finding in findings for name, _ in wording.thresholds(finding)}
     known = [f'<span class="key {name}"></span><span>{words}</span>' for name, words in _MARKS.items() if name in there]
     return f'<p class="caption">{"".join(known)}</p>' if known else ""
 
@@ -97,9 +93,8 @@ def _panel(metric: str, findings: Sequence[Finding], dot: str) -> str:
     shown = findings[:ROWS]
     names = [_name(finding) for finding in shown]
     row = max(_ROW, max(map(len, names)) * _LINE + 8)
-    worse = wording.worse_sign(shown[0])
-    values = [value for finding in shown for value in _values(finding)]
-    axis = _Axis(*scale(values), worse)
+    ranges = [wording.plot_range(finding) for finding in shown]
+    axis = _Axis(min(low for low, _ in ranges), max(high for _, high in ranges), wording.worse_sign(shown[0]))
     height = _HEAD + row * len(shown) + _FOOT
     parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Pairs of {_text(metric)}">']
     parts += [
@@ -122,14 +117,8 @@ def _panel(metric: str, findings: Sequence[Finding], dot: str) -> str:
     return f'{title}<div class="scroll">{"".join(parts)}</svg></div>{note}'
 
 
-def _values(finding: Finding) -> list[float]:
-    """All that a row has to have room for."""
-    values = (*finding.series, *(finding.interval or ()), finding.change, *(at for _, at in thresholds(finding)))
-    return [value for value in values if wording.is_number(value)]
-
-
 def _name(finding: Finding) -> list[str]:
-    """All of its title, in lines; the middle of a name beyond any measure is left out."""
+    """Its title in lines; the middle of a very long one is left out."""
     lines = textwrap.wrap(wording.line(finding.title), _NAME)
     if len(lines) > _LINES:
         lines = textwrap.wrap(wording.shortened(finding.title, _NAME * (_LINES - 1)), _NAME)
@@ -151,7 +140,7 @@ def _row(finding: Finding, name: Sequence[str], axis: _Axis, top: float, height:
         *(f'<text x="8" y="{first + _LINE * i:.1f}">{_text(words)}</text>' for i, words in enumerate(name)),
         *(
             f'<line class="{kind}" x1="{axis.x(at):.1f}" x2="{axis.x(at):.1f}" y1="{top + 3}" y2="{top + height - 3}"/>'
-            for kind, at in thresholds(finding)
+            for kind, at in wording.thresholds(finding)
         ),
     ]
     for i, value in enumerate(finding.series):
@@ -182,6 +171,7 @@ class _Axis:
     """Changes to px, worse to the right."""
 
     def __init__(self, low: float, high: float, worse: int) -> None:
+        low, high = (low, high) if high - low > 1e-9 else (-0.001, 0.001)
         room = (high - low) * 0.04
         self.low, self.high, self.worse = low - room, high + room, worse
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvbench.gate.limits import judge_limits
 from kvbench.gate.policy import Limit
-from kvbench.gate.verdict.summary import summary
-from kvbench.gate.verdict.text import number, percent
+from kvbench.gate.verdict.markdown import summary
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
+from kvbench.gate.verdict.wording import number, percent
 from kvbench.quality.result import QualityResult
 from kvbench.runs.metric_names import SHORT_NAMES, measured, unit_of
 from tests.support.report_cells import cell, run

@@ -1,7 +1,8 @@
-"""Where two histories part, and what of two sets of counters moved."""
+"""The first step at which two histories differ, and which of two sets of counters moved."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,37 +32,38 @@ def test_the_first_difference_is_the_first(histories):
     lengths = [len(next(iter(each.values()))) for each in histories]
     rows = [list(zip(*(each[name] for name in sorted(each)), strict=True)) for each in histories]
     expected = next((i for i in range(min(lengths)) if rows[0][i] != rows[1][i]), None)
-    parting = first_difference(was, now)
+    difference = first_difference(was, now)
     if expected is not None:
-        assert parting.step == expected + 1 and parting.ended is None
-        assert {c.name: (c.was, c.now) for c in parting.changes} == {
+        assert difference.step == expected + 1 and difference.ended is None
+        assert {c.name: (c.was, c.now) for c in difference.changes} == {
             name: (was[name][expected], now[name][expected])
             for name in was
             if was[name][expected] != now[name][expected]
         }
-        assert parting.before == ({name: was[name][expected - 1] for name in was} if expected else {})
+        assert difference.before == ({name: was[name][expected - 1] for name in was} if expected else {})
     elif lengths[0] != lengths[1]:
-        assert parting.step == min(lengths) + 1 and not parting.changes
-        assert parting.ended == ("was" if lengths[0] < lengths[1] else "now")
+        assert difference.step == min(lengths) + 1 and not difference.changes
+        assert difference.ended == ("was" if lengths[0] < lengths[1] else "now")
     else:
-        assert parting is None
+        assert difference is None
 
 
-def test_it_says_what_each_did_there_causes_first():
-    was = {"free_pages": (4, 4), "decode_tokens": (3, 3), "preempted": (0, 0)}
-    now = {"free_pages": (4, 3), "decode_tokens": (3, 2), "preempted": (0, 1)}
-    assert str(first_difference(was, now)) == "step 2: preempted 1, was 0; decode tokens 2, was 3; free pages 3, was 4"
-
-
-def test_a_column_that_was_left_out_is_zero_throughout():
-    parting = first_difference({"running": (1, 1)}, {"running": (1, 1), "preempted": (0, 2)})
-    assert str(parting) == "step 2: preempted 2, was 0"
-    assert first_difference({"running": (1, 1)}, {"running": (1, 1), "preempted": (0, 0)}) is None
-
-
-def test_one_that_ended_before_the_other():
-    assert str(first_difference({"running": (1,)}, {"running": (1, 1)})) == "step 2: goes on, had ended"
-    assert str(first_difference({"running": (1, 1)}, {"running": (1,)})) == "step 2: has ended, went on"
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        (
+            {"free_pages": (4, 4), "decode_tokens": (3, 3), "preempted": (0, 0)},
+            {"free_pages": (4, 3), "decode_tokens": (3, 2), "preempted": (0, 1)},
+            "step 2: preempted 1 (was 0), decode tokens 2 (was 3), free pages 3 (was 4)",  # causes first
+        ),
+        ({"running": (1, 1)}, {"running": (1, 1), "preempted": (0, 2)}, "step 2: preempted 2 (was 0)"),
+        ({"running": (1, 1)}, {"running": (1, 1), "preempted": (0, 0)}, "None"),
+        ({"running": (1,)}, {"running": (1, 1)}, "step 2: goes on, had ended"),
+        ({"running": (1, 1)}, {"running": (1,)}, "step 2: has ended, went on"),
+    ],
+)
+def test_the_first_difference_names_its_step_and_its_cause(was, now, words):
+    assert str(first_difference(was, now)) == words
 
 
 def test_counters_that_moved_most_come_first_and_sums_over_steps_last():

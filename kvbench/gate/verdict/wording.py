@@ -1,4 +1,4 @@
-"""How a verdict's texts and numbers are written, alike in the summary, JUnit, the terminal and the plots."""
+"""How the numbers and names of a verdict are written: the same in the summary, JUnit, the terminal and the plots."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from kvbench.common.text import data_size
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Moved, Verdict
 
 LABELS = {FAIL: "FAIL", INVALID: "INVALID", INCONCLUSIVE: "INCONCLUSIVE", PASS: "PASS", EMPTY: "NOTHING COMPARED"}
-NAMES = {FAIL: "failed", INVALID: "invalid", INCONCLUSIVE: "inconclusive", PASS: "passed"}
-RANKS = {FAIL: 0, INVALID: 1, INCONCLUSIVE: 2, PASS: 3}
-SUITES = {"overall": 0, "class": 1, "cell": 2}  # the wider first; others after them, as they came
+NAMES = {FAIL: "failed", INVALID: "invalid", INCONCLUSIVE: "inconclusive", PASS: "passed"}  # worst first
 NONE = "–"
+_SUITES = ("overall", "class", "cell")  # the wider first; others after them, as they came
 # What XML 1.0 cannot hold, escaped or not (https://www.w3.org/TR/xml/#charsets): control characters, lone surrogates.
 # C1 controls are left out too: a terminal may act on them.
 _UNWRITABLE = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?)")
-FRACTIONS = ("floor", "margin", "smallest_detectable")
+_FRACTIONS = ("floor", "margin", "smallest_detectable")
+FINDING_HEADS = ("what", "base", "candidate", "change", "95 % interval (%)", "p", "floor", "margin", "limit")
+MOVED_HEADS = ("moved with it", "where", "base", "candidate", "change", "share", "95 % interval (%)")
 
 
 def clean(text: object) -> str:
-    """Text that every output can hold: no terminal colours, no control characters, no half of a character."""
+    """Text that every output can hold: no terminal colours, no control characters, no lone surrogates."""
     return _UNWRITABLE.sub("", _ESCAPE_SEQUENCE.sub("", str(text))).replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -40,7 +41,7 @@ def shortened(text: object, limit: int) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number: NaN stands for one that could not be had, as None does."""
+    """Whether it is a finite number: NaN stands for a missing one, as None does."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -48,7 +49,7 @@ def number(value: float | None) -> str:
     """Three significant figures, and all figures of a whole number: 0.00123, 12.3, 1,235."""
     if not is_number(value):
         return NONE
-    if value == 0 or (float(value).is_integer() and abs(value) < 1e15):
+    if float(value).is_integer() and abs(value) < 1e15:
         return f"{value:,.0f}"
     if not 1e-4 <= abs(value) < 1e15:
         return f"{value:.2e}"
@@ -98,25 +99,55 @@ def probability(p: float | None) -> str:
 
 
 def figure(name: str, value: float | None, finding: Finding) -> str:
-    """A further number of a finding: a part of the base where it is about a change, else in the finding's unit."""
-    if name in FRACTIONS and finding.change is not None:
+    """A further number of a finding: in percent if it is a part of the base, else in the finding's unit."""
+    if name in _FRACTIONS and finding.change is not None:
         return percent(value, signed=False)
     return quantity(value, finding.unit if name in ("min", "max") else None)
 
 
 def bounds(finding: Finding) -> str:
-    """The limits that it was held to: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
-    found = [
+    """Its limits: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
+    return " and ".join(
         f"{sign} {figure(name, finding.figures[name], finding)}"
         for end, sign in (("min", ">="), ("max", "<="))
         for name in (end, f"{end}_ratio")
         if is_number(finding.figures.get(name))
-    ]
-    return " and ".join(found)
+    )
 
 
 def figure_name(name: str) -> str:
     return line(name).replace("_", " ")
+
+
+def finding_row(finding: Finding) -> tuple[str, ...]:
+    """The entries of a table with `FINDING_HEADS`."""
+    return (
+        line(finding.title or finding.id, 200),
+        *(quantity(value, finding.unit) for value in (finding.base, finding.candidate)),
+        percent(finding.change),
+        interval(finding.interval),
+        probability(finding.p),
+        *(figure(name, finding.figures.get(name), finding) for name in ("floor", "margin")),
+        bounds(finding),
+    )
+
+
+def moved_row(moved: Moved) -> tuple[str, ...]:
+    """The entries of a table with `MOVED_HEADS`; the share is of the judged latency's difference."""
+    return (
+        line(moved.title or moved.name, 200),
+        line(moved.where, 200),
+        *(quantity(value, moved.unit) for value in (moved.base, moved.candidate)),
+        percent(moved.change),
+        percent(moved.share, signed=False),
+        interval(moved.interval),
+    )
+
+
+def used_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows without the columns that are empty throughout."""
+    used = [i for i in range(len(heads)) if any(row[i] not in ("", NONE) for row in rows)]
+    return [heads[i] for i in used], [[row[i] for i in used] for row in rows]
 
 
 def worse_sign(finding: Finding) -> int:
@@ -124,28 +155,27 @@ def worse_sign(finding: Finding) -> int:
     return -1 if finding.higher_is_better else 1
 
 
-def badness(finding: Finding) -> float:
-    """How far the change went to the worse (any way, where neither is better), in floors where there is one.
-
-    -inf without a change.
-    """
-    if not is_number(finding.change):
-        return -math.inf
-    floor = finding.figures.get("floor")
-    worse = abs(finding.change) if finding.higher_is_better is None else finding.change * worse_sign(finding)
-    return worse / (abs(floor) if is_number(floor) and floor else 1.0)
-
-
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Failures first, then the wider before the narrower, then the greater change."""
-    return sorted(findings, key=lambda f: (RANKS[f.outcome], SUITES.get(f.suite, len(SUITES)), -badness(f)))
+    """Failures first, then the wider before the narrower, then the greater change for the worse, in floors."""
+
+    def key(finding: Finding) -> tuple[int, int, float]:
+        suite = _SUITES.index(finding.suite) if finding.suite in _SUITES else len(_SUITES)
+        size = -math.inf
+        if is_number(finding.change):
+            either_way = finding.higher_is_better is None
+            floor = finding.figures.get("floor")
+            size = abs(finding.change) if either_way else finding.change * worse_sign(finding)
+            size /= abs(floor) if is_number(floor) and floor else 1.0
+        return list(NAMES).index(finding.outcome), suite, -size
+
+    return sorted(findings, key=key)
 
 
 def explained(findings: Sequence[Finding], most: int, said: str) -> list[tuple[str, Finding]]:
-    """What is said below a table, and of which finding: the sentence of the first, and of all that add to their rows.
+    """The sentences to print below a table of ``findings``, with their findings.
 
-    ``said``: the verdict's sentence, which stands at the top. What it has is not said again: a finding that has details
-    is then called by its title, and one that has none is left out.
+    Left out: a sentence that ``said`` (the verdict's) contains, and one of a failure whose row says the same. A finding
+    with details is always there, by its title if its sentence is left out.
     """
     found = []
     for i, finding in enumerate(findings):
@@ -155,44 +185,53 @@ def explained(findings: Sequence[Finding], most: int, said: str) -> list[tuple[s
     return found[:most]
 
 
-def metric_and_place(finding: Finding) -> tuple[str, str]:
-    """``p95 TTFT`` and ``mixed/paged-c8``, of a comparison's ``p95 TTFT of mixed/paged-c8``; else title and nothing."""
-    title = line(finding.title or finding.id)
-    if finding.suite in SUITES and (parts := re.fullmatch(r"(.*?) (?:of|over) (.*)", title)):
-        return parts[1], parts[2]
-    return title, ""
-
-
 def counted(verdict: Verdict) -> str:
     """2 failed, 1 inconclusive, 60 passed"""
     counts = ((len(verdict.of(outcome)), name) for outcome, name in NAMES.items())
     return ", ".join(f"{count:,} {name}" for count, name in counts if count)
 
 
-def sides(verdict: Verdict) -> list[tuple[str, str]]:
-    """(``base``, its name and commit) and the same of the candidate, as far as known."""
+def sides(verdict: Verdict) -> list[str]:
+    """``base main (0123456789ab)`` and the same of the candidate, as far as known."""
     found = []
     for role, side in (("base", verdict.base), ("candidate", verdict.candidate)):
         name, sha = (line(side.get(key) or "", 200) for key in ("name", "sha"))
-        short = sha[:12]
-        words = name or short
-        if name and short and not (sha[:7] in name or sha.startswith(name)):
-            words = f"{name} ({short})"
+        known = name and (sha[:7] in name or sha.startswith(name))  # the name says the commit
+        words = name if known else f"{name} ({sha[:12]})" if name and sha else sha[:12]
         if words:
-            found.append((role, words))
+            found.append(f"{role} {words}")
     return found
 
 
 def fact(value: object, name: str = "") -> str:
-    """A value of ``Verdict.facts`` or of a side in words. ``name``: whose; a seed is to be pasted as it is."""
+    """A value of ``Verdict.facts`` or of a side. ``name``: whose; a seed is written as it is pasted."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int) and name.endswith("seed"):
-        return str(value)
     if isinstance(value, int | float):
-        return number(value)
+        return str(value) if name.endswith("seed") else number(value)
     if isinstance(value, list | tuple):
         return ", ".join(fact(each, name) for each in value)
     if isinstance(value, dict):
         return ", ".join(f"{line(key)} {fact(each, str(key))}" for key, each in value.items())
     return line(value) if value is not None else NONE
+
+
+def thresholds(finding: Finding) -> list[tuple[str, float]]:
+    """The lines of a plot: floor and margin as changes to the worse side, and the limits of a ratio."""
+    worse = worse_sign(finding)
+    figures = [(name, finding.figures.get(name)) for name in ("floor", "margin")]
+    found = [(name, worse * abs(value)) for name, value in figures if is_number(value)]
+    ends = [finding.figures.get(name) for name in ("min_ratio", "max_ratio")]
+    return [*found, *(("limit", end - 1) for end in ends if is_number(end))]
+
+
+def plot_range(finding: Finding) -> tuple[float, float]:
+    """The least and the greatest change that a plot of the finding shows; 0 is always in it."""
+    values = (*finding.series, *(finding.interval or ()), finding.change, *(at for _, at in thresholds(finding)))
+    shown = [value for value in values if is_number(value)]
+    return min(0.0, *shown), max(0.0, *shown)
+
+
+def dot_of(verdict: Verdict) -> str:
+    """What a dot of a plot is."""
+    return "repeat" if verdict.kind == "limits" else "pair"

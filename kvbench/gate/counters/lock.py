@@ -1,0 +1,140 @@
+"""ci/counters.lock.json: what every scenario counted when it was accepted, and who accepted what, and why.
+
+It holds the history of each scenario, so that a difference is explained without the old code. Nobody edits it: a digest
+over the scenarios tells, and an intended change is accepted anew, with a reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from kvbench.common.errors import UsageError
+from kvbench.common.files import write_json
+from kvbench.common.schema import StrictModel, explain
+from kvbench.gate.counters.replay import COUNTERS, Replayed
+from kvbench.gate.counters.workload import CounterWorkload, Scenario
+
+LOCK_FORMAT = "kvbench-counters/2"
+
+
+class Accepted(StrictModel):
+    """One acceptance. ``git``: commit of the code that counted, with ``-dirty`` where files differed from it."""
+
+    reason: str = Field(min_length=1)
+    git: str
+    date: str
+    changed: str
+
+
+class LockedScenario(StrictModel):
+    """``definition``: digest of settings and requests. ``history``: column -> ``step:value`` wherever it changes.
+
+    Counters and columns that are always 0 are left out.
+    """
+
+    definition: str
+    steps: int = Field(ge=0, le=10_000_000)
+    outputs: str
+    counters: dict[str, int]
+    history: dict[str, str]
+
+    @property
+    def columns(self) -> dict[str, tuple[int, ...]]:
+        """Column -> its value at each step. Raises ValueError."""
+        return {name: _values(changes, self.steps) for name, changes in self.history.items()}
+
+
+class CounterLock(StrictModel):
+    """The whole file. ``counters``: names of all that were compared, those that are always 0 among them."""
+
+    format: Literal["kvbench-counters/2"]
+    workload: str
+    workload_digest: str
+    accepted: list[Accepted] = Field(min_length=1)
+    counters: list[str]
+    scenarios: dict[str, LockedScenario]
+    scenarios_digest: str
+
+
+def read_lock(path: Path) -> CounterLock | None:
+    """None when there is none. Raises UsageError for a file that ``write_lock`` did not leave like this."""
+    restore = f"restore it (git checkout HEAD -- {path}), then accept what changed with `kvbench accept counters`"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        written = data.get("format") if isinstance(data, dict) else LOCK_FORMAT
+        if written != LOCK_FORMAT:
+            raise UsageError(
+                f"{path} has the format {written!r} and this kvbench reads {LOCK_FORMAT}: remove it and accept the "
+                "counters anew with `kvbench accept counters` (its old reasons stay in git)"
+            )
+        lock = CounterLock.model_validate(data)
+        if digest(data["scenarios"]) != lock.scenarios_digest:
+            raise UsageError(f"{path} was changed by hand or in a merge: its scenarios_digest differs; {restore}")
+        for scenario in lock.scenarios.values():
+            _ = scenario.columns
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; give a lock file") from None
+    except ValidationError as error:
+        raise UsageError(f"{path}: {explain(error, '')[0]} So {restore}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read: {error}; {restore}") from None
+    return lock
+
+
+def write_lock(
+    path: Path, workload: CounterWorkload, runs: Mapping[str, Replayed], accepted: Sequence[Accepted]
+) -> None:
+    """Atomically. Raises OSError."""
+    scenarios = {scenario.name: _locked(scenario, runs[scenario.name]) for scenario in workload.scenarios}
+    data = {
+        "format": LOCK_FORMAT,
+        "workload": workload.name,
+        "workload_digest": workload.digest,
+        "accepted": [entry.model_dump() for entry in accepted],
+        "counters": list(COUNTERS),
+        "scenarios": scenarios,
+        "scenarios_digest": digest(scenarios),
+    }
+    write_json(path, data)
+
+
+def _locked(scenario: Scenario, run: Replayed) -> dict[str, Any]:
+    return {
+        "definition": scenario.digest,
+        "steps": run.steps,
+        "outputs": run.outputs,
+        "counters": {name: run.counters[name] for name in COUNTERS if run.counters[name]},
+        "history": {name: changes_of(values) for name, values in run.history.items() if any(values)},
+    }
+
+
+def changes_of(values: Sequence[int]) -> str:
+    """``37:4 40:6``: 4 from step 37 on, 6 from step 40 on, and 0 before."""
+    pairs = zip((0, *values), values, strict=False)
+    return " ".join(f"{step}:{now}" for step, (was, now) in enumerate(pairs, 1) if was != now)
+
+
+def _values(changes: str, steps: int) -> tuple[int, ...]:
+    """The value at each step. Raises ValueError."""
+    values: list[int] = []
+    level = 0
+    for entry in changes.split():
+        step, value = map(int, entry.split(":"))
+        if not len(values) < step <= steps:
+            raise ValueError(f"{entry!r} in the history does not follow step {len(values)} of {steps}")
+        values += [level] * (step - 1 - len(values)) + [value]
+        level = value
+    return (*values, *[level] * (steps - len(values)))
+
+
+def digest(scenarios: Any) -> str:
+    """Of the scenarios as the file keeps them, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(scenarios, sort_keys=True).encode()).hexdigest()
