@@ -16,6 +16,7 @@ from engine.kv.mover import KVMover
 from kernels import get_backend
 from kernels.api import KVCache
 from kernels.quantized import QuantizedKV, raw_tensors
+from kernels.tune.problems import FAR_OUTSIDE
 
 PAGE, PAGES, HOST_PAGES = 16, 64, 32
 ROUNDS = 20
@@ -139,7 +140,7 @@ def _far_case(case: Case, far: int, device: str) -> str | None:
 
 def _far_away(near: Drawn, far: int) -> Drawn:
     """The same tokens ``far`` slots further on, in caches whose lower part nobody has written."""
-    starts = torch.where(near.page_starts < problems.FAR_OUTSIDE, near.page_starts + far, near.page_starts)
+    starts = torch.where(near.page_starts < FAR_OUTSIDE, near.page_starts + far, near.page_starts)
     shifted = [_shifted(cache, far) for cache in (near.k, near.v)]
     return replace(near, k=shifted[0], v=shifted[1], page_starts=starts, slots=[slots + far for slots in near.slots])
 

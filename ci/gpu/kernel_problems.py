@@ -1,23 +1,21 @@
-"""Attention problems drawn for a device, their float64 answers, and how far a backend is from them.
+"""Attention problems drawn for a device, and how far a backend is from their float64 answers.
 
-Caches are hostile: pages in random order with gaps, NaN (in codes or scales, where a format has one) in every slot that
-holds no token, page-table entries behind a sequence's end that point far outside, outputs poisoned beforehand.
+KV caches are hostile (kernels.tune.problems), outputs poisoned beforehand.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kernels import get_backend
 from kernels.api import AttentionOptions, KVCache
-from kernels.kv_formats import KV_FORMATS
-from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
+from kernels.quantized import QuantizedKV, raw_tensors
+from kernels.tune.problems import HostileKV, as_float64, distance, hostile_kv, wide
 
 CONTIGUOUS = 0  # as a page size: one unaligned run of slots per sequence
-FAR_OUTSIDE = 1 << 40
 LENGTHS, NEW = (1030, 1, 257, 0, 64), (190, 1, 257, 0, 3)  # tokens, and how many of them a prefill step brings
 TINY_LENGTHS, TINY_NEW = (40, 1, 0, 17), (12, 1, 0, 17)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a row's norm
@@ -56,44 +54,12 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Tensors of a case. ``slots``: of every token, by sequence."""
+class Drawn(HostileKV):
+    """Tensors of a case. ``lengths``: tokens by sequence; ``new``: how many of them a prefill step brings."""
 
-    k: KVCache
-    v: KVCache
-    page_starts: torch.Tensor
-    page_size: int
     lengths: tuple[int, ...]
     new: tuple[int, ...]
-    slots: list[torch.Tensor]
     options: AttentionOptions
-
-
-def new_cache(kv: str, slots: int, heads: int, dim: int, dtype: torch.dtype, device: str, largest: float) -> KVCache:
-    """A cache in which every slot holds NaN. ``largest``: absolute value that fp8 must be able to hold."""
-    if kv == "auto":
-        return torch.full((slots, heads, dim), float("nan"), dtype=dtype, device=device)
-    kv_format = KV_FORMATS[kv]
-    scale = 2 * largest / FP8_MAX[kv_format] if kv_format in FP8_MAX else None
-    cache = QuantizedKV.zeros(kv_format, slots, heads, dim, device, scale)
-    if cache.scales is None:
-        cache.codes.fill_(0x7F)  # NaN in both fp8 formats
-    else:
-        cache.scales.fill_(float("nan"))
-    return cache
-
-
-def put(cache: KVCache, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Store by torch indexing, not by the code under test."""
-    if isinstance(cache, QuantizedKV):
-        cache.store(slots, rows)
-    else:
-        cache[slots] = rows.to(cache.dtype)
-
-
-def as_float64(cache: KVCache) -> torch.Tensor:
-    """What the cache holds, as the float64 reference reads it."""
-    return cache.load(slice(None)).double() if isinstance(cache, QuantizedKV) else cache.double()
 
 
 def draw(case: Case, device: str, seed: int = 0) -> Drawn:
@@ -104,38 +70,13 @@ def draw(case: Case, device: str, seed: int = 0) -> Drawn:
         return torch.randn(shape, generator=generator).to(device)
 
     lengths, new = (TINY_LENGTHS, TINY_NEW) if case.tiny else (LENGTHS, NEW)
-    page_size = max(lengths) + 5 if case.page_size == CONTIGUOUS else case.page_size
-    pages = 1 if case.page_size == CONTIGUOUS else -(-max(lengths) // page_size)
-    base, gap = 3, 1  # aligned to nothing
-    order = torch.randperm(len(lengths) * pages, generator=generator).view(len(lengths), pages)
-    starts = base + order * (page_size + gap)
-    slots = base + len(lengths) * pages * (page_size + gap)
-    k = new_cache(case.kv, slots, case.kv_heads, case.dim, case.dtype, device, 8.0)
-    v = new_cache(case.kv, slots, case.kv_heads, case.v_dim, case.dtype, device, 8.0)
-    places = []
-    for row, length in zip(starts, lengths, strict=True):
-        tokens = torch.arange(length)
-        places.append((row[tokens // page_size] + tokens % page_size).to(device))
-        put(k, places[-1], random(length, case.kv_heads, case.dim))
-        put(v, places[-1], random(length, case.kv_heads, case.v_dim))
-    used = -(-torch.tensor(lengths) // page_size)
-    starts = torch.where(torch.arange(pages)[None, :] < used[:, None], starts, FAR_OUTSIDE)
+    page_size = None if case.page_size == CONTIGUOUS else case.page_size
+    kv = hostile_kv(
+        lengths, case.kv, case.kv_heads, (case.dim, case.v_dim), page_size, random, dtype=case.dtype, device=device
+    )
     sinks = random(case.group * case.kv_heads).to(case.dtype) if case.sinks else None
     options = AttentionOptions(case.dim**-0.5, case.window, case.softcap, sinks)
-    return Drawn(k, v, starts.to(device), page_size, lengths, new, places, options)
-
-
-def distance(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the worst row (one head of one query), the norm of the difference over the norm of ``expected``.
-
-    By row, because a long row's values are small: in one norm over everything, the short rows would hide its errors.
-    Infinite where anything is NaN or was not written, and where a row that must be zero is not.
-    """
-    if not bool(torch.isfinite(result).all()):
-        return float("inf")
-    difference, scale = (result.double() - expected).norm(dim=-1), expected.norm(dim=-1)
-    worst = torch.where(difference == 0, 0.0, difference / scale)  # x / 0 is infinite
-    return float(worst.max())
+    return Drawn(**vars(kv), lengths=lengths, new=new, options=options)
 
 
 def check_decode(case: Case, drawn: Drawn, backend: Any, device: str, reference: Drawn | None = None) -> float:
@@ -150,7 +91,7 @@ def check_decode(case: Case, drawn: Drawn, backend: Any, device: str, reference:
         q, drawn.k, drawn.v, drawn.page_starts, lens, drawn.page_size, drawn.options, out=out, plan=plan
     )
     expected = get_backend("torch").decode_attention(
-        q.double(), as_float64(same.k), as_float64(same.v), same.page_starts, lens, same.page_size, _wide(drawn)
+        q.double(), as_float64(same.k), as_float64(same.v), same.page_starts, lens, same.page_size, wide(drawn.options)
     )
     return distance(out, expected)
 
@@ -171,14 +112,9 @@ def check_prefill(case: Case, drawn: Drawn, backend: Any, device: str, reference
         new_kv = (drawn.k[slots], drawn.v[slots])
     backend.prefill_attention(q, drawn.k, drawn.v, *args, drawn.options, out=out, new_kv=new_kv, plan=plan)
     expected = get_backend("torch").prefill_attention(
-        q.double(), as_float64(same.k), as_float64(same.v), same.page_starts, *args[1:], _wide(drawn)
+        q.double(), as_float64(same.k), as_float64(same.v), same.page_starts, *args[1:], wide(drawn.options)
     )
     return distance(out, expected)
-
-
-def _wide(drawn: Drawn) -> AttentionOptions:
-    sinks = drawn.options.sinks
-    return replace(drawn.options, sinks=None if sinks is None else sinks.double())
 
 
 def check_write(case: Case, drawn: Drawn, backend: Any, device: str) -> str | None:

@@ -111,7 +111,7 @@ def _tune_case(case: Case, chip, device, deadline: float) -> Outcome:
     from kernels.tune.device import CHECKED, CHECKED_KV_HEADS, TIMED, TIMED_KV_HEADS, Checker, Problem, event_timer
 
     small = Problem(case, *CHECKED[case.kernel], CHECKED_KV_HEADS, chip, device)
-    large = Problem(case, *TIMED[case.kernel], TIMED_KV_HEADS, chip, device)
+    large = Problem(case, *TIMED[case.kernel], TIMED_KV_HEADS, chip, device, gap=0)
     default = default_tiles(case, chip.arch)
     tries = candidates(case, default, chip.arch)
     try:

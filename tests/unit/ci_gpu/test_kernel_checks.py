@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ci.gpu import check_kernels, check_moves, kernel_problems
+from ci.gpu import check_kernels, check_moves
 from ci.gpu.kernel_problems import CONTIGUOUS, Case, draw
 from ci.gpu.part import PartReport
 from engine.kv.mover import KVMover
 from kernels import get_backend
 from kernels.quantized import QuantizedKV
 from kernels.reference import TorchBackend
+from kernels.tune.problems import FAR_OUTSIDE, as_float64
 
 CASE = Case(dtype=torch.float32, dim=16, v_dim=24, group=2, page_size=8, tiny=True)
 
@@ -118,11 +119,11 @@ def test_unused_slots_hold_nan_and_the_table_points_outside():
         drawn = draw(replace(CASE, kv=kv), "cpu")
         held = torch.cat(drawn.slots)
         for cache in (drawn.k, drawn.v):
-            wide = kernel_problems.as_float64(cache)
+            wide = as_float64(cache)
             used = torch.zeros(len(wide), dtype=torch.bool)
             used[held] = True
             assert wide[used].isfinite().all() and wide[~used].isnan().all() and (~used).any()
-        assert (drawn.page_starts >= kernel_problems.FAR_OUTSIDE).any()
+        assert (drawn.page_starts >= FAR_OUTSIDE).any()
 
 
 def test_cases_are_spread_over_processes(tmp_path):

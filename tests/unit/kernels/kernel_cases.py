@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.kv_formats import KVFormat
-from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
+from kernels.quantized import QuantizedKV
+from kernels.tune.problems import HostileKV, hostile_kv, nan_cache, wide
 
 SHAPES = [(1, 16, 16), (2, 64, 64), (3, 20, 36), (4, 128, 128), (8, 32, 32), (5, 80, 48)]  # (group, D, Dv)
 
@@ -42,57 +42,23 @@ class Problem:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
 
-@dataclass(frozen=True)
-class Cache:
-    """KV of a problem: NaN wherever no token lives, pages in random order, nothing aligned."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    page_starts: torch.Tensor
-    page_size: int
-    slots: list[torch.Tensor]  # per sequence, of every token
+def build_cache(p: Problem) -> HostileKV:
+    """The problem's tokens in plain caches."""
+    page_size = None if p.contiguous else p.page_size
+    return hostile_kv(p.lens, "auto", p.kv_heads, p.shape[1:], page_size, p.random, dtype=p.dtype, device=p.device)
 
 
-def build_cache(p: Problem) -> Cache:
-    """Place every token of the problem through torch indexing, not through the code under test."""
-    _, dim, v_dim = p.shape
-    longest = max(1, *p.lens)
-    page_size = longest + 5 if p.contiguous else p.page_size
-    pages = 1 if p.contiguous else -(-longest // page_size)
-    base, gap = 3, 1  # an odd base, and an odd gap between pages: starts are aligned to nothing
-    order = torch.randperm(len(p.lens) * pages, generator=p.generator)
-    starts = base + order.view(len(p.lens), pages) * (page_size + gap)
-    num_slots = base + len(p.lens) * pages * (page_size + gap)
-    k = torch.full((num_slots, p.kv_heads, dim), float("nan"), dtype=p.dtype, device=p.device)
-    v = torch.full((num_slots, p.kv_heads, v_dim), float("nan"), dtype=p.dtype, device=p.device)
-    slots = []
-    for b, length in enumerate(p.lens):
-        tokens = torch.arange(length)
-        slots.append((starts[b][tokens // page_size] + tokens % page_size).to(p.device))
-        k[slots[-1]] = p.random(length, p.kv_heads, dim)
-        v[slots[-1]] = p.random(length, p.kv_heads, v_dim)
-    # Entries after a sequence's pages are garbage in a real table: point them far outside.
-    used = -(-torch.tensor(p.lens) // page_size)
-    starts = torch.where(torch.arange(pages)[None, :] < used[:, None], starts, torch.full_like(starts, 1 << 40))
-    return Cache(k, v, starts.to(p.device), page_size, slots)
-
-
-def quantise(cache: Cache, format: KVFormat, backend: str = "torch") -> tuple[QuantizedKV, QuantizedKV]:
-    """The problem's tokens in a quantised cache whose every other slot is poison: NaN scales, NaN codes."""
+def quantise(cache: HostileKV, format: KVFormat, backend: str = "torch") -> tuple[QuantizedKV, QuantizedKV]:
+    """The problem's tokens in a quantised cache whose every other slot is NaN."""
     live = torch.cat(cache.slots)
-    sides = []
-    for plain in (cache.k, cache.v):
-        scale = None
-        if format in FP8_MAX:
-            scale = 2 * float(plain[live].abs().max() if len(live) else 1.0) / FP8_MAX[format]
-        side = QuantizedKV.zeros(format, *plain.shape, plain.device, scale)
-        codes, *scales = raw_tensors(side)
-        codes.view(torch.uint8).fill_(0x7F)  # NaN in both fp8 formats
-        for tensor in scales:
-            tensor.fill_(math.nan)
-        sides.append(side)
-    get_backend(backend).write_kv(cache.k[live], cache.v[live], *sides, live)
-    return sides[0], sides[1]
+    k, v = (
+        nan_cache(
+            format.name, *plain.shape, plain.dtype, plain.device, float(plain[live].abs().max()) if len(live) else 1.0
+        )
+        for plain in (cache.k, cache.v)
+    )
+    get_backend(backend).write_kv(cache.k[live], cache.v[live], k, v, live)
+    return k, v
 
 
 def draw_options(p: Problem) -> AttentionOptions:
@@ -102,11 +68,6 @@ def draw_options(p: Problem) -> AttentionOptions:
     return AttentionOptions(dim**-0.5, p.window, p.softcap, sinks)
 
 
-def widen(options: AttentionOptions) -> AttentionOptions:
-    """The same options for float64 inputs."""
-    return options if options.sinks is None else replace(options, sinks=options.sinks.double())
-
-
 def check_decode(backend_name: str, p: Problem, tolerance: float, planned: bool = False) -> None:
     """One decode step against float64, with `out` poisoned beforehand."""
     backend, cache, options = get_backend(backend_name), build_cache(p), draw_options(p)
@@ -114,7 +75,7 @@ def check_decode(backend_name: str, p: Problem, tolerance: float, planned: bool 
     q = p.random(len(p.lens), heads, p.shape[1])
     lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
     expected = get_backend("torch").decode_attention(
-        q.double(), cache.k.double(), cache.v.double(), cache.page_starts, lens, cache.page_size, widen(options)
+        q.double(), cache.k.double(), cache.v.double(), cache.page_starts, lens, cache.page_size, wide(options)
     )
     out = torch.full((len(p.lens), heads, p.shape[2]), float("nan"), dtype=p.dtype, device=p.device)
     plan = backend.plan_decode(cache.page_starts, lens, cache.page_size, max_tokens=max(p.lens)) if planned else None
@@ -146,7 +107,7 @@ def check_prefill(backend_name: str, p: Problem, tolerance: float, planned: bool
         starts,
         lens,
         cache.page_size,
-        widen(options),
+        wide(options),
     )
     plan = None
     if planned:

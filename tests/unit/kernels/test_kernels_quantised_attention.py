@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kernel_cases import Cache, Problem, build_cache, draw_options, quantise, widen
+from kernel_cases import Problem, build_cache, draw_options, quantise
 
 from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, KVFormat
 from kernels.quantized import FP8_MAX, QuantizedKV
+from kernels.tune.problems import HostileKV, wide
 
 FORMATS = list(KV_FORMATS.values())
 SHAPES = [(2, 64, 64), (3, 7, 33)]  # (group, D, Dv): compiled per format; odd dims leave int4 half a byte
@@ -30,7 +31,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def loud(cache: Cache) -> None:
+def loud(cache: HostileKV) -> None:
     """A few channels x50 and a few tokens x100, in place."""
     for plain in (cache.k, cache.v):
         plain[:, :, 1::17] *= 50
@@ -39,14 +40,14 @@ def loud(cache: Cache) -> None:
 
 
 def decode(
-    backend: str, p: Problem, cache: Cache, k, v, q: torch.Tensor, options: AttentionOptions, lens=None
+    backend: str, p: Problem, cache: HostileKV, k, v, q: torch.Tensor, options: AttentionOptions, lens=None
 ) -> torch.Tensor:
     lens = torch.tensor(p.lens) if lens is None else lens
     return get_backend(backend).decode_attention(q, k, v, cache.page_starts, lens, cache.page_size, options)
 
 
 def prefill(
-    backend: str, p: Problem, cache: Cache, k, v, q: torch.Tensor, options: AttentionOptions, new_kv=None
+    backend: str, p: Problem, cache: HostileKV, k, v, q: torch.Tensor, options: AttentionOptions, new_kv=None
 ) -> torch.Tensor:
     starts = torch.tensor([0, *torch.tensor(p.new).cumsum(0).tolist()])
     args = (q, k, v, cache.page_starts, starts, torch.tensor(p.lens), cache.page_size)
@@ -149,7 +150,7 @@ def test_error_of_attention_is_bounded(format, outliers):
             allowed = e_value + math.expm1(2 * SCORE_ERROR) * largest
             assert (allowed < 0.2 * largest).all()
             plain = [x.double() for x in (cache.k, cache.v)]
-            truth = decode("torch", p, cache, *plain, q.double(), widen(options))
+            truth = decode("torch", p, cache, *plain, q.double(), wide(options))
             for backend in ("torch", "numba"):
                 error = (decode(backend, p, cache, k, v, q, options) - truth).abs().view(2, -1).amax(-1)
                 assert (error <= allowed).all()

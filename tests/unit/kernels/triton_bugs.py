@@ -17,7 +17,6 @@ from triton_cases import (
     attend_once,
     backend_on,
     check_attention,
-    exact,
     interpreted_bfloat16,  # noqa: F401
 )
 
@@ -27,6 +26,7 @@ from kernels.api import AttentionOptions
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS
 from kernels.quantized import FP8_MAX, QuantizedKV
 from kernels.triton_launch import Attention, Chip, Splits
+from kernels.tune.problems import as_float64
 
 KINDS = ["auto", *KV_FORMATS]
 BASE = Problem(lens=(70,), new=(1,), device=DEVICE)
@@ -49,7 +49,7 @@ def filled(kind: str, rows: torch.Tensor, slots: int | None = None, scale: float
 
 def truth(q: torch.Tensor, k, v, length: int, options: AttentionOptions = PLAIN) -> torch.Tensor:
     """``attend_once`` by the reference in float64 over the same codes."""
-    return attend_once(get_backend("torch"), q.double(), exact(k), exact(v), length, options)
+    return attend_once(get_backend("torch"), q.double(), as_float64(k), as_float64(v), length, options)
 
 
 @pytest.mark.parametrize("kind", ["auto", "int8_per_token_head", "int4_per_token_head"])

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from kernel_cases import Cache, Problem, build_cache, draw_options, quantise, widen
+from kernel_cases import Problem, build_cache, draw_options, quantise
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels import get_backend
 from kernels.api import AttentionOptions, KVCache
 from kernels.kv_formats import KV_FORMATS
-from kernels.quantized import QuantizedKV
 from kernels.triton_backend import TritonBackend, read_chip
 from kernels.triton_launch import Chip, Splits
+from kernels.tune.problems import HostileKV, as_float64, wide
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -58,12 +58,7 @@ def backend_on(num_sms: int, hardware: bool = False) -> TritonBackend:
     return backend
 
 
-def exact(cache: KVCache) -> torch.Tensor:
-    """``[slots, Hkv, dim]`` float64: what the cache stands for."""
-    return (cache.load(slice(None)) if isinstance(cache, QuantizedKV) else cache).double()
-
-
-def stored(p: Problem, kind: str) -> tuple[Cache, KVCache, KVCache]:
+def stored(p: Problem, kind: str) -> tuple[HostileKV, KVCache, KVCache]:
     """The problem's cache, and its K and V in the format called ``kind``."""
     cache = build_cache(p)
     k, v = (cache.k, cache.v) if kind == "auto" else quantise(cache, KV_FORMATS[kind])
@@ -77,19 +72,19 @@ def check_attention(p: Problem, kind: str, backend: TritonBackend) -> None:
     lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
     starts = torch.tensor([0, *torch.tensor(p.new).cumsum(0).tolist()], device=p.device, dtype=p.index_dtype)
     place = (cache.page_starts, lens, cache.page_size)
-    truth, double = get_backend("torch"), (exact(k), exact(v))
+    truth, double = get_backend("torch"), (as_float64(k), as_float64(v))
 
     q = p.random(len(p.lens), heads, p.shape[1])
     plan = backend.plan_decode(*place, max_tokens=max(p.lens))
     got = backend.decode_attention(q, k, v, *place, options, out=poison(q, p), plan=plan)
-    compare(got, truth.decode_attention(q.double(), *double, *place, widen(options)), p)
+    compare(got, truth.decode_attention(q.double(), *double, *place, wide(options)), p)
 
     # As the engine has it: heads first in memory, so neither tokens nor heads are contiguous rows.
     q = p.random(heads, sum(p.new), p.shape[1]).transpose(0, 1)
     place = (cache.page_starts, starts, lens, cache.page_size)
     plan = backend.plan_prefill(*place, max_queries=max(p.new), max_tokens=max(p.lens))
     got = backend.prefill_attention(q, k, v, *place, options, out=poison(q, p), plan=plan)
-    compare(got, truth.prefill_attention(q.double(), *double, *place, widen(options)), p)
+    compare(got, truth.prefill_attention(q.double(), *double, *place, wide(options)), p)
 
 
 def poison(q: torch.Tensor, p: Problem) -> torch.Tensor:
