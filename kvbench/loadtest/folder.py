@@ -24,7 +24,6 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.machine import environment
-from kvbench.loadtest.max_rate.search import INVALID
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.resume import environment_differences
 from kvbench.workload.design import LoadPoint
@@ -33,6 +32,7 @@ from kvbench.workload.file import Workload, differing_keys
 METRICS = "metrics.json"
 RUNS = "runs"
 COMPLETE, INCOMPLETE = "complete", "incomplete"
+INVALID = "invalid"  # why a run of a search told nothing: it was disturbed, and --resume measures it again
 _OF_ONE_TIME = ("requests-*", "server.parquet")  # which sending again need not write anew
 _ASIDE = "invalid-"
 _LOCK, _MOVING = ".lock", ".invalid"

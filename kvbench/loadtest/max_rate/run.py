@@ -16,14 +16,13 @@ from rich.console import Console
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.common.files import read_json, write_json
 from kvbench.load.validity import invalid_reasons
-from kvbench.loadtest.folder import METRICS, LoadFolder
+from kvbench.loadtest.folder import INVALID, METRICS, LoadFolder
 from kvbench.loadtest.max_rate.plan import Sizes
 from kvbench.loadtest.max_rate.queue_growth import backlog_of, filling_s
 from kvbench.loadtest.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,
-    INVALID,
     NEVER,
     TOO_SHORT,
     Answer,

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.loadtest.folder import INVALID
 from kvbench.loadtest.max_rate.queue_growth import Backlog
 from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
 
@@ -172,7 +173,7 @@ class Ask:
 
 
 FOUND, ALWAYS, NEVER = "found", "always met", "never met"
-INVALID, OUT_OF_RUNS, TOO_SHORT = "invalid", "out of runs", "too short to tell"
+OUT_OF_RUNS, TOO_SHORT = "out of runs", "too short to tell"
 CLIENT_LIMIT = "the client was the limit"
 
 

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.common.text import clock
+from kvbench.loadtest.folder import INVALID
 from kvbench.loadtest.max_rate.plan import Sizes
 from kvbench.loadtest.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
-    INVALID,
     NEVER,
     TOO_SHORT,
     Answer,
