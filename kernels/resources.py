@@ -6,15 +6,20 @@ loses occupancy to registers, shows here on a machine that could not time it. ``
 
 The numbers are those of one compiler: with another version of Triton than the table's they are not compared, and what
 still holds are the chips' own limits, and that nothing spills that did not.
+
+Compiling is deterministic, so the table also holds a hash of everything that the numbers depend on. While that hash is
+unchanged the tests compile one variant of each kernel only: all of them take minutes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cache
@@ -22,7 +27,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
 
+from kernels import compile_ahead
 from kernels.chips import shared_bytes_limit
 from kernels.compile_ahead import Resources, compile_for, read_resources
 from kernels.variants import ARCHITECTURES, Variant, variants
@@ -40,6 +48,39 @@ def _variants_of(arch: int) -> dict[str, Variant]:
     return {variant.name: variant for variant in variants(arch)}
 
 
+def all_variants() -> list[tuple[int, str]]:
+    """(architecture, name) of every variant."""
+    return [(arch, name) for arch in ARCHITECTURES for name in _variants_of(arch)]
+
+
+def one_of_each_kernel() -> list[tuple[int, str]]:
+    """One variant of each kernel, spread over the architectures."""
+    by_kernel: dict[str, list[tuple[int, str]]] = {}
+    for arch, name in all_variants():
+        by_kernel.setdefault(_variants_of(arch)[name].kernel.__name__, []).append((arch, name))
+    count = len(ARCHITECTURES)
+    return [
+        next((v for v in found if v[0] == ARCHITECTURES[i % count]), found[0])
+        for i, found in enumerate(by_kernel.values())
+    ]
+
+
+def sources_hash() -> str:
+    """SHA-256 of what the numbers depend on: Triton functions, constants of every variant, how they are compiled."""
+    parts = [Path(compile_ahead.__file__).read_text()]
+    for path in sorted(Path(__file__).parent.glob("triton_*.py")):
+        for name, value in sorted(vars(importlib.import_module(f"kernels.{path.stem}")).items()):
+            if isinstance(value, JITFunction):
+                parts.append(f"{name} {value.raw_src}")
+            elif isinstance(value, tl.constexpr):
+                parts.append(f"{name} {value}")
+    for arch, name in all_variants():
+        variant = _variants_of(arch)[name]
+        settings = [sorted(variant.constants.items()), sorted(variant.types.items()), variant.default]
+        parts.append(f"{arch} {name} {variant.kernel.__name__} {settings}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
 def measure_one(arch: int, name: str) -> tuple[Resources, float]:
     """What the variant called ``name`` takes on sm_``arch``, and the seconds of processor time that it took to tell."""
     started = _cpu_seconds()
@@ -54,15 +95,14 @@ def _cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def measure(show: bool = False) -> Measured:
-    """Compile everything, a process a core; with ``show``, print each as it is known. Triton's cache, keyed by source,
-    options and target, makes it quick when nothing changed."""
-    asked = [(arch, name) for arch in ARCHITECTURES for name in _variants_of(arch)]
+def measure(variants: Sequence[tuple[int, str]], show: bool = False) -> Measured:
+    """Compile ``variants``, a process a core; with ``show``, print each as it is known."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     measured: Measured = {f"sm_{arch}": {} for arch in ARCHITECTURES}
     # spawn: a fork would inherit the locks of torch's and LLVM's threads
     with ProcessPoolExecutor(min(cores, MAX_WORKERS), mp_context=get_context("spawn")) as pool:
-        for (arch, name), (taken, seconds) in zip(asked, pool.map(measure_one, *zip(*asked, strict=True)), strict=True):
+        results = pool.map(measure_one, *zip(*variants, strict=True))
+        for (arch, name), (taken, seconds) in zip(variants, results, strict=True):
             measured[f"sm_{arch}"][name] = taken
             if show:
                 print(f"sm_{arch:<4} {name:<66} {taken}  {seconds:.1f} s of processor time", flush=True)
@@ -79,10 +119,10 @@ def beyond_limits(measured: Measured) -> list[str]:
     ]
 
 
-def unlisted(table: Mapping, measured: Measured) -> list[str]:
+def unlisted(table: Mapping, variants: Iterable[tuple[int, str]]) -> list[str]:
     """A sentence for each variant that only one of table and kernels has."""
-    listed = {(chip, name) for chip, kernels in table["kernels"].items() for name in kernels}
-    present = {(chip, name) for chip, kernels in measured.items() for name in kernels}
+    listed = {(chip, name) for chip, names in table["kernels"].items() for name in names}
+    present = {(f"sm_{arch}", name) for arch, name in variants}
     return [
         f"{chip}, {name}: {'in the kernels' if (chip, name) in present else 'in the table'} only: {COMMAND}"
         for chip, name in sorted(listed ^ present)
@@ -119,7 +159,7 @@ def compare(table: Mapping, measured: Measured) -> list[str]:
 
 
 def read_table(path: Path = TABLE) -> dict:
-    """The committed table: {"triton": version, "kernels": {"sm_90": {variant: numbers}}}.
+    """The committed table: {"triton": version, "sources": hash, "kernels": {"sm_90": {variant: numbers}}}.
 
     Raises:
         ValueError: there is none.
@@ -137,7 +177,7 @@ def write_table(measured: Measured, path: Path = TABLE) -> None:
         lines = [f"   {json.dumps(name)}: {json.dumps(asdict(taken))}" for name, taken in kernels.items()]
         chips.append(f"  {json.dumps(chip)}: {{\n" + ",\n".join(lines) + "\n  }")
     path.parent.mkdir(exist_ok=True)
-    head = f'{{\n "triton": {json.dumps(triton.__version__)},\n "kernels": {{\n'
+    head = f'{{\n "triton": "{triton.__version__}",\n "sources": "{sources_hash()}",\n "kernels": {{\n'
     path.write_text(head + ",\n".join(chips) + "\n }\n}\n")
 
 
@@ -147,7 +187,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__.splitlines()[0], file=sys.stderr)
         return 2
     started = time.perf_counter()
-    measured = measure("--show" in arguments)
+    measured = measure(all_variants(), "--show" in arguments)
     count = sum(map(len, measured.values()))
     print(f"compiled {count} variants in {time.perf_counter() - started:.0f} s with Triton {triton.__version__}")
     problems = beyond_limits(measured)
@@ -159,7 +199,7 @@ def main(arguments: list[str]) -> int:
         print(f"wrote {TABLE}")
     else:
         table = read_table()
-        problems += unlisted(table, measured)
+        problems += unlisted(table, all_variants())
         problems += compare(table, measured)
         if table["triton"] != triton.__version__:
             print(f"the table is of Triton {table['triton']}: nothing but new spills is compared with it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import asdict, replace
 
@@ -10,28 +9,43 @@ import pytest
 import triton
 import triton.language as tl
 
-from kernels import resources
+from kernels import resources, triton_common
 from kernels.chips import shared_bytes_limit
 from kernels.compile_ahead import Resources, compile_for, read_resources
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"),
-    pytest.mark.timeout(900),  # a minute or two with an empty cache; seconds when no kernel changed
+    pytest.mark.timeout(900),  # all variants take minutes; they are compiled only when a kernel changed
 ]
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return resources.measure()
+    """All variants if a kernel changed since the table was written, else one of each kernel."""
+    table = resources.read_table()
+    unchanged = (table["triton"], table["sources"]) == (triton.__version__, resources.sources_hash())
+    return resources.measure(resources.one_of_each_kernel() if unchanged else resources.all_variants())
 
 
-def test_every_variant_compiles_within_the_limits_of_its_chip(measured):
+def test_variants_compile_within_the_limits_of_their_chips(measured):
     assert all(measured.values())
     assert not (problems := resources.beyond_limits(measured)), "\n".join(problems)
 
 
-def test_table_lists_every_variant_and_no_other(measured):
-    assert not (problems := resources.unlisted(resources.read_table(), measured)), "\n".join(problems)
+def test_table_lists_every_variant_and_no_other():
+    assert not (problems := resources.unlisted(resources.read_table(), resources.all_variants())), "\n".join(problems)
+
+
+def test_the_hash_changes_with_a_kernel_and_with_a_constant(monkeypatch):
+    before = resources.sources_hash()
+    assert before == resources.sources_hash()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_common.columns, "raw_src", [*triton_common.columns.raw_src, "# more"])
+        assert resources.sources_hash() != before
+    arch, name = resources.all_variants()[0]
+    variants = resources._variants_of(arch)
+    monkeypatch.setitem(variants, name, replace(variants[name], constants={**variants[name].constants, "num_warps": 3}))
+    assert resources.sources_hash() != before
 
 
 def test_nothing_takes_more_than_the_table_says(measured):
@@ -50,7 +64,7 @@ def test_a_table_agrees_with_itself_and_with_less():
     table = table_of(MEASURED)
     better = {"sm_80": {"a": Resources(8, 0, 0, 0), "b": SMALL}, "sm_90": {"a": SMALL}}
     for measured in (MEASURED, better):
-        assert not resources.worse_than(table, measured) and not resources.unlisted(table, measured)
+        assert not resources.worse_than(table, measured)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +101,12 @@ def test_another_compiler_may_take_more_but_not_begin_to_spill():
 
 def test_missing_and_surplus_variants_name_the_command():
     table = table_of(MEASURED)
-    now = copy.deepcopy(MEASURED)
-    now["sm_90"] = {"c": SMALL}
+    now = [(80, "a"), (80, "b"), (90, "c")]
+    assert not resources.unlisted(table, [(80, "a"), (80, "b"), (90, "a")])
     surplus, missing = sorted(resources.unlisted(table, now))
     assert surplus == f"sm_90, a: in the table only: {resources.COMMAND}"
     assert missing == f"sm_90, c: in the kernels only: {resources.COMMAND}"
-    assert not resources.worse_than(table, now)
+    assert not resources.worse_than(table, {"sm_80": MEASURED["sm_80"], "sm_90": {"c": SMALL}})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +124,8 @@ def test_table_survives_writing(tmp_path):
     path = tmp_path / "ci" / "table.json"
     resources.write_table(MEASURED, path)
     table = resources.read_table(path)
-    assert table == {"triton": triton.__version__, "kernels": table_of(MEASURED)["kernels"]}
+    kernels = table_of(MEASURED)["kernels"]
+    assert table == {"triton": triton.__version__, "sources": resources.sources_hash(), "kernels": kernels}
     assert sum('"registers": 40' in line for line in path.read_text().splitlines()) == 3
     with pytest.raises(ValueError, match=resources.COMMAND):
         resources.read_table(tmp_path / "none.json")
