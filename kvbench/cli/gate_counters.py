@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageError
-from kvbench.gate.counters.commands import LOCK, WORKLOAD, Commands
+from kvbench.gate.counters import LOCK, WORKLOAD
 
 if TYPE_CHECKING:
     from kvbench.gate.counters.workload import CounterWorkload
@@ -50,9 +50,9 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
       5  nothing was compared
     """
     from kvbench.common.git import git_state
-    from kvbench.gate.counters.judge import judge
+    from kvbench.gate.counters.judge import Commands, judge
     from kvbench.gate.counters.lock import read_lock
-    from kvbench.gate.counters.second_run import replay_twice
+    from kvbench.gate.counters.replay import replay_twice
     from kvbench.gate.verdict.outputs import report_verdict
 
     chosen = _read(workload, only)
@@ -88,7 +88,7 @@ def accept_counters(workload: Path, lock: Path, reason: str) -> int:
     """
     from kvbench.gate.counters.accept import accept as accept_runs
     from kvbench.gate.counters.judge import nondeterminism
-    from kvbench.gate.counters.second_run import replay_twice
+    from kvbench.gate.counters.replay import replay_twice
 
     if not (reason := " ".join(reason.split())):
         raise UsageError("--reason is empty: say in a few words why the counters changed")

@@ -85,11 +85,11 @@ def _print(found: Any, html: Path | None) -> None:
     from rich.console import Console
 
     from kvbench.common.console import print_plain
-    from kvbench.history.show import legend, tables
+    from kvbench.history.show import legend, table
 
     console = Console()
-    for table in tables(found):
-        console.print(table)
+    for group in found.groups:
+        console.print(table(found, group))
     for line in (*legend(found), found.drift_sentence, *([f"page: {html}"] if html else [])):
         print_plain(console, line)
 
@@ -110,7 +110,7 @@ def add(runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool)
     Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was kept.
     """
     from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError, say
-    from kvbench.history.read import find_runs
+    from kvbench.history.runs import find_runs
     from kvbench.history.store import Skipped, add_run
 
     if release is not None and not release.strip():

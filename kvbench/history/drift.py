@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.common.git import git
 from kvbench.gate.timing.rules import DEFAULT_RULES
-from kvbench.history.model import Series, StoredRun, TrendPoint
+from kvbench.history.runs import Series, StoredRun, TrendPoint
 
 DRIFTED, WITHIN, UNCLEAR = "drifted", "within", "unclear"
 MARGINS = {metric.name: metric.margins["cell"] for metric in DEFAULT_RULES.metrics}  # how much worse a cell may be
@@ -58,19 +59,24 @@ class Releases:
 
         Where no release is before it: the release that the newest run itself belongs to.
         """
-        counted = series.counted
-        found = list(self._known(counted))
-        return next((each for each in found if not _same_release(each[1], counted[-1])), next(iter(found), None))
+        newest_first = series.counted[::-1]
+        found = [
+            (name, point)
+            for name, sha in self._names(newest_first)
+            if (point := next((p for p in newest_first if _belongs(p.run, name, sha)), None))
+        ]
 
-    def _known(self, counted: Sequence[TrendPoint]) -> Iterable[tuple[str, TrendPoint]]:
-        """Every release with a counted run, and its newest one: the preferred release first."""
-        newest_first = counted[::-1]
-        if self.chosen is None:
-            yield from ((point.run.release, point) for point in newest_first if point.run.release)
-        for name, sha in self.tags:
-            yield from [(name, p) for p in newest_first if p.run.sha == sha and not p.run.dirty][:1]
+        def is_newest(run: StoredRun) -> bool:
+            newest = newest_first[0].run
+            return run is newest or (run.release is not None and run.release == newest.release)
+
+        return next((each for each in found if not is_newest(each[1].run)), found[0] if found else None)
+
+    def _names(self, newest_first: Sequence[TrendPoint]) -> list[tuple[str, str]]:
+        """Name and sha of every release that may count, the preferred first."""
         if self.chosen is not None:
-            yield from [(self.chosen, p) for p in newest_first if _is(p.run, self.chosen)][:1]
+            return [*self.tags, (self.chosen, "")]
+        return [*((point.run.release, "") for point in newest_first if point.run.release), *self.tags]
 
 
 def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
@@ -80,7 +86,7 @@ def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
     if any(run.release == chosen for run in runs):
         return Releases(chosen=chosen)
     sha = "" if chosen.startswith("-") else _git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}").strip()
-    if not any((sha and run.sha == sha and not run.dirty) or _is(run, chosen) for run in runs):
+    if not any(_belongs(run, chosen, sha) or _belongs(run, chosen, "") for run in runs):
         known = ", ".join(sorted({run.release for run in runs if run.release}))
         raise UsageError(
             f"--release {chosen!r}: no run is of that commit or release; marked releases: {known or 'none'} "
@@ -89,22 +95,21 @@ def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
     return Releases(((chosen, sha),) if sha else (), chosen)
 
 
-def find_drifts(series: Iterable[Series], releases: Releases, margins: Mapping[str, float] = MARGINS) -> list[Drift]:
+def find_drifts(series: Iterable[Series], releases: Releases) -> list[Drift]:
     """The change since the release of every series that has a margin, a run of the release and a newer one."""
     found = []
     for each in series:
-        release = releases.of(each) if each.metric.name in margins else None
+        release = releases.of(each) if each.metric.name in MARGINS else None
         if release and release[1] is not each.counted[-1] and min(release[1].values + each.counted[-1].values) > 0:
-            found.append(_drift(each, *release, margins[each.metric.name]))
+            found.append(_drift(each, *release))
     return found
 
 
-def _drift(series: Series, name: str, release: TrendPoint, margin: float) -> Drift:
-    last = series.counted[-1]
+def _drift(series: Series, name: str, release: TrendPoint) -> Drift:
+    last, margin, better = series.counted[-1], MARGINS[series.metric.name], series.metric.better
     old, new = ([math.log(value) for value in point.values] for point in (release, last))
     change = math.expm1(statistics.fmean(new) - statistics.fmean(old))
     interval = _interval(old, new)
-    better = series.metric.better
     least, most = sorted(-better * end for end in interval) if interval else (-math.inf, math.inf)  # worse is positive
     drifted = -better * change > margin and least > 0
     outcome = DRIFTED if drifted else WITHIN if most <= margin else UNCLEAR
@@ -133,28 +138,25 @@ def drift_exit_code(drifts: Sequence[Drift]) -> int:
 
 def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
     """What became of the metrics since the release. ``has_release``: some series has a run of one."""
-    if not drifts and has_release:
-        return "Drift since the release: nothing to compare, there is no newer valid run of the same cells and machine."
-    if not drifts:
+    if drifts:
+        count = Counter(drift.outcome for drift in drifts)
         return (
-            "Drift since a release: nothing to compare; mark a release's run with `kvbench history add ... --release "
-            "NAME`, name one with --release, or measure a commit with a tag v*."
+            f"Drift since the release, {len(drifts)} metrics of cells: {count[DRIFTED]} worse by more than the margin, "
+            f"{count[WITHIN]} within it, {count[UNCLEAR]} unclear (too few repeats, or too much variance)."
         )
-    worse, held, unclear = (sum(d.outcome == outcome for d in drifts) for outcome in (DRIFTED, WITHIN, UNCLEAR))
+    if has_release:
+        return "Drift since the release: nothing to compare, there is no newer valid run of the same cells and machine."
     return (
-        f"Drift since the release, {len(drifts)} metrics of cells: {worse} worse by more than the margin, {held} "
-        f"within it, {unclear} unclear (too few repeats, or too much variance)."
+        "Drift since a release: nothing to compare; mark a release's run with `kvbench history add ... --release NAME`,"
+        " name one with --release, or measure a commit with a tag v*."
     )
 
 
-def _same_release(point: TrendPoint, last: TrendPoint) -> bool:
-    """Whether it is the newest run itself, or another run of the release that the newest run is marked as."""
-    return point is last or (point.run.release is not None and point.run.release == last.run.release)
-
-
-def _is(run: StoredRun, name: str) -> bool:
-    """Whether the run is marked as that release, or its commit begins so."""
-    starts = len(name) >= _MIN_SHA and run.sha is not None and run.sha.startswith(name.lower()) and not run.dirty
+def _belongs(run: StoredRun, name: str, sha: str) -> bool:
+    """Whether the run is of the commit ``sha``; without one: is marked as ``name``, or its commit begins so."""
+    if sha:
+        return run.sha == sha and not run.dirty
+    starts = len(name) >= _MIN_SHA and (run.sha or "").startswith(name.lower()) and not run.dirty
     return run.release == name or starts
 
 

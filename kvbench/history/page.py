@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN, Drift
-from kvbench.history.model import INCOMPLETE, VALID, Series, StoredRun, TrendPoint
+from kvbench.history.runs import INCOMPLETE, VALID, Series, StoredRun, TrendPoint
 from kvbench.history.show import NARROWEST, View, change_text, value_text
 from kvbench.report.page import figures_json
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, LineStyle, finish, safe
@@ -144,78 +144,54 @@ def _drawing(view: View, panels: Sequence[Series], runs: Sequence[StoredRun], ke
 
 
 def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.Scatter]:
+    """A bar from the lowest to the highest repeat of each run, the release's level and margin, and the runs."""
     drift, release = view.drift(series), view.release_of(series)
     colour = CONTIGUOUS if drift is not None and drift.outcome == DRIFTED else PAGED
     few = len(at) <= _FULL_MARKS
-    traces = _spread_bars(series, at, {"color": LineStyle(colour).faint(0.18), "width": 7 if few else 2})
-    if release is not None:
-        traces += _release_lines(series, release, drift, len(at))
-    by_run = {at[p.run]: p for p in series.counted}
-    xs = [float(x) for x in range(len(at))]  # a run without a counted value breaks the line
-    traces.append(
-        go.Scatter(
-            x=xs, y=[by_run[x].value if x in by_run else None for x in xs], mode="lines+markers", name="run",
-            line={"color": colour, "width": 1.6}, marker={"size": 6 if few else 3, "color": colour},
-            text=[_hover(series, by_run[x]) if x in by_run else "" for x in xs], hovertemplate="%{text}<extra></extra>",
-            legendgroup="run",
-        )
-    )  # fmt: skip
+    traces = []
+
+    def add(name: str, xs: list[Any], ys: list[Any], **style: Any) -> None:
+        traces.append(go.Scatter(x=xs, y=ys, name=name, legendgroup=name, **{"hoverinfo": "skip", **style}))
+
+    def add_points(name: str, points: dict[float, TrendPoint | None], **style: Any) -> None:
+        """A point that is None breaks the line."""
+        texts = [_hover(series, point) if point else "" for point in points.values()]
+        ys = [point and point.value for point in points.values()]
+        if ys:
+            add(name, list(points), ys, text=texts, hovertemplate="%{text}<extra></extra>", hoverinfo=None, **style)
+
+    if spread := [(at[p.run], p.values) for p in series.counted if len(p.values) > 1]:
+        xs = [each for x, _ in spread for each in (x, x, None)]
+        ys = [each for _, values in spread for each in (min(values), max(values), None)]
+        bar = {"color": LineStyle(colour).faint(0.18), "width": 7 if few else 2}
+        add("lowest to highest repeat", xs, ys, mode="lines", line=bar)
+    for name, level in _levels(series, release, drift).items():
+        line = {"color": OTHERS[4], "width": 1.2, "dash": "dash" if name == "margin" else "dot"}
+        add(name, [-0.6, len(at) - 0.4], [level, level], mode="lines", line=line)
+    by_run = {point.run: point for point in series.counted}
+    dots = {"line": {"color": colour, "width": 1.6}, "marker": {"size": 6 if few else 3, "color": colour}}
+    add_points("run", {x: by_run.get(run) for run, x in at.items()}, mode="lines+markers", **dots)
     hollow = {"symbol": "circle-open", "size": 8 if few else 5, "color": OTHERS[4], "line": {"width": 1.5}}
-    traces += _markers(series, [p for p in series.points if p.state != VALID], at, "does not count", hollow)
+    not_counted = {at[point.run]: point for point in series.points if point.state != VALID}
+    add_points("does not count", not_counted, mode="markers", marker=hollow)
     diamond = {"symbol": "diamond", "size": 10, "color": OTHERS[0]}
-    traces += _markers(series, [p for p in series.points if p is release], at, "release", diamond)
+    shown = {at[point.run]: point for point in series.points if point is release}
+    add_points("release", shown, mode="markers", marker=diamond)
     return traces
 
 
-def _markers(
-    series: Series, points: Sequence[TrendPoint], at: dict[StoredRun, float], name: str, marker: dict[str, Any]
-) -> list[go.Scatter]:
-    if not points:
-        return []
-    return [
-        go.Scatter(
-            x=[at[point.run] for point in points], y=[point.value for point in points], mode="markers", name=name,
-            marker=marker, text=[_hover(series, point) for point in points], hovertemplate="%{text}<extra></extra>",
-            legendgroup=name,
-        )
-    ]  # fmt: skip
-
-
-def _spread_bars(series: Series, at: dict[StoredRun, float], line: dict[str, Any]) -> list[go.Scatter]:
-    """A bar a run from the lowest to the highest repeat."""
-    counted = [point for point in series.counted if len(point.values) > 1]
-    if not counted:
-        return []
-    xs = [x for point in counted for x in (at[point.run], at[point.run], None)]
-    ys = [y for point in counted for y in (min(point.values), max(point.values), None)]
-    name = "lowest to highest repeat"
-    return [go.Scatter(x=xs, y=ys, mode="lines", name=name, line=line, hoverinfo="skip", legendgroup=name)]
-
-
-def _levels(series: Series, release: TrendPoint, drift: Drift | None) -> dict[str, float]:
+def _levels(series: Series, release: TrendPoint | None, drift: Drift | None) -> dict[str, float]:
     """The release's value, and the value that is worse by the margin."""
-    found = {"level of the release": release.value}
+    found = {"level of the release": release.value} if release else {}
     if drift is not None:
-        found["margin"] = release.value * (1 - series.metric.better * drift.margin)
+        found["margin"] = drift.release.value * (1 - series.metric.better * drift.margin)
     return found
-
-
-def _release_lines(series: Series, release: TrendPoint, drift: Drift | None, count: int) -> list[go.Scatter]:
-    """Lines across the panel."""
-    return [
-        go.Scatter(
-            x=[-0.6, count - 0.4], y=[level, level], mode="lines", name=name, hoverinfo="skip", legendgroup=name,
-            line={"color": OTHERS[4], "width": 1.2, "dash": "dash" if name == "margin" else "dot"},
-        )
-        for name, level in _levels(series, release, drift).items()
-    ]  # fmt: skip
 
 
 def _range(series: Series, drift: Drift | None) -> list[float]:
     """All that is drawn, and never so little that noise fills the panel."""
     values = [value for point in series.points for value in point.values]
-    if drift is not None:
-        values += _levels(series, drift.release, drift).values()
+    values += _levels(series, drift and drift.release, drift).values()
     low, high = min(values), max(values)
     span = max((high - low) * 1.16, 2 * NARROWEST * abs(statistics.median(values))) or 1.0
     middle = (low + high) / 2

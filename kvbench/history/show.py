@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -27,8 +27,17 @@ from kvbench.history.drift import (
     find_drifts,
     find_releases,
 )
-from kvbench.history.model import METRICS, VALID, Metric, Series, StoredRun, TrendPoint, all_series
-from kvbench.history.read import find_runs, read_runs
+from kvbench.history.runs import (
+    METRICS,
+    VALID,
+    Metric,
+    Series,
+    StoredRun,
+    TrendPoint,
+    all_series,
+    find_runs,
+    read_runs,
+)
 
 NARROWEST = 0.05  # of the middle value: a smaller spread is drawn within this range, so that noise looks small
 
@@ -58,7 +67,7 @@ class Selection:
             matches(self.workloads, series.workload)
             and matches(self.cells, series.cell, f"{series.workload}/{series.cell}")
             and matches(self.metrics, series.metric.name)
-            and (not self.machines or any(text.lower() in series.machine.lower() for text in self.machines))
+            and matches([f"*{text.lower()}*" for text in self.machines], series.machine.lower())
         )
 
 
@@ -85,15 +94,14 @@ class View:
 
     def release_of(self, series: Series) -> TrendPoint | None:
         """The release's run, which may be older than what is shown."""
-        if drift := self.drift(series):
-            return drift.release
         found = self.releases.of(series)
-        return found[1] if found else None
+        drift = self.drift(series)
+        return drift.release if drift else found[1] if found else None
 
     def cell_name(self, series: Series) -> str:
         """With the hash of its definition where several definitions have this name."""
-        same = self._definitions[series.workload, series.place, series.cell]
-        return series.cell if len(same) == 1 else f"{series.cell} [{series.definition}]"
+        key = (series.workload, series.place, series.cell)
+        return series.cell if len(self._definitions[key]) == 1 else f"{series.cell} [{series.definition}]"
 
     @cached_property
     def _drift_by_key(self) -> dict[tuple[object, ...], Drift]:
@@ -146,8 +154,8 @@ _MARKS = {DRIFTED: " !", UNCLEAR: " ?", WITHIN: ""}
 def sparkline(points: Sequence[TrendPoint]) -> str:
     """One block a run, the newest ``WIDTH`` runs, higher blocks for larger values."""
     shown = points[-WIDTH:]
-    values = [point.value for point in shown if point.state == VALID]
-    low, high = (min(values), max(values)) if values else (0.0, 0.0)
+    values = [point.value for point in shown if point.state == VALID] or [0.0]
+    low, high = min(values), max(values)
     span = max(high - low, NARROWEST * abs(low + high) / 2)
     bottom = (low + high - span) / 2
 
@@ -157,12 +165,8 @@ def sparkline(points: Sequence[TrendPoint]) -> str:
     return "".join(block(point.value) if point.state == VALID else GAP for point in shown)
 
 
-def tables(view: View) -> list[Table]:
-    """One a workload and machine."""
-    return [_table(view, series) for series in view.groups]
-
-
-def _table(view: View, group: Sequence[Series]) -> Table:
+def table(view: View, group: Sequence[Series]) -> Table:
+    """The series of one workload on one machine."""
     made = Table(
         title=Text(f"{group[0].workload} on {group[0].machine}"), title_justify="left", box=SIMPLE_HEAD,
         pad_edge=False, padding=(0, 0), header_style="bold",
@@ -190,14 +194,14 @@ def _table(view: View, group: Sequence[Series]) -> Table:
 
 def legend(view: View) -> list[str]:
     """What the marks in the tables mean, those that are there."""
-    points = [point for group in view.groups for series in group for point in series.points]
+    states = {point.state for group in view.groups for series in group for point in series.points}
     outcomes = {drift.outcome for drift in view.drifts}
     lines = (
-        (any(p.state != VALID for p in points), f"{GAP} a run that does not count: invalid cell, or incomplete run"),
+        (states - {VALID}, f"{GAP} a run that does not count: invalid cell, or incomplete run"),
         (DRIFTED in outcomes, "! worse than the release by more than the margin"),
         (UNCLEAR in outcomes, "? too few repeats, or too much variance, to exclude a drift beyond the margin"),
     )
-    return [line for there, line in lines if there]
+    return [line for shown, line in lines if shown]
 
 
 def as_dict(view: View) -> dict[str, Any]:
@@ -213,7 +217,7 @@ def as_dict(view: View) -> dict[str, Any]:
 
 def _series_dict(view: View, series: Series) -> dict[str, Any]:
     drift, counted = view.drift(series), series.counted
-    found: dict[str, Any] = {
+    return {
         "workload": series.workload,
         "cell": series.cell,
         "metric": series.metric.name,
@@ -224,28 +228,20 @@ def _series_dict(view: View, series: Series) -> dict[str, Any]:
         "n": len(counted),
         "last": counted[-1].value if counted else None,
         "change": series.change,
-        "drift": None,
-        "points": [_point_dict(point) for point in series.points],
-    }
-    if drift is not None:
-        found["drift"] = {
+        "drift": drift and {
             "release": drift.release_name,
             "release_run": drift.release.run.name,
             "run": drift.last.run.name,
             **{name: getattr(drift, name) for name in ("change", "interval", "margin", "outcome")},
-        }
-    return found
-
-
-def _point_dict(point: TrendPoint) -> Mapping[str, Any]:
-    return {
-        "run": point.run.name,
-        "started": point.run.started.isoformat(),
-        "sha": point.run.sha,
-        "dirty": point.run.dirty,
-        "release": point.run.release,
-        "versions": dict(point.run.versions),
-        "state": point.state,
-        "value": point.value,
-        "values": list(point.values),
-    }
+        },
+        "points": [
+            {
+                "run": point.run.name,
+                "started": point.run.started.isoformat(),
+                **{name: getattr(point.run, name) for name in ("sha", "dirty", "release")},
+                "versions": dict(point.run.versions),
+                **{name: getattr(point, name) for name in ("state", "value", "values")},
+            }
+            for point in series.points
+        ],
+    }  # fmt: skip

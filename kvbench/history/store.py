@@ -19,12 +19,10 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import flush, write_text
-from kvbench.history.model import StoredRun
-from kvbench.history.read import RELEASE, OtherKind, read_object, read_run
+from kvbench.history.runs import RELEASE, OtherKind, StoredRun, read_object, read_run, release_of
 from kvbench.runs.folder import MANIFEST
 
 VERDICT = "verdict.json"
-_COPIED = (MANIFEST, "summary.csv", VERDICT)
 _NOT_MEASURED = (RELEASE, VERDICT)  # may be written later
 _OF_CELL = ("cell_id", "config_id", "label", "is_baseline", "varied", "settings", "load", "valid", "invalid_reasons")
 _OF_REPEAT = ("repeat", "started_at", "requests_sha256")
@@ -42,7 +40,7 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
     """Keep the run in ``source`` under ``to``. Returns what was done, the folder, and notes on cells that are missing.
 
     Raises Skipped for what is not a run of a sweep, or is incomplete (unless ``incomplete``), and UsageError when
-    something else is in its place; then nothing is written.
+    another run has its name there; then nothing is written.
     """
     notes: list[str] = []
     try:
@@ -53,35 +51,30 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
         raise Skipped(f"{source} cannot be kept: {error}") from None
     if not run.complete and not incomplete:
         raise Skipped(f"{source} is not complete: finish it with --resume, or keep it as it is with --incomplete")
-    files = _kept_files(source, run)
-    target = to / _file_name(run.workload) / source.resolve().name
-    if target.exists():
-        _must_be_same(target, files)
-        if release is None or _release_of(target) == release:
-            return "there already", target, notes
-        if (other := _release_of(target)) is not None:
-            raise UsageError(f"{target} is kept as release {other!r} already: a history is not changed")
-        write_text(target / RELEASE, _release_text(release))
-        return "marked", target, notes
-    if release is not None:
-        files[RELEASE] = _release_text(release).encode()
-    _write_whole(target, files)
-    return "added", target, notes
+    files = _kept_files(source, run, release)
+    target = to / (run.workload.replace("/", "_").lstrip(".") or "workload") / source.resolve().name
+    if not target.exists():
+        _write_whole(target, files)
+        return "added", target, notes
+    _check_same(target, files)
+    if release is None or (known := release_of(target)) == release:
+        return "there already", target, notes
+    if known is not None:
+        raise UsageError(f"{target} is kept as release {known!r} already: a history is not changed")
+    write_text(target / RELEASE, files[RELEASE].decode())
+    return "marked", target, notes
 
 
-def _kept_files(source: Path, run: StoredRun) -> dict[str, bytes]:
+def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, bytes]:
     """Path in the history's folder -> content; equal for equal runs."""
-    files = {name: (source / name).read_bytes() for name in _COPIED if (source / name).is_file()}
+    copied = (MANIFEST, "summary.csv", VERDICT)
+    files = {name: (source / name).read_bytes() for name in copied if (source / name).is_file()}
     for path in sorted((source / "cells").glob("*/summary.json")):
-        with suppress(ValueError):  # said by read_run
+        with suppress(ValueError):  # read_run noted it
             files[f"cells/{path.parent.name}/summary.json"] = _cell_text(read_object(path)).encode()
-    if (source / RELEASE).is_file() and run.release is not None:
-        files[RELEASE] = _release_text(run.release).encode()
+    if release := release or run.release:
+        files[RELEASE] = (json.dumps({"release": release}) + "\n").encode()
     return files
-
-
-def _release_of(folder: Path) -> str | None:
-    return read_object(folder / RELEASE).get("release") if (folder / RELEASE).is_file() else None
 
 
 def _cell_text(summary: Mapping[str, Any]) -> str:
@@ -90,17 +83,16 @@ def _cell_text(summary: Mapping[str, Any]) -> str:
         | {"metrics": {key: repeat["metrics"][key] for key in _OF_METRICS if key in repeat.get("metrics", {})}}
         | {"server": repeat.get("server", {})}
         for repeat in summary.get("repeats", ())
-        if isinstance(repeat, Mapping)
     ]
     kept = {key: summary[key] for key in _OF_CELL if key in summary} | {"repeats": repeats}
     return json.dumps(kept, separators=(",", ":")) + "\n"
 
 
-def _must_be_same(target: Path, files: Mapping[str, bytes]) -> None:
+def _check_same(target: Path, files: Mapping[str, bytes]) -> None:
     """Raises UsageError when the measured files differ."""
-    there = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}.difference(_NOT_MEASURED)
+    kept = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}.difference(_NOT_MEASURED)
     wanted = set(files).difference(_NOT_MEASURED)
-    different = sorted(there ^ wanted) or sorted(name for name in wanted if (target / name).read_bytes() != files[name])
+    different = sorted(kept ^ wanted) or sorted(name for name in wanted if (target / name).read_bytes() != files[name])
     if different:
         raise UsageError(
             f"{target} holds another content ({different[0]} differs): a history is not changed; keep this run in "
@@ -109,7 +101,7 @@ def _must_be_same(target: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:
-    """All of them or nothing: written beside the place and renamed into it."""
+    """All of them or nothing: written beside ``target`` and renamed."""
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         for name, content in files.items():
@@ -121,11 +113,3 @@ def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise UsageError(f"{target} cannot be written: {error.strerror}; give a folder that can be") from None
-
-
-def _release_text(release: str) -> str:
-    return json.dumps({"release": release}) + "\n"
-
-
-def _file_name(workload: str) -> str:
-    return workload.replace("/", "_").lstrip(".") or "workload"

@@ -63,7 +63,7 @@ def test_no_hash_seed_and_no_heavy_import_shows(gate):
     """The very text of the runs is the same, and nothing was imported that a machine without torch would lack."""
     told = {}
     for seed in ("0", "1", "random"):
-        command = ("-X", "importtime", "-m", "kvbench.gate.counters.second_run", gate.workload_path, *gate.runs)
+        command = ("-X", "importtime", "-m", "kvbench.gate.counters.replay", gate.workload_path, *gate.runs)
         done = python(*command, PYTHONHASHSEED=seed)
         assert done.returncode == 0, done.stderr[-500:]
         told[seed] = done.stdout
@@ -191,6 +191,6 @@ def test_bad_input(gate, tmp_path):
 
 
 def test_a_second_run_that_fails_is_no_regression(gate, monkeypatch):
-    monkeypatch.setattr("kvbench.gate.counters.second_run.sys.executable", shutil.which("false"))
+    monkeypatch.setattr("kvbench.gate.counters.replay.sys.executable", shutil.which("false"))
     code, words = run(counters, gate.workload_path, "--lock", gate.lock_path)
     assert code == 4 and "the second run of the scenarios failed with exit code 1" in words

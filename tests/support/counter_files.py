@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbench.gate.counters.accept import accept
-from kvbench.gate.counters.commands import Commands
-from kvbench.gate.counters.judge import judge
+from kvbench.gate.counters.judge import Commands, judge
 from kvbench.gate.counters.lock import read_lock
-from kvbench.gate.counters.replay import Replayed
-from kvbench.gate.counters.second_run import replay_all
+from kvbench.gate.counters.replay import Replayed, replay_all
 from kvbench.gate.counters.workload import CounterWorkload, read_counter_workload
 from kvbench.gate.verdict.verdict import Verdict
 

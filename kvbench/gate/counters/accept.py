@@ -9,12 +9,11 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import utc_now
 from kvbench.common.git import git_state
 from kvbench.common.text import and_more
-from kvbench.gate.counters.commands import Commands
-from kvbench.gate.counters.judge import judge
+from kvbench.gate.counters.judge import Commands, judge
 from kvbench.gate.counters.lock import Accepted, CounterLock, read_lock, write_lock
 from kvbench.gate.counters.replay import COUNTERS, Replayed
 from kvbench.gate.counters.workload import CounterWorkload
-from kvbench.gate.verdict.verdict import PASS, Verdict
+from kvbench.gate.verdict.verdict import FAIL, PASS, Verdict
 
 
 def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, reason: str) -> list[str]:
@@ -24,12 +23,8 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
     """
     known = read_lock(path)
     verdict = judge(workload, known, runs, runs, Commands(workload.path, path), {})
-    if (
-        known is not None
-        and verdict.outcome == PASS
-        and (known.workload, known.workload_digest) == (workload.name, workload.digest)
-        and known.counters == list(COUNTERS)
-    ):
+    same = (workload.name, workload.digest, list(COUNTERS))
+    if known and verdict.outcome == PASS and (known.workload, known.workload_digest, known.counters) == same:
         return [f"nothing to accept: {path} says what this code counts"]
     changed = _changed(known, workload, verdict)
     state = git_state()
@@ -39,25 +34,25 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
         write_lock(path, workload, runs, [*(known.accepted if known else ()), entry])
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
-    moved = [f"{m.title} {m.base:,} -> {m.candidate:,} ({m.where})" for m in verdict.moved]
-    lines = [f"accepted: {changed}", f"moved: {and_more(moved, 10)}", f"reason: {reason}"]
-    return [line for line in lines if line != "moved: "] + [f"{path} is written; commit it with the change"]
+    moved = and_more([f"{m.title} {m.base:,} -> {m.candidate:,} ({m.where})" for m in verdict.moved], 10)
+    lines = [f"accepted: {changed}", *([f"moved: {moved}"] if moved else []), f"reason: {reason}"]
+    return [*lines, f"{path} is written; commit it with the change"]
 
 
 def _changed(known: CounterLock | None, workload: CounterWorkload, verdict: Verdict) -> str:
     """Which scenarios were removed, are new, have another definition, or count something else."""
     if known is None:
         return f"the first lock file, {len(workload.scenarios)} scenarios"
-    differ = [finding.id.partition("/")[2] for finding in verdict.findings if finding.outcome != PASS]
-    if not differ:
-        return "the workload file, and no counter"
     now = {scenario.name: scenario.digest for scenario in workload.scenarios}
     was = {name: scenario.definition for name, scenario in known.scenarios.items()}
     kinds: dict[str, list[str]] = {}
-    for name in differ:
-        changed = "defined anew" if now.get(name) != was.get(name) else "counted otherwise"
-        kind = "removed" if name not in now else "new" if name not in was else changed
-        kinds.setdefault(kind, []).append(name)
+    for finding in verdict.of(FAIL):
+        name = finding.id.partition("/")[2]
+        changed = "counted otherwise" if now.get(name) == was.get(name) else "defined anew"
+        kinds.setdefault("removed" if name not in now else "new" if name not in was else changed, []).append(name)
+    if not kinds:
+        return "the workload file, and no counter"
     parts = [f"{len(names)} {kind} ({and_more(names, 12)})" for kind, names in kinds.items()]
-    counters = and_more([moved.title for moved in verdict.moved], 5)
-    return f"{len(differ)} of {len(verdict.findings)} scenarios: {'; '.join(parts)}; counters: {counters or 'none'}"
+    counters = and_more([moved.title for moved in verdict.moved], 5) or "none"
+    differ = f"{len(verdict.of(FAIL))} of {len(verdict.findings)} scenarios"
+    return f"{differ}: {'; '.join(parts)}; counters: {counters}"

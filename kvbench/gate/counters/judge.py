@@ -2,28 +2,139 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvbench.common.text import and_more
-from kvbench.gate.counters.commands import Commands
-from kvbench.gate.counters.first_difference import (
-    Change,
-    FirstDifference,
-    changed_counters,
-    first_difference,
-    is_sum,
-)
+from kvbench.gate.counters import LOCK, WORKLOAD
 from kvbench.gate.counters.lock import CounterLock
 from kvbench.gate.counters.replay import COUNTERS, Replayed
 from kvbench.gate.counters.workload import CounterWorkload, Scenario
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Moved, Verdict, worst
+from kvbench.gate.verdict.wording import percent
 
 SUITE = "counters"
-_NOTES = 5
+# Causes before effects: the first of these that differs at the first different step is the likeliest cause.
+_CAUSES = (
+    "preempted", "copied_pages", "copied_slots", "swapped_out_slots", "swapped_in_slots", "swap_lost_slots",
+    "prefix_evictions", "prefix_hits", "prefix_queries", "refused_fragmented", "forks", "finished", "allocated_pages",
+    "freed_pages", "prefill_tokens", "decode_tokens", "recomputed_tokens", "running", "waiting",
+)  # fmt: skip
+_SUMS = ("slot_steps_", "shared_slot_steps", "running_steps", "waiting_steps")
 _UNITS = ("bytes", "tokens", "pages", "slots", "steps")
+_NOTES = 5
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The commands that a verdict names. Files that are the default are left out."""
+
+    workload: Path = WORKLOAD
+    lock: Path = LOCK
+    only: tuple[str, ...] = ()
+
+    def gate(self, *only: str) -> str:
+        return self._command("gate", *(word for glob in only or self.only for word in ("--only", glob)))
+
+    def accept(self) -> str:
+        return f'{self._command("accept")} --reason "..."'
+
+    def _command(self, verb: str, *options: str) -> str:
+        files = [str(self.workload)] if self.workload != WORKLOAD else []
+        files += ["--lock", str(self.lock)] if self.lock != LOCK else []
+        return shlex.join(["kvbench", verb, "counters", *files, *options])
+
+
+@dataclass(frozen=True)
+class Change:
+    """One counter, or one column of the history at one step: its accepted and its present value."""
+
+    name: str
+    was: int
+    now: int
+
+    @property
+    def words(self) -> str:
+        return self.name.replace("_", " ")
+
+    @property
+    def ratio(self) -> float | None:
+        """now / was - 1; None when it was 0."""
+        return self.now / self.was - 1 if self.was else None
+
+    @property
+    def unit(self) -> str:
+        if self.name.startswith(("slot_steps", "shared_slot")):
+            return "slot steps"
+        if self.name in ("prefix_hits", "prefix_queries"):
+            return "tokens"
+        return next((unit for unit in _UNITS if unit in self.name.split("_")), "count")
+
+    def __str__(self) -> str:
+        difference = f"{self.now - self.was:+,}" if self.ratio is None else percent(self.ratio)
+        return f"{self.words} {self.was:,} -> {self.now:,} ({difference})"
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first step at which two histories differ.
+
+    ``changes``: the columns that differ there, causes first; none where one of the two had ended. ``before``: the
+    columns at the step before, where both are the same. ``longer``: whether the present history is the longer one.
+    """
+
+    step: int
+    changes: tuple[Change, ...]
+    before: Mapping[str, int]
+    longer: bool = False
+
+    @property
+    def cause(self) -> str:
+        """``preempted up``; ``the end`` where one history is longer."""
+        if not self.changes:
+            return "the end"
+        return f"{self.changes[0].words} {'up' if self.changes[0].now > self.changes[0].was else 'down'}"
+
+    def __str__(self) -> str:
+        changes = and_more([f"{c.words} {c.now:,} (was {c.was:,})" for c in self.changes], 4)
+        return f"step {self.step}: {changes or ('goes on, had ended' if self.longer else 'has ended, went on')}"
+
+
+def changed_counters(was: Mapping[str, int], now: Mapping[str, int]) -> list[Change]:
+    """The counters that differ, a missing one being 0: the largest relative change first, sums over steps last."""
+    changes = [Change(name, was.get(name, 0), now.get(name, 0)) for name in dict.fromkeys([*was, *now])]
+    return sorted(
+        (change for change in changes if change.was != change.now),
+        key=lambda change: (is_sum(change.name), -math.inf if change.ratio is None else -abs(change.ratio)),
+    )
+
+
+def is_sum(counter: str) -> bool:
+    """Whether it is a sum over steps, which moves with almost anything."""
+    return counter.startswith(_SUMS)
+
+
+def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]) -> FirstDifference | None:
+    """None when the histories are the same; a column that is missing is 0 at every step."""
+    old, new = (max(map(len, history.values()), default=0) for history in (was, now))
+    names = sorted({*was, *now}, key=lambda name: (_CAUSES.index(name) if name in _CAUSES else len(_CAUSES), name))
+
+    def at(history: Mapping[str, Sequence[int]], index: int) -> dict[str, int]:
+        return {name: history[name][index] if name in history else 0 for name in names} if index >= 0 else {}
+
+    for index in range(min(old, new)):
+        left, right = at(was, index), at(now, index)
+        if left != right:
+            changes = tuple(Change(name, left[name], right[name]) for name in names if left[name] != right[name])
+            return FirstDifference(index + 1, changes, at(now, index - 1))
+    if old == new:
+        return None
+    return FirstDifference(min(old, new) + 1, (), at(now, min(old, new) - 1), longer=new > old)
 
 
 @dataclass(frozen=True)
@@ -43,6 +154,10 @@ class ScenarioResult:
         return f"{self.name}: {'; '.join(self.reasons) or f'all {len(COUNTERS)} counters as accepted'}"
 
     @property
+    def step(self) -> int:
+        return self.difference.step if self.difference else 0
+
+    @property
     def cause(self) -> str:
         """Scenarios with an equal cause are reported together."""
         if self.error:
@@ -51,22 +166,21 @@ class ScenarioResult:
 
     def finding(self, commands: Commands) -> Finding:
         """The counter that changed most stands for all where there is room for one."""
+        again = [f"reproduce: {commands.gate(self.name)}"] if self.outcome != PASS else []
+        again += [f"accept, if it is meant: {commands.accept()}"] if self.outcome == FAIL and not self.error else []
         most = self.changes[0] if self.changes else None
-        again = [f"reproduce: {commands.one(self.name)}"] if self.outcome != PASS else []
-        again += [f"accept, if it is meant: {commands.accept}"] if self.outcome == FAIL and not self.error else []
+        numbers = {} if most is None else {
+            "metric": most.name, "unit": most.unit, "base": most.was, "candidate": most.now, "change": most.ratio,
+        }  # fmt: skip
         return Finding(
             id=f"{SUITE}/{self.name}",
             suite=SUITE,
             title=f"{self.name}: {most.words}" if most else self.name,
             outcome=self.outcome,
             sentence=self.sentence,
-            metric=most.name if most else None,
-            unit=unit_of(most.name) if most else None,
-            base=most.was if most else None,
-            candidate=most.now if most else None,
-            change=most.ratio if most else None,
-            figures={"first_different_step": self.difference.step} if self.difference else {},
+            figures={"first_different_step": self.step} if self.difference else {},
             details=(*self.details, *again),
+            **numbers,
         )
 
 
@@ -83,10 +197,10 @@ def judge(
     ``first`` and ``second``: two runs of the same code. If they differ, the engine is nondeterministic and the whole
     verdict is invalid, because no difference from the lock means anything then.
     """
-    common = {"reproduce": commands.gate, "candidate": dict(candidate)}
+    common = {"reproduce": commands.gate(), "candidate": dict(candidate)}
     if lock is None:
         sentence = f"nothing was compared: there is no {commands.lock}; `kvbench accept counters` makes it"
-        return Verdict(SUITE, EMPTY, sentence, accept=commands.accept, **common)
+        return Verdict(SUITE, EMPTY, sentence, accept=commands.accept(), **common)
     last = lock.accepted[-1]
     common["base"] = {"name": str(commands.lock), "sha": last.git, "accepted": last.date, "reason": last.reason}
     present = {scenario.name for scenario in workload.scenarios}
@@ -97,19 +211,28 @@ def judge(
     results += [ScenarioResult(name, FAIL, (gone,)) for name in lock.scenarios if name not in present]
     outcomes = [each.outcome for each in results]
     outcome = INVALID if INVALID in outcomes else worst(outcomes)
-    notes = _notes([each for each in results if each.outcome == outcome]) if outcome != PASS else []
-    if outcome == PASS and lock.workload_digest != workload.digest:
-        notes = [f"{commands.workload} is not the accepted one, though no scenario of it changed"]
-    acceptable = notes and outcome != INVALID and not any(each.error for each in results)
     steps = sum(run.steps for run in first.values())
+    moved = _moved(results)
+    if outcome == PASS:
+        sentence = f"all {len(results)} scenarios as accepted: {len(COUNTERS)} counters, and each of {steps:,} steps"
+        same = lock.workload_digest == workload.digest
+        notes = [] if same else [f"{commands.workload} is not the accepted one, though no scenario of it changed"]
+    else:
+        concerned = [each for each in results if each.outcome == outcome]
+        differ = f"differ from {commands.lock}" if outcome == FAIL else "differ between two runs of the same code"
+        cause, *notes = _causes(concerned)
+        sentence = f"{len(concerned)} of {len(results)} scenarios {differ}; {cause}"
+        if moved:
+            most = [f"{m.title} {m.base:,} -> {m.candidate:,} in {m.where}" for m in moved]
+            sentence += f"; moved most: {and_more(most)}"
     return Verdict(
         SUITE,
         outcome,
-        _sentence(outcome, results, notes, str(commands.lock), steps),
+        sentence,
         tuple(each.finding(commands) for each in results),
-        accept=commands.accept if acceptable else None,
-        moved=moved(results),
-        notes=tuple(notes if outcome == PASS else notes[1:]),  # the first is in the sentence
+        accept=commands.accept() if outcome == FAIL and not any(each.error for each in results) else None,
+        moved=moved,
+        notes=tuple(notes),
         facts={"scenarios": len(present), "steps": steps, "counters": len(COUNTERS)},
         **common,
     )
@@ -119,8 +242,8 @@ def _no_scenario(workload: CounterWorkload, commands: Commands) -> str:
     if not commands.only:
         return f"no scenario of {commands.workload} is in {commands.lock}"
     groups = Counter(name.partition("/")[0] for name in workload.names)
-    there = and_more([f"'{group}/*' ({count})" for group, count in groups.items()], 20)
-    return f"--only {' '.join(commands.only)} matches no scenario, there are {there}"
+    known = and_more([f"'{group}/*' ({count})" for group, count in groups.items()], 20)
+    return f"--only {' '.join(commands.only)} matches no scenario, there are {known}"
 
 
 def _result(
@@ -129,18 +252,19 @@ def _result(
     name, run, locked = scenario.name, first[scenario.name], lock.scenarios.get(scenario.name)
     if unsteady := nondeterminism(run, second[name]):
         return ScenarioResult(name, INVALID, (unsteady,))
-    error = [run.error] if run.error else []
+    reasons = [run.error] if run.error else []
     if locked is None or locked.definition != scenario.digest:
         reason = "new in the workload file: nothing was accepted to compare it with"
         if locked is not None:
             reason = "the workload file defines another scenario than the accepted one: they cannot be compared"
-        return ScenarioResult(name, FAIL, (*error, reason), error=run.error)
+        return ScenarioResult(name, FAIL, (*reasons, reason), error=run.error)
     changes = changed_counters(locked.counters, run.counters)
     difference = first_difference(locked.columns, run.history)
-    if not (changes or difference or locked.outputs != run.outputs or error):
+    other_tokens = locked.outputs != run.outputs
+    if not (changes or difference or other_tokens or run.error):
         return ScenarioResult(name, PASS)
-    reasons = [*error, f"{len(changes)} of {len(COUNTERS)} counters differ: {and_more(changes)}".removesuffix(": ")]
-    reasons += ["the output tokens differ"] if locked.outputs != run.outputs else []
+    reasons.append(f"{len(changes)} of {len(COUNTERS)} counters differ: {and_more(changes)}".removesuffix(": "))
+    reasons += ["the output tokens differ"] if other_tokens else []
     reasons += [f"first difference at {difference}"] if difference else []
     details = [f"{change}{_unknown(change.name, lock)}" for change in changes]
     if difference and (before := [f"{k.replace('_', ' ')} {v:,}" for k, v in difference.before.items() if v]):
@@ -167,55 +291,28 @@ def nondeterminism(first: Replayed, second: Replayed) -> str | None:
     return f"two runs of the same code differ ({what}): the engine is not deterministic" if what else None
 
 
-def _sentence(outcome: str, results: Sequence[ScenarioResult], notes: Sequence[str], lock: str, steps: int) -> str:
-    if outcome == PASS:
-        return f"all {len(results)} scenarios as accepted: {len(COUNTERS)} counters, and each of {steps:,} steps"
-    concerned = sum(each.outcome == outcome for each in results)
-    differ = f"differ from {lock}" if outcome == FAIL else "differ between two runs of the same code"
-    most = sorted(_totals(results).values(), key=lambda each: (is_sum(each[0].name), -each[1]))
-    named = and_more([f"{total} in {count}" for total, count in most[:3]])
-    return f"{concerned} of {len(results)} scenarios {differ}; {notes[0]}" + f"; moved most: {named}" * bool(named)
-
-
-def _notes(results: Sequence[ScenarioResult]) -> list[str]:
+def _causes(results: Sequence[ScenarioResult]) -> list[str]:
     """One sentence a cause, the most frequent first, with the scenario where it shows earliest."""
     groups: dict[str, list[ScenarioResult]] = {}
-    for each in sorted(results, key=lambda each: each.difference.step if each.difference else 0):
+    for each in sorted(results, key=lambda each: each.step):
         groups.setdefault(each.cause, []).append(each)
-    notes = []
+    found = []
     for cause, group in sorted(groups.items(), key=lambda item: -len(item[1])):
-        steps = [each.difference.step for each in group if each.difference]
-        alike = f"{len(group)} begin with {cause}" + (f", at steps {min(steps)} to {max(steps)}" if steps else "")
-        notes.append(f"{alike}; the earliest: {group[0].sentence}" if len(group) > 1 else group[0].sentence)
-    rest = [f"{len(notes) - _NOTES} more causes: see the findings"] if len(notes) > _NOTES else []
-    return notes[:_NOTES] + rest
+        steps = f", at steps {group[0].step} to {group[-1].step}" if group[0].step else ""
+        alike = f"{len(group)} begin with {cause}{steps}; the earliest: " if len(group) > 1 else ""
+        found.append(f"{alike}{group[0].sentence}")
+    rest = [f"{len(found) - _NOTES} more causes: see the findings"] if len(found) > _NOTES else []
+    return found[:_NOTES] + rest
 
 
-def moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:
+def _moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:
     """Counters that differ, added up over the scenarios where they do: in most scenarios first, sums of steps last."""
-    totals = sorted(_totals(results).values(), key=lambda each: (is_sum(each[0].name), -each[1], each[0].name))
-    return tuple(
-        Moved(
-            total.name, total.words, f"{count} of {len(results)} scenarios", unit_of(total.name), total.was, total.now,
-            total.ratio,
-        )
-        for total, count in totals
-    )  # fmt: skip
-
-
-def _totals(results: Sequence[ScenarioResult]) -> dict[str, tuple[Change, int]]:
-    """Counter -> its total over the scenarios where it differs, and their number."""
-    found: dict[str, tuple[Change, int]] = {}
+    totals: dict[str, list[Change]] = {}
     for change in (change for each in results for change in each.changes):
-        total, count = found.get(change.name, (Change(change.name, 0, 0), 0))
-        found[change.name] = (Change(change.name, total.was + change.was, total.now + change.now), count + 1)
-    return found
-
-
-def unit_of(counter: str) -> str:
-    """What a counter counts, by its name."""
-    if counter.startswith(("slot_steps", "shared_slot")):
-        return "slot steps"
-    if counter in ("prefix_hits", "prefix_queries"):
-        return "tokens"
-    return next((unit for unit in _UNITS if unit in counter.split("_")), "count")
+        totals.setdefault(change.name, []).append(change)
+    found = []
+    for name, changes in sorted(totals.items(), key=lambda item: (is_sum(item[0]), -len(item[1]), item[0])):
+        total = Change(name, sum(c.was for c in changes), sum(c.now for c in changes))
+        where = f"{len(changes)} of {len(results)} scenarios"
+        found.append(Moved(name, total.words, where, total.unit, total.was, total.now, total.ratio))
+    return tuple(found)

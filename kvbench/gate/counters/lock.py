@@ -18,7 +18,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
 from kvbench.common.schema import StrictModel, explain
 from kvbench.gate.counters.replay import COUNTERS, Replayed
-from kvbench.gate.counters.workload import CounterWorkload, Scenario
+from kvbench.gate.counters.workload import CounterWorkload
 
 LOCK_FORMAT = "kvbench-counters/2"
 
@@ -67,8 +67,7 @@ def read_lock(path: Path) -> CounterLock | None:
     restore = f"restore it (git checkout HEAD -- {path}), then accept what changed with `kvbench accept counters`"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        written = data.get("format") if isinstance(data, dict) else LOCK_FORMAT
-        if written != LOCK_FORMAT:
+        if isinstance(data, dict) and (written := data.get("format")) != LOCK_FORMAT:
             raise UsageError(
                 f"{path} has the format {written!r} and this kvbench reads {LOCK_FORMAT}: remove it and accept the "
                 "counters anew with `kvbench accept counters` (its old reasons stay in git)"
@@ -80,12 +79,10 @@ def read_lock(path: Path) -> CounterLock | None:
             _ = scenario.columns
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}; give a lock file") from None
     except ValidationError as error:
         raise UsageError(f"{path}: {explain(error, '')[0]} So {restore}") from None
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be read: {error}; {restore}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {restore}") from None
     return lock
 
 
@@ -93,7 +90,16 @@ def write_lock(
     path: Path, workload: CounterWorkload, runs: Mapping[str, Replayed], accepted: Sequence[Accepted]
 ) -> None:
     """Atomically. Raises OSError."""
-    scenarios = {scenario.name: _locked(scenario, runs[scenario.name]) for scenario in workload.scenarios}
+    scenarios = {}
+    for scenario in workload.scenarios:
+        run = runs[scenario.name]
+        scenarios[scenario.name] = {
+            "definition": scenario.digest,
+            "steps": run.steps,
+            "outputs": run.outputs,
+            "counters": {name: run.counters[name] for name in COUNTERS if run.counters[name]},
+            "history": {name: changes_of(values) for name, values in run.history.items() if any(values)},
+        }
     data = {
         "format": LOCK_FORMAT,
         "workload": workload.name,
@@ -104,16 +110,6 @@ def write_lock(
         "scenarios_digest": digest(scenarios),
     }
     write_json(path, data)
-
-
-def _locked(scenario: Scenario, run: Replayed) -> dict[str, Any]:
-    return {
-        "definition": scenario.digest,
-        "steps": run.steps,
-        "outputs": run.outputs,
-        "counters": {name: run.counters[name] for name in COUNTERS if run.counters[name]},
-        "history": {name: changes_of(values) for name, values in run.history.items() if any(values)},
-    }
 
 
 def changes_of(values: Sequence[int]) -> str:

@@ -1,18 +1,26 @@
-"""Replays one scenario and records what the engine did: its counters, and a row of numbers a step.
+"""Replays scenarios and records what the engine did: its counters, and a row of numbers a step.
 
 Steps are numbered from 1, one call of ``Engine.step`` each, and requests arrive by these numbers, so nothing depends
-on time; seconds are not recorded.
+on time; seconds are not recorded. The gate replays everything a second time in another process with another hash seed
+(``python -m kvbench.gate.counters.replay WORKLOAD SCENARIOS``): code that depends on the order of a set, on an address
+or on what ran before in the process gives two different results.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
+import os
+import subprocess
+import sys
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import kvbench
 from engine.counters import EngineStats
 from engine.engine import Engine
 from engine.execution.null_executor import ReplayExecutor
@@ -20,13 +28,32 @@ from engine.kv.layouts import make_kv_manager
 from engine.kv.manager import KVStats
 from engine.scheduling.scheduler import QueueFull
 from engine.scheduling.step_plan import StepPlan
-from engine.sequence import TokenOutput
+from kvbench.common.errors import MeasurementError
 from kvbench.common.text import plural
-from kvbench.gate.counters.workload import Arrival, Scenario
+from kvbench.gate.counters.workload import CounterWorkload, Scenario, read_counter_workload
 
-_STALLED = 64  # steps without any work after which a replay ends with an error
+COUNTERS = (
+    "steps", "prefill_steps", "decode_steps", "mixed_steps", "empty_steps", "prefill_tokens", "decode_tokens",
+    "mixed_step_tokens", "prompt_tokens", "generation_tokens", "preempted", "recomputed_tokens", "allocated_pages",
+    "freed_pages", "peak_pages_owned", "peak_slots_reserved", "copied_pages", "copied_slots", "swapped_out_slots",
+    "swapped_in_slots", "swap_lost_slots", "peak_host_slots", "peak_swapped", "prefix_hits", "prefix_queries",
+    "prefix_evictions", "refused_fragmented", "refused_queue_full", "refused_never_fits", "forks", "finished_length",
+    "finished_stop", "finished_abort", "peak_running", "running_steps", "peak_waiting", "waiting_steps",
+    "slot_steps_tokens", "slot_steps_waste", "slot_steps_cached", "slot_steps_pinned", "slot_steps_free",
+    "slot_steps_fragmented", "shared_slot_steps", "total_pages", "total_slots", "total_host_slots",
+    "page_table_bytes", "bytes_per_slot",
+)  # fmt: skip
+"""Every counter that is compared, beside the digest of the tokens."""
+
+# Counters that only grow: their increase in each step is a column of the history.
+_OF_THE_KV = (
+    "allocated_pages", "freed_pages", "copied_pages", "copied_slots", "swapped_out_slots", "swapped_in_slots",
+    "swap_lost_slots", "prefix_hits", "prefix_queries", "prefix_evictions", "refused_fragmented",
+)  # fmt: skip
 _NO_COLUMN = ("prefix_queries", "copied_slots")  # other columns show the step
-_TIMES_OVER = 8  # most steps of a replay, in tokens of all requests
+_IDLE_STEPS = 64  # steps without any work after which a replay ends with an error
+_STEPS_A_TOKEN = 8  # most steps of a replay, for each token of all requests
+_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -37,13 +64,45 @@ class Replayed:
     """
 
     counters: Mapping[str, int]
-    history: Mapping[str, tuple[int, ...]]
+    history: Mapping[str, Sequence[int]]
     outputs: str
     error: str | None
 
     @property
     def steps(self) -> int:
         return max(map(len, self.history.values()), default=0)
+
+
+def replay_all(scenarios: Iterable[Scenario]) -> dict[str, Replayed]:
+    return {scenario.name: replay(scenario) for scenario in scenarios}
+
+
+def replay_twice(workload: CounterWorkload) -> tuple[dict[str, Replayed], dict[str, Replayed]]:
+    """All scenarios in this process, and at the same time in another one. Raises MeasurementError."""
+    root = str(Path(kvbench.__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    other_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    module = ("-m", "kvbench.gate.counters.replay")
+    other = subprocess.Popen(
+        [sys.executable, *module, str(workload.path), *(s.name for s in workload.scenarios)],
+        env={**os.environ, "PYTHONHASHSEED": other_seed, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        first = replay_all(workload.scenarios)
+        printed, errors = other.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise MeasurementError(f"the second run of the scenarios took more than {_TIMEOUT_S} s") from None
+    finally:
+        if other.poll() is None:
+            other.kill()
+            other.communicate()
+    if other.returncode:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        raise MeasurementError(f"the second run of the scenarios failed with exit code {other.returncode}: {last}")
+    return first, {name: Replayed(**run) for name, run in json.loads(printed).items()}
 
 
 def replay(scenario: Scenario) -> Replayed:
@@ -54,56 +113,54 @@ def replay(scenario: Scenario) -> Replayed:
 class _Replay:
     def __init__(self, scenario: Scenario):
         self.scenario = scenario
-        self.executor = ReplayExecutor(scenario.seed, scenario.vocab_size, scenario.num_eos)
-        self.executor.on_launch = self._on_launch
+        executor = ReplayExecutor(scenario.seed, scenario.vocab_size, scenario.num_eos)
+        executor.on_launch = self._on_launch
         self.kv = make_kv_manager(scenario.config, scenario.capacity)
-        self.engine = Engine(scenario.config, self.executor, self.kv, clock=lambda: 0.0)
+        self.engine = Engine(scenario.config, executor, self.kv, clock=lambda: 0.0)
         self.step = 0
         self.rows: list[dict[str, int]] = []
         self.counters: Counter[str] = Counter()
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], str] = {}
-        self._arrivals = list(reversed(scenario.arrivals))
-        self._aborts = sorted(
-            ((a.abort_step, place) for place, a in enumerate(scenario.arrivals) if a.abort_step is not None),
-            reverse=True,
-        )
+        self._arrivals = list(reversed(scenario.arrivals))  # the next one is the last
+        aborts = [(a.abort_step, i) for i, a in enumerate(scenario.arrivals) if a.abort_step is not None]
+        self._aborts = sorted(aborts, reverse=True)
         self._launched: KVStats | None = None  # the memory as the step now running needs it
         self._running = self._waiting = 0
-        self._last = _grown(self.engine.stats())
+        self._last = _growing(self.engine.stats())
 
     def run(self) -> Replayed:
         try:
-            found = self._go() or self._leak()
-        except Exception as error:  # whatever an engine under test raises is what the gate is to report
-            found = f"the engine broke at step {self.step}: {_where(error)}"
+            error = self._play() or self._leak()
+        except Exception as raised:  # whatever an engine under test raises is what the gate is to report
+            error = f"the engine broke at step {self.step}: {_where(raised)}"
         names = [name for name in self.rows[0] if name not in _NO_COLUMN] if self.rows else []
         history = {name: tuple(row[name] for row in self.rows) for name in names}
         text = "\n".join(f"{key} {self.ends.get(key)} {tokens}" for key, tokens in sorted(self.tokens.items()))
-        return Replayed(self._totals(), history, hashlib.sha256(text.encode()).hexdigest()[:16], found)
+        return Replayed(self._totals(), history, hashlib.sha256(text.encode()).hexdigest()[:16], error)
 
-    def _go(self) -> str | None:
-        idle, work = 0, sum(self._tokens_of(arrival) for arrival in self.scenario.arrivals)
-        limit = _TIMES_OVER * work + (self._arrivals[0].step if self._arrivals else 0)
+    def _play(self) -> str | None:
+        """All steps; returns what kept it from its end."""
+        requests = [arrival.request for arrival in self.scenario.arrivals]
+        work = sum(len(r.prompt_token_ids) + r.params.max_tokens * r.params.width for r in requests)
+        limit = _STEPS_A_TOKEN * work + (self._arrivals[0].step if self._arrivals else 0)
+        idle = 0
         while self._arrivals or self._aborts or self.engine.has_work():
             self.step += 1
-            self._arrive()
-            self._abort()
+            self._arrive_and_abort()
             outputs = self.engine.step() if self.engine.has_work() else []
             for output in outputs:
-                self._take(output)
+                key = (output.request_id, output.index)
+                self.tokens.setdefault(key, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.ends[key] = output.finish_reason
             row = self._record()
             idle = 0 if row["prefill_tokens"] or row["decode_tokens"] or outputs or self._arrivals else idle + 1
-            if (idle > _STALLED and not self._aborts) or self.step > limit:
+            if (idle > _IDLE_STEPS and not self._aborts) or self.step > limit:
                 return f"no progress at step {self.step}: {self._waiting} sequences wait and {self._running} run"
         return None
 
-    @staticmethod
-    def _tokens_of(arrival: Arrival) -> int:
-        params = arrival.request.params
-        return len(arrival.request.prompt_token_ids) + params.max_tokens * params.width
-
-    def _arrive(self) -> None:
+    def _arrive_and_abort(self) -> None:
         while self._arrivals and self._arrivals[-1].step <= self.step:
             request = self._arrivals.pop().request
             try:
@@ -112,8 +169,6 @@ class _Replay:
                 self.counters["refused_queue_full"] += 1
             except ValueError:
                 self.counters["refused_never_fits"] += 1
-
-    def _abort(self) -> None:
         while self._aborts and self._aborts[-1][0] <= self.step:
             arrival = self.scenario.arrivals[self._aborts.pop()[1]]
             self.engine.abort(arrival.request.request_id, index=arrival.abort_index)
@@ -126,20 +181,14 @@ class _Replay:
         scheduler = self.engine.scheduler
         self._running, self._waiting = len(scheduler.running), scheduler.num_waiting + scheduler.num_parked
 
-    def _take(self, output: TokenOutput) -> None:
-        key = (output.request_id, output.index)
-        self.tokens.setdefault(key, []).extend(output.token_ids)
-        if output.finish_reason is not None:
-            self.ends[key] = output.finish_reason
-
     def _record(self) -> dict[str, int]:
         """What this step did, and the memory in use: at launch where it launched anything, waste at its end."""
         stats = self.engine.stats()
-        grown, before = _grown(stats), self._last
+        growing, before = _growing(stats), self._last
         if self._launched is None:
             self._count_sequences()
         kv = self._launched or stats.kv
-        row = {name: now - before[name] for name, now in grown.items()}
+        row = {name: now - before[name] for name, now in growing.items()}
         row["running"], row["waiting"] = self._running, self._waiting
         if self.scenario.config.layout == "paged":
             row["free_pages"], row["cached_pages"] = kv.pages_free, kv.pages_cached
@@ -148,11 +197,12 @@ class _Replay:
         row["wasted_slots"] = stats.kv_waste_slots
         row["host_slots"] = kv.host_slots_used
         self.rows.append(row)
-        self._sum(row, kv, stats)
-        self._last, self._launched = grown, None
+        self._add(row, kv, stats)
+        self._last, self._launched = growing, None
         return row
 
-    def _sum(self, row: Mapping[str, int], kv: KVStats, stats: EngineStats) -> None:
+    def _add(self, row: Mapping[str, int], kv: KVStats, stats: EngineStats) -> None:
+        """Sums and peaks over the steps."""
         counters = self.counters
         prefill, decode = bool(row["prefill_tokens"]), bool(row["decode_tokens"])
         kind = "mixed" if prefill and decode else "prefill" if prefill else "decode" if decode else "empty"
@@ -161,22 +211,23 @@ class _Replay:
         counters["running_steps"] += row["running"]
         counters["waiting_steps"] += row["waiting"]
         counters["shared_slot_steps"] += stats.kv.slots_shared
-        for name, value in (
-            ("peak_running", row["running"]),
-            ("peak_waiting", row["waiting"]),
-            ("peak_swapped", stats.num_requests_swapped),
-            ("peak_pages_owned", kv.pages_owned),
-            ("peak_slots_reserved", kv.slots_reserved),
-            ("peak_host_slots", kv.host_slots_used),
-        ):
+        peaks = {
+            "peak_running": row["running"],
+            "peak_waiting": row["waiting"],
+            "peak_swapped": stats.num_requests_swapped,
+            "peak_pages_owned": kv.pages_owned,
+            "peak_slots_reserved": kv.slots_reserved,
+            "peak_host_slots": kv.host_slots_used,
+        }
+        for name, value in peaks.items():
             counters[name] = max(counters[name], value)
 
     def _totals(self) -> dict[str, int]:
         """Everything that is compared, by name; 0 for what did not happen."""
         stats = self.engine.stats()
-        totals = dict.fromkeys(COUNTERS, 0) | _grown(stats) | self.counters
+        totals = dict.fromkeys(COUNTERS, 0) | _growing(stats) | self.counters
         totals |= {f"finished_{reason}": count for reason, count in stats.finished.items()}
-        totals |= {f"slot_steps_{place}": slots for place, slots in stats.slot_steps.items()}
+        totals |= {f"slot_steps_{use}": slots for use, slots in stats.slot_steps.items()}
         totals |= {
             "steps": stats.steps,
             "prompt_tokens": stats.prompt_tokens,
@@ -206,46 +257,26 @@ class _Replay:
         return None
 
 
-def _grown(stats: EngineStats) -> dict[str, int]:
-    """The counters that only grow; their increase a step is a column of the history."""
-    counters = stats.counters
+def _growing(stats: EngineStats) -> dict[str, int]:
     return {
         "prefill_tokens": stats.prefill_tokens_scheduled,
         "decode_tokens": stats.decode_tokens_scheduled,
         "preempted": stats.num_preemptions,
         "recomputed_tokens": stats.recomputed_tokens,
-        "allocated_pages": counters.allocated_pages,
-        "freed_pages": counters.freed_pages,
-        "copied_pages": counters.copied_pages,
-        "copied_slots": counters.copied_slots,
-        "swapped_out_slots": counters.swapped_out_slots,
-        "swapped_in_slots": counters.swapped_in_slots,
-        "swap_lost_slots": counters.swap_lost_slots,
-        "prefix_hits": counters.prefix_hits,
-        "prefix_queries": counters.prefix_queries,
-        "prefix_evictions": counters.prefix_evictions,
-        "refused_fragmented": counters.refused_fragmented,
+        **{name: getattr(stats.counters, name) for name in _OF_THE_KV},
         "forks": stats.forks,
         "finished": sum(stats.finished.values()),
     }
 
 
-COUNTERS = (
-    "steps", "prefill_steps", "decode_steps", "mixed_steps", "empty_steps", "prefill_tokens", "decode_tokens",
-    "mixed_step_tokens", "prompt_tokens", "generation_tokens", "preempted", "recomputed_tokens", "allocated_pages",
-    "freed_pages", "peak_pages_owned", "peak_slots_reserved", "copied_pages", "copied_slots", "swapped_out_slots",
-    "swapped_in_slots", "swap_lost_slots", "peak_host_slots", "peak_swapped", "prefix_hits", "prefix_queries",
-    "prefix_evictions", "refused_fragmented", "refused_queue_full", "refused_never_fits", "forks", "finished_length",
-    "finished_stop", "finished_abort", "peak_running", "running_steps", "peak_waiting", "waiting_steps",
-    "slot_steps_tokens", "slot_steps_waste", "slot_steps_cached", "slot_steps_pinned", "slot_steps_free",
-    "slot_steps_fragmented", "shared_slot_steps", "total_pages", "total_slots", "total_host_slots",
-    "page_table_bytes", "bytes_per_slot",
-)  # fmt: skip
-"""Every counter that is compared, beside the digest of the tokens."""
-
-
 def _where(error: BaseException) -> str:
-    """An exception in one line, with the place it came from."""
+    """An exception in one line, with the function it came from."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{f': {text}' if text else ''} ({Path(frame.filename).name}, {frame.name})"
+
+
+if __name__ == "__main__":
+    wanted = set(sys.argv[2:])
+    chosen = [s for s in read_counter_workload(Path(sys.argv[1])).scenarios if s.name in wanted]
+    json.dump({name: dataclasses.asdict(run) for name, run in replay_all(chosen).items()}, sys.stdout)

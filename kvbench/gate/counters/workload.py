@@ -80,7 +80,7 @@ class Wave(StrictModel):
 
 
 class ScenarioGroup(StrictModel):
-    """One stream on many engines. ``engine``: settings of all of them; ``matrix``: rows whose lists are crossed."""
+    """One stream on many engines. ``engine``: settings of all; ``matrix``: rows whose lists are crossed."""
 
     stream: str
     engine: dict[str, Any] = Field(default_factory=dict)
@@ -131,8 +131,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One engine and its requests. ``digest``: of all that defines it, so of all that its counters may depend on
-    besides the engine's code."""
+    """One engine and its requests. ``digest``: of everything but the code that its counters may depend on."""
 
     name: str
     config: EngineConfig
@@ -156,7 +155,7 @@ class CounterWorkload:
 
 
 def read_counter_workload(path: Path) -> CounterWorkload:
-    """Raises UsageError: no such file, or one sentence for each mistake in it."""
+    """Raises UsageError with one sentence for each mistake in the file."""
     data = read_yaml(path)
     if "load" in data:
         raise UsageError(
@@ -168,46 +167,33 @@ def read_counter_workload(path: Path) -> CounterWorkload:
     except ValidationError as error:
         raise UsageError("\n".join(f"{path}: {sentence}" for sentence in explain(error, ""))) from None
     scenarios = tuple(_scenarios(path, file))
-    names = [scenario.name for scenario in scenarios]
+    names = tuple(scenario.name for scenario in scenarios)
     if double := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"{path}: two rows of a matrix give the same scenario {double!r}: remove one of them")
     digest = _digest(file.model_dump(mode="json", exclude={"description"}))
-    return CounterWorkload(path, file.name, digest, scenarios, tuple(names))
+    return CounterWorkload(path, file.name, digest, scenarios, names)
 
 
 def _scenarios(path: Path, file: CounterFile) -> Iterator[Scenario]:
     streams = {name: _arrivals(file, waves) for name, waves in file.streams.items()}
     for group_name, group in file.scenarios.items():
-        for varied in _crossed(group.matrix):
+        for keys, values in ((row, each) for row in group.matrix for each in itertools.product(*row.values())):
+            varied = dict(zip(keys, values, strict=True))
             settings = {"device": "cpu", "async_scheduling": False, **file.engine, **group.engine, **varied}
             if settings.get("preemption_mode") == "swap" and file.swap_space is not None:
                 settings.setdefault("swap_space", file.swap_space)
             name = f"{group_name}/{config_id_of(settings, varied)}"
             waves = [wave.model_dump(mode="json") for wave in file.streams[group.stream]]
             try:
-                config, capacity = _built(settings)
+                config, capacity = _engine(settings)
             except ValueError as error:
                 raise UsageError(f"{path}: scenario {name}: {error}") from None
-            defined = [settings, waves, file.seed, file.vocab_size, file.num_eos]
-            yield Scenario(
-                name=name,
-                config=config,
-                capacity=capacity,
-                arrivals=streams[group.stream],
-                seed=file.seed,
-                vocab_size=file.vocab_size,
-                num_eos=file.num_eos,
-                digest=_digest(defined)[:16],
-            )
+            digest = _digest([settings, waves, file.seed, file.vocab_size, file.num_eos])[:16]
+            arrivals = streams[group.stream]
+            yield Scenario(name, config, capacity, arrivals, file.seed, file.vocab_size, file.num_eos, digest)
 
 
-def _crossed(rows: list[dict[str, list[Any]]]) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        for values in itertools.product(*row.values()):
-            yield dict(zip(row, values, strict=True))
-
-
-def _built(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
+def _engine(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
     """Raises ValueError."""
     config = EngineConfig.from_mapping(settings)
     spec = find_model(config.model, "dummy")
@@ -219,38 +205,33 @@ def _built(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
 
 def _arrivals(file: CounterFile, waves: list[Wave]) -> tuple[Arrival, ...]:
     """In the order of their steps; of one step, in the order of the file."""
-    arrivals = [_arrival(file, wave, place, index) for place, wave in enumerate(waves) for index in range(wave.count)]
+    arrivals = [_arrival(file, wave, number, i) for number, wave in enumerate(waves) for i in range(wave.count)]
     return tuple(sorted(arrivals, key=lambda arrival: arrival.step))
 
 
-def _arrival(file: CounterFile, wave: Wave, place: int, index: int) -> Arrival:
-    drawn = (file.seed, place, index)
+def _arrival(file: CounterFile, wave: Wave, number: int, index: int) -> Arrival:
+    """Request ``index`` of wave ``number``. Its lengths and tokens are hashes of the seed and these two numbers."""
+
+    def length(span: tuple[int, int], what: int) -> int:
+        return span[0] + mixed(file.seed, number, index, what) % (span[1] - span[0] + 1)
+
     prompt: tuple[int, ...] = ()
-    if wave.prefix is not None:
-        who = (name_number(wave.prefix.family), index % wave.prefix.members)
-        prompt = tuple(mixed(file.seed, _SHARED, *who, at) % file.vocab_size for at in range(wave.prefix.tokens))
-    own = _length(wave.prompt, _PROMPT, drawn)
-    prompt += tuple(mixed(*drawn, _OWN, at) % file.vocab_size for at in range(own))
+    if shared := wave.prefix:
+        member = (name_number(shared.family), index % shared.members)
+        prompt = tuple(mixed(file.seed, _SHARED, *member, at) % file.vocab_size for at in range(shared.tokens))
+    own = range(length(wave.prompt, _PROMPT))
+    prompt += tuple(mixed(file.seed, number, index, _OWN, at) % file.vocab_size for at in own)
     params = SamplingParams(
-        max_tokens=_length(wave.output, _OUTPUT, drawn),
+        max_tokens=length(wave.output, _OUTPUT),
         temperature=0.0,
         ignore_eos=wave.ignore_eos,
         n=wave.n,
         best_of=wave.best_of,
         beam_width=wave.beam_width,
     )
+    request = Request(f"w{number}-{index}", prompt, params, priority=wave.priority, cache_salt=wave.cache_salt)
     step = wave.start + index * wave.every
-    return Arrival(
-        step=step,
-        request=Request(f"w{place}-{index}", prompt, params, priority=wave.priority, cache_salt=wave.cache_salt),
-        abort_step=None if wave.abort_after is None else step + wave.abort_after,
-        abort_index=wave.abort_index,
-    )
-
-
-def _length(span: tuple[int, int], what: int, drawn: tuple[int, ...]) -> int:
-    low, high = span
-    return low + mixed(*drawn, what) % (high - low + 1)
+    return Arrival(step, request, wave.abort_after and step + wave.abort_after, wave.abort_index)
 
 
 def _digest(data: Any) -> str:

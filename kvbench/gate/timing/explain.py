@@ -14,35 +14,40 @@ among the gaps; and a preempted sequence waits outside its steps. So shares need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
+from kvbench.common.stats import t_interval
 from kvbench.common.text import listing
 from kvbench.gate.timing.plan import BASE, CANDIDATE
+from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import FAIL, Finding, Moved
 
 FLOOR = 0.01  # of a change that is listed
-CONFIDENCE = 0.95
 _MOST_NAMED = 3
 _NAMED_FROM = 0.1  # of the difference: what is named in the sentence
 
 Counters = Mapping[str, Any]
-_Value = Callable[[Counters], float | None]
+ByCell = Mapping[str, Mapping[str, Sequence[Counters]]]
+"""counters.json of each load, by cell, side (base, candidate) and pair."""
 
 ITL, TTFT, E2E = "inter_token_latency", "time_to_first_token", "e2e_request_latency"
 _LATENCIES = {ITL: "between tokens", TTFT: "to the first token", E2E: "from arrival to the last token"}
-_PHASES = ("schedule", "prepare", "execute", "sample", "output")
 _STEP_PARTS = {
-    **{f"step_time_seconds_total_{phase}": phase for phase in _PHASES},
+    "step_time_seconds_total_schedule": "schedule",
+    "step_time_seconds_total_prepare": "prepare",
+    "step_time_seconds_total_execute": "execute",
+    "step_time_seconds_total_sample": "sample",
+    "step_time_seconds_total_output": "output",
     "swap_seconds_total": "swap",
     "hash_seconds_total": "page hashes",
 }
 _INSIDE = {"swap": "prepare: copies and swaps", "page hashes": "hashing pages for the prefix cache"}
 _REQUEST_PARTS = {"request_queue_time": "queue", "request_prefill_time": "prefill", "request_decode_time": "decode"}
+_PARTS = {ITL: _STEP_PARTS, TTFT: _REQUEST_PARTS}
 _EVENTS = {
     "num_preemptions_total": "preemptions",
     "recomputed_tokens_total": "recomputed tokens",
@@ -73,135 +78,136 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class _Figure:
-    """One normalised figure. ``part_of``: the latency that it is a part of, in the same unit."""
+    """``scale`` times the counter ``part`` over the counter ``whole``, if any.
+
+    ``part_of``: the latency that it is a part of, in the same unit.
+    """
 
     name: str
     title: str
     unit: str
-    value: _Value
+    part: str
+    whole: str | None
+    scale: float = 1000.0
     part_of: str | None = None
     event: bool = False
 
+    def value(self, counters: Counters) -> float | None:
+        part, whole = counters.get(self.part), 1.0 if self.whole is None else counters.get(self.whole)
+        return self.scale * part / whole if part is not None and whole else None
 
-@dataclass(frozen=True)
+
+def _mean_ms(name: str, title: str, part_of: str | None = None) -> _Figure:
+    return _Figure(name, title, "ms", f"{name}_seconds_sum", f"{name}_seconds_count", part_of=part_of)
+
+
+_PER_TOKEN = ("per 1,000 output tokens", "generation_tokens_total")
+_FIGURES = (
+    *(_mean_ms(name, f"time {words}, mean") for name, words in _LATENCIES.items()),
+    *(
+        _Figure(name, f"{_INSIDE.get(part, part)}, a step", "ms", name, "steps_total", part_of=ITL)
+        for name, part in _STEP_PARTS.items()
+    ),
+    *(_mean_ms(n, f"{p}, a request", None if p == "decode" else TTFT) for n, p in _REQUEST_PARTS.items()),
+    *(_Figure(n, title, _PER_TOKEN[0], n, _PER_TOKEN[1], event=True) for n, title in _EVENTS.items()),
+    *(_Figure(name, title, unit, name, None, scale=1.0) for name, (title, unit) in _LEVELS.items()),
+)
+
+
 class _Paired:
-    """One figure's values over the pairs that both sides tell."""
+    """One figure over the pairs that both sides tell.
 
-    figure: _Figure
-    base: np.ndarray
-    candidate: np.ndarray
+    ``change``: candidate / base - 1, and ``interval`` its interval: of the log ratios, or of the differences where a
+    value is 0; both None where the base is 0. ``always``: an event that base never has and the candidate has in every
+    pair, or the same difference in every pair.
+    """
 
-    @property
-    def difference(self) -> float:
-        return float(np.mean(self.candidate - self.base))
+    def __init__(self, figure: _Figure, base: np.ndarray, candidate: np.ndarray) -> None:
+        self.figure, self.base, self.candidate = figure, float(base.mean()), float(candidate.mean())
+        apart = candidate - base
+        self.difference = float(apart.mean())
+        self.change: float | None = None
+        self.interval: tuple[float, float] | None = None
+        low, high = t_interval(apart)
+        if np.all(base > 0) and np.all(candidate > 0):
+            ratios = np.log(candidate / base)
+            low, high = (float(np.expm1(end)) for end in t_interval(ratios))
+            self.change, self.interval = float(np.expm1(ratios.mean())), (low, high)
+        elif self.base > 0:
+            self.change, self.interval = self.difference / self.base, (low / self.base, high / self.base)
+        self._beyond_chance = low > 0 or high < 0
+        equal = bool(np.all(apart == apart[0])) and apart[0] != 0
+        self.always = figure.event and (equal or (not base.any() and bool(np.all(candidate > 0))))
 
-    @property
-    def always(self) -> bool:
-        """An event that base never has and the candidate has in every pair, or the same difference in every pair."""
-        apart = self.candidate - self.base
-        whole = bool(np.all(apart == apart[0])) and apart[0] != 0
-        return self.figure.event and (whole or (not self.base.any() and bool(np.all(self.candidate > 0))))
+    def moved(self, floor: float) -> bool:
+        return self._beyond_chance and (self.change is None or abs(self.change) > floor)
 
 
-def moved_between(
-    counters: Mapping[str, Mapping[str, Sequence[Counters]]], findings: Sequence[Finding] = (), floor: float = FLOOR
-) -> tuple[Moved, ...]:
+def moved_between(counters: ByCell, findings: Sequence[Finding] = (), floor: float = FLOOR) -> tuple[Moved, ...]:
     """What moved in the cells that failed (all, where none did alone): what differs in every pair first, then what
     explains most of the latency's difference.
 
-    ``counters``: counters.json of each load, by cell, side (base, candidate) and pair. ``floor``: least relative change
-    of what is listed. Empty for fewer than two pairs, and for a server that tells nothing.
+    ``floor``: least relative change of what is listed. Empty for fewer than two pairs, and for a server that tells
+    nothing.
     """
     found = []
+    judged = _judged(findings)
     for cell in _cells(counters, findings):
         paired = _paired(counters[cell])
-        latencies = {p.figure.name: p for p in paired if p.figure.name in _LATENCIES and _moved(p, 0.0)}
-        judged = _judged(findings)
-        for each in paired:
-            if each.always or _moved(each, floor):
-                whole = latencies.get(each.figure.part_of or "")
-                share = each.difference / whole.difference if whole and whole.figure.name in judged else None
-                found.append((each.always, _as_moved(each, cell, share)))
-    found.sort(key=lambda one: (not one[0], -(one[1].share or 0.0), -_size(one[1]), one[1].where, one[1].name))
-    return tuple(moved for _, moved in found)
+        differences = {p.figure.name: p.difference for p in paired if p.figure.name in judged and p.moved(0.0)}
+        for p in paired:
+            if p.always or p.moved(floor):
+                whole, figure = differences.get(p.figure.part_of or ""), p.figure
+                share = p.difference / whole if whole else None
+                row = Moved(
+                    figure.name, figure.title, cell, figure.unit, p.base, p.candidate, p.change, p.interval, share
+                )
+                found.append((not p.always, -(share or 0.0), -_size(row), cell, figure.name, row))
+    return tuple(row for *_, row in sorted(found, key=lambda each: each[:-1]))
 
 
-def where_it_went(
-    moved: Sequence[Moved],
-    findings: Sequence[Finding] = (),
-    counters: Mapping[str, Mapping[str, Sequence[Counters]]] | None = None,
-) -> str:
+def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding] = (), counters: ByCell | None = None) -> str:
     """One sentence on where the time went; empty where nothing can be said.
 
     ``counters``: as ``moved_between`` took them; with them it also says what did not move, and what is not told.
     """
-    words = [text for name in _judged(findings) if (text := _latency_words(name, moved, counters))]
-    new = [m for m in moved if m.change is None]
-    if new:
-        each = ", ".join(f"{m.title} ({m.candidate:.3g} {m.unit})" for m in new[:_MOST_NAMED])
-        words.append(f"new in the candidate: {each}")
-    if words:
+    words = [text for name in _judged(findings) if (text := _latency_words(name, moved, counters or {}))]
+    if new := [f"{m.title} ({m.candidate:.3g} {m.unit})" for m in moved if m.change is None]:
+        words.append(f"new in the candidate: {', '.join(new[:_MOST_NAMED])}")
+    if words or counters is None:
         return "; ".join(words)
-    if counters is None:
-        return ""
-    told = {p.figure.name for cell in _cells(counters, findings) for p in _paired(counters[cell])}
-    if not told & {*_LATENCIES, *_STEP_PARTS}:
-        return "the server's /metrics tell no times in two pairs or more, so where the time went is not known"
-    return (
-        "the server's own mean times did not move beyond chance: what was judged moved in its tail, or outside the "
-        "server"
-    )
+    known = {p.figure.name for cell in _cells(counters, findings) for p in _paired(counters[cell])}
+    return wording.sentence("means the same" if known & {*_LATENCIES, *_STEP_PARTS} else "no times")
 
 
-def _latency_words(
-    name: str, moved: Sequence[Moved], counters: Mapping[str, Mapping[str, Sequence[Counters]]] | None
-) -> str:
-    """``98 % of the +2.1 ms between tokens ...``, of the cell where that latency changed most."""
+def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
+    """``of the +2.1 ms between tokens ..., 98 % in execute``, of the cell where that latency changed most."""
     rows = [m for m in moved if m.name == name]
     if not rows:
         return ""
     row = max(rows, key=_size)
-    difference = row.candidate - row.base
-    parts = {_short(m.name): m.share for m in moved if m.where == row.where and m.share is not None}
-    ours = (_STEP_PARTS if name == ITL else _REQUEST_PARTS).values()
-    named = sorted(
-        ((s, p) for p in ours if p not in _INSIDE and (s := parts.get(p) or 0.0) >= _NAMED_FROM), reverse=True
+    shares = {_PARTS[name][m.name]: m.share or 0.0 for m in moved if m.where == row.where and m.name in _PARTS[name]}
+    named = sorted(((s, p) for p, s in shares.items() if p not in _INSIDE and s >= _NAMED_FROM), reverse=True)
+    swapping = 2 * shares.get("swap", 0.0) >= shares.get("prepare", 0.0)  # copies and swaps are a part of prepare
+    said = {"prepare": "prepare (copies and swaps)"} if swapping else {}
+    text = wording.sentence(
+        "explained" if named else "unexplained",
+        difference=row.candidate - row.base,
+        latency=_LATENCIES[name],
+        cell=f" in {row.where}" if len({m.where for m in moved}) > 1 else "",
+        shares=" and ".join(f"{100 * s:.0f} % in {said.get(p, p)}" for s, p in named[:_MOST_NAMED]),
     )
-    several = f" in {row.where}" if len({m.where for m in moved}) > 1 else ""
-    whole = f"the {difference:+.3g} ms {_LATENCIES[name]} (mean){several}"
-    if named:
-        moving = parts.get("swap") or 0.0  # copies and swaps are a part of prepare
-        said = {"prepare": "prepare (copies and swaps)"} if 2 * moving >= (parts.get("prepare") or 0.0) > 0 else {}
-        shares = " and ".join(f"{100 * share:.0f} % in {said.get(part, part)}" for share, part in named[:_MOST_NAMED])
-        text = f"of {whole}, {shares}"
-    else:
-        text = f"no part of the server's steps explains {whole}"
-    still = _still(row.where, moved, counters)
+    suspects = {**_REQUEST_PARTS, **_STEP_PARTS, "num_preemptions_total": "preemption"}
+    changed = {m.name for m in moved if m.where == row.where}
+    known = {p.figure.name for p in _paired(counters[row.where])} if row.where in counters else set()
+    still = [p for n, p in suspects.items() if n in known and n not in changed and p != "page hashes"]
     return f"{text}; {listing(still)} did not move" if still else text
 
 
-def _still(
-    cell: str, moved: Sequence[Moved], counters: Mapping[str, Mapping[str, Sequence[Counters]]] | None
-) -> list[str]:
-    """Of the usual suspects, those that the server tells and that are not listed as moved."""
-    if counters is None or cell not in counters:
-        return []
-    suspects = {**_REQUEST_PARTS, **_STEP_PARTS, "num_preemptions_total": "preemption"}
-    gone = {m.name for m in moved if m.where == cell}
-    told = {p.figure.name for p in _paired(counters[cell])}
-    return [title for name, title in suspects.items() if name in told and name not in gone and title != "page hashes"]
-
-
-def _cells(counters: Mapping[str, Any], findings: Sequence[Finding]) -> list[str]:
+def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
     """The cells that failed by themselves, else all."""
-    failed = [f for f in findings if f.outcome == FAIL and f.suite == "cell"]
-    return [cell for cell in counters if any(_is_of(f, cell) for f in failed)] or list(counters)
-
-
-def _is_of(finding: Finding, cell: str) -> bool:
-    """Whether a finding is of that cell: its id names the cell as a whole, not as the beginning of another's name."""
-    before, sign, after = finding.id.partition(cell)
-    return bool(sign) and before[-1:] in ("", "/", " ", ":") and after[:1] in ("", "/", " ", ":")
+    failed = {f.id for f in findings if f.outcome == FAIL and f.suite == "cell"}
+    return [cell for cell in counters if any(f"/{cell}/" in f"/{each}/" for each in failed)] or list(counters)
 
 
 def _judged(findings: Sequence[Finding]) -> list[str]:
@@ -217,83 +223,11 @@ def _paired(loads: Mapping[str, Sequence[Counters]]) -> list[_Paired]:
     found = []
     for figure in _FIGURES:
         values = [(figure.value(b), figure.value(c)) for b, c in zip(loads[BASE], loads[CANDIDATE], strict=True)]
-        known = [(b, c) for b, c in values if b is not None and c is not None]
+        known = [pair for pair in values if None not in pair]
         if len(known) >= 2:
-            base, candidate = np.array(known, dtype=np.float64).T
-            found.append(_Paired(figure, base, candidate))
+            found.append(_Paired(figure, *np.array(known, dtype=np.float64).T))
     return found
-
-
-def _moved(paired: _Paired, floor: float) -> bool:
-    change, interval = _change(paired)
-    if interval is None:  # nothing to set it against: by the difference alone
-        low, high = _t_interval(paired.candidate - paired.base)
-        return low > 0 or high < 0
-    low, high = interval
-    return (low > 0 or high < 0) and change is not None and abs(change) > floor
-
-
-def _change(paired: _Paired) -> tuple[float | None, tuple[float, float] | None]:
-    """candidate / base - 1 and its interval: of the log ratios, or of the differences where a value is 0."""
-    base, candidate = paired.base, paired.candidate
-    if np.all(base > 0) and np.all(candidate > 0):
-        ratios = np.log(candidate / base)
-        low, high = _t_interval(ratios)
-        return float(np.expm1(ratios.mean())), (float(np.expm1(low)), float(np.expm1(high)))
-    mean = float(base.mean())
-    if mean <= 0:
-        return None, None
-    low, high = _t_interval(candidate - base)
-    return paired.difference / mean, (low / mean, high / mean)
-
-
-def _t_interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of the mean (Student). Of equal values: that value."""
-    n, mean = len(values), float(values.mean())
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * float(values.std(ddof=1)) / np.sqrt(n)
-    return mean - half, mean + half
-
-
-def _as_moved(paired: _Paired, cell: str, share: float | None) -> Moved:
-    figure = paired.figure
-    change, interval = _change(paired)
-    base, candidate = float(paired.base.mean()), float(paired.candidate.mean())
-    return Moved(figure.name, figure.title, cell, figure.unit, base, candidate, change, interval, share)
 
 
 def _size(moved: Moved) -> float:
     return float("inf") if moved.change is None else abs(moved.change)
-
-
-def _short(name: str) -> str:
-    return _STEP_PARTS.get(name) or _REQUEST_PARTS.get(name) or name
-
-
-def _ratio(part: str, whole: str, scale: float) -> _Value:
-    def value(counters: Counters) -> float | None:
-        known = counters.get(part) is not None and counters.get(whole)
-        return scale * counters[part] / counters[whole] if known else None
-
-    return value
-
-
-def _figures() -> Iterable[_Figure]:
-    for name, words in _LATENCIES.items():
-        yield _Figure(name, f"time {words}, mean", "ms", _mean_ms(name))
-    for name, phase in _STEP_PARTS.items():
-        title = f"{_INSIDE.get(phase, phase)}, a step"
-        yield _Figure(name, title, "ms", _ratio(name, "steps_total", 1000.0), ITL)
-    for name, part in _REQUEST_PARTS.items():
-        yield _Figure(name, f"{part}, a request", "ms", _mean_ms(name), None if part == "decode" else TTFT)
-    for name, title in _EVENTS.items():
-        per_token = _ratio(name, "generation_tokens_total", 1000.0)
-        yield _Figure(name, title, "per 1,000 output tokens", per_token, event=True)
-    for name, (title, unit) in _LEVELS.items():
-        yield _Figure(name, title, unit, lambda counters, name=name: counters.get(name))
-
-
-def _mean_ms(name: str) -> _Value:
-    return _ratio(f"{name}_seconds_sum", f"{name}_seconds_count", 1000.0)
-
-
-_FIGURES = tuple(_figures())

@@ -1,12 +1,12 @@
 """The noise of a runner, from pairs of one build against itself (A/A), and whether the gate's limits suit it.
 
-For each metric and level: how pairs scatter, whether they lean to one side, whether a pair hangs on the one before, the
-smallest regression that each look shows with 80 % power, and the smallest margin within which each look shows an
-unchanged candidate with 80 % power (``power.py``). A sd from 20 pairs is known to within -24 % and +46 %
+For each metric and level: how pairs scatter, whether they are biased to one side, whether a pair depends on the one
+before, the smallest regression that each look shows with 80 % power, and the smallest margin within which each look
+shows an unchanged candidate with 80 % power (``power.py``). A sd from 20 pairs is known to within -24 % and +46 %
 (95 %, chi-squared with 19 degrees of freedom), one from 8 pairs to within -34 % and +104 %: hence 20 or more.
 
-Which side of a pair goes first is tossed for, so even a drifting or autocorrelated machine gives pairs that lean to no
-side and do not hang on each other. If they do, the two sides differ in more than the build.
+Which side of a pair goes first is random, so even a drifting or autocorrelated machine gives pairs that are unbiased
+and independent. If they are not, the two sides differ in more than the build.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ import numpy as np
 from scipy import stats
 
 from kvbench.common.text import plural
-from kvbench.gate.timing.pairs import Hypotheses, PairTable, hypotheses
+from kvbench.gate.timing.pairs import Hypotheses, PairTable, hypotheses, place
 from kvbench.gate.timing.power import critical_t_of, effective_tests, smallest_detectable, smallest_margin
 from kvbench.gate.timing.rules import CELL, CLASS, OVERALL, MetricRule, TimingRules
 from kvbench.gate.timing.signflip import critical_t
+from kvbench.gate.verdict.wording import sentence, share
 
 FORMAT = "kvbench-noise/2"
 ENOUGH_PAIRS = 20
 FEWEST_PAIRS = 4
 _SURE = 0.01  # a bias this improbable, over all hypotheses of the table, is one
-_AT = {OVERALL: "over all cells", CLASS: "of a class", CELL: "of a cell"}
-_WAYS_OUT = "lengthen the loads, or quieten the machine"
+_LEVELS = {OVERALL: "over all cells", CLASS: "of a class", CELL: "of a cell"}
+
+ByLook = Mapping[int, float | None]
+"""Pairs of a look -> a relative change for the worse; None where so few pairs show nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,8 @@ class Noise:
     those of one level that stand for others have a line of their own.
     ``sd`` of log(candidate / base) of pairs, in the median and the ``worst`` of them, which is ``where``. ``bias``:
     candidate / base - 1 where it is surest that there is one, and ``bias_p`` its two-sided p, adjusted for all
-    hypotheses of the table. ``autocorrelation``: of one pair with the next, median. ``detectable`` and ``margin``: by
-    look (pairs), relative changes for the worse, in the median; ``worst_detectable`` and ``worst_margin`` likewise;
-    None where so few pairs show nothing.
+    hypotheses of the table. ``autocorrelation``: of one pair with the next, median. ``detectable`` and ``margin``: in
+    the median; ``worst_detectable`` and ``worst_margin`` likewise.
     """
 
     metric: str
@@ -56,10 +58,10 @@ class Noise:
     bias: float
     bias_p: float
     autocorrelation: float
-    detectable: Mapping[int, float | None]
-    worst_detectable: Mapping[int, float | None]
-    margin: Mapping[int, float | None]
-    worst_margin: Mapping[int, float | None]
+    detectable: ByLook
+    worst_detectable: ByLook
+    margin: ByLook
+    worst_margin: ByLook
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,18 @@ class RunnerNoise:
         """What ``to_json`` gave, also after JSON has made text of the looks. ValueError for another format."""
         if data.get("format") != FORMAT:
             raise ValueError(f"a runner's noise of format {data.get('format')!r}: this kvbench reads {FORMAT}")
-        each = tuple(Noise(**{k: _stored(v) for k, v in line.items()}) for line in data["each"])
+
+        def stored(value: Any) -> Any:
+            if isinstance(value, list):
+                return tuple(value)
+            return {int(look): change for look, change in value.items()} if isinstance(value, Mapping) else value
+
+        each = tuple(Noise(**{key: stored(value) for key, value in line.items()}) for line in data["each"])
         return cls(data["pairs"], data["cells"], each)
 
     def of(self, metric: str, level: str | None = None) -> tuple[Noise, ...]:
         """The lines of a metric, at one level or all."""
         return tuple(each for each in self.each if each.metric == metric and level in (None, each.level))
-
-
-def _stored(value: Any) -> Any:
-    """A field of Noise as JSON gives it back: tuples as lists, looks as text."""
-    if isinstance(value, list):
-        return tuple(value)
-    return {int(look): share for look, share in value.items()} if isinstance(value, Mapping) else value
 
 
 def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
@@ -101,14 +102,12 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
     if not tested.each:
         raise ValueError("no cell has any of the metrics: there is no noise to look at")
     t_criticals = {look.pairs: _critical_t(tested.harm, look.pairs, look.alpha) for look in rules.looks}
-    lines = []
-    for metric in table.metrics:
-        groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-        for i, h in enumerate(tested.each):
-            if h.metric == metric:
-                groups.setdefault((h.level, h.stands_for), []).append(i)
-        lines += [_noise(tested, columns, t_criticals, rules) for columns in groups.values()]
-    return RunnerNoise(table.pairs, len(table.cells), tuple(lines))
+    groups: dict[tuple[int, str, tuple[str, ...]], list[int]] = {}
+    for i, h in enumerate(tested.each):
+        groups.setdefault((h.metric_index, h.level, h.stands_for), []).append(i)
+    by_metric = sorted(groups.items(), key=lambda item: item[0][0])
+    lines = tuple(_noise(tested, columns, t_criticals, rules) for _, columns in by_metric)
+    return RunnerNoise(table.pairs, len(table.cells), lines)
 
 
 def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
@@ -124,107 +123,73 @@ def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
 
 def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int, float], rules: TimingRules) -> Noise:
     first = tested.each[columns[0]]
-    metric = first.metric
     y = tested.log_ratio()[:, columns]
     sd, mean = y.std(axis=0, ddof=1), y.mean(axis=0)
     t = np.divide(mean, sd / np.sqrt(len(y)), out=np.zeros_like(mean), where=sd > 0)
-    leaning, worst = int(np.abs(t).argmax()), int(sd.argmax())
+    biased, worst = int(np.abs(t).argmax()), int(sd.argmax())
     apart = y - mean
-    moving = (apart[1:] * apart[:-1]).sum(axis=0)
-    hanging = np.divide(moving, (apart**2).sum(axis=0), out=np.zeros_like(mean), where=sd > 0)
+    lagged = (apart[1:] * apart[:-1]).sum(axis=0)
+    autocorrelation = np.divide(lagged, (apart**2).sum(axis=0), out=np.zeros_like(mean), where=sd > 0)
 
-    def by_look(of_sd: float) -> tuple[dict[int, float | None], dict[int, float | None]]:
-        shown, within = {}, {}
-        for look in rules.looks:
-            seen = float(smallest_detectable(of_sd, look.pairs, t_criticals[look.pairs]))
-            least = float(smallest_margin(of_sd, look.pairs, look.alpha_pass))
-            shown[look.pairs] = metric.relative_of(seen) if np.isfinite(seen) else None
-            within[look.pairs] = metric.relative_of(least) if np.isfinite(least) else None
-        return shown, within
+    def relative(harm: np.ndarray) -> float | None:
+        return first.metric.relative_of(float(harm)) if np.isfinite(harm) else None
 
-    (detectable, margin), (worst_detectable, worst_margin) = by_look(float(np.median(sd))), by_look(float(sd[worst]))
+    def detectable(of_sd: float) -> ByLook:
+        return {k: relative(smallest_detectable(of_sd, k, t_critical)) for k, t_critical in t_criticals.items()}
+
+    def margin(of_sd: float) -> ByLook:
+        return {look.pairs: relative(smallest_margin(of_sd, look.pairs, look.alpha_pass)) for look in rules.looks}
+
+    median_sd, worst_sd = float(np.median(sd)), float(sd[worst])
     return Noise(
-        metric=metric.name,
+        metric=first.metric.name,
         level=first.level,
         stands_for=first.stands_for,
         hypotheses=len(columns),
-        sd=float(np.median(sd)),
-        worst=float(sd[worst]),
+        sd=median_sd,
+        worst=worst_sd,
         where=tested.each[columns[worst]].where,
-        bias=float(np.expm1(mean[leaning])),
-        bias_p=min(1.0, float(2 * stats.t.sf(abs(t[leaning]), len(y) - 1)) * len(tested.each)),
-        autocorrelation=float(np.median(hanging)),
-        detectable=detectable,
-        worst_detectable=worst_detectable,
-        margin=margin,
-        worst_margin=worst_margin,
+        bias=float(np.expm1(mean[biased])),
+        bias_p=min(1.0, float(2 * stats.t.sf(abs(t[biased]), len(y) - 1)) * len(tested.each)),
+        autocorrelation=float(np.median(autocorrelation)),
+        detectable=detectable(median_sd),
+        worst_detectable=detectable(worst_sd),
+        margin=margin(median_sd),
+        worst_margin=margin(worst_sd),
     )
 
 
 def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
     """Where ``rules`` ask for more than this runner can show after their last look, and what its pairs say of it."""
-    said = []
-    if noise.pairs < ENOUGH_PAIRS:
-        said.append(f"{noise.pairs} A/A pairs: a runner's noise is known from {ENOUGH_PAIRS} or more")
     last = rules.looks[-1].pairs
+    found = []
+    if noise.pairs < ENOUGH_PAIRS:
+        found.append(sentence("few pairs", pairs=noise.pairs, enough=ENOUGH_PAIRS))
     if known := [sorted(line.detectable) for line in noise.each if last not in line.detectable]:
-        return (
-            *said,
-            f"the runner's noise was worked out for looks at {known[0]} pairs and the last look is now at {last}: "
-            "calibrate again",
-        )
+        return (*found, sentence("other looks", known=known[0], last=last))
     for metric in rules.metrics:
-        lines = noise.of(metric.name)
-        said += [text for text in (_floor_warning(metric, lines, last), _margin_warning(metric, lines, last)) if text]
-        said += [text for line in lines if (text := _leaning(line, noise.pairs))]
-    return tuple(said)
+        found += _limit_warnings(metric, noise.of(metric.name), last)
+        for line in noise.of(metric.name):
+            level = _LEVELS[line.level]
+            if line.bias_p <= _SURE:
+                found.append(sentence("bias", metric=metric.name, level=level, bias=line.bias * 100, p=line.bias_p))
+            elif line.level == OVERALL and abs(line.autocorrelation) > 3 / np.sqrt(noise.pairs):
+                found.append(sentence("autocorrelation", metric=metric.name, level=level, value=line.autocorrelation))
+    return tuple(found)
 
 
-def _floor_warning(metric: MetricRule, lines: Sequence[Noise], last: int) -> str | None:
-    low = [line for line in lines if (seen := line.worst_detectable[last]) is None or seen > metric.floor]
-    if not low:
-        return None
-    seen = ", ".join(f"{_share(line.worst_detectable[last])} {_place(line)}" for line in low)
-    return (
-        f"{metric.name}: the floor of {_share(metric.floor)} is below the smallest regression that this runner shows, "
-        f"at {last} pairs {seen}: raise the floor, {_WAYS_OUT}"
-    )
-
-
-def _margin_warning(metric: MetricRule, lines: Sequence[Noise], last: int) -> str | None:
-    narrow = []
+def _limit_warnings(metric: MetricRule, lines: Sequence[Noise], last: int) -> list[str]:
+    """The floor, and the margins, that are below what the worst of this runner's hypotheses can show."""
+    low, narrow, found = [], [], []
     for line in lines:
-        least, margin = line.worst_margin[last], metric.margin_at(line.stands_for)
+        where, margin = place(line.level, line.where), metric.margin_at(line.stands_for)
+        detectable, least = line.worst_detectable[last], line.worst_margin[last]
+        if detectable is None or detectable > metric.floor:
+            low.append(f"{share(detectable)} {where}")
         if least is None or least > margin:
-            narrow.append(f"{_share(margin)} {_place(line)}, where {_share(least)} is the least")
-    if not narrow:
-        return None
-    return (
-        f"{metric.name}: an unchanged candidate would often stay inconclusive after {last} pairs; too narrow are the "
-        f"margins {'; '.join(narrow)}: widen them, {_WAYS_OUT}"
-    )
-
-
-def _place(line: Noise) -> str:
-    """The place with the worst noise of a line: ``over all cells``, ``of class mixed``, ``of mixed/paged-p16-c32``."""
-    if line.level == OVERALL:
-        return "over all cells"
-    return f"of class {line.where}" if line.level == CLASS else f"of {line.where}"
-
-
-def _leaning(line: Noise, pairs: int) -> str | None:
-    if line.bias_p <= _SURE:
-        return (
-            f"{line.metric} {_AT[line.level]}: one build differs from itself by {line.bias * 100:+.2g} % "
-            f"(p = {line.bias_p:.2g}): look for what the two sides do not share (environment, cache, port, device)"
-        )
-    if line.level == OVERALL and abs(line.autocorrelation) > 3 / np.sqrt(pairs):
-        return (
-            f"{line.metric} {_AT[line.level]}: a pair hangs on the one before (autocorrelation "
-            f"{line.autocorrelation:+.2f}), which it cannot if the order within each pair is tossed for: look at it"
-        )
-    return None
-
-
-def _share(share: float | None) -> str:
-    return "nothing" if share is None else f"{share * 100:.3g} %"
+            narrow.append(f"{share(margin)} {where}, where {share(least)} is the least")
+    if low:
+        found.append(sentence("floor", metric=metric.name, floor=share(metric.floor), last=last, lines=", ".join(low)))
+    if narrow:
+        found.append(sentence("margin", metric=metric.name, last=last, lines="; ".join(narrow)))
+    return found

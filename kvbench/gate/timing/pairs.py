@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES
+from kvbench.gate.timing.plan import BASE, CANDIDATE
 from kvbench.gate.timing.rules import CELL, CLASS, LEVELS, OVERALL, MetricRule
 
 
 @dataclass(frozen=True)
 class OneSided:
-    """A metric of a cell (places in the table) that one side has in all pairs and ``lacking``, the other, in none."""
+    """A metric of a cell (indices in the table) that one side has in all pairs and ``lacking``, the other, in none."""
 
     lacking: str
     cell: int
@@ -49,12 +49,15 @@ class PairTable:
                 f"{len(self.metrics)} metrics: it must be [pairs, cells, metrics]"
             )
         if len(set(self.cells)) != len(self.cells):
-            raise ValueError("a cell is there twice: names of cells must differ")
-        if np.isinf(y).any():
-            raise ValueError(f"{self._where(np.isinf(y))} is infinite: a value of 0 or below cannot be compared")
+            raise ValueError("two cells have the same name: names of cells must differ")
         gaps = np.isnan(y) & ~np.isnan(y).all(axis=0)
-        if gaps.any():
-            raise ValueError(f"{self._where(gaps)} is missing: leave that pair out, or repeat it")
+        for wrong, what in (
+            (np.isinf(y), "is infinite: a value of 0 or below cannot be compared"),
+            (gaps, "is missing: leave that pair out, or repeat it"),
+        ):
+            if wrong.any():
+                pair, cell, metric = np.argwhere(wrong)[0]
+                raise ValueError(f"{self.metrics[metric].name} of {self.cells[cell]} in pair {pair + 1} {what}")
 
     @classmethod
     def from_values(
@@ -69,47 +72,37 @@ class PairTable:
         base, candidate = (np.asarray(x, dtype=np.float64) for x in (base, candidate))
         with np.errstate(divide="ignore", invalid="ignore"):
             y = np.log(candidate) - np.log(base)
-        impossible = (base <= 0) | (candidate <= 0)
-        there = {BASE: ~np.isnan(base), CANDIDATE: ~np.isnan(candidate)}
         one_sided = []
         for cell, metric in itertools.product(range(y.shape[1]), range(y.shape[2])):
-            for side in SIDES:
-                has = there[side][:, cell, metric]
-                if has.any() and not has.all():
-                    where = f"{metrics[metric].name} of {cells[cell]} in pair {has.argmin() + 1}"
+            lacking = []
+            for side, values in ((BASE, base), (CANDIDATE, candidate)):
+                missing = np.isnan(values[:, cell, metric])
+                if missing.any() and not missing.all():
+                    where = f"{metrics[metric].name} of {cells[cell]} in pair {missing.argmax() + 1}"
                     raise ValueError(f"{where} is missing ({side}): leave that pair out, or repeat it")
-            lacking = [side for side in SIDES if not there[side][:, cell, metric].any()]
-            if len(lacking) == 1 and len(y):
+                lacking += [side] if len(y) and missing.all() else []
+            if len(lacking) == 1:
                 one_sided.append(OneSided(lacking[0], cell, metric))
-        return cls(
-            np.where(impossible, np.inf, y), tuple(cells), tuple(classes), tuple(metrics), one_sided=tuple(one_sided)
-        )
+        y = np.where((base <= 0) | (candidate <= 0), np.inf, y)
+        return cls(y, tuple(cells), tuple(classes), tuple(metrics), tuple(one_sided))
 
     @property
     def pairs(self) -> int:
         return len(self.log_ratio)
 
-    @property
-    def lost(self) -> tuple[str, ...]:
-        """``one_sided`` in words: ``candidate has no p95 ITL of mixed/paged-c4, base has``."""
-        return tuple(self.words(each) for each in self.one_sided)
-
     def words(self, each: OneSided) -> str:
-        having = SIDES[1 - SIDES.index(each.lacking)]
+        """``candidate has no p95 ITL of mixed/paged-c4, base has``."""
+        having = CANDIDATE if each.lacking == BASE else BASE
         return f"{each.lacking} has no {self.metrics[each.metric].title} of {self.cells[each.cell]}, {having} has"
 
     def first(self, pairs: int) -> PairTable:
         """The table of the first so many pairs."""
         return replace(self, log_ratio=self.log_ratio[:pairs])
 
-    def _where(self, which: np.ndarray) -> str:
-        pair, cell, metric = np.argwhere(which)[0]
-        return f"{self.metrics[metric].name} of {self.cells[cell]} in pair {pair + 1}"
-
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One thing that may have become worse: ``metric`` at ``level`` over ``cells`` (places in the table).
+    """One thing that may have become worse: ``metric`` at ``level`` over ``cells`` (indices in the table).
 
     ``where``: the name of the cell or the class, empty for overall. ``stands_for``: the levels at which it is all there
     is, its own among them: the only cell of a comparison is also its class and the whole.
@@ -129,8 +122,12 @@ class Hypothesis:
     @property
     def title(self) -> str:
         """Such as ``p95 TTFT of mixed/paged-p16-c32``, ``p95 TTFT of class mixed``, ``p95 TTFT over all cells``."""
-        place = {CELL: f"of {self.where}", CLASS: f"of class {self.where}", OVERALL: "over all cells"}
-        return f"{self.metric.title} {place[self.level]}"
+        return f"{self.metric.title} {place(self.level, self.where)}"
+
+    @property
+    def sign(self) -> float:
+        """Of a log ratio for the worse."""
+        return -1.0 if self.metric.higher_is_better else 1.0
 
     @property
     def floor(self) -> float:
@@ -148,6 +145,11 @@ class Hypothesis:
         return self.metric.harm_of(self.margin_share)
 
 
+def place(level: str, where: str) -> str:
+    """``over all cells``, ``of class mixed``, ``of mixed/paged-p16-c32``."""
+    return {CELL: f"of {where}", CLASS: f"of class {where}", OVERALL: "over all cells"}[level]
+
+
 @dataclass(frozen=True)
 class Hypotheses:
     """``harm`` [pairs, hypotheses]: log ratio, signed so that worse is positive. ``notes``: what was left out."""
@@ -157,8 +159,8 @@ class Hypotheses:
     notes: tuple[str, ...] = ()
 
     def log_ratio(self) -> np.ndarray:
-        """[pairs, hypotheses] log(candidate / base), not turned."""
-        return self.harm * np.array([-1.0 if h.metric.higher_is_better else 1.0 for h in self.each])
+        """[pairs, hypotheses] log(candidate / base)."""
+        return self.harm * np.array([h.sign for h in self.each])
 
 
 def hypotheses(table: PairTable) -> Hypotheses:
@@ -172,27 +174,23 @@ def hypotheses(table: PairTable) -> Hypotheses:
     notes: list[str] = []
     one_sided = {(each.cell, each.metric) for each in table.one_sided}
     for index, metric in enumerate(table.metrics):
-        there = [c for c in range(len(table.cells)) if not np.isnan(table.log_ratio[:, c, index]).any()]
-        notes += [
-            f"{name} has no {metric.title}"
-            for c, name in enumerate(table.cells)
-            if c not in there and (c, index) not in one_sided
-        ]
         groups: dict[str, list[int]] = {}
-        for c in there:
-            groups.setdefault(table.classes[c], []).append(c)
-        if len(there) > 1:
+        for c, name in enumerate(table.cells):
+            if not np.isnan(table.log_ratio[:, c, index]).any():
+                groups.setdefault(table.classes[c], []).append(c)
+            elif (c, index) not in one_sided:
+                notes.append(f"{name} has no {metric.title}")
+        cells = tuple(sorted(c for group in groups.values() for c in group))
+        if len(cells) > 1:
             stands_for = (OVERALL, CLASS) if len(groups) == 1 else (OVERALL,)
-            made.append(Hypothesis(OVERALL, "", metric, index, tuple(there), stands_for))
+            made.append(Hypothesis(OVERALL, "", metric, index, cells, stands_for))
         for name, group in groups.items():
             if len(groups) > 1 and len(group) > 1:
                 made.append(Hypothesis(CLASS, name, metric, index, tuple(group), (CLASS,)))
-            alone = LEVELS if len(there) == 1 else (CLASS, CELL) if len(group) == 1 else (CELL,)
-            made += [Hypothesis(CELL, table.cells[c], metric, index, (c,), alone) for c in group]
+            stands_for = LEVELS if len(cells) == 1 else (CLASS, CELL) if len(group) == 1 else (CELL,)
+            made += [Hypothesis(CELL, table.cells[c], metric, index, (c,), stands_for) for c in group]
     made.sort(key=lambda h: (LEVELS.index(h.level), h.metric_index, h.cells))
-    columns = [
-        table.log_ratio[:, h.cells, h.metric_index].mean(axis=1) * (-1.0 if h.metric.higher_is_better else 1.0)
-        for h in made
-    ]
-    harm = np.stack(columns, axis=1) if columns else np.empty((table.pairs, 0))
+    harm = np.empty((table.pairs, len(made)))
+    for i, h in enumerate(made):
+        harm[:, i] = h.sign * table.log_ratio[:, h.cells, h.metric_index].mean(axis=1)
     return Hypotheses(tuple(made), harm, tuple(notes))

@@ -46,8 +46,7 @@ class Match:
 
     def block(self, side: str, pair: int, order: Sequence[int]) -> Block:
         """The launch of one side in pair ``pair``, its loads in ``order`` (indices)."""
-        cells = self.cells(side)
-        return Block(pair, self.of(side), tuple(cells[i] for i in order))
+        return Block(pair, self.of(side), tuple(self.cells(side)[i] for i in order))
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Turn:
 
     @property
     def sides(self) -> tuple[str, str]:
-        return (BASE, CANDIDATE) if self.first == BASE else (CANDIDATE, BASE)
+        return SIDES if self.first == BASE else SIDES[::-1]
 
 
 def cell_rows(matches: Sequence[Match]) -> list[dict[str, str]]:
@@ -78,15 +77,15 @@ def match_designs(workload: str, base: Design, candidate: Design) -> tuple[Match
 
     Raises UsageError when the sides do not have the same number of configurations, or not the same loads.
     """
-    sides = (base.configurations, candidate.configurations)
-    if len(sides[0]) != len(sides[1]):
-        ids = [", ".join(c.config_id for c in side) for side in sides]
+    lefts, rights = base.configurations, candidate.configurations
+    if len(lefts) != len(rights):
+        ids = [", ".join(c.config_id for c in side) for side in (lefts, rights)]
         raise UsageError(
-            f"{workload}: base has {len(sides[0])} configurations ({ids[0]}) and candidate {len(sides[1])} ({ids[1]}), "
+            f"{workload}: base has {len(lefts)} configurations ({ids[0]}) and candidate {len(rights)} ({ids[1]}), "
             "so they cannot be paired: leave out of the workload's sweep what one of them cannot have"
         )
     matches = []
-    for left, right in zip(*sides, strict=True):
+    for left, right in zip(lefts, rights, strict=True):
         cells = [tuple(c for c in d.cells if c.configuration is side) for d, side in ((base, left), (candidate, right))]
         if [c.load for c in cells[0]] != [c.load for c in cells[1]]:
             raise UsageError(f"{workload}: {left.config_id} and {right.config_id} have different loads")

@@ -23,7 +23,7 @@ from kvbench.gate.timing.rules import TimingRules
 from kvbench.gate.timing.signflip import critical_t
 
 POWER = 0.80
-MOST_USEFUL = 200  # pairs: more of them than that is not a plan
+MOST_USEFUL = 200  # pairs: nobody measures more
 _QUANTILES = (np.arange(400) + 0.5) / 400  # of S; power is their mean
 
 
@@ -67,12 +67,12 @@ def critical_t_of(tests: float, pairs: int, alpha: float) -> float:
 
 
 def smallest_margin(sd: np.ndarray, pairs: int, alpha_pass: float) -> np.ndarray:
-    """[hypotheses] the margin [log ratio] within which a candidate without any change is shown with 80 % power."""
+    """[hypotheses] the margin [log ratio] within which an unchanged candidate is shown with 80 % power."""
     return smallest_detectable(sd, pairs, critical_t_of(1, pairs, alpha_pass))
 
 
 def unbiased(pairs: int) -> float:
-    """What the sd of so many normal values is of the true one in the mean (c4 of control charts): 0.965 for 8."""
+    """Mean sd of so many normal values over the true sd (c4 of control charts): 0.965 for 8."""
     half = pairs / 2
     return float(np.sqrt(1 / (half - 0.5)) * np.exp(special.gammaln(half) - special.gammaln(half - 0.5)))
 

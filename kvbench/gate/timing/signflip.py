@@ -1,27 +1,26 @@
 """Exact one-sided sign-flip tests of paired launches, for one hypothesis and for all of them at once (max-T).
 
-Why flips. Within each pair fair coins say which side is launched first. If candidate and base are the same, what the
-two slots measured does not depend on the coins, so a coin only gives log ratios their sign: all 2^K sign patterns of K
-pairs are equally likely, given the slots. That holds whatever the slots' noise is, with drift, autocorrelation, heavy
-tails, two modes of the machine, and with any dependence between the cells and metrics of a pair, since all of a pair
-flip together (where each configuration of a pair has a coin of its own, all of them falling the other way is as likely
-as how they fell). The p-value, the share of patterns that look at least as bad as the one observed, is therefore
-exact. An order that is balanced over the pairs instead of tossed for each would not have this.
+Why flips. In each pair a coin decides which side is launched first. If candidate and base are the same, swapping them
+in a pair flips the sign of its log ratios and changes nothing else, so all 2^K sign patterns of K pairs are equally
+likely. That holds under any noise (drift, autocorrelation, heavy tails, two modes of the machine) and any dependence
+between the cells and metrics of a pair, since all of a pair flip together. The p-value, the share of patterns that look
+at least as bad as the one observed, is therefore exact. An order that is balanced over the pairs, instead of random in
+each, would not have this.
 
 Why launches. Requests of one launch share its memory layout, its clocks, its neighbours: with a sd of 3 % from launch
-to launch, a rank test over pooled requests at 0.05 fires one time in three with no change at all. The launch is what
+to launch, a rank test over pooled requests at 0.05 rejects one time in three with no change at all. The launch is what
 was repeated, so it is what is counted.
 
-Why 8 pairs. No p-value is below 2^-K, the pattern that was observed being one of them: 0.0078 of 7 pairs, 0.0039 of 8.
-Under max-T that bound holds for the smallest p of all hypotheses together; Holm's correction over 72 would need 13.
+Why 8 pairs. No p-value is below 2^-K, the observed pattern being one of them: 0.0078 of 7 pairs, 0.0039 of 8. Under
+max-T that bound holds for the smallest p of all hypotheses together; Holm's correction over 72 would need 13 pairs.
 
-Max-T: each hypothesis' studentised mean t, and in each pattern the largest t of all hypotheses; the adjusted p of a
-hypothesis is the share of patterns whose largest t, over it and those with a smaller t than its own, reaches its own
-(step-down: Westfall and Young, Resampling-Based Multiple Testing, 1993, algorithm 2.8), made monotone. It controls the
-family-wise error, and dependence between hypotheses makes it sharper. Flips leave a hypothesis' sum of squares as it
-is, so t = u sqrt((K - 1) / (K - u^2)) is a growing function, the same for all hypotheses, of u = sum(x) / |x|; only u
-is computed. A hypothesis without variance needs no special case: all 0 has u = 0 and p = 1, a constant harm the
-largest u there can be (t infinite) and a p of 2^-K at least.
+Max-T. In each pattern: the largest studentised mean t of all hypotheses. The adjusted p of a hypothesis is the share of
+patterns whose largest t, over it and those with a smaller t than its own, reaches its own (step-down: Westfall and
+Young, Resampling-Based Multiple Testing, 1993, algorithm 2.8), made monotone. It controls the family-wise error, and
+dependence between hypotheses makes it sharper. Flips leave a hypothesis' sum of squares as it is, so
+t = u sqrt((K - 1) / (K - u^2)) grows with u = sum(x) / |x|, the same function for all hypotheses; only u is computed.
+A hypothesis without variance needs no special case: all 0 has u = 0 and p = 1, a constant harm the largest u there can
+be (t infinite) and a p of 2^-K at least.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import numpy as np
 from kvbench.gate.timing.rules import MOST_PAIRS
 
 _CHUNK = 128  # patterns: their sums stay in the cache, and a product so small is not worth a BLAS thread
-_TIE = 1e-9  # of u, which lies within +-sqrt(pairs): what differs by rounding only counts as equal
+_TIE = 1e-9  # of u, which lies within +-sqrt(pairs): a difference by rounding counts as none
 
 
 def sign_patterns(pairs: int) -> Iterator[np.ndarray]:

@@ -8,116 +8,84 @@ without values has no file.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
 from pathlib import Path
+from typing import Any
 
 from kvbench.common.files import write_json
 from kvbench.common.text import plural
 from kvbench.gate.verdict import wording
-from kvbench.gate.verdict.verdict import Finding, Verdict
+from kvbench.gate.verdict.verdict import Verdict
 
 BIGGER, SMALLER = "benchmark-bigger-is-better.json", "benchmark-smaller-is-better.json"
-# columns of a sweep's summary.csv -> (unit, higher is better)
+# columns of a sweep's summary.csv -> (unit, file)
 _SWEEP_COLUMNS = {
-    "output_tokens_per_s": ("tokens/s", True),
-    "ttft_ms_p95": ("ms", False),
-    "itl_ms_p95": ("ms", False),
+    "output_tokens_per_s": ("tokens/s", BIGGER),
+    "ttft_ms_p95": ("ms", SMALLER),
+    "itl_ms_p95": ("ms", SMALLER),
 }
 
-
-@dataclass(frozen=True)
-class ChartValue:
-    """One value of one chart. ``spread``: half of the width of its interval, in ``unit``."""
-
-    name: str
-    unit: str
-    value: float
-    higher_is_better: bool
-    spread: float | None = None
-    extra: str = ""
+Entries = list[tuple[str, dict[str, Any]]]
+"""File and entry of each value."""
 
 
-def verdict_points(verdict: Verdict) -> list[ChartValue]:
+def verdict_entries(verdict: Verdict) -> Entries:
     """The candidate's values of a comparison, named by the findings' ids; the other gates have no timings to chart."""
-    if verdict.kind != "compare":
-        return []
-    return [
-        ChartValue(
-            name=wording.line(finding.id),
-            unit=wording.line(finding.unit or ""),
-            value=finding.candidate,
-            higher_is_better=finding.higher_is_better,
-            spread=_half_width(finding),
-            extra=f"{wording.LABELS[finding.outcome]}\n{wording.line(finding.sentence)}",
-        )
-        for finding in verdict.findings
-        if wording.is_number(finding.candidate) and finding.higher_is_better is not None
-    ]
+    found: Entries = []
+    for finding in verdict.findings if verdict.kind == "compare" else ():
+        if not wording.is_number(finding.candidate) or finding.higher_is_better is None:
+            continue
+        low, high = finding.interval or (None, None)
+        known = all(map(wording.is_number, (finding.base, low, high)))
+        half = abs(finding.base) * (high - low) / 2 if known else None
+        extra = f"{wording.LABELS[finding.outcome]}\n{wording.line(finding.sentence)}"
+        entry = _entry(finding.id, finding.unit or "", finding.candidate, half, extra)
+        found.append((BIGGER if finding.higher_is_better else SMALLER, entry))
+    return found
 
 
-def sweep_points(summary_csv: Path, workload: str) -> list[ChartValue]:
+def sweep_entries(summary_csv: Path, workload: str) -> Entries:
     """The valid cells of a sweep from its summary.csv, named ``<workload>/<cell>/<column>``; none without the file.
 
     Raises OSError.
     """
-    found: list[ChartValue] = []
+    found: Entries = []
     if not summary_csv.is_file():
         return found
     with summary_csv.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row.get("valid") != "True":
-                continue
-            for column, (unit, higher) in _SWEEP_COLUMNS.items():
-                value = _float(row.get(column))
-                if value is None:
-                    continue
-                ends = [_float(row.get(f"{column}_{end}")) for end in ("min", "max")]
-                spread = None if None in ends else (ends[1] - ends[0]) / 2
-                extra = f"{row.get('configuration', '')}\n{plural(_float(row.get('repeats')) or 0, 'repeat')}"
-                name = wording.line(f"{workload}/{row['cell_id']}/{column}")
-                found.append(ChartValue(name, unit, value, higher, spread, wording.clean(extra)))
+        rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
+    for row in rows:
+        extra = f"{row.get('configuration', '')}\n{plural(_float(row.get('repeats')), 'repeat')}"
+        for column, (unit, name) in _SWEEP_COLUMNS.items():
+            value, low, high = (_float(row.get(column + end)) for end in ("", "_min", "_max"))
+            if wording.is_number(value):
+                entry = _entry(f"{workload}/{row['cell_id']}/{column}", unit, value, (high - low) / 2, extra)
+                found.append((name, entry))
     return found
 
 
-def benchmark_entries(points: Iterable[ChartValue], higher_is_better: bool) -> list[dict[str, str | float]]:
-    """The entries of one of the two files."""
-    return [
-        {
-            "name": point.name,
-            "unit": point.unit,
-            "value": point.value,
-            **({"range": f"± {point.spread:.6g}"} if point.spread else {}),
-            **({"extra": point.extra} if point.extra else {}),
-        }
-        for point in points
-        if point.higher_is_better is higher_is_better
-    ]
-
-
-def write_benchmarks(points: Sequence[ChartValue], folder: Path) -> list[Path]:
+def write_benchmarks(entries: Entries, folder: Path) -> list[Path]:
     """The files that have entries; one of an earlier verdict that has none now is removed. Raises OSError."""
     written = []
-    for name, higher in ((BIGGER, True), (SMALLER, False)):
-        if entries := benchmark_entries(points, higher):
-            write_json(folder / name, entries)
-            written.append(folder / name)
+    for path in (folder / BIGGER, folder / SMALLER):
+        if of_file := [entry for name, entry in entries if name == path.name]:
+            write_json(path, of_file)
+            written.append(path)
         else:
-            (folder / name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
     return written
 
 
-def _half_width(finding: Finding) -> float | None:
-    """Half of the width of the candidate's interval, in its unit."""
-    low, high = finding.interval or (None, None)
-    if not all(map(wording.is_number, (finding.base, low, high))):
-        return None
-    return abs(finding.base) * (high - low) / 2
+def _entry(name: str, unit: str, value: float, spread: float | None, extra: str) -> dict[str, Any]:
+    """``spread``: half of the width of the value's interval."""
+    entry = {"name": wording.line(name), "unit": wording.line(unit), "value": value}
+    drawn = {"range": f"± {spread:.6g}"} if spread and wording.is_number(spread) else {}
+    return {**entry, **drawn, "extra": wording.clean(extra)}
 
 
-def _float(text: str | None) -> float | None:
+def _float(text: str | None) -> float:
+    """NaN for what is no number."""
     try:
-        value = float(text or "")
+        return float(text or "nan")
     except ValueError:
-        return None
-    return value if wording.is_number(value) else None
+        return math.nan

@@ -14,9 +14,12 @@ from xml.etree import ElementTree
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
 
-# outcome -> (element, its type)
-_ELEMENTS = {FAIL: ("failure", "regression"), INVALID: ("error", "invalid"), INCONCLUSIVE: ("skipped", "inconclusive")}
-_COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+# outcome -> (element, its type, the count of it in a suite)
+_ELEMENTS = {
+    FAIL: ("failure", "regression", "failures"),
+    INVALID: ("error", "invalid", "errors"),
+    INCONCLUSIVE: ("skipped", "inconclusive", "skipped"),
+}
 TEXT = 20_000  # characters of one text; GitLab takes 30 MB a file
 MESSAGE = 1_000
 
@@ -29,7 +32,7 @@ def junit(verdict: Verdict) -> str:
     root = ElementTree.Element("testsuites", name=f"kvbench {verdict.kind}", time="0")
     for name, findings in suites.items():
         _suite(root, f"kvbench.{verdict.kind}.{name}", findings, verdict)
-    for key, tag in (("tests", "testcase"), *list(_COUNTS.items())[:2]):  # junit-10 has no sum of the skipped
+    for key, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):  # junit-10 has no skipped
         root.set(key, str(len(root.findall(f".//{tag}"))))
     ElementTree.indent(root, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
@@ -47,7 +50,9 @@ def _whole(verdict: Verdict) -> list[Finding]:
 
 def _suite(root: ElementTree.Element, name: str, findings: list[Finding], verdict: Verdict) -> None:
     """The test suite with its counts, properties and cases."""
-    suite = ElementTree.SubElement(root, "testsuite", name=name, tests=str(len(findings)))
+    suite = ElementTree.SubElement(root, "testsuite", name=name, tests=str(len(findings)), time="0")
+    for outcome, (_, _, count) in _ELEMENTS.items():
+        suite.set(count, str(sum(finding.outcome == outcome for finding in findings)))
     properties = ElementTree.SubElement(suite, "properties")
     taken: Counter[str] = Counter()
     for finding in findings:
@@ -55,57 +60,42 @@ def _suite(root: ElementTree.Element, name: str, findings: list[Finding], verdic
         taken[case_name] += 1
         if taken[case_name] > 1:  # ids that differ only in what XML cannot hold
             case_name += f" ({taken[case_name]})"
-        for key, value in _values(finding).items():
-            ElementTree.SubElement(properties, "property", name=f"{case_name} {key}", value=value)
-        _case(suite, name, case_name, finding, verdict)
-    for key, tag in _COUNTS.items():
-        suite.set(key, str(len(suite.findall(f"testcase/{tag}"))))
-    suite.set("time", "0")
+        numbers = []
+        for key, value, words in _numbers(finding):
+            if wording.is_number(value):
+                key = wording.line(key)
+                ElementTree.SubElement(properties, "property", name=f"{case_name} {key}", value=repr(float(value)))
+                numbers.append(f"{wording.spaced(key)}: {words}")
+        case = ElementTree.SubElement(suite, "testcase", classname=name, name=case_name, time="0")
+        _fill(case, finding, numbers, verdict)
 
 
-def _case(suite: ElementTree.Element, class_name: str, name: str, finding: Finding, verdict: Verdict) -> None:
-    case = ElementTree.SubElement(suite, "testcase", classname=class_name, name=name, time="0")
-    if finding.outcome in _ELEMENTS:
-        tag, kind = _ELEMENTS[finding.outcome]
+def _fill(case: ElementTree.Element, finding: Finding, numbers: list[str], verdict: Verdict) -> None:
+    said = [wording.line(finding.title), *numbers]
+    if finding.outcome == PASS:
+        said.insert(1, wording.line(finding.sentence))
+    else:
+        tag, kind, _ = _ELEMENTS[finding.outcome]
         message = wording.line(finding.sentence, MESSAGE) or wording.LABELS[finding.outcome]
         element = ElementTree.SubElement(case, tag, message=message, type=kind)
         element.text = _text([wording.clean(finding.sentence) or message, *map(wording.clean, finding.details)])
-    said = [wording.line(finding.title), *(f"{key}: {value}" for key, value in _numbers(finding).items())]
-    if finding.outcome == PASS:
-        said.insert(1, wording.line(finding.sentence))
-    elif verdict.reproduce:
-        said += ["reproduce:", wording.clean(verdict.reproduce)]
+        said += ["reproduce:", wording.clean(verdict.reproduce)] if verdict.reproduce else []
         said += ["accept:", wording.clean(verdict.accept)] if verdict.accept and finding.outcome == FAIL else []
     ElementTree.SubElement(case, "system-out").text = _text(said)
 
 
-def _values(finding: Finding) -> dict[str, str]:
-    """Its numbers for programs: changes are parts of the base, values in the unit."""
+def _numbers(finding: Finding) -> list[tuple[str, float | None, str]]:
+    """Its numbers by name, for programs (changes as parts of the base, values in the unit) and for people."""
     low, high = finding.interval or (None, None)
-    values = {
-        "base": finding.base,
-        "candidate": finding.candidate,
-        "effect": finding.change,
-        "interval_low": low,
-        "interval_high": high,
-        "p": finding.p,
-        **{wording.line(key): value for key, value in finding.figures.items()},
-    }
-    return {key: repr(float(value)) for key, value in values.items() if wording.is_number(value)}
-
-
-def _numbers(finding: Finding) -> dict[str, str]:
-    """Its numbers for people, by name."""
-    numbers = {
-        "metric": wording.line(finding.metric or ""),
-        "base": wording.quantity(finding.base, finding.unit),
-        "candidate": wording.quantity(finding.candidate, finding.unit),
-        "effect": wording.percent(finding.change),
-        "95 % interval": wording.interval(finding.interval) and f"{wording.interval(finding.interval)} %",
-        "p": wording.probability(finding.p),
-        **{wording.figure_name(k): wording.figure(k, v, finding) for k, v in finding.figures.items()},
-    }
-    return {key: value for key, value in numbers.items() if value and value != wording.NONE}
+    return [
+        ("base", finding.base, wording.quantity(finding.base, finding.unit)),
+        ("candidate", finding.candidate, wording.quantity(finding.candidate, finding.unit)),
+        ("effect", finding.change, wording.percent(finding.change)),
+        ("interval_low", low, wording.percent(low)),
+        ("interval_high", high, wording.percent(high)),
+        ("p", finding.p, wording.probability(finding.p)),
+        *((name, value, wording.figure(name, finding)) for name, value in finding.figures.items()),
+    ]
 
 
 def _text(lines: list[str]) -> str:

@@ -15,28 +15,26 @@ from rich.console import Console
 
 from kvbench.common.console import print_plain
 from kvbench.common.files import write_json, write_text
-from kvbench.gate.verdict.benchmark_action import verdict_points, write_benchmarks
+from kvbench.gate.verdict.benchmark_action import verdict_entries, write_benchmarks
 from kvbench.gate.verdict.github import publish
 from kvbench.gate.verdict.junit import junit
 from kvbench.gate.verdict.markdown import summary
-from kvbench.gate.verdict.pairs_page import pair_page
+from kvbench.gate.verdict.pairs import pair_page
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import Verdict
-
-VERDICT = "verdict.json"
 
 
 def write_outputs(verdict: Verdict, folder: Path) -> list[Path]:
     """Write the files and return their paths, verdict.json first; remove an earlier verdict's. Raises OSError."""
-    write_json(folder / VERDICT, verdict.to_json())
-    written = [folder / VERDICT]
+    written = [folder / "verdict.json"]
+    write_json(written[0], verdict.to_json())
     for name, make in (("junit.xml", junit), ("summary.md", summary), ("pairs.html", pair_page)):
         if text := make(verdict):
             write_text(folder / name, text)
             written.append(folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
-    return [*written, *write_benchmarks(verdict_points(verdict), folder)]
+    return [*written, *write_benchmarks(verdict_entries(verdict), folder)]
 
 
 def report_verdict(verdict: Verdict, folder: Path | None) -> int:

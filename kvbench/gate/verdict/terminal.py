@@ -16,6 +16,7 @@ from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PAS
 ROWS = 20
 MOVED_ROWS = 12
 _STYLES = {FAIL: "bold red", INVALID: "bold red", EMPTY: "bold red", INCONCLUSIVE: "bold yellow", PASS: "bold green"}
+_STYLE_OF = {label: _STYLES[outcome] for outcome, label in wording.LABELS.items()}
 _SENTENCE, _DETAIL = 2_000, 400  # characters
 _REASONS, _DETAILS = 2, 3
 
@@ -24,17 +25,20 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     """Prints a verdict of any gate. Nothing from outside is read as markup; commands are never wrapped."""
     label = Text(wording.LABELS[verdict.outcome], style=_STYLES[verdict.outcome])
     console.print(Text.assemble(label, "  ", wording.line(verdict.sentence, _SENTENCE)))
-    for about in (", ".join(wording.sides(verdict)), wording.counted(verdict)):
-        if about:
-            console.print(Text(about, style="dim"))
+    for about in filter(None, (wording.sides(verdict), wording.counted(verdict))):
+        console.print(Text(about, style="dim"))
     findings = wording.worst_first(verdict.findings)
     _print_findings(findings, console)
-    _print_reasons([f for f in findings if f.outcome != PASS], verdict.sentence, console)
+    failed = [finding for finding in findings if finding.outcome != PASS]
+    for text, finding in wording.explained(failed, _REASONS, verdict.sentence):
+        console.print(Text(f"- {wording.line(text, _SENTENCE)}"))
+        for detail in finding.details[:_DETAILS]:
+            console.print(Text(f"    {wording.line(detail, _DETAIL)}"))
+        _print_more(len(finding.details) - _DETAILS, "lines in verdict.json", console, indent="    ")
     if verdict.moved:
         rows = [_plain(wording.moved_row(m), m.unit, (2, 3))[:6] for m in verdict.moved[:MOVED_ROWS]]
         console.print(_table(wording.MOVED_HEADS[:6], rows, 2))
-        if len(verdict.moved) > MOVED_ROWS:
-            console.print(Text(f"… and {len(verdict.moved) - MOVED_ROWS:,} more that moved, in verdict.json"))
+        _print_more(len(verdict.moved) - MOVED_ROWS, "that moved, in verdict.json", console)
     for note in verdict.notes:
         console.print(Text(f"note: {wording.line(note, _SENTENCE)}"), soft_wrap=": kvbench " in note)
     for title, command in (("reproduce", verdict.reproduce), ("accept", verdict.accept)):
@@ -55,14 +59,9 @@ def _print_findings(findings: Sequence[Finding], console: Console) -> None:
         console.print(Text(f"… and {more}"))
 
 
-def _print_reasons(findings: Sequence[Finding], said: str, console: Console) -> None:
-    """Why the worst did not pass, as far as the verdict's sentence ``said`` does not say it."""
-    for text, finding in wording.explained(findings, _REASONS, said):
-        console.print(Text(f"- {wording.line(text, _SENTENCE)}"))
-        for detail in finding.details[:_DETAILS]:
-            console.print(Text(f"    {wording.line(detail, _DETAIL)}"))
-        if len(finding.details) > _DETAILS:
-            console.print(Text(f"    … and {len(finding.details) - _DETAILS:,} more lines in verdict.json"))
+def _print_more(count: int, what: str, console: Console, indent: str = "") -> None:
+    if count > 0:
+        console.print(Text(f"{indent}… and {count:,} more {what}"))
 
 
 def _plain(row: Sequence[str], unit: str | None, values: tuple[int, int]) -> list[str]:
@@ -81,7 +80,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: in
     for head in used:
         is_text = heads.index(head) < numbers_from
         table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
-    for row in entries:
-        outcome = next((key for key, label in wording.LABELS.items() if label == row[0]), None)
-        table.add_row(*(Text(each, style=_STYLES[outcome] if outcome and not i else "") for i, each in enumerate(row)))
+    for first, *rest in entries:
+        table.add_row(Text(first, style=_STYLE_OF.get(first, "")), *map(Text, rest))
     return table

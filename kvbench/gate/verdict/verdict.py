@@ -29,13 +29,12 @@ EXIT_CODES = {
 class Finding:
     """One hypothesis, limit or scenario, and what came of it.
 
-    ``id`` is unique in its verdict and the same in every run of the same gate; ``suite`` groups: ``overall``,
-    ``class``, ``cell``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers, in one line.
-    ``base`` and ``candidate`` in ``unit``; ``change`` is candidate / base - 1 and ``interval`` its 95 % interval (a
-    limit on a ratio has no base: its candidate is the ratio, its change the ratio - 1);
-    ``p`` is adjusted for all hypotheses of the gate. ``figures``: further numbers by name (floor, margin,
-    smallest_detectable, pairs_needed ...). ``details``: further lines for who reads on. ``series``: the change in each
-    pair, in the order of the pairs.
+    ``id``: unique in its verdict and the same in every run of the same gate. ``suite``: ``overall``, ``class``,
+    ``cell``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers, in one line. ``base`` and
+    ``candidate`` in ``unit``. ``change``: candidate / base - 1, and ``interval`` its 95 % interval (a limit on a ratio
+    has no base: its candidate is the ratio, its change the ratio - 1). ``p``: adjusted for all hypotheses of the gate.
+    ``figures``: further numbers by name (floor, margin, smallest_detectable, pairs_needed ...). ``details``: further
+    lines. ``series``: the change in each pair, in their order.
     """
 
     id: str
@@ -60,13 +59,13 @@ class Finding:
 class Moved:
     """A counter or a step phase that differs between base and candidate beyond chance, beside what was judged.
 
-    ``change`` is candidate / base - 1 (None where the base is 0) and ``interval`` its 95 % interval over the pairs;
-    ``share``: which part of the judged latency's difference it makes up (0..1), where times can be set beside it.
+    ``where``: its cell. ``change``: candidate / base - 1 (None where the base is 0), and ``interval`` its 95 % interval
+    over the pairs. ``share``: which part of the judged latency's difference it makes up (0..1), where it is a time.
     """
 
     name: str
     title: str
-    where: str  # cell
+    where: str
     unit: str
     base: float
     candidate: float
@@ -79,9 +78,9 @@ class Moved:
 class Verdict:
     """What the gate says. ``outcome`` ``empty``: nothing was compared, which is never a pass.
 
-    ``base`` and ``candidate``: each side in words and numbers (``name``, ``sha``, ``command`` ...). ``reproduce``: one
-    command that does it all again; ``accept``: the command that makes an intended change the new baseline, where there
-    is one. ``facts``: pairs, looks, times, machine.
+    ``base`` and ``candidate``: ``name``, ``sha``, ``command`` ... of each side. ``reproduce``: one command that does it
+    all again. ``accept``: the command that makes an intended change the new baseline. ``facts``: pairs, looks, times,
+    machine.
     """
 
     kind: Literal["counters", "compare", "limits"]
@@ -110,6 +109,4 @@ class Verdict:
 
 def worst(outcomes: Sequence[str]) -> str:
     """The outcome of a whole from its parts: a regression that was shown stays one whatever else is not known."""
-    if not outcomes:
-        return EMPTY
-    return next(each for each in (FAIL, INVALID, INCONCLUSIVE, PASS) if each in outcomes)
+    return next((each for each in (FAIL, INVALID, INCONCLUSIVE, PASS) if each in outcomes), EMPTY)

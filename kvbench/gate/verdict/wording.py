@@ -1,4 +1,4 @@
-"""How the numbers and names of a verdict are written: the same in the summary, JUnit, the terminal and the plots."""
+"""How the numbers, names and sentences of a verdict are written: the same in every file, the terminal and the plots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,60 @@ from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PAS
 LABELS = {FAIL: "FAIL", INVALID: "INVALID", INCONCLUSIVE: "INCONCLUSIVE", PASS: "PASS", EMPTY: "NOTHING COMPARED"}
 NAMES = {FAIL: "failed", INVALID: "invalid", INCONCLUSIVE: "inconclusive", PASS: "passed"}  # worst first
 NONE = "–"
+FINDING_HEADS = ("what", "base", "candidate", "change", "95 % interval (%)", "p", "floor", "margin", "limit")
+MOVED_HEADS = ("moved with it", "where", "base", "candidate", "change", "share", "95 % interval (%)")
+
+_NOT_RULED_OUT = "{measured}; {margin} {worse} is not ruled out: "
+_TO_SETTLE = "; {needed} pairs would settle it{advice}."
+SENTENCES = {
+    # one comparison of the timing gate
+    FAIL: "{title} is {size} {worse}{interval} after {pairs}; {p} for all {tests} comparisons together, and it matters "
+    "from {floor} on.",
+    PASS: "{measured}; {margin} {worse} or more is ruled out ({p_noninferior}).",
+    "one pair": _NOT_RULED_OUT + "one pair does not tell how much pairs scatter.",
+    "too few pairs": _NOT_RULED_OUT + "so few pairs can show no regression, however large (p is {least_p} at least)"
+    + _TO_SETTLE,
+    "undecided": _NOT_RULED_OUT + "the least that so many pairs show, in 4 of 5 cases, is {detectable} {worse}"
+    + _TO_SETTLE,
+    "lost": "{lost} it in {pairs}.",
+    # a whole comparison
+    "nothing compared": "Nothing was compared: no cell has any of the metrics on both sides.",
+    "all pass": "No regression: after {pairs}, every comparison ({tests}) is shown to be worse by less than its "
+    "margin, if at all.",
+    "some fail": "{worst} {count} of {tests} comparisons fail.",
+    "some undecided": "{count} of {tests} comparisons are undecided, least known: {worst}",
+    "some lost": "{worst} So it is with {count} metrics of cells.",
+    "advice": ", and a comparison takes {most} at most: longer loads or a quieter machine make pairs scatter less",
+    # the noise of a runner
+    "few pairs": "{pairs} A/A pairs: a runner's noise is known from {enough} or more",
+    "other looks": "the runner's noise was worked out for looks at {known} pairs and the last look is now at {last}: "
+    "calibrate again",
+    "floor": "{metric}: the floor of {floor} is below the smallest regression that this runner shows, at {last} pairs "
+    "{lines}: raise the floor, lengthen the loads, or quieten the machine",
+    "margin": "{metric}: an unchanged candidate would often stay inconclusive after {last} pairs; too narrow are the "
+    "margins {lines}: widen them, lengthen the loads, or quieten the machine",
+    "bias": "{metric} {level}: one build differs from itself by {bias:+.2g} % (p = {p:.2g}): look for what the two "
+    "sides do not share (environment, cache, port, device)",
+    "autocorrelation": "{metric} {level}: a pair depends on the one before (autocorrelation {value:+.2f}), which it "
+    "cannot if the order within each pair is random: look at it",
+    # where the time went
+    "explained": "of the {difference:+.3g} ms {latency} (mean){cell}, {shares}",
+    "unexplained": "no part of the server's steps explains the {difference:+.3g} ms {latency} (mean){cell}",
+    "no times": "the server's /metrics tell no times in two pairs or more, so where the time went is not known",
+    "means the same": "the server's own mean times did not move beyond chance: what was judged moved in its tail, or "
+    "outside the server",
+}  # fmt: skip
+"""Every sentence of the timing gate, as a template."""
+
 _SUITES = ("overall", "class", "cell")  # the wider first; others after them, as they came
 # What XML 1.0 cannot hold, escaped or not (https://www.w3.org/TR/xml/#charsets): control characters, lone surrogates.
 # C1 controls are left out too: a terminal may act on them.
 _UNWRITABLE = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?)")
-_FRACTIONS = ("floor", "margin", "smallest_detectable")
-FINDING_HEADS = ("what", "base", "candidate", "change", "95 % interval (%)", "p", "floor", "margin", "limit")
-MOVED_HEADS = ("moved with it", "where", "base", "candidate", "change", "share", "95 % interval (%)")
+
+
+def sentence(key: str, **values: object) -> str:
+    return SENTENCES[key].format(**values)
 
 
 def clean(text: object) -> str:
@@ -59,33 +105,33 @@ def number(value: float | None) -> str:
 
 def quantity(value: float | None, unit: str | None) -> str:
     """12.3 ms; bytes in the largest unit that keeps a whole: 2 GiB; a share in percent: 15 %."""
-    if unit == "bytes" and is_number(value):
+    if not is_number(value):
+        return NONE
+    if unit == "bytes":
         return data_size(value)
-    if unit == "share" and is_number(value):
+    if unit == "share":
         return f"{number(value * 100)} %"
-    words = number(value)
-    return words if words == NONE or unit in (None, "", "count") else f"{words} {line(unit)}"
+    return number(value) if unit in (None, "", "count") else f"{number(value)} {line(unit)}"
 
 
-def percent(fraction: float | None, signed: bool = True) -> str:
-    """0.1012 -> +10.1 %"""
-    words = percent_number(fraction, signed)
-    return words if words == NONE else f"{words} %"
-
-
-def percent_number(fraction: float | None, signed: bool = True) -> str:
-    """0.1012 -> +10.1: at most three significant figures, two decimals."""
+def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> str:
+    """0.1012 -> +10.1 %: at most three significant figures, two decimals."""
     if not is_number(fraction):
         return NONE
     hundredths = fraction * 100
     decimals = 0 if abs(hundredths) >= 99.95 else 1 if abs(hundredths) >= 9.995 else 2
     words = f"{hundredths:{'+' if signed else ''},.{decimals}f}"
-    return words.lstrip("+-") if float(words.replace(",", "")) == 0 else words
+    return (words.lstrip("+-") if float(words.replace(",", "")) == 0 else words) + sign
+
+
+def share(fraction: float | None) -> str:
+    """0.04 -> 4 %: a limit as somebody set it, or a size to compare with one; ``nothing`` without one."""
+    return "nothing" if fraction is None else f"{fraction * 100:.3g} %"
 
 
 def interval(ends: tuple[float, float] | None) -> str:
     """[+9.20, +11.0] in percent; empty without one."""
-    return "" if ends is None else "[" + ", ".join(percent_number(end) for end in ends) + "]"
+    return "" if ends is None else "[" + ", ".join(percent(end, sign="") for end in ends) + "]"
 
 
 def change(found: Finding | Moved) -> str:
@@ -98,24 +144,21 @@ def probability(p: float | None) -> str:
     return NONE if not is_number(p) else "< 0.0001" if p < 0.0001 else f"{p:.2g}"
 
 
-def figure(name: str, value: float | None, finding: Finding) -> str:
+def figure(name: str, finding: Finding) -> str:
     """A further number of a finding: in percent if it is a part of the base, else in the finding's unit."""
-    if name in _FRACTIONS and finding.change is not None:
+    value = finding.figures.get(name)
+    if name in ("floor", "margin", "smallest_detectable") and finding.change is not None:
         return percent(value, signed=False)
     return quantity(value, finding.unit if name in ("min", "max") else None)
 
 
 def bounds(finding: Finding) -> str:
     """Its limits: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
-    return " and ".join(
-        f"{sign} {figure(name, finding.figures[name], finding)}"
-        for end, sign in (("min", ">="), ("max", "<="))
-        for name in (end, f"{end}_ratio")
-        if is_number(finding.figures.get(name))
-    )
+    ends = (("min", ">="), ("min_ratio", ">="), ("max", "<="), ("max_ratio", "<="))
+    return " and ".join(f"{s} {figure(name, finding)}" for name, s in ends if is_number(finding.figures.get(name)))
 
 
-def figure_name(name: str) -> str:
+def spaced(name: str) -> str:
     return line(name).replace("_", " ")
 
 
@@ -127,7 +170,7 @@ def finding_row(finding: Finding) -> tuple[str, ...]:
         percent(finding.change),
         interval(finding.interval),
         probability(finding.p),
-        *(figure(name, finding.figures.get(name), finding) for name in ("floor", "margin")),
+        *(figure(name, finding) for name in ("floor", "margin")),
         bounds(finding),
     )
 
@@ -162,9 +205,8 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
         suite = _SUITES.index(finding.suite) if finding.suite in _SUITES else len(_SUITES)
         size = -math.inf
         if is_number(finding.change):
-            either_way = finding.higher_is_better is None
+            size = finding.change * worse_sign(finding) if finding.higher_is_better is not None else abs(finding.change)
             floor = finding.figures.get("floor")
-            size = abs(finding.change) if either_way else finding.change * worse_sign(finding)
             size /= abs(floor) if is_number(floor) and floor else 1.0
         return list(NAMES).index(finding.outcome), suite, -size
 
@@ -191,16 +233,16 @@ def counted(verdict: Verdict) -> str:
     return ", ".join(f"{count:,} {name}" for count, name in counts if count)
 
 
-def sides(verdict: Verdict) -> list[str]:
-    """``base main (0123456789ab)`` and the same of the candidate, as far as known."""
+def sides(verdict: Verdict) -> str:
+    """``base main (0123456789ab), candidate HEAD (...)``, as far as known."""
     found = []
     for role, side in (("base", verdict.base), ("candidate", verdict.candidate)):
         name, sha = (line(side.get(key) or "", 200) for key in ("name", "sha"))
-        known = name and (sha[:7] in name or sha.startswith(name))  # the name says the commit
-        words = name if known else f"{name} ({sha[:12]})" if name and sha else sha[:12]
-        if words:
-            found.append(f"{role} {words}")
-    return found
+        if name and sha and sha[:7] not in name and not sha.startswith(name):
+            name = f"{name} ({sha[:12]})"
+        if name or sha:
+            found.append(f"{role} {name or sha[:12]}")
+    return ", ".join(found)
 
 
 def fact(value: object, name: str = "") -> str:
@@ -214,24 +256,3 @@ def fact(value: object, name: str = "") -> str:
     if isinstance(value, dict):
         return ", ".join(f"{line(key)} {fact(each, str(key))}" for key, each in value.items())
     return line(value) if value is not None else NONE
-
-
-def thresholds(finding: Finding) -> list[tuple[str, float]]:
-    """The lines of a plot: floor and margin as changes to the worse side, and the limits of a ratio."""
-    worse = worse_sign(finding)
-    figures = [(name, finding.figures.get(name)) for name in ("floor", "margin")]
-    found = [(name, worse * abs(value)) for name, value in figures if is_number(value)]
-    ends = [finding.figures.get(name) for name in ("min_ratio", "max_ratio")]
-    return [*found, *(("limit", end - 1) for end in ends if is_number(end))]
-
-
-def plot_range(finding: Finding) -> tuple[float, float]:
-    """The least and the greatest change that a plot of the finding shows; 0 is always in it."""
-    values = (*finding.series, *(finding.interval or ()), finding.change, *(at for _, at in thresholds(finding)))
-    shown = [value for value in values if is_number(value)]
-    return min(0.0, *shown), max(0.0, *shown)
-
-
-def dot_of(verdict: Verdict) -> str:
-    """What a dot of a plot is."""
-    return "repeat" if verdict.kind == "limits" else "pair"

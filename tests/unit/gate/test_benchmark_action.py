@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvbench.cli.gate import results_command
-from kvbench.gate.verdict.benchmark_action import BIGGER, SMALLER, sweep_points, verdict_points, write_benchmarks
+from kvbench.gate.verdict.benchmark_action import BIGGER, SMALLER, sweep_entries, verdict_entries, write_benchmarks
 from kvbench.gate.verdict.verdict import FAIL, PASS, Verdict
 from tests.support import verdicts
 
@@ -33,7 +33,7 @@ def check(path: Path) -> list[dict[str, Any]]:
 
 
 def test_candidate_values_go_to_the_file_of_their_direction(tmp_path: Path) -> None:
-    written = write_benchmarks(verdict_points(verdicts.failed()), tmp_path)
+    written = write_benchmarks(verdict_entries(verdicts.failed()), tmp_path)
     assert written == [tmp_path / BIGGER, tmp_path / SMALLER]
     bigger, smaller = (check(path) for path in written)
     assert {entry["unit"] for entry in bigger} == {"tokens/s"} and len(bigger) == 3
@@ -46,23 +46,24 @@ def test_candidate_values_go_to_the_file_of_their_direction(tmp_path: Path) -> N
 
 def test_a_direction_without_values_has_no_file_and_loses_an_old_one(tmp_path: Path) -> None:
     (tmp_path / BIGGER).write_text("[]")
-    assert write_benchmarks(verdict_points(verdicts.passed()), tmp_path) == [tmp_path / SMALLER]
+    assert write_benchmarks(verdict_entries(verdicts.passed()), tmp_path) == [tmp_path / SMALLER]
     assert not (tmp_path / BIGGER).exists()
 
 
 @pytest.mark.parametrize("name", ["counters", "invalid", "empty"])
 def test_gates_without_timings_have_nothing_to_chart(name: str) -> None:
-    assert verdict_points(verdicts.EVERY[name]()) == []
+    assert verdict_entries(verdicts.EVERY[name]()) == []
 
 
 def test_limits_are_no_timings() -> None:
-    assert verdict_points(Verdict("limits", PASS, "s", (verdicts.timing("a", PASS),))) == []
+    assert verdict_entries(Verdict("limits", PASS, "s", (verdicts.timing("a", PASS),))) == []
 
 
 def test_a_value_that_could_not_be_had_is_left_out() -> None:
     good = verdicts.timing("a", PASS)
     bad = verdicts.timing("b", FAIL, float("nan"))
-    assert [point.name for point in verdict_points(Verdict("compare", FAIL, "s", (bad, good)))] == ["a/p95_itl_ms"]
+    (entry,) = verdict_entries(Verdict("compare", FAIL, "s", (bad, good)))
+    assert entry[1]["name"] == "a/p95_itl_ms"
 
 
 def test_a_sweep_gives_its_valid_cells(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_a_sweep_gives_its_valid_cells(tmp_path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    write_benchmarks(sweep_points(tmp_path / "summary.csv", "mixed"), tmp_path)
+    write_benchmarks(sweep_entries(tmp_path / "summary.csv", "mixed"), tmp_path)
     assert check(tmp_path / BIGGER) == [
         {"name": "mixed/p8-c8/output_tokens_per_s", "unit": "tokens/s", "value": 221.5, "range": "± 2.5",
          "extra": "paged\n3 repeats"}
@@ -89,7 +90,7 @@ def test_a_stored_sweep_is_read() -> None:
     found = Path("results/reference/vllm-cpu/sweep/summary.csv")
     with found.open(newline="") as file:
         valid = [row for row in csv.DictReader(file) if row["valid"] == "True"]
-    points = sweep_points(found, "vllm-cpu")
+    points = sweep_entries(found, "vllm-cpu")
     assert len(points) == 3 * len(valid) > 0
 
 
@@ -103,4 +104,4 @@ def test_the_gate_of_a_sweep_writes_its_charts(tmp_path: Path) -> None:
 
 
 def test_a_sweep_without_its_table_has_nothing_to_chart(tmp_path: Path) -> None:
-    assert sweep_points(tmp_path / "summary.csv", "mixed") == []
+    assert sweep_entries(tmp_path / "summary.csv", "mixed") == []

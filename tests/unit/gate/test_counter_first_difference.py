@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.gate.counters.first_difference import Change, changed_counters, first_difference
+from kvbench.gate.counters.judge import Change, changed_counters, first_difference
 
 _COLUMNS = st.dictionaries(st.sampled_from(["preempted", "free_pages", "running"]), st.just(None), min_size=1)
 
@@ -34,7 +34,7 @@ def test_the_first_difference_is_the_first(histories):
     expected = next((i for i in range(min(lengths)) if rows[0][i] != rows[1][i]), None)
     difference = first_difference(was, now)
     if expected is not None:
-        assert difference.step == expected + 1 and difference.ended is None
+        assert difference.step == expected + 1 and difference.changes
         assert {c.name: (c.was, c.now) for c in difference.changes} == {
             name: (was[name][expected], now[name][expected])
             for name in was
@@ -43,7 +43,7 @@ def test_the_first_difference_is_the_first(histories):
         assert difference.before == ({name: was[name][expected - 1] for name in was} if expected else {})
     elif lengths[0] != lengths[1]:
         assert difference.step == min(lengths) + 1 and not difference.changes
-        assert difference.ended == ("was" if lengths[0] < lengths[1] else "now")
+        assert difference.longer == (lengths[0] < lengths[1])
     else:
         assert difference is None
 

@@ -15,9 +15,9 @@ from engine.kv.paged import PagedKVManager
 from engine.scheduling.scheduler import Scheduler
 from kvbench.common.errors import UsageError
 from kvbench.gate.counters.accept import accept
-from kvbench.gate.counters.first_difference import is_sum
+from kvbench.gate.counters.judge import is_sum
 from kvbench.gate.counters.lock import LockedScenario, changes_of, digest, read_lock
-from kvbench.gate.counters.second_run import replay_all
+from kvbench.gate.counters.replay import replay_all
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, Verdict
 from tests.support.counter_files import NAMES, Gate
 

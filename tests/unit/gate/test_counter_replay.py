@@ -9,11 +9,9 @@ import pytest
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_plan import StepPlan
 from kvbench.common.errors import UsageError
-from kvbench.gate.counters.commands import Commands
-from kvbench.gate.counters.judge import judge
+from kvbench.gate.counters.judge import Commands, judge
 from kvbench.gate.counters.lock import read_lock
-from kvbench.gate.counters.replay import COUNTERS, replay
-from kvbench.gate.counters.second_run import replay_all
+from kvbench.gate.counters.replay import COUNTERS, replay, replay_all
 from kvbench.gate.counters.workload import read_counter_workload
 from tests.support.counter_files import SMALL
 

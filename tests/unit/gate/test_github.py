@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.gate.verdict.github import annotations, escape_data, escape_property, publish
+from kvbench.gate.verdict.github import annotations, publish
 from kvbench.gate.verdict.markdown import SUMMARY_BYTES, summary
 from kvbench.gate.verdict.verdict import INCONCLUSIVE, PASS
 from tests.support import verdicts
@@ -19,11 +19,6 @@ def unescaped(text: str) -> str:
     for code, mark in (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%")):
         text = text.replace(code, mark)
     return text
-
-
-def test_escapes_of_workflow_commands() -> None:
-    assert escape_data("5 %: a,\r\nb") == "5 %25: a,%0D%0Ab"
-    assert escape_property("5 %: a,\r\nb") == "5 %25%3A a%2C%0D%0Ab"
 
 
 @pytest.mark.parametrize("name", [*verdicts.EVERY, "huge"])

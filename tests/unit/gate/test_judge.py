@@ -38,7 +38,7 @@ def test_no_change_passes_everywhere():
     assert {r.outcome for r in judgement.results} == {PASS}
     assert len(judgement.results) == 3 * (1 + 2 + 4)
     assert sentence(judgement) == (
-        "No regression: after 8 pairs, each of 21 comparisons is shown to be worse by less than its margin, if at all."
+        "No regression: after 8 pairs, every comparison (21) is shown to be worse by less than its margin, if at all."
     )
     assert {r.pairs_needed for r in judgement.results} == {None}
 
@@ -212,7 +212,7 @@ def test_alpha_is_that_of_the_look():
     y[0, 0, 1] = -0.01  # the pattern without this pair's sign is as bad: p is 2 / 256 or more
     result = next(r for r in judge(table(y), DEFAULT_RULES, 0).results if r.hypothesis.id == "cell/chat/a/p95_ttft_ms")
     assert 0.004 < result.p < 0.05
-    assert result.worse > 0.03
+    assert result.harm > 0.03
     assert result.outcome != FAIL
 
 

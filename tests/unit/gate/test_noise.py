@@ -117,7 +117,7 @@ def test_few_pairs_and_sides_that_differ_are_named():
     y = drawn().log_ratio.copy()
     y[:, :, 0] += np.linspace(-0.02, 0.02, 24)[:, None]
     hanging = warnings_of(noise_of(table(y), DEFAULT_RULES), DEFAULT_RULES)
-    assert any("output_throughput over all cells: a pair hangs on the one before" in text for text in hanging)
+    assert any("output_throughput over all cells: a pair depends on the one before" in text for text in hanging)
 
 
 def test_looks_beyond_the_pairs_that_are_there_are_worked_out():

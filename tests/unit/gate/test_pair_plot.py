@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.gate.limits import judge_limits
 from kvbench.gate.policy import Limit
-from kvbench.gate.verdict.pairs_page import pair_page
+from kvbench.gate.verdict.pairs import pair_page
 from kvbench.gate.verdict.verdict import PASS, Finding, Verdict
 from tests.support import report_cells, verdicts
 

@@ -98,13 +98,13 @@ def test_sides_are_named_once() -> None:
     verdict = Verdict(
         "compare", PASS, "s", base={"name": "main", "sha": "0123456789abcdef"}, candidate={"name": "0123456789ab"}
     )
-    assert wording.sides(verdict) == ["base main (0123456789ab)", "candidate 0123456789ab"]
+    assert wording.sides(verdict) == "base main (0123456789ab), candidate 0123456789ab"
     same = Verdict(
         "compare", PASS, "s", base={"name": "0123456", "sha": "0123456789abcdef"}, candidate={"command": "x"}
     )
-    assert wording.sides(same) == ["base 0123456"]
+    assert wording.sides(same) == "base 0123456"
     built = Verdict("compare", PASS, "s", base={"name": "HEAD (0123456)", "sha": "0123456789abcdef"})
-    assert wording.sides(built) == ["base HEAD (0123456)"]
+    assert wording.sides(built) == "base HEAD (0123456)"
 
 
 def test_where_no_direction_is_better_the_greater_change_comes_first() -> None:

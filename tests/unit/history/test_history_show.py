@@ -14,8 +14,7 @@ from click.testing import CliRunner
 
 from kvbench.cli.history import history
 from kvbench.common.errors import UsageError
-from kvbench.history.model import INCOMPLETE, INVALID, VALID, Series, all_series
-from kvbench.history.read import find_runs, read_runs
+from kvbench.history.runs import INCOMPLETE, INVALID, VALID, Series, all_series, find_runs, read_runs
 from kvbench.history.show import sparkline
 from tests.support.stored_runs import MACHINE, repeat, write_run
 from tests.support.synthetic_run import VARIANTS, make_run

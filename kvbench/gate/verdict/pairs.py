@@ -1,0 +1,148 @@
+"""pairs.html: the change of each pair under each hypothesis, with its limits, as one page that needs no other.
+
+One panel a metric, one row a hypothesis, all rows of a panel on one scale, worse to the right. Colours are the
+report's, so it follows light and dark; hovering over a dot names its pair.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from kvbench.gate.verdict import wording
+from kvbench.gate.verdict.verdict import Finding, Verdict
+from kvbench.gate.verdict.wording import is_number
+
+ROWS = 80  # of one panel; the best of those that passed are left out
+_LABELS, _PLOT, _NUMBERS, _ROW, _HEAD, _FOOT = 300, 640, 230, 34, 26, 30  # px
+_NAME, _LINES, _LINE = 42, 5, 16  # of a row's name: characters a line, lines at most, px a line
+_DOTS = {
+    "pair": "A dot is one pair of fresh servers: the candidate against the base.",
+    "repeat": "A dot is one repeat: the first configuration against the second, under the same requests.",
+}
+_MARKS = {
+    "floor": "floor: a smaller effect never fails",
+    "margin": "margin: to pass, a worse effect must be ruled out",
+    "limit": "limit: it may be reached, and not passed",
+}
+_DIRECTION = {True: "less is worse, to the right", False: "more is worse, to the right", None: "more to the right"}
+
+
+def _thresholds(finding: Finding) -> list[tuple[str, float]]:
+    """The lines of a plot: floor and margin as changes to the worse side, and the limits of a ratio."""
+    figures = finding.figures
+    worse = wording.worse_sign(finding)
+    found = [(name, worse * abs(figures[name])) for name in ("floor", "margin") if is_number(figures.get(name))]
+    ends = ("min_ratio", "max_ratio")
+    return [*found, *(("limit", figures[name] - 1) for name in ends if is_number(figures.get(name)))]
+
+
+class _Axis:
+    """One scale for all that is drawn of ``findings``, in px, worse to the right; 0 is always in it."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        values = [0.0]
+        for finding in findings:
+            limits = (at for _, at in _thresholds(finding))
+            values += filter(is_number, (*finding.series, *(finding.interval or ()), finding.change, *limits))
+        low, high = min(values), max(values)
+        low, high = (low, high) if high - low > 1e-9 else (-0.001, 0.001)
+        room = (high - low) * 0.04
+        self.low, self.high, self.worse = low - room, high + room, wording.worse_sign(findings[0])
+
+    def x(self, change: float) -> float:
+        share = (change - self.low) / (self.high - self.low)
+        return round(_LABELS + _PLOT * (share if self.worse > 0 else 1 - share), 1)
+
+    def ticks(self) -> list[float]:
+        """Round changes, five to ten of them; 0 is one."""
+        step = 10 ** math.floor(math.log10((self.high - self.low) / 5))
+        step *= next(k for k in (1, 2, 5, 10) if (self.high - self.low) / (step * k) <= 9)
+        return [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+
+
+def pair_page(verdict: Verdict) -> str | None:
+    """The page; None where no finding has pairs."""
+    drawn = [finding for finding in wording.worst_first(verdict.findings) if any(map(is_number, finding.series))]
+    if not drawn:
+        return None
+    panels: dict[tuple[str, bool | None], list[Finding]] = {}
+    for finding in drawn:
+        panels.setdefault((finding.metric or finding.title, finding.higher_is_better), []).append(finding)
+    dot = "repeat" if verdict.kind == "limits" else "pair"
+    marks = {name for finding in drawn for name, _ in _thresholds(finding)}
+    effect = "The diamond is what is judged: their median, or the worst of them where each is held."
+    if any(finding.interval for finding in drawn):
+        effect = "The diamond is the effect and the bar its 95 % interval; worse is to the right."
+    templates = files("kvbench.report").joinpath("templates")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(templates.joinpath("pairs.html.j2").read_text(encoding="utf-8")).render(
+        css=Markup(templates.joinpath("page.css").read_text(encoding="utf-8")),
+        label=wording.LABELS[verdict.outcome],
+        kicker=": ".join(filter(None, [f"kvbench {verdict.kind}", wording.sides(verdict)])),
+        headline=wording.line(verdict.sentence),
+        outcome=verdict.outcome,
+        counted=wording.counted(verdict),
+        caption=f"{_DOTS[dot]} {effect}",
+        marks=[(name, words) for name, words in _MARKS.items() if name in marks],
+        panels=[_panel(metric, findings, dot) for (metric, _), findings in panels.items()],
+        width=_LABELS + _PLOT + _NUMBERS,
+    )
+
+
+def _panel(metric: str, findings: Sequence[Finding], dot: str) -> dict[str, Any]:
+    """One metric's rows on one scale; places in px."""
+    shown = findings[:ROWS]
+    axis = _Axis(shown)
+    x = axis.x
+    names = [_name(finding) for finding in shown]
+    height = max(_ROW, max(map(len, names)) * _LINE + 8)
+    rows = []
+    for i, (finding, name) in enumerate(zip(shown, names, strict=True)):
+        middle = _HEAD + height * (i + 0.5)
+        first = middle + 4.5 - (len(name) - 1) * _LINE / 2
+        ends = [end for end in finding.interval or () if is_number(end)]
+        numbers = wording.change(finding)
+        if bounds := wording.bounds(finding):
+            numbers = f"{wording.number(finding.candidate)} ({numbers}), {bounds}"
+        rows.append({
+            "outcome": finding.outcome,
+            "label": wording.LABELS[finding.outcome],
+            "sentence": wording.line(finding.sentence),
+            "numbers": numbers,
+            "middle": middle,
+            "name": [(first + _LINE * k, words) for k, words in enumerate(name)],
+            "thresholds": [(kind, x(at)) for kind, at in _thresholds(finding)],
+            "dots": [  # side by side where values are equal; the order says which
+                (x(value), middle + (k % 3 - 1) * 6, f"{dot} {k + 1}: {wording.percent(value)}")
+                for k, value in enumerate(finding.series)
+                if is_number(value)
+            ],
+            "interval": [x(end) for end in ends] if len(ends) == 2 else None,
+            "effect": x(finding.change) if is_number(finding.change) else None,
+        })  # fmt: skip
+    return {
+        "metric": wording.line(metric),
+        "direction": _DIRECTION[shown[0].higher_is_better],
+        "rows": rows,
+        "row_height": height,
+        "head": _HEAD,
+        "foot": _HEAD + height * len(shown),
+        "height": _HEAD + height * len(shown) + _FOOT,
+        "numbers_x": _LABELS + _PLOT + 14,
+        "ticks": [(x(tick), f"{tick * 100:+.6g} %" if tick else "0") for tick in axis.ticks()],
+        "left_out": len(findings) - len(shown),
+    }
+
+
+def _name(finding: Finding) -> list[str]:
+    """Its title in lines; the middle of a very long one is left out."""
+    lines = textwrap.wrap(wording.line(finding.title), _NAME)
+    short = textwrap.wrap(wording.shortened(finding.title, _NAME * (_LINES - 1)), _NAME)
+    return lines if len(lines) <= _LINES else short[:_LINES]

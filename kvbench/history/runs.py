@@ -1,0 +1,289 @@
+"""Runs of sweeps read from disk, and the series made of them: one metric of one cell on one machine over time.
+
+A run is in results/<workload>/<run>/, or what ``kvbench history add`` keeps of it. Only manifest.json and
+cells/*/summary.json are read, so both look the same. A run that cannot be read is skipped with a note.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kvbench.common.errors import UsageError
+from kvbench.runs.aggregate import flatten
+from kvbench.runs.folder import FORMAT, MANIFEST
+from kvbench.runs.metric_names import value_of
+
+RELEASE = "release.json"
+"""Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""
+
+VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
+# Of a workload's load, what each cell has of its own, and what decides no request.
+_OF_CELLS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A followed metric, named as in kvbench/runs/metric_names.py. ``better``: +1 when more is, -1 less, 0 neither."""
+
+    name: str
+    title: str
+    unit: str
+    better: int
+
+
+METRICS = (
+    Metric("output_throughput", "output throughput", "tokens/s", +1),
+    Metric("p95_ttft_ms", "p95 TTFT", "ms", -1),
+    Metric("p95_itl_ms", "p95 ITL", "ms", -1),
+    Metric("kv_cache_usage_perc", "peak KV use", "share", 0),
+    Metric("kv_waste_share", "reserved, empty KV", "share", -1),
+    Metric("prefix_cache_hit_rate", "prefix hit rate", "share", +1),
+)
+
+
+@dataclass(frozen=True)
+class StoredCell:
+    """A cell in one run. ``values``: metric name -> one value a repeat.
+
+    ``definition``: hash of its settings, its load and the workload's requests.
+    """
+
+    valid: bool
+    definition: str
+    values: Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRun:
+    """One run of a sweep. ``place``: machine, device and model as (name, value); places are never compared."""
+
+    folder: Path
+    workload: str
+    started: datetime
+    complete: bool
+    sha: str | None
+    dirty: bool
+    release: str | None
+    versions: Mapping[str, str]
+    place: tuple[tuple[str, str], ...]
+    cells: Mapping[str, StoredCell]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def commit(self) -> str:
+        """Seven digits, with a + where files differed from the commit."""
+        return f"{self.sha[:7] if self.sha else 'no commit'}{'+' if self.dirty else ''}"
+
+
+@dataclass(frozen=True, eq=False)
+class TrendPoint:
+    """A metric of a cell in one run. Only the state ``valid`` counts. ``values``: one a repeat."""
+
+    run: StoredRun
+    state: str
+    values: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        """The median over the repeats."""
+        return statistics.median(self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """One metric of one cell on one machine, oldest run first; a run that did not measure it has no point."""
+
+    workload: str
+    cell: str
+    metric: Metric
+    place: tuple[tuple[str, str], ...]
+    definition: str
+    points: tuple[TrendPoint, ...]
+
+    @property
+    def counted(self) -> tuple[TrendPoint, ...]:
+        """Valid cells of complete runs."""
+        return tuple(point for point in self.points if point.state == VALID)
+
+    @property
+    def machine(self) -> str:
+        return ", ".join(value for _, value in self.place)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for this series and a part of it."""
+        return (self.workload, self.place, self.cell, self.definition, self.metric.name)
+
+    @property
+    def change(self) -> float | None:
+        """Of the last counted run against the one before: new / old - 1; None without two, or where old is 0."""
+        last = [point.value for point in self.counted[-2:]]
+        return last[1] / last[0] - 1 if len(last) == 2 and last[0] else None
+
+
+def all_series(runs: Iterable[StoredRun]) -> list[Series]:
+    """Every metric of every cell that has a value in any run, by workload, machine, cell and definition."""
+    points: dict[tuple[Any, ...], list[TrendPoint]] = {}
+    first_seen: dict[str, int] = {}  # definition -> rank
+    for run in runs:
+        for cell, stored in run.cells.items():
+            state = INCOMPLETE if not run.complete else VALID if stored.valid else INVALID
+            rank = first_seen.setdefault(stored.definition, len(first_seen))
+            natural = tuple((int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", cell))  # c4 < c32
+            for number, metric in enumerate(METRICS):
+                if values := stored.values.get(metric.name):
+                    key = (run.workload, run.place, natural, rank, number, cell, stored.definition)
+                    points.setdefault(key, []).append(TrendPoint(run, state, values))
+    return [
+        Series(workload, cell, METRICS[number], place, definition, tuple(found))
+        for (workload, place, _, _, number, cell, definition), found in sorted(points.items(), key=lambda item: item[0])
+    ]
+
+
+class OtherKind(ValueError):
+    """A run of another command than ``kvbench sweep``; its text is the kind."""
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Folders with a manifest.json under ``paths``, none of them inside another. Links to folders are not followed.
+
+    Raises UsageError for a path that is no folder.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise UsageError(f"there is no folder {str(path)!r}: give one that holds runs, such as results/")
+        for folder, names, files in os.walk(path):
+            if MANIFEST in files:
+                found[Path(folder).resolve()] = None
+                names.clear()
+            names[:] = sorted(name for name in names if not name.startswith("."))
+    return list(found)
+
+
+def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
+    """The runs of sweeps among ``folders`` by their start, each once, and a note for each that is skipped."""
+    runs: dict[tuple[str, str, datetime], StoredRun] = {}
+    notes: list[str] = []
+    others: Counter[str] = Counter()
+    for folder in folders:
+        try:
+            run = read_run(folder, notes)
+        except OtherKind as kind:
+            others[str(kind)] += 1
+        except ValueError as error:
+            notes.append(f"{folder} is skipped: {error}")
+        else:
+            known = runs.setdefault((run.workload, run.name, run.started), run)
+            if run.release and not known.release:
+                runs[run.workload, run.name, run.started] = run
+    for kind, count in sorted(others.items()):
+        notes.append(f"{count} of `kvbench {kind}` skipped: a trend is of runs of `kvbench sweep`")
+    return sorted(runs.values(), key=lambda run: (run.started, run.name)), notes
+
+
+def read_run(folder: Path, notes: list[str]) -> StoredRun:
+    """Raises ValueError (OtherKind for another command's run). A cell that cannot be read becomes a note."""
+    manifest = read_object(folder / MANIFEST)
+    workload = manifest.get("workload")
+    if (kind := manifest.get("kind")) is not None:
+        raise OtherKind(str(kind))
+    if not isinstance(manifest.get("plan"), list) or not isinstance(workload, Mapping):
+        raise ValueError("its manifest.json is not that of a sweep")
+    if (written := manifest.get("format", FORMAT)) != FORMAT:
+        raise ValueError(f"it has the format {written!r}, and this kvbench reads {FORMAT}")
+    try:
+        started = datetime.fromisoformat(str(manifest.get("started")))
+    except ValueError:
+        raise ValueError(f"its manifest says {manifest.get('started')!r} for its start, which is no time") from None
+    load = {key: value for key, value in (workload.get("load") or {}).items() if key not in _OF_CELLS}
+    cells = {}
+    for path in sorted((folder / "cells").glob("*/summary.json")):
+        try:
+            summary = read_object(path)
+            cells[str(summary.get("cell_id", path.parent.name))] = _cell(summary, workload.get("seed"), load)
+        except ValueError as error:
+            notes.append(f"cell {path.parent.name} of {folder} is skipped: {error}")
+    git = manifest.get("git") or {}
+    return StoredRun(
+        folder=folder,
+        workload=str(manifest.get("workload_name") or workload.get("name") or folder.parent.name),
+        started=started if started.tzinfo else started.replace(tzinfo=UTC),
+        complete=manifest.get("status") == "complete",
+        sha=git.get("sha"),
+        dirty=bool(git.get("dirty")),
+        release=release_of(folder),
+        versions={name: str(value) for name, value in (manifest.get("versions") or {}).items() if value is not None},
+        place=_place(manifest),
+        cells=cells,
+    )
+
+
+def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> StoredCell:
+    """``seed`` and ``load``: the part of the workload that decides the requests of every cell."""
+    repeats = summary.get("repeats")
+    if not isinstance(repeats, list):
+        raise ValueError("it has no repeats")
+    flat = [flatten({**each.get("metrics", {}), "server": each.get("server") or {}}) for each in repeats]
+    values = {
+        metric.name: tuple(value for each in flat if (value := value_of(each, metric.name)) is not None)
+        for metric in METRICS
+    }
+    requests = {"seed": seed, "load": load}
+    what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": requests}
+    return StoredCell(
+        valid=bool(summary.get("valid", False)),
+        definition=sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8],
+        values={name: found for name, found in values.items() if found},
+    )
+
+
+def _place(manifest: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What two runs must share to be one trend. Versions are not in it: they are what is compared."""
+    cpu, of_workload = manifest.get("cpu") or {}, manifest["workload"].get("model") or {}
+    model = manifest.get("model") or of_workload
+    if isinstance(model, Mapping):
+        model = next((model[key] for key in ("name", "config", "path") if model.get(key)), None)
+    device, backend, profile = (manifest.get(key) for key in ("device", "backend", "profile"))
+    facts = {
+        "cpu": cpu.get("model"),
+        "cores": f"{cpu['cores']} cores" if cpu.get("cores") else None,
+        "gpu": " + ".join(str(gpu["name"]) for gpu in manifest.get("gpus") or ()),
+        "device": device if device != cpu.get("model") else None,
+        "backend": backend if backend != "kvbench" else None,
+        "model": model,
+        "dtype": of_workload.get("dtype") if isinstance(of_workload, Mapping) else None,
+        "profile": f"profile {profile}" if profile else None,
+    }
+    return tuple((name, str(value)) for name, value in facts.items() if value)
+
+
+def release_of(folder: Path) -> str | None:
+    """The release that a run is marked as."""
+    return read_object(folder / RELEASE).get("release") if (folder / RELEASE).is_file() else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. ValueError for anything else."""
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
+    return data
