@@ -4,6 +4,12 @@ A server starts helpers, and helpers change their process group, session or pare
 child's family is everybody who descends from it, shares its session, or carries the mark that its environment got. On
 Linux the child adopts its orphaned descendants (PR_SET_CHILD_SUBREAPER), so that also a daemon that has shed all three
 descends from it as long as the child lives; ``Child.remember`` keeps the family in mind for when it does not.
+
+    python -m kvbench.common.processes PID MARK [FOLDER]   (started by ``Child.watch``; we hold the pipe to its stdin)
+
+is the watchdog of one child. The pipe ends when kvbench does, however that dies (SIGKILL, out of memory): then the
+watchdog kills the child's family and removes the folder. It is needed since the kernel's parent-death signal reaches
+the child's first process only, and a shell there passes nothing on.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +33,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MARK = "KVBENCH_LAUNCH"
 _KILLED_S = 2.0  # a killed process is gone as soon as the kernel has taken it apart
 _BACKGROUND_NICE = 5  # the load client gets the better priority where both share a small machine
+_RELEASED = b"released"
 
 
 def _libc() -> Any:
@@ -38,7 +46,7 @@ def _libc() -> Any:
 _LIBC = _libc() if sys.platform == "linux" else None  # loaded before any fork: no import in the child
 
 
-def _in_child(background: bool, adopts: bool, parting: signal.Signals) -> Callable[[], None]:
+def _in_child(background: bool, adopts: bool, death_signal: signal.Signals) -> Callable[[], None]:
     parent = os.getpid()
 
     def prepare() -> None:
@@ -49,7 +57,7 @@ def _in_child(background: bool, adopts: bool, parting: signal.Signals) -> Callab
                     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         if _LIBC is not None:
             # When kvbench is killed outright (SIGKILL, OOM), the kernel tells its children.
-            _LIBC.prctl(_PR_SET_PDEATHSIG, parting)
+            _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
             if adopts:
                 _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             if os.getppid() != parent:
@@ -66,11 +74,34 @@ class Child(subprocess.Popen[bytes]):
 
     mark: str = ""
     known: frozenset[psutil.Process] = frozenset()
+    _watchdog: subprocess.Popen[bytes] | None = None
+
+    def watch(self, folder: Path | None = None) -> None:
+        """Starts a watchdog that kills the family and removes ``folder`` if we are killed before ``stop``."""
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-m", "kvbench.common.processes", str(self.pid), self.mark, *([folder] if folder else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def remember(self) -> frozenset[psutil.Process]:
-        """Looks at the family now, so that ``stop`` finds it even if the child dies before."""
+        """Looks at the family now, so that ``stop`` and the watchdog find it even if the child dies before."""
         self.known |= family(self.pid, self.mark)
+        if self._watchdog is not None and self._watchdog.stdin is not None:
+            lines = "".join(f"{each.pid} {each.create_time()!r}\n" for each in self.known if each.is_running())
+            with contextlib.suppress(OSError):
+                self._watchdog.stdin.write(lines.encode())
+                self._watchdog.stdin.flush()
         return self.known
+
+    def release_watchdog(self) -> None:
+        """The family is stopped: nothing is left to do."""
+        if self._watchdog is not None:
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                self._watchdog.communicate(_RELEASED, timeout=10)
+            self._watchdog = None
 
 
 def launch(
@@ -80,16 +111,16 @@ def launch(
     stderr: int | IO[bytes] | None,
     background: bool = False,
     own_session: bool = True,
-    parting: signal.Signals = signal.SIGTERM,
+    death_signal: signal.Signals = signal.SIGTERM,
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
 ) -> Child:
     """Start ``command`` in a session (and so a process group) of its own; a terminal's Ctrl-C reaches only us.
 
     ``background``: at a lower priority and as a batch job, for a server that shares its cores with the load client.
-    ``own_session`` False: in our process group, for one that is to be stopped together with us. ``parting``: what the
-    kernel sends it when we are killed outright. ``env`` is added to our environment; a variable that is None there is
-    taken away.
+    ``own_session`` False: in our process group, for one that is to be stopped together with us.
+    ``death_signal``: what the kernel sends it when we are killed outright.
+    ``env``: added to our environment; a variable that is None there is taken away.
     """
     mark = uuid.uuid4().hex
     merged = {**os.environ, **(env or {}), _MARK: mark}
@@ -99,7 +130,7 @@ def launch(
         stdout=stdout,
         stderr=stderr,
         start_new_session=own_session,
-        preexec_fn=_in_child(background, own_session, parting),
+        preexec_fn=_in_child(background, own_session, death_signal),
         env={name: value for name, value in merged.items() if value is not None},
         cwd=cwd,
     )
@@ -124,6 +155,7 @@ def stop(process: Child, grace_s: float = 6.0) -> int:
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
     kill_family(process.pid, process.mark, known)  # those that the leader left behind
+    process.release_watchdog()
     return code
 
 
@@ -186,3 +218,27 @@ def last_lines(path: Path, count: int = 8, limit: int = 1500, after: int = 0) ->
     except OSError:
         return ""
     return "\n".join([line for line in text.splitlines() if line.strip()][-count:])[-limit:]
+
+
+def _known_member(line: str) -> psutil.Process | None:
+    """The process of a line of ``remember``; None when it has gone and its number may be another process's."""
+    pid, _, created = line.partition(" ")
+    try:
+        process = psutil.Process(int(pid))
+        return process if process.create_time() == float(created) else None
+    except (psutil.Error, ValueError):
+        return None
+
+
+def _watchdog(pid: int, mark: str, folder: str | None = None) -> None:
+    """Waits for the pipe's end, then ends what the child has left."""
+    received = sys.stdin.buffer.read()
+    if received.endswith(_RELEASED):
+        return
+    kill_family(pid, mark, filter(None, map(_known_member, received.decode().splitlines())))
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _watchdog(int(sys.argv[1]), *sys.argv[2:])

@@ -9,14 +9,14 @@ import numpy as np
 
 
 def time_mean(at: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray) -> float:
-    """The mean over time of what was read at ``at`` [s, ascending]; NaN values were not told. NaN of none.
+    """The mean over time of what was read at ``at`` [s, ascending]; NaN values are unknown. NaN of none.
 
     Each reading stands for half the time to its neighbours, the outer two for the whole: readings are rarer where
     reading is slow, so in a mean of the readings alone a busy server would seem less busy.
     """
     times, found = np.asarray(at, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    told = ~np.isnan(found)
-    times, found = times[told], found[told]
+    known = ~np.isnan(found)
+    times, found = times[known], found[known]
     if len(found) < 2 or times[-1] <= times[0]:
         return float(found.mean()) if len(found) else float("nan")
     return float(np.average(found, weights=np.gradient(times)))

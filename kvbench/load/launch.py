@@ -137,7 +137,7 @@ def drive(
             [sys.executable, "-m", "kvbench.load", str(out / "spec.json"), *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
-            parting=signal.SIGKILL,  # nobody is left to read what it would write, and it may hang
+            death_signal=signal.SIGKILL,  # nobody is left to read what it would write, and it may hang
         )
         try:
             code = _watch(process, limit_s + (ARRIVE_S if arguments else 0.0), check, listener)

@@ -36,7 +36,7 @@ from kvbench.measure.load import Subject, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.work import Work, kept, work_in
-from kvbench.targets.base import HttpTarget
+from kvbench.targets.base import Target
 from kvbench.workload.design import LoadPoint, load_point
 from kvbench.workload.file import Workload
 
@@ -101,7 +101,7 @@ def load_command(
         target.stop()
 
 
-def new_target(options: Mapping[str, Any]) -> HttpTarget:
+def new_target(options: Mapping[str, Any]) -> Target:
     """The running server that the options name, not yet asked anything. Raises UsageError."""
     from kvbench.targets.choose import preset_named, running_server
 
@@ -115,7 +115,7 @@ def new_target(options: Mapping[str, Any]) -> HttpTarget:
     return running_server("--url", options["url"], options, kind)()
 
 
-def _requests(workload: Workload, point: LoadPoint, target: HttpTarget) -> list[Any]:
+def _requests(workload: Workload, point: LoadPoint, target: Target) -> list[Any]:
     """What the load sends. Raises UsageError when this server cannot take it: nothing has been sent or written yet."""
     try:
         return requests_for(workload.load, point, target, workload.seed, _RUN)
@@ -124,7 +124,7 @@ def _requests(workload: Workload, point: LoadPoint, target: HttpTarget) -> list[
 
 
 def _manifest(
-    workload: Workload, point: LoadPoint, target: HttpTarget, search: SearchPlan | None, shared: Sharing
+    workload: Workload, point: LoadPoint, target: Target, search: SearchPlan | None, shared: Sharing
 ) -> dict[str, Any]:
     asked = dataclasses.asdict(search) if search else None
     return describe(workload, point, target_facts(target), search=asked, sharing=shared.facts)
@@ -148,7 +148,7 @@ def _work(
         yield output_dir, work
 
 
-def target_facts(target: HttpTarget) -> dict[str, Any]:
+def target_facts(target: Target) -> dict[str, Any]:
     """Who was measured, for a manifest: url, model and what tells versions apart; never a key."""
     model = dataclasses.asdict(target.model)
     version = target.version()
@@ -161,7 +161,7 @@ def target_facts(target: HttpTarget) -> dict[str, Any]:
     }
 
 
-def _subject(workload: Workload, target: HttpTarget, work: Work, calibrator: Calibrator, shared: Sharing) -> Subject:
+def _subject(workload: Workload, target: Target, work: Work, calibrator: Calibrator, shared: Sharing) -> Subject:
     def check() -> None:
         work.check()
         target.check_alive()

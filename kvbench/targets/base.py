@@ -1,4 +1,4 @@
-"""What a sweep needs from an engine under test, and the HTTP part that every target shares."""
+"""A server under test: what a sweep needs from it, and the HTTP calls that every target shares."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.common.foreign_cpu import Server, server_at
 from kvbench.load.dialect import Dialect
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.http import PLAIN_ACCESS, Access, Answer, HttpCalls
+from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, METRIC_KINDS
-from kvbench.targets.presets.preset import Preset
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
 from kvbench.targets.prompt_texts import TextOfIds, with_texts
 from kvbench.workload.settings import effective
@@ -22,7 +22,7 @@ from kvbench.workload.settings import effective
 FACTS_TIMEOUT_S = 60.0  # vLLM runs a dozen programs at the first call, to describe its machine
 _HEALTH_TIMEOUT_S = 2.0
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
-_NOT_THERE = (404, 405, 501)
+_NO_SUCH_PATH = (404, 405, 501)
 _REFUSED = (400, 404, 405, 413, 422)  # of a request that would fare no better a second time
 _CAPACITY_TOLERANCE = 0.02  # a page table; a page on top of it, for rounding to whole ones
 
@@ -36,56 +36,12 @@ class ModelFacts:
     max_model_len: int
 
 
-class Target(Protocol):
-    """One server, from launch to stop. ``start`` returns when it serves, within its own bound.
+class Target:
+    """One server, from launch to stop; usable from two threads.
 
     ``starts_cold``: it was launched for us, so nothing that is measured can be in its cache before its first load.
+    ``model``: known once it has started.
     """
-
-    base_url: str
-    model: ModelFacts
-    starts_cold: bool
-
-    def client_fields(self) -> dict[str, Any]:
-        """Fields of the load client's spec that depend on this server: its dialect, key and TLS."""
-
-    def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
-        """The requests as this server takes them."""
-
-    def start(self, settings: Mapping[str, Any], log: Path) -> None: ...
-
-    def server_info(self) -> dict[str, Any] | None: ...
-
-    def metrics(self) -> MetricsSample | None:
-        """One reading of /metrics; None when the target has none."""
-
-    def reset_prefix_cache(self) -> bool | None:
-        """True: the cache is empty. False: refused, requests are running. None: the target cannot."""
-
-    def server(self) -> Server:
-        """The server's process, whose CPU time is not foreign."""
-
-    def check_alive(self) -> None:
-        """Raises MeasurementError with the last lines of the server's log when it is gone."""
-
-    def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
-        """One unmeasured completion (warm-up, priming)."""
-
-    def stop(self) -> None: ...
-
-
-def reason_of(target: Target, error: MeasurementError) -> str:
-    """Why a load failed: the log of a server that is gone says more than the connection that broke with it."""
-    time.sleep(_GONE_S)
-    try:
-        target.check_alive()
-    except MeasurementError as gone:
-        return str(gone)
-    return str(error)
-
-
-class HttpTarget:
-    """The HTTP calls of a kvbench or vLLM-shaped server. Usable from two threads."""
 
     preset: Preset = GENERIC
     starts_cold: bool = False
@@ -104,18 +60,29 @@ class HttpTarget:
         self.http = HttpCalls(self.base_url, access)
         self._has_metrics: bool | None = None
 
+    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+        """Returns when the server serves, within its own bound. Raises UsageError or MeasurementError."""
+        raise NotImplementedError
+
+    def check_alive(self) -> None:
+        """Raises MeasurementError with the last lines of the log of a launched server that is gone."""
+
+    def stop(self) -> None:
+        """Stops what ``start`` launched, and closes the connections."""
+        self.http.close()
+
     @property
     def dialect(self) -> Dialect:
         """What the server's API does differently."""
         return self.preset.dialect
 
     def client_fields(self) -> dict[str, Any]:
-        """As ``Target``; empty for a server with nothing special."""
+        """The fields of the load client's spec that depend on this server: its dialect, key and TLS."""
         quirks = self.dialect.model_dump(exclude_defaults=True)
         return {**({"dialect": quirks} if quirks else {}), **self.http.access.fields()}
 
     def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
-        """As ``Target``. Raises MeasurementError when there is no tokenizer to make texts with."""
+        """The requests as this server takes them. MeasurementError when there is no tokenizer to make texts with."""
         if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
             return requests
         return with_texts(requests, self._make_text)
@@ -157,10 +124,9 @@ class HttpTarget:
         return rows
 
     def version(self) -> str | None:
-        """The version that the server's API tells; None where it does not."""
-        where = self.preset.version
-        told = self.json_at(where.path) if where.path is not None else None
-        found = told.get(where.key) if isinstance(told, dict) else None
+        """The version that the server's API gives; None where it gives none."""
+        answer = self.json_at(self.preset.version_path) if self.preset.version_path else None
+        found = answer.get(self.preset.version_key) if isinstance(answer, dict) else None
         return str(found) if found else None
 
     def server_info(self) -> dict[str, Any] | None:
@@ -170,7 +136,7 @@ class HttpTarget:
         return info if isinstance(info, dict) else None
 
     def metrics(self) -> MetricsSample | None:
-        """As ``Target``. Raises MeasurementError when no answer comes or it is not Prometheus text."""
+        """One reading of /metrics; None when the server has none. MeasurementError when it cannot be read."""
         if self._has_metrics is False:
             return None
         answer = self.http.call("GET", "/metrics")
@@ -186,28 +152,30 @@ class HttpTarget:
             raise self.http.error(f"/metrics cannot be read: {error}") from None
 
     def server(self) -> Server:
+        """The server's process, whose CPU time is not foreign."""
         return server_at(self.base_url)
 
     def reset_prefix_cache(self) -> bool | None:
-        """As ``Target``. Raises MeasurementError when no answer comes."""
-        reset = self.preset.reset
-        if reset is None:
+        """True: the cache is empty. False: refused, requests are running. None: the server cannot.
+
+        Raises MeasurementError when no answer comes.
+        """
+        path = self.preset.reset_path
+        if path is None:
             return None
-        if "{slot}" not in reset.path:
-            return self._post_reset(reset.path)
-        answers = [self._post_reset(reset.path.format(slot=slot["id"])) for slot in self.json_at("/slots") or ()]
+        if "{slot}" not in path:
+            return self._post_reset(path)
+        answers = [self._post_reset(path.format(slot=slot["id"])) for slot in self.json_at("/slots") or ()]
         return None if None in answers or not answers else all(answers)
 
     def _post_reset(self, path: str) -> bool | None:
-        reset = self.preset.reset
-        assert reset is not None
         answer = self.http.call("POST", path)
         if answer.status == 200:
-            told = answer.json()  # None: an older version answers without a body
-            return not (isinstance(told, dict) and reset.success_key and told.get(reset.success_key) is False)
-        if answer.status in reset.busy:
+            body = answer.json()  # None: an older version answers without a body
+            return not (isinstance(body, dict) and body.get("success") is False)
+        if answer.status == self.preset.reset_busy:
             return False
-        if answer.status in _NOT_THERE:
+        if answer.status in _NO_SUCH_PATH:
             return None
         raise self.http.error(f"{path} answered {answer.status}")
 
@@ -219,17 +187,24 @@ class HttpTarget:
         path = self.dialect.endpoint
         answer = self.http.call("POST", path, body=body | self.dialect.extra_body, timeout_s=timeout_s)
         self.http.check_access(answer)
-        told = answer.json()
-        if answer.status != 200 or not isinstance(told, dict) or not told.get("choices"):  # or a proxy's error page
+        found = answer.json()
+        if answer.status != 200 or not isinstance(found, dict) or not found.get("choices"):  # or a proxy's error page
             kind = RefusedError if answer.status in _REFUSED else MeasurementError
             raise self.http.error(f"{path} answered a warm-up request {answer.status}: {answer.text[:300]}", kind)
 
-    def close(self) -> None:
-        self.http.close()
+
+def reason_of(target: Target, error: MeasurementError) -> str:
+    """Why a load failed: the log of a server that is gone says more than the connection that broke with it."""
+    time.sleep(_GONE_S)
+    try:
+        target.check_alive()
+    except MeasurementError as gone:
+        return str(gone)
+    return str(error)
 
 
 def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: Mapping[str, Any] | None) -> str | None:
-    """How the server's own page size or KV capacity differs from its configuration; None: it does not, or is not told.
+    """How the server's own page size or KV capacity differs from its configuration; None: it does not, or is not known.
 
     A capacity differs where it is off by more than 2 % and a page.
 
@@ -245,16 +220,16 @@ def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: M
             f"its pages have {int(pages)} tokens, and the configuration is for pages of {wanted}: pass page_size on "
             f"({{page_size}} in a --serve-cmd), or ask for what it has, -o engine.page_size={int(pages)}"
         )
-    told, each = capacity.get("capacity_tokens"), known.get("bytes_per_token")
-    if not told or not each:
+    tokens, each = capacity.get("capacity_tokens"), known.get("bytes_per_token")
+    if not tokens or not each:
         return None
     least = known.get("capacity_tokens") or known["kv_budget_bytes"] / each
     most = least * each / (each - (known.get("scale_bytes_per_token") or 0))  # other KV formats have fewer scales
     slack = 0 if not paged else int(pages or wanted or 1)
-    if least * (1 - _CAPACITY_TOLERANCE) - slack <= told <= most * (1 + _CAPACITY_TOLERANCE) + slack:
+    if least * (1 - _CAPACITY_TOLERANCE) - slack <= tokens <= most * (1 + _CAPACITY_TOLERANCE) + slack:
         return None
     return (
-        f"its KV cache holds {int(told):,} tokens, and the budget of {known['kv_budget_bytes']:,} bytes is "
+        f"its KV cache holds {int(tokens):,} tokens, and the budget of {known['kv_budget_bytes']:,} bytes is "
         f"{least:,.0f}: it was not given this budget, has cut it down, or computes in another dtype (a --serve-cmd "
         "passes on {kv_budget} and {dtype})"
     )

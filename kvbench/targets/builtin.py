@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets.base import HttpTarget, ModelFacts, reason_of
+from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget, free_port
 from kvbench.workload.file import default_profile
@@ -55,7 +55,7 @@ class BuiltinTarget(ProcessTarget):
         with self._launched(command, log, env=self.env):
             ready = self._wait_ready(lambda: _READY.search(log.read_bytes()))
             self._logged_at_start = ready.end()
-            HttpTarget.__init__(self, ready[1].decode())
+            Target.__init__(self, ready[1].decode())
             try:
                 self.model = model_facts(self.server_info() or {}, self.models()[0])
             except MeasurementError as error:
@@ -69,7 +69,7 @@ class BuiltinTarget(ProcessTarget):
 
 
 def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
-    """From /server_info, else from the row of /v1/models. Raises MeasurementError when a size is not told."""
+    """From /server_info, else from the row of /v1/models. Raises MeasurementError when a size is missing."""
     model = info.get("model") or {}
     length = row.get("max_model_len") or (info.get("engine") or {}).get("max_model_len")
     vocab = model.get("vocab_size")

@@ -22,8 +22,8 @@ from kvbench.targets.http import Access
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
 from kvbench.targets.launched import LaunchedTarget, free_port
 from kvbench.targets.model_export import ModelFolders, text_tokenizer
+from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, PRESETS
-from kvbench.targets.presets.preset import Preset
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import Design
 from kvbench.workload.file import Workload

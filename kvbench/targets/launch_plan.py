@@ -1,4 +1,4 @@
-"""What is launched for a configuration: the program of a preset, or the user's ``--serve-cmd``, and with which words.
+"""The launch command of a configuration: from a preset, or from the user's ``--serve-cmd`` with placeholders.
 
 A word of a ``--serve-cmd`` is ``{name}``, or holds it; ``{name:on|off}`` is for settings that are true or false: the
 first text where it is true, the second where it is false, and a word that becomes empty is left out. ``{{`` and ``}}``
@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.targets.presets.preset import OF_THE_MODEL, Context, Preset
+from kvbench.targets.preset import OF_THE_MODEL, Context, Preset
 from kvbench.workload.design import Design
 from kvbench.workload.settings import effective
 
 HOST = "127.0.0.1"
 _OF_THE_LAUNCH = ("model", "port", "host")
-_OF_THE_FOLDER = {"seed", "dtype", "device", "max_model_len"}  # beside ``OF_THE_MODEL``
+_IN_THE_FOLDER = ("load_format", "seed", "tokenizer")  # of the model; and in the name of any other one
+_ALWAYS_KNOWN = {*OF_THE_MODEL, "seed", "dtype", "device", "max_model_len"}  # whatever a template passes on
 _OF_ANY_SERVER = ("max_model_len", "vocab_size")  # of our arithmetic
 _OF_THE_BUDGET = ("kv_budget_bytes", "bytes_per_token", "scale_bytes_per_token")  # of a server that was given it
 _PROGRAM_TIMEOUT_S = 60.0  # a Python on a cold disk; a launcher that looks for GPUs first
@@ -68,7 +69,7 @@ class CommandTemplate:
 
     @classmethod
     def parse(cls, text: str, known: Sequence[str]) -> CommandTemplate:
-        """``known``: the settings that there are. UsageError for a command that cannot be meant."""
+        """``known``: the names of all settings. Raises UsageError for a command that cannot be meant."""
         try:
             names = placeholders(text)
         except ValueError as error:
@@ -91,7 +92,7 @@ class CommandTemplate:
         return cls(words, names)
 
     def require(self, swept: Iterable[str]) -> None:
-        """UsageError when a setting that is swept is not in the command."""
+        """Raises UsageError when a setting that is swept is not in the command."""
         if missing := [name for name in swept if name not in self.names]:
             raise UsageError(
                 f"the sweep varies {', '.join(missing)}, and --serve-cmd does not pass it on: its configurations would "
@@ -101,14 +102,13 @@ class CommandTemplate:
 
     def not_passed_on(self, settings: Mapping[str, Any]) -> list[str]:
         """Settings of the workload that the command does not have: the server's own values hold there."""
-        in_its_folder = ("load_format", "seed", "tokenizer")  # and in the name of any other model
-        told = {name: value for name, value in settings.items() if (name, value) != ("layout", "paged")}
-        return [name for name in told if name not in self.names and name not in in_its_folder]
+        elsewhere = (*_IN_THE_FOLDER, *(["layout"] if settings.get("layout") == "paged" else []))
+        return [name for name in settings if name not in self.names and name not in elsewhere]
 
     def command(
         self, settings: Mapping[str, Any], *, model: str, port: int | str, kv_budget_bytes: int | None
     ) -> tuple[str, ...]:
-        """The words with the values of one configuration. UsageError for a value that nobody has set."""
+        """The words with the values of one configuration. Raises UsageError for a value that nobody has set."""
         values = {name: effective(settings, name) for name in self.names}
         values |= {"model": model, "port": port, "host": HOST}
         if "kv_budget" in values and kv_budget_bytes is not None:
@@ -132,9 +132,10 @@ class _Values(string.Formatter):
 class Launcher:
     """The launch command of any configuration, and what is known of its server before it is launched.
 
-    ``arithmetic``: what our own engine would make of a configuration (may be empty). ``extra``: further words of the
-    command. ``template``: the user's command in place of the preset's. ``max_in_flight``: the most requests that any
-    load has in flight, None where that is open.
+    ``arithmetic``: what our own engine would make of a configuration (may be empty).
+    ``extra``: further words of the command.
+    ``template``: the user's command in place of the preset's.
+    ``max_in_flight``: the most requests that any load has in flight, None where that is open.
     """
 
     preset: Preset
@@ -156,13 +157,13 @@ class Launcher:
         return Context(settings, known, self.max_in_flight, self.program)
 
     @property
-    def is_told_model(self) -> bool:
+    def passes_model(self) -> bool:
         """Whether the command says which model is served."""
         return self.template is None or "model" in self.template.names
 
     def passed_on(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that the server is told, or is known to have."""
-        names = self.template.names if self.template else self.preset.told
+        """The settings that the launch gives the server."""
+        names = self.template.names if self.template else self.preset.passed_on
         return {k: v for k, v in self.context(settings).settings.items() if k in names and v is not None}
 
     def described(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,9 +174,8 @@ class Launcher:
         """
         if self.template is None:
             return dict(settings)
-        known = {name for name, value in settings.items() if self.preset.has_only(name, value)}
-        kept = self.template.names | known | OF_THE_MODEL.keys() | _OF_THE_FOLDER
-        return {name: value for name, value in settings.items() if name in kept}
+        kept = self.template.names | _ALWAYS_KNOWN
+        return {k: v for k, v in settings.items() if k in kept or self.preset.has_only(k, v)}
 
     def require(self, design: Design) -> None:
         """Raises UsageError when configurations differ in a setting that a template does not pass on."""
@@ -228,32 +228,32 @@ class Launcher:
         return (*words, *self.extra)
 
     def cache_is_off(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the server was told to keep no prefixes: then there is nothing to empty."""
-        told = "enable_prefix_caching" in (self.template.names if self.template else self.preset.settings)
-        return told and settings.get("enable_prefix_caching") is False
+        """Whether the launch tells the server to keep no prefixes: then there is nothing to empty."""
+        names = self.template.names if self.template else self.preset.settings
+        return "enable_prefix_caching" in names and settings.get("enable_prefix_caching") is False
 
     def needs_fresh_server(self, settings: Mapping[str, Any]) -> bool:
         """Whether only a new server has an empty prefix cache."""
-        return self.preset.reset is None and not self.cache_is_off(settings)
+        return self.preset.reset_path is None and not self.cache_is_off(settings)
 
 
 def program_of(preset: Preset, given: str | None) -> str:
-    """The Python that has the preset's module, or its program; ``given``: by the user. Asked before a launch.
+    """The Python that has the preset's module, or its program, tried before any launch; ``given``: by the user.
 
     Raises UsageError when there is none, or it does not answer within a minute.
     """
     variable = f"{preset.name.upper()}_PYTHON"
     if preset.module is None:
-        chosen, asked = given or preset.program or "", ("--version",)
+        chosen, arguments = given or preset.program or "", ("--version",)
         way = "name it with --target-python PATH"
     else:
         chosen = given or os.environ.get(variable) or _python_with(preset.module) or ""
-        asked = ("-c", _HAS_MODULE, preset.module)
+        arguments = ("-c", _HAS_MODULE, preset.module)
         way = f"name a Python that has it with --target-python PATH, or in {variable}"
     found = shutil.which(chosen)
     if found is None:
         raise UsageError(f"no program {chosen or 'python'!r} that launches {preset.title} was found: {way}")
-    if (problem := _failure_of(found, *asked)) is not None:
+    if (problem := _failure_of(found, *arguments)) is not None:
         raise UsageError(f"{chosen} cannot launch {preset.title} ({problem}): {way}")
     return found if preset.module is None else chosen
 

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.foreign_cpu import Server
-from kvbench.common.watchdog import Watchdog
-from kvbench.targets.base import HttpTarget, ModelFacts
+from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.launch_plan import HOST, Launcher
 from kvbench.targets.model_export import ModelFolders, ServedModel
 from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords, ids_as_words
@@ -31,7 +30,7 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w/.~%+-])/(?:[^\s/\"'=:,]+/+)*([^\s/\"'=:,]+
 _Found = TypeVar("_Found")
 
 
-class ProcessTarget(HttpTarget):
+class ProcessTarget(Target):
     """A server whose process is ours; ``start`` is the subclass's, made of ``_launched`` and ``_wait_ready``."""
 
     starts_cold = True
@@ -41,7 +40,6 @@ class ProcessTarget(HttpTarget):
     def __init__(self, *, port: int, start_timeout_s: float) -> None:
         self.port, self.start_timeout_s = port, start_timeout_s
         self._process: processes.Child | None = None
-        self._watchdog: Watchdog | None = None
         self._log = Path()
         self._logged_at_start = 0  # bytes of its log when it was ready
 
@@ -65,10 +63,10 @@ class ProcessTarget(HttpTarget):
                 background=True,
                 env={"PYTHONUNBUFFERED": "1", **(env or {})},
             )
-        self._watchdog = Watchdog(self._process.pid, self._process.mark, scratch)
+        self._process.watch(scratch)
         try:
             yield
-            self._watchdog.watch(self._process.remember())
+            self._process.remember()
         except BaseException:
             self.stop()
             raise
@@ -80,7 +78,7 @@ class ProcessTarget(HttpTarget):
         while time.monotonic() < deadline:
             if (code := self._process.poll()) is not None:
                 raise self._ended_at_start(code)  # whoever answers there now is somebody else
-            size = self._log.stat().st_size  # before it is asked: what it says from now on may be its last words
+            size = self._log.stat().st_size  # before the call: what it logs from now on may be its last words
             if found := ready():
                 self._logged_at_start = size
                 return found
@@ -116,11 +114,8 @@ class ProcessTarget(HttpTarget):
         if self._process is not None:
             processes.stop(self._process, self.grace_s)
             self._process = None
-        if self._watchdog is not None:
-            self._watchdog.release()
-            self._watchdog = None
         if hasattr(self, "http"):
-            self.close()
+            super().stop()
 
 
 class LaunchedTarget(ProcessTarget):
@@ -146,7 +141,7 @@ class LaunchedTarget(ProcessTarget):
         command = self.launcher.command(settings, model=str(served.path), port=port, scratch=str(scratch))
         self._environment = self.preset.launch_environment(self.launcher.context(settings))
         with self._launched(command, log, env=self._environment, scratch=scratch):
-            HttpTarget.__init__(self, f"http://{HOST}:{port}", preset=self.preset, text_of_ids=_text_of_ids(served))
+            Target.__init__(self, f"http://{HOST}:{port}", preset=self.preset, text_of_ids=_text_of_ids(served))
             self._wait_ready(self._serves)
             self._learn_model(served, settings)
             self._check_device(settings)
@@ -157,7 +152,7 @@ class LaunchedTarget(ProcessTarget):
 
     def _served(self, settings: Mapping[str, Any]) -> ServedModel:
         """The model's folder; for a command that does not ask for one, what is known of the workload's model."""
-        if not self.launcher.is_told_model:
+        if not self.launcher.passes_model:
             known = self.launcher.arithmetic(settings)
             name = Path(str(settings.get("model", "")))
             return ServedModel(name, None, known.get("vocab_size"), known.get("max_model_len"))
@@ -169,8 +164,8 @@ class LaunchedTarget(ProcessTarget):
         """Sizes from the model's config, the name from the server; what only the server knows from there."""
         row = self.models()[0] if self.preset.models_path else {"id": str(served.path)}
         meta = row.get("meta") or {}  # llama.cpp
-        told = (settings.get("max_model_len"), row.get("max_model_len"), served.max_positions, meta.get("n_ctx_train"))
-        length = min((int(n) for n in told if n), default=None)
+        known = (settings.get("max_model_len"), row.get("max_model_len"), served.max_positions, meta.get("n_ctx_train"))
+        length = min((int(n) for n in known if n), default=None)
         vocab = served.vocab_size or meta.get("n_vocab")
         if length is None or not vocab:
             raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
@@ -181,21 +176,20 @@ class LaunchedTarget(ProcessTarget):
         wanted, pattern = settings.get("device"), self.preset.device_pattern
         if pattern is None or wanted not in ("cpu", "cuda"):
             return
-        told = re.search(pattern, str(super().server_info() or ""))
-        if told and told[1] != wanted:
+        found = re.search(pattern, str(super().server_info() or ""))
+        if found and found[1] != wanted:
             raise MeasurementError(
-                f"{self.preset.title} runs on {told[1]}, and the workload asks for {wanted}: take a build for it "
+                f"{self.preset.title} runs on {found[1]}, and the workload asks for {wanted}: take a build for it "
                 "(--target-python), or set -o engine.device=auto"
             )
 
     def version(self) -> str | None:
         """From the server's API, else from the metadata of its package."""
-        packages = self.preset.version.packages if self.launcher.program else ()
-        found = (package_version(self.launcher.program, name) for name in packages)
-        return super().version() or next(filter(None, found), None)
+        program, module = self.launcher.program, self.preset.module
+        return super().version() or (package_version(program, module) if program and module else None)
 
     def server_info(self) -> dict[str, Any]:
-        """What kvbench told the server and what the server says of itself, in the shape of our own /server_info."""
+        """What the launch gave the server and what the server says of itself, in the shape of our own /server_info."""
         settings = self.launcher.passed_on(self._settings)
         try:
             sample = self.metrics()
@@ -205,8 +199,8 @@ class LaunchedTarget(ProcessTarget):
         version, device = self.version(), settings.get("device")
         threads = self._environment.get("OMP_NUM_THREADS")
         return {
-            "engine": settings | {name: value for name, value in capacity.items() if name == "page_size"},
-            "model": {"name": self._model_name_shown(), "vocab_size": self.model.vocab_size, **self._facts},
+            "engine": settings | ({"page_size": capacity["page_size"]} if "page_size" in capacity else {}),
+            "model": {"name": self._model_name(), "vocab_size": self.model.vocab_size, **self._facts},
             "resolved": {
                 "device": device if device != "auto" else None,
                 "dtype": settings.get("dtype"),
@@ -223,11 +217,10 @@ class LaunchedTarget(ProcessTarget):
             },
         }
 
-    def _model_name_shown(self) -> str:
-        """The workload's name of the model: the folder it was written to says nothing. Not told a model: its own."""
-        if not self.launcher.is_told_model:
-            return self.model.name
-        return Path(str(self._settings.get("model", self.model.name))).name.removesuffix(".json") or self.model.name
+    def _model_name(self) -> str:
+        """The workload's name of the model (the folder it was written to says nothing), else the server's."""
+        given = str(self._settings.get("model", "")) if self.launcher.passes_model else ""
+        return Path(given).name.removesuffix(".json") or self.model.name
 
     def _shown_command(self) -> list[str]:
         """The command as anybody could repeat it: with names for this run's model folder, scratch folder and port."""
@@ -235,7 +228,7 @@ class LaunchedTarget(ProcessTarget):
         return [_shown(word) for word in words]
 
     def reset_prefix_cache(self) -> bool | None:
-        """As ``Target``; a cache that the server was told not to have is empty."""
+        """As ``Target``; a cache that the launch switched off is empty."""
         return True if self.launcher.cache_is_off(self._settings) else super().reset_prefix_cache()
 
 

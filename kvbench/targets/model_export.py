@@ -23,7 +23,6 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
-from kvbench.common.watchdog import Watchdog
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")
@@ -141,14 +140,13 @@ class ModelFolders:
             process = processes.launch(
                 [sys.executable, "-m", "engine.model.export", str(task)], stdout=file, stderr=subprocess.STDOUT
             )
-            watchdog = Watchdog(process.pid, process.mark, self.scratch)
+            process.watch(self.scratch)
             try:
                 code: int | None = process.wait(timeout=_EXPORT_S)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
                 processes.stop(process)
-                watchdog.release()
         if code == 2:
             raise UsageError(processes.last_lines(log, 1).removeprefix("error: "))
         if code != 0:

@@ -36,7 +36,7 @@ class MetricNames:
     ``names``: its name without the prefix -> ours, or several of ours; of a histogram without ``_sum`` and ``_count``.
     Others keep their name. A renamed metric is summed over its labels. ``facts``: family -> label -> what it tells us
     of the server (an ``_info`` metric's labels; the empty label is a gauge's value). ``parts_label``: a label of gauges
-    that tells parts of a whole which is told, too, with an empty value: only that one is read.
+    for the parts of a whole; the whole has an empty value there, and only that one is read.
     """
 
     prefixes: tuple[str, ...]
@@ -45,7 +45,7 @@ class MetricNames:
     parts_label: str | None = None
 
     def wholes(self, samples: Sequence[Sample]) -> list[Sample]:
-        """A gauge's samples without the parts of those that are told whole."""
+        """A gauge's samples without the parts of a whole that is among them."""
         whole = [sample for sample in samples if sample.labels.get(self.parts_label or "") == ""]
         return whole or list(samples)
 
@@ -146,9 +146,8 @@ def gauge_summary(samples: Sequence[MetricsSample]) -> dict[str, dict[str, float
     """Peak of each gauge over the polled samples, and its mean over their time."""
     summary = {}
     for name in sorted({n for s in samples for n in s.gauges}):
-        told = [(s.at, s.gauges[name]) for s in samples if name in s.gauges]
-        values = [value for _, value in told]
-        summary[name] = {"peak": max(values), "mean": time_mean([at for at, _ in told], values)}
+        at, values = zip(*((s.at, s.gauges[name]) for s in samples if name in s.gauges), strict=True)
+        summary[name] = {"peak": max(values), "mean": time_mean(at, values)}
     return summary
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets.base import HttpTarget, ModelFacts
+from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.http import PLAIN_ACCESS, Access
+from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC
-from kvbench.targets.presets.preset import Preset
 from kvbench.targets.prompt_texts import TokenizerWords
 
 
-class OpenAITarget(HttpTarget):
+class OpenAITarget(Target):
     """``url`` with or without ``/v1``. What the server does not tell (/v1/models, /server_info) must be given.
 
     ``settings`` of the workload's engine section do not reach such a server: one configuration can be measured.
@@ -46,13 +46,13 @@ class OpenAITarget(HttpTarget):
             row = self._row_of(name)
         except MeasurementError as error:
             raise UsageError(str(error)) from None
-        told_vocab = ((self.server_info() or {}).get("model") or {}).get("vocab_size")
+        own_vocab = ((self.server_info() or {}).get("model") or {}).get("vocab_size")
         length = self._size("--max-model-len", max_model_len, row.get("max_model_len"))
-        vocab = self._size("--vocab-size", vocab_size, told_vocab)
+        vocab = self._size("--vocab-size", vocab_size, own_vocab)
         self.model = ModelFacts(name or str(row["id"]), vocab, length)
 
     def _row_of(self, name: str | None) -> dict[str, Any]:
-        """The model's row of /v1/models; a server that lists none is asked for its health, and needs the name."""
+        """The model's row of /v1/models; a server that lists none must be healthy, and needs the name."""
         if self.preset.models_path is None:
             status = self.answer_at(self.preset.health).status
             if status != 200:
@@ -69,16 +69,16 @@ class OpenAITarget(HttpTarget):
         known = ", ".join(str(row["id"]) for row in rows)
         raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
 
-    def _size(self, option: str, given: int | None, told: Any) -> int:
-        """The size that was given, else the server's. UsageError when there is none, or more is given than told."""
-        if not given and not told:
+    def _size(self, option: str, given: int | None, own: Any) -> int:
+        """The size that was given, else the server's own. UsageError when there is none, or it is less than given."""
+        if not given and not own:
             raise UsageError(f"{self.base_url} does not tell its {option[2:].replace('-', ' ')}: give {option} N")
-        if given and told and given > int(told):
-            raise UsageError(f"{option} {given} is more than the {told} that {self.base_url} tells: leave it out")
-        return int(given or told)
+        if given and own and given > int(own):
+            raise UsageError(f"{option} {given} is more than the {own} that {self.base_url} tells: leave it out")
+        return int(given or own)
 
     def server_info(self) -> dict[str, Any] | None:
-        """As ``HttpTarget``; of a server of a known kind what its preset and its version tell."""
+        """As ``Target``; of a server of a known kind what its preset and its version tell."""
         if self.preset is GENERIC:
             return super().server_info()
         version = self.version()
@@ -86,9 +86,3 @@ class OpenAITarget(HttpTarget):
             "versions": {self.preset.name: version} if version else {},
             "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": list(self.preset.quirks)},
         }
-
-    def check_alive(self) -> None:
-        """Nothing to watch: a server that is gone shows as failed requests, and before a load in ``metrics``."""
-
-    def stop(self) -> None:
-        self.close()

@@ -27,7 +27,6 @@ import numpy as np
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID
 from kvbench.common.foreign_cpu import tree_cpu_s
-from kvbench.common.watchdog import Watchdog
 from kvbench.targets.prometheus import parse_metrics
 
 REQUESTS, CONCURRENCY, INPUT, OUTPUT = 128, 16, 128, 64
@@ -159,7 +158,7 @@ def run_watched(command: list[str], log: Path) -> tuple[int, np.ndarray, float]:
     before = os.times()
     with log.open("wb") as file:
         process = processes.launch(command, stdout=file, stderr=subprocess.STDOUT, env={"HF_HUB_OFFLINE": "1"})
-        watchdog = Watchdog(process.pid, process.mark)  # a client's own workers outlive it when it is killed
+        process.watch()  # a client's own workers outlive it when it is killed
 
         def watch() -> None:
             while not done.wait(_SAMPLE_S):
@@ -176,7 +175,6 @@ def run_watched(command: list[str], log: Path) -> tuple[int, np.ndarray, float]:
             done.set()
             watcher.join()
             processes.stop(process)
-            watchdog.release()
     if code not in (0, EXIT_INVALID):
         raise SystemExit(f"{command[0]} ... ended with exit code {code}: see {log}")
     total = after.children_user + after.children_system - before.children_user - before.children_system

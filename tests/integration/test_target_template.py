@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.sweep_parts import Bench, alive, complaints, end, finished, manifest, wait_until
+from tests.support.sweep_parts import Bench, alive, complaints, finished, manifest, wait_until
 
 # The mock server behind a launcher that forks it into a process group of its own, as launchers do.
 LAUNCHER = """
@@ -50,7 +48,7 @@ def test_each_value_of_a_sweep_is_a_launch_of_its_own_and_all_of_it_ends(bench):
     path = bench.write(engine=ENGINE, sweep={"page_size": [4, 24]}, load=LOAD)
     done = bench.run(command(bench, str(path), serve_cmd=line))
     assert done.returncode in (0, 4), done.stdout + done.stderr
-    assert "--serve-cmd does not pass on model, kv_budget, max_model_len, max_num_seqs" in done.stdout
+    assert "model, kv_budget, max_model_len, max_num_seqs" in done.stdout  # which the command does not pass on
     run = bench.only_run()
     assert complaints(run) == []
     tpot = {
@@ -99,8 +97,7 @@ def test_a_server_with_other_pages_than_it_was_asked_for_is_not_measured(bench):
     line = f"{sys.executable} {script} {{port}} {{page_size}}"
     done = bench.run(command(bench, str(path), "--preset", "vllm", serve_cmd=line))
     assert done.returncode == 4
-    words = "is not what was asked for: its pages have 128 tokens, and the configuration is for pages of 32"
-    assert words in done.stdout, done.stdout
+    assert "128" in done.stdout and "engine.page_size" in done.stdout, done.stdout
     assert finished(bench.only_run()) == {}
 
 
@@ -113,81 +110,8 @@ def test_a_killed_kvbench_leaves_no_server_behind(bench):
     wait_until(lambda: len(pids_of(pids)) == 2)
     launched = pids_of(pids)
     wait_until(lambda: list(bench.folder.glob("kvbench-model-*")))
-    time.sleep(0.5)
-    process.send_signal(signal.SIGKILL)
+    wait_until(lambda: any("kvbench.common.processes" in child.cmdline() for child in process.children()))
+    process.kill()
     process.wait()
-    wait_until(lambda: not any(map(alive, launched)), 15)
-    wait_until(lambda: not list(bench.folder.glob("kvbench-model-*")), 15)  # TMPDIR is there
-
-
-def test_a_server_that_never_gets_ready_is_stopped_with_its_last_words(bench):
-    script = bench.folder / "silent.py"
-    script.write_text(
-        "import os, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True)\n"
-        f"open({str(bench.folder / 'pids')!r}, 'a').write(f'{{os.getpid()}} {{child.pid}}\\n')\n"
-        "print('loading the weights for ever', flush=True)\ntime.sleep(100)\n"
-    )
-    path = bench.write(engine=ENGINE, sweep={}, load=LOAD)
-    line = f"{sys.executable} {script} {{port}}"
-    done = bench.run(command(bench, str(path), "--start-timeout", "2", serve_cmd=line))
-    assert done.returncode == 4
-    assert "was not ready after 2 s and was stopped" in done.stdout
-    assert "loading the weights for ever" in done.stdout
-    assert not any(map(alive, pids_of(bench.folder / "pids")))
-
-
-def test_a_server_that_ends_at_its_start_is_told_with_exit_code_and_last_words(bench):
-    path = bench.write(engine=ENGINE, sweep={}, load=LOAD)
-    line = f"{sys.executable} -c 'import sys; sys.exit(\"no such flag\")' {{port}}"
-    done = bench.run(command(bench, str(path), serve_cmd=line))
-    assert done.returncode == 4
-    assert "the server ended with exit code 1 before it was ready" in done.stdout and "no such flag" in done.stdout
-
-
-def test_an_interrupted_sweep_goes_on_with_the_same_command(bench):
-    line, pids = serve(bench, "--ttft-ms 5 --itl-ms {page_size}")
-    path = bench.write(engine=ENGINE | {"page_size": 50}, sweep={"page_size": [49]}, load=LOAD)
-    process = psutil.Popen(
-        command(bench, str(path), serve_cmd=line), env=bench.environment(), cwd=Path(__file__).parents[2],
-        stdout=-1, stderr=-2, text=True,
-    )  # fmt: skip
-    wait_until(lambda: bench.results.exists() and len(pids_of(pids)) >= 4, 60)  # the second server
-    code, output = end(process, signal.SIGINT)
-    assert code == 130, output
-    before = finished(bench.only_run())
-    assert len(before) == 1
-    assert not any(map(alive, pids_of(pids)))
-    again = bench.run([sys.executable, "-m", "kvbench", "sweep", "--no-report", "--resume", str(bench.only_run())])
-    assert again.returncode in (0, 4), again.stdout + again.stderr
-    after = finished(bench.only_run())
-    assert len(after) == 2 and before.items() <= after.items()
-
-
-def test_a_dry_run_of_a_preset_shows_what_is_skipped_and_why(bench):
-    path = bench.write(
-        engine=ENGINE | {"page_size": 16, "device": "cpu"}, sweep={"layout": ["contiguous"], "page_size": [32, 64]}
-    )
-    words = [str(path), "--target", "vllm", "--target-python", sys.executable, "--dry-run"]
-    (bench.folder / "vllm.py").touch()
-    bench.env["PYTHONPATH"] = str(bench.folder)  # this Python has one
-    refused = bench.run(bench.command(*words, "--exact", fake=False))
-    assert refused.returncode == 2
-    assert "vLLM cannot have page_size 16: its CPU attention takes multiples of 32" in refused.stderr
-    shown = bench.run(bench.command(*words, fake=False))
-    assert shown.returncode == 0, shown.stderr
-    assert "paged-p32-c2" in shown.stdout and "paged-p64-c2" in shown.stdout and "p16-c2" not in shown.stdout
-    assert "THE BASELINE IS NOT THE WORKLOAD'S: page_size is 32 instead of 16" in shown.stdout
-    assert "100 s for each launch" in shown.stdout  # of vLLM: the built-in server's 8 would be far too few
-    assert "skipped contiguous: vLLM cannot have layout contiguous: its KV cache is always paged" in shown.stdout
-    assert not bench.results.exists()
-
-
-def test_of_a_command_without_placeholders_one_configuration_can_be_chosen(bench):
-    path = bench.write(engine=ENGINE, sweep={"page_size": [8]}, load=LOAD)
-    words = [str(path), "--dry-run", "--only"]
-    line = f"{sys.executable} -m kvbench mock-server --port {{port}}"
-    one = bench.run(command(bench, *words, "launched-c2", serve_cmd=line))
-    assert one.returncode == 0 and "launched-c2: launched server; 2 users" in one.stdout, one.stderr
-    other = bench.run(command(bench, *words, "launched-p8-c2", serve_cmd=line))
-    assert other.returncode == 2 and "{page_size}" in other.stderr
+    wait_until(lambda: not any(map(alive, launched)))
+    wait_until(lambda: not list(bench.folder.glob("kvbench-model-*")))  # TMPDIR is there

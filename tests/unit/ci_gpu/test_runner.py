@@ -15,6 +15,7 @@ from ci.gpu import record, summary
 from ci.gpu.environment import Environment
 from ci.gpu.parts import Part
 from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
+from tests.support.sweep_parts import alive, wait_until
 
 WRITE = """
 import json, sys
@@ -100,7 +101,7 @@ def test_a_part_beyond_its_time_is_stopped_with_its_children_and_keeps_what_it_h
     assert outcomes["slow"].data["rows"] == [{"case": "measured before"}]
     assert "measured before" in (tmp_path / "out" / "kernels.json").read_text()
     assert "stopped after" in text
-    assert wait_until(lambda: not runs(int(pid.read_text())))
+    wait_until(lambda: not alive(int(pid.read_text())))
 
 
 def test_a_part_that_ends_leaves_nothing_running(run, tmp_path):
@@ -113,22 +114,7 @@ def test_a_part_that_ends_leaves_nothing_running(run, tmp_path):
     )
     outcomes, _ = run(scripted("careless", code))
     assert outcomes["careless"].status == PASSED
-    assert wait_until(lambda: not runs(int(pid.read_text())))
-
-
-def runs(pid: int) -> bool:
-    """False once it is gone, or dead and waiting for whoever adopted it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition, seconds: float = 5.0) -> bool:
-    ends = time.monotonic() + seconds
-    while not condition() and time.monotonic() < ends:
-        time.sleep(0.02)
-    return condition()
+    wait_until(lambda: not alive(int(pid.read_text())))
 
 
 def test_without_time_a_part_is_not_begun(run):

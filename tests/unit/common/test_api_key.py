@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.common.secrets import api_key, without_key
-from kvbench.targets.base import HttpTarget
+from kvbench.targets.base import Target
 from tests.support.loads import ROOT, LoadRunner, own_mock
 from tests.support.scripted_http import scripted_server
 
@@ -56,9 +56,9 @@ def test_both_ends_read_the_key_alike(monkeypatch) -> None:
     from kvbench.targets.http import Access
 
     with own_mock("--api-key-env", "KEY_OF_TEST") as (_, url):
-        target = HttpTarget(url, access=Access("KEY_OF_TEST"))
+        target = Target(url, access=Access("KEY_OF_TEST"))
         assert target.models()[0]["id"] == "mock"
-        target.close()
+        target.stop()
 
 
 def test_what_a_server_repeats_of_the_key_is_taken_out(monkeypatch) -> None:
@@ -79,11 +79,11 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_into_messages_and_sampl
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     echo = {"error": {"message": f"you sent Bearer {KEY}{'!' * 225} Bearer {KEY} {KEY}"}}  # and cut within
     with scripted_server({"/v1/completions": (500, echo), "/health": (200, {})}) as server:
-        target = HttpTarget(server.url, access=Access("KEY_OF_TEST"))
+        target = Target(server.url, access=Access("KEY_OF_TEST"))
         target.model = ModelFacts("m", 9, 99)
         with pytest.raises(MeasurementError, match=r"you sent Bearer \(the key in KEY_OF_TEST\)") as refused:
             target.complete([1], 1, 5.0)
-        target.close()
+        target.stop()
         loads = LoadRunner(tmp_path, server.url)
         got = loads.run([RequestSpec(0, "a", (1,), None, 2)], concurrency=1, api_key_env="KEY_OF_TEST")
     assert KEY[:8] not in str(refused.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,13 +24,16 @@ from kvbench.common.foreign_cpu import (
     read_cpu,
     tree_cpu_s,
 )
+from tests.support.sweep_parts import wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
 TICKS_A_S = os.sysconf("SC_CLK_TCK")
-TICK = 1.0 / os.sysconf("SC_CLK_TCK")
-STAT = (
-    "cpu  300 30 60 5000 7 2 1 50 9 0\ncpu0 100 10 20 2500 3 1 0 20 9 0\ncpu1 200 20 40 2500 4 1 1 30 0 0\nintr 1 2 3\n"
-)
+TICK = 1.0 / TICKS_A_S
+STAT = """cpu  300 30 60 5000 7 2 1 50 9 0
+cpu0 100 10 20 2500 3 1 0 20 9 0
+cpu1 200 20 40 2500 4 1 1 30 0 0
+intr 1 2 3
+"""
 START = CpuReading(wall=100.0, busy_s=50.0, steal_s=1.0, cores=2, own_s=3.0, client_s=1.0, server_s=10.0)
 BURN = "import time\nprint(1, flush=True)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 
@@ -37,13 +41,13 @@ IDLE = "import time\nprint(1, flush=True)\ntime.sleep(60)"
 
 
 @contextmanager
-def burner(code=BURN):
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    process.stdout.readline()
+def running(code):
+    """A process of this code and the first word that it prints."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     try:
-        yield process
+        yield process, int(process.stdout.readline())
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
 
@@ -69,22 +73,19 @@ def test_what_the_server_the_client_and_kvbench_use_is_not_foreign():
     assert contention_reasons(report) == []
 
 
-def test_another_process_makes_the_load_invalid():
-    report = machine_report(START, after(10.0, busy_s=20.3, client_s=1.0, server_s=14.0), Server(1))
-    (reason,) = contention_reasons(report)
-    assert reason.startswith("other processes used 0.53 of a core while this load ran, the limit is 0.10")
-
-
-@pytest.mark.parametrize(("seconds", "foreign", "valid"), [(0.5, 0.14, True), (0.5, 0.2, False), (4.0, 0.44, False)])
-def test_a_short_load_is_given_the_ticks_resolution(seconds, foreign, valid):
-    report = machine_report(START, after(seconds, busy_s=foreign), Server(1))
-    assert (contention_reasons(report) == []) == valid
-
-
-def test_stolen_time_makes_the_load_invalid():
-    report = machine_report(START, after(10.0, busy_s=1.0, server_s=1.0, steal_s=1.2), Server(1))
-    (reason,) = contention_reasons(report)
-    assert "took 6.0% of the CPU time away (steal)" in reason
+@pytest.mark.parametrize(
+    ("seconds", "used", "said"),
+    [
+        (10.0, {"busy_s": 20.3, "client_s": 1.0, "server_s": 14.0}, ["0.53", "0.10"]),
+        (10.0, {"busy_s": 1.0, "server_s": 1.0, "steal_s": 1.2}, ["6.0%", "steal"]),
+        (0.5, {"busy_s": 0.14}, []),  # a short load is given the ticks' resolution
+        (0.5, {"busy_s": 0.2}, ["0.40"]),
+        (4.0, {"busy_s": 0.44}, ["0.11"]),
+    ],
+)
+def test_another_process_or_stolen_time_makes_a_load_invalid(seconds, used, said):
+    reasons = contention_reasons(machine_report(START, after(seconds, **used), Server(1)))
+    assert len(reasons) == bool(said) and all(word in reasons[0] for word in said)
 
 
 def test_what_is_not_known_is_none_and_no_reason():
@@ -99,38 +100,26 @@ def test_what_is_not_known_is_none_and_no_reason():
 
 @linux
 def test_a_burner_is_foreign_unless_it_is_the_server():
-    with burner() as other, burner() as server, burner(IDLE) as client:
-        start = [read_cpu(Server(pid), client.pid) for pid in (server.pid, other.pid)]
+    with running(BURN) as (other, _), running(BURN) as (server, _), running(IDLE) as (client, _):
+        start = [read_cpu(Server(each.pid), client.pid) for each in (server, other)]
         time.sleep(1.0)
-        end = [read_cpu(Server(pid), client.pid) for pid in (server.pid, other.pid)]
-        wall = end[0].wall - start[0].wall
-        used = (end[1].server_s - start[1].server_s) / wall  # of the one that is foreign to the first pair
+        end = [read_cpu(Server(each.pid), client.pid) for each in (server, other)]
+        used = (end[1].server_s - start[1].server_s) / (end[0].wall - start[0].wall)  # by the foreign one
         report = machine_report(start[0], end[0], Server(server.pid))
-        assert used > 0.1
-        assert report["foreign_cpu_cores"] >= used / 2  # readings of a busy machine are taken some time apart
-        assert report["server_cpu_cores"] > 0.1
-        assert contention_reasons(report)
+    assert used > 0.05 and report["server_cpu_cores"] > 0.05
+    assert report["foreign_cpu_cores"] >= used / 2  # readings of a busy machine are taken some time apart
 
 
 @linux
 def test_children_count_also_when_they_have_ended():
-    work = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    work = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     code = (
         f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {work!r}])\n"
         f"subprocess.Popen([sys.executable, '-c', {work + chr(10) + 'time.sleep(60)'!r}])\n"
-        "time.sleep(2)\nprint(1, flush=True)\ntime.sleep(60)"
+        "print(1, flush=True)\ntime.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        parent.stdout.readline()
-        deadline = time.monotonic() + 20
-        while tree_cpu_s(parent.pid) < 0.6 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert tree_cpu_s(parent.pid) >= 0.6
-    finally:
-        os.killpg(parent.pid, 9)
-        parent.wait()
-        parent.stdout.close()
+    with running(code) as (parent, _):
+        wait_until(lambda: tree_cpu_s(parent.pid) >= 0.4)
     assert tree_cpu_s(parent.pid) is None
 
 
@@ -140,16 +129,10 @@ def test_the_server_at_a_url_is_found_by_its_port():
         "import socket, time\ns = socket.socket()\ns.bind(('127.0.0.1', 0))\ns.listen()\n"
         "print(s.getsockname()[1], flush=True)\ntime.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    try:
-        port = int(process.stdout.readline())
+    with running(code) as (process, port):
         assert foreign_cpu.server_at(f"http://127.0.0.1:{port}/v1") == Server(process.pid)
         assert foreign_cpu.server_at(f"http://localhost:{port}") == Server(process.pid)
         assert foreign_cpu.server_at(f"http://192.0.2.1:{port}") == Server(None, local=False)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
     assert foreign_cpu.server_at(f"http://127.0.0.1:{port}") == Server(None)
 
 
@@ -158,7 +141,7 @@ def test_the_notice_of_a_busy_machine(monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (1.9, 9.0, 9.0))
     assert foreign_cpu.busy_notice() is None
     monkeypatch.setattr(os, "getloadavg", lambda: (2.6, 0.0, 0.0))
-    assert "load average over the last minute is 2.6 on 4 cores" in foreign_cpu.busy_notice()
+    assert "2.6 on 4 cores" in foreign_cpu.busy_notice()
 
 
 def write_stat(path, busy_ticks):

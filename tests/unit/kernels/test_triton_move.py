@@ -1,42 +1,21 @@
-"""The move kernel without a GPU: run in the interpreter, and compiled ahead of time."""
+"""The move kernel: compiled ahead of time, and how its work is cut. test_kernels_triton.py runs it."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.compile_ahead import compile_for
 from kernels.triton_move import WIDEST, free_of_clashes, move_constants, move_kernel, record_layout, runs_of
 
-CHECKS = Path(__file__).with_name("triton_move_checks.py")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TYPES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
-
-
-def run_checks(interpret: str) -> None:
-    env = os.environ | {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=CHECKS.parents[3])
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-
-
-def test_moves_in_the_interpreter():
-    run_checks("1")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_moves_on_the_gpu():
-    run_checks("0")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")

@@ -24,7 +24,7 @@ BASE = Problem(lens=(70, 1, 33, 0), new=(20, 1, 33, 0), device=DEVICE)
 SHAPES = [(1, 64, 64), (2, 16, 16), (4, 64, 64), (3, 7, 33), (5, 20, 36), (8, 96, 64), (16, 80, 48), (2, 128, 128)]
 LENGTHS = st.one_of(st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]), st.integers(0, 150))
 QUIET = settings(
-    max_examples=60 * DEEP, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=30 * DEEP, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
 )
 
 

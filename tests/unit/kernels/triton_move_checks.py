@@ -1,7 +1,7 @@
 """Moves in Triton against torch indexing: in Triton's interpreter on CPU tensors, on the GPU where there is one.
 
 Not collected by itself (no test_ prefix): TRITON_INTERPRET must be set before Triton is imported, so
-test_triton_move.py runs this file in a process of its own.
+test_kernels_triton.py runs this file in a process of its own.
 """
 
 from __future__ import annotations

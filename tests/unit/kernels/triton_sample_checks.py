@@ -1,7 +1,7 @@
 """The sampling kernel against torch's way of the same draws: in Triton's interpreter, on the GPU where there is one.
 
 Not collected by itself (no test_ prefix): TRITON_INTERPRET must be set before Triton is imported, so
-test_triton_sample.py runs it in a process of its own.
+test_kernels_triton.py runs it in a process of its own.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from kvbench.load.body import http_request
 from kvbench.load.client import Address
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.base import HttpTarget
+from kvbench.targets.base import Target
 from kvbench.workload.design import load_point
 from kvbench.workload.load_section import LoadConfig
 
@@ -174,8 +174,8 @@ def test_what_http_does_becomes_a_measurement_error(answer, call):
             raise answer
         return answer
 
-    target = HttpTarget("http://127.0.0.1:1")
+    target = Target("http://127.0.0.1:1")
     target._http = httpx.Client(base_url="http://127.0.0.1:1", transport=httpx.MockTransport(handle))
     with pytest.raises(MeasurementError, match=r"127\.0\.0\.1:1/"):
         getattr(target, call)()
-    target.close()
+    target.stop()

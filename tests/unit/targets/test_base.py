@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
-from kvbench.runs.folder import RunFolder
-from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import contradiction
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload.design import Block, Cell, Configuration, LoadPoint
 
 EACH = 16384
 SETTINGS = {"layout": "paged", "page_size": 32, "kv_budget": "97MiB"}
@@ -74,21 +70,3 @@ def test_the_built_in_engine_is_what_its_arithmetic_says(layout, page_size):
     known = check_configuration(settings)
     info = {"engine": settings, "capacity": {key: known[key] for key in ("page_size", "capacity_tokens")}}
     assert contradiction(settings, known, info) is None
-
-
-def test_a_block_on_another_server_than_asked_for_measures_nothing(tmp_path):
-    configuration = Configuration("paged-p32", "paged, pages of 32", SETTINGS, {}, is_baseline=True)
-    cell = Cell("paged-p32-c1", configuration, LoadPoint("c1", "closed", 1, None, 1))
-    failed, stopped = [], []
-    target = SimpleNamespace(
-        start=lambda settings, log: None, server_info=lambda: told(128), stop=lambda: stopped.append(1),
-        check_alive=lambda: None,
-    )  # fmt: skip
-    listener = SimpleNamespace(status=lambda text: None, load_failed=lambda cell, repeat, why: failed.append(why))
-    runner = BlockRunner(
-        SimpleNamespace(), RunFolder(tmp_path), lambda: target, listener, lambda *args: failed.append("kept"),
-        lambda: None,
-    )  # fmt: skip
-    assert runner.run_block(Block(1, configuration, (cell,))) is False
-    (why,) = failed
-    assert "128" in why and stopped == [1]

@@ -15,75 +15,62 @@ from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template
 from kvbench.targets.launched import LaunchedTarget, _shown
 from kvbench.targets.presets import GENERIC, PRESETS
 
-KNOWN = [f.name for f in dataclasses.fields(EngineConfig)]
 ME = sys.executable
 
 
-def parse(text):
-    return CommandTemplate.parse(text, KNOWN)
-
-
-def command(text, budget=None, **settings):
-    return list(parse(text).command(settings, model="/a model", port=81, kv_budget_bytes=budget))
-
-
-def test_placeholders_become_values_and_a_value_stays_one_word():
-    line = command(f"{ME} serve {{model}} --block-size {{page_size}} --url=http://{{host}}:{{port}}/x", page_size=32)
-    assert line == [ME, "serve", "/a model", "--block-size", "32", "--url=http://127.0.0.1:81/x"]
-
-
-def test_settings_that_are_left_out_have_their_default_and_bytes_are_bytes():
-    assert command(f"{ME} {{port}} {{page_size}} {{kv_cache_dtype}}")[2:] == ["16", "auto"]
-    assert command(f"{ME} {{port}} {{kv_budget}}", budget=101711872, kv_budget="97MiB")[2:] == ["101711872"]
-
-
-def test_true_and_false_can_be_words_of_their_own():
-    text = f"{ME} {{port}} {{enable_prefix_caching:--caching|--no-caching}} {{cuda_graphs:|-e}}"
-    assert command(text, enable_prefix_caching=True, cuda_graphs=True)[2:] == ["--caching"]
-    assert command(text, enable_prefix_caching=False, cuda_graphs=False)[2:] == ["--no-caching", "-e"]
-    assert command(f"{ME} {{port}} --caching {{enable_prefix_caching}}", enable_prefix_caching=True)[3:] == ["true"]
-
-
-def test_braces_can_be_meant():
-    assert command(f"{ME} {{port}} --json '{{{{\"a\": 1}}}}'")[3:] == ['{"a": 1}']
+def parse(words):
+    return CommandTemplate.parse(f"{ME} {words}", [f.name for f in dataclasses.fields(EngineConfig)])
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("words", "settings", "expected"),
     [
-        ("serve {pagesize} {port}", "{pagesize}"),
-        ("serve {} {port}", "{}"),
-        (f"{ME} {{page_size}}", "{port}"),
-        ("/no/such/program {port}", "/no/such/program"),
-        (f"{ME} {{port", "not a command line"),
-        (f"{ME} '{{port}}", "not a command line"),
-        (f"{ME} {{port}} {{page_size:{{max_num_seqs}}|}}", "{page_size}"),
-        (f"{ME} {{port}} {{page_size:04d}}", "04d"),
-        (f"{ME} {{port}} {{page_size!r}}", "{page_size}"),
+        (
+            "serve {model} --block-size {page_size} --url=http://{host}:{port}/x",
+            {"page_size": 32},
+            ["serve", "/a model", "--block-size", "32", "--url=http://127.0.0.1:81/x"],  # a value stays one word
+        ),
+        ("{port} {page_size} {kv_cache_dtype}", {}, ["81", "16", "auto"]),  # the defaults
+        ("{port} {kv_budget}", {"kv_budget": "97MiB"}, ["81", "101711872"]),
+        ("{port} {cuda_graphs:|-e} {async_scheduling:-a|-b}", {"cuda_graphs": True, "async_scheduling": True}, "81 -a"),
+        ("{port} {cuda_graphs:|-e} {async_scheduling:-a|-b}", {"cuda_graphs": 0, "async_scheduling": 0}, "81 -e -b"),
+        ("{port} --caching {enable_prefix_caching}", {"enable_prefix_caching": True}, "81 --caching true"),
+        ("{port} --json '{{\"a\": 1}}'", {}, ["81", "--json", '{"a": 1}']),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(text, named):
+def test_placeholders_become_values(words, settings, expected):
+    line = parse(words).command(settings, model="/a model", port=81, kv_budget_bytes=101711872)
+    assert list(line) == [ME, *(expected.split() if isinstance(expected, str) else expected)]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("{pagesize} {port}", "{pagesize}"),
+        ("{} {port}", "{}"),
+        ("{page_size}", "{port}"),
+        ("{port", "not a command line"),
+        ("'{port}", "not a command line"),
+        ("{port} {page_size:{max_num_seqs}|}", "{page_size}"),
+        ("{port} {page_size:04d}", "04d"),
+        ("{port} {page_size!r}", "{page_size}"),
+        ("{port} {max_model_len}", "{max_model_len}"),  # nobody sets it
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(words, named):
     with pytest.raises(UsageError) as refused:
-        parse(text)
+        parse(words).command({}, model="m", port=1, kv_budget_bytes=None)
     assert named in str(refused.value)
 
 
-def test_what_is_swept_must_be_in_the_command():
-    template = parse(f"{ME} {{port}} {{page_size}}")
+def test_what_the_command_must_have_and_what_it_leaves_to_the_server():
+    template = parse("{port} {page_size}")
     template.require(["page_size"])
     with pytest.raises(UsageError, match=r"kv_cache_dtype, layout.*{kv_cache_dtype} {layout}"):
         template.require(["page_size", "kv_cache_dtype", "layout"])
-
-
-def test_what_the_command_does_not_say_is_the_servers_own():
     settings = {"page_size": 16, "layout": "paged", "seed": 1, "device": "cpu", "dtype": "float32", "model": "m"}
-    assert parse(f"{ME} {{port}} {{page_size}}").not_passed_on(settings) == ["device", "dtype", "model"]
-    assert parse(f"{ME} {{port}} {{page_size}} {{model}} {{dtype}} {{device}}").not_passed_on(settings) == []
-
-
-def test_a_placeholder_that_nobody_sets_is_refused():
-    with pytest.raises(UsageError, match=r"{max_model_len}"):
-        command(f"{ME} {{port}} {{max_model_len}}")
+    assert template.not_passed_on(settings) == ["device", "dtype", "model"]
+    assert parse("{port} {page_size} {model} {dtype} {device}").not_passed_on(settings) == []
 
 
 def test_a_command_without_placeholders_takes_the_built_in_servers_flags():
@@ -100,12 +87,8 @@ def test_a_command_without_placeholders_takes_the_built_in_servers_flags():
         ("--lora-modules=a=/home/u/a,b=/home/u/b", "--lora-modules=a=a,b=b"),
         ("/opt/lib/a.so:/opt/lib/b.so", "a.so:b.so"),
         ('{"path": "/home/u/x", "n": 1}', '{"path": "x", "n": 1}'),
-        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
-        ("--otlp=https://h.example/v1/traces", "--otlp=https://h.example/v1/traces"),
-        ("org/model", "org/model"),
-        ("./here/x", "./here/x"),
-        ("/", "/"),
-        ("3/4", "3/4"),
+        *((word, word) for word in ("http://127.0.0.1:8000", "--otlp=https://h.example/v1/traces", "org/model")),
+        *((word, word) for word in ("./here/x", "/", "3/4")),
     ],
 )
 def test_absolute_paths_lose_their_folders_and_urls_stay(word: str, shown: str) -> None:
@@ -119,12 +102,11 @@ def shown_command(launcher: Launcher, settings: dict[str, object]) -> list[str]:
 
 
 def test_a_command_has_names_for_port_model_and_scratch_and_its_own_numbers() -> None:
-    text = f"{sys.executable} serve --model={{model}} --port={{port}} --max-len {{max_model_len}} --to http://h:8000/x"
-    template = CommandTemplate.parse(text, ["max_model_len"])
+    template = parse("serve --model={model} --port={port} --max-len {max_model_len} --to http://h:8000/x")
     launcher = Launcher(GENERIC, "", lambda settings: {}, ("--proxy", "http://127.0.0.1:8000"), template)
     assert shown_command(launcher, {"max_model_len": 8000}) == [
-        Path(sys.executable).name, "serve", "--model=MODEL", "--port=PORT", "--max-len", "8000", "--to",
-        "http://h:8000/x", "--proxy", "http://127.0.0.1:8000",
+        Path(ME).name, "serve", "--model=MODEL", "--port=PORT", "--max-len", "8000", "--to", "http://h:8000/x",
+        "--proxy", "http://127.0.0.1:8000",
     ]  # fmt: skip
     llama = shown_command(Launcher(PRESETS["llamacpp"], "/opt/llama-server", lambda settings: {}), {})
     assert llama[:3] == ["llama-server", "--model", "MODEL"] and llama[llama.index("--port") + 1] == "PORT"

@@ -23,14 +23,16 @@ from tests.integration.test_target_transformers import MODEL
 from tests.support.sweep_parts import alive, wait_until
 
 
-def folders(tmp_path, monkeypatch, ignore_eos=True):
-    monkeypatch.setattr(model_export.tempfile, "mkdtemp", lambda prefix: str(make(tmp_path / "scratch")))
-    return ModelFolders(ignore_eos=ignore_eos, text_tokenizer=None)
-
-
 def make(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Those of a run, whose scratch folder is tmp_path/scratch."""
+    monkeypatch.setattr(model_export.tempfile, "mkdtemp", lambda prefix: str(make(tmp_path / "scratch")))
+    return ModelFolders(ignore_eos=True, text_tokenizer=None)
 
 
 @pytest.fixture
@@ -44,63 +46,58 @@ def source(tmp_path):
     return folder
 
 
-def test_a_folder_with_weights_is_served_as_it_is(source, tmp_path, monkeypatch):
-    made = folders(tmp_path, monkeypatch)
-    served = made.get({"model": str(source), "load_format": "auto"}, drop_eos=False)
+def settings_of(source: Path, **more: str) -> dict[str, str]:
+    return {"model": str(source), "load_format": "auto"} | more
+
+
+def test_a_folder_with_weights_is_served_as_it_is(source, folders, tmp_path):
+    served = folders.get(settings_of(source), drop_eos=False)
     assert (served.path, served.tokenizer) == (source, source)
     assert (served.vocab_size, served.max_positions) == (512, 512)
+    heeding = ModelFolders(ignore_eos=False, text_tokenizer=None)  # a load that heeds EOS keeps it
+    assert heeding.get(settings_of(source), drop_eos=True).path == source
     assert not (tmp_path / "scratch").exists()
 
 
 def test_a_server_that_cannot_ignore_eos_gets_a_folder_without_one_and_the_model_stays_as_it_is(
-    source, tmp_path, monkeypatch
+    source, folders, tmp_path
 ):
-    made = folders(tmp_path, monkeypatch)
-    served = made.get({"model": str(source), "load_format": "auto"}, drop_eos=True)
+    served = folders.get(settings_of(source), drop_eos=True)
     assert served.path != source and (served.path / "model.safetensors").read_bytes() == b"weights"
     for name in ("config.json", "generation_config.json"):
         assert json.loads((served.path / name).read_text())["eos_token_id"] is None
     assert json.loads((source / "config.json").read_text()) == MODEL
     assert json.loads((source / "generation_config.json").read_text())["eos_token_id"] == [0, 3]
-    assert made.get({"model": str(source), "load_format": "auto"}, drop_eos=True) is served
-    made.close()
+    assert folders.get(settings_of(source), drop_eos=True) is served
+    folders.close()
     assert not (tmp_path / "scratch").exists() and (source / "model.safetensors").exists()
 
 
-def test_a_load_that_heeds_eos_keeps_it(source, tmp_path, monkeypatch):
-    made = folders(tmp_path, monkeypatch, ignore_eos=False)
-    assert made.get({"model": str(source), "load_format": "auto"}, drop_eos=True).path == source
-
-
-def test_another_tokenizer_takes_the_place_of_the_models(source, tmp_path, monkeypatch):
+def test_another_tokenizer_takes_the_place_of_the_models(source, folders, tmp_path):
     other = make(tmp_path / "other")
     (other / "tokenizer.json").write_text('{"other": true}')
-    settings = {"model": str(source), "load_format": "auto", "tokenizer": str(other)}
-    served = folders(tmp_path, monkeypatch).get(settings, drop_eos=False)
+    served = folders.get(settings_of(source, tokenizer=str(other)), drop_eos=False)
     assert (served.path / "tokenizer.json").read_text() == '{"other": true}'
     assert (source / "tokenizer.json").read_text() == '{"own": true}'
     (source / "tokenizer.json").unlink()
-    with pytest.raises(UsageError, match=r"has no tokenizer: name one with -o model\.tokenizer=FOLDER"):
-        ModelFolders(ignore_eos=True, text_tokenizer=None).get(
-            {"model": str(source), "load_format": "auto"}, drop_eos=True
-        )
+    with pytest.raises(UsageError, match=r"-o model\.tokenizer=FOLDER"):
+        folders.get(settings_of(source), drop_eos=True)
 
 
-def test_llama_cpp_serves_gguf_files_only(source, tmp_path, monkeypatch):
-    made = folders(tmp_path, monkeypatch)
+def test_llama_cpp_serves_gguf_files_only(source, folders):
     with pytest.raises(UsageError, match=r"convert_hf_to_gguf\.py .* -o model\.path=MODEL\.gguf"):
-        made.get({"model": str(source)}, drop_eos=False, model_format="gguf")
+        folders.get({"model": str(source)}, drop_eos=False, model_format="gguf")
     (source / "m.gguf").write_bytes(b"GGUF")
-    assert made.get({"model": str(source / "m.gguf")}, drop_eos=False, model_format="gguf").vocab_size is None
+    assert folders.get({"model": str(source / "m.gguf")}, drop_eos=False, model_format="gguf").vocab_size is None
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, UsageError), (1, MeasurementError)])
-def test_an_export_that_fails_says_why(tmp_path, monkeypatch, code, error):
+def test_an_export_that_fails_says_why(folders, monkeypatch, code, error):
     real = model_export.processes.launch
     line = f"import sys; print('error: no such model'); sys.exit({code})"
     monkeypatch.setattr(model_export.processes, "launch", lambda c, **o: real([sys.executable, "-c", line], **o))
     with pytest.raises(error, match="no such model"):
-        folders(tmp_path, monkeypatch).get({"model": "llama-32m", "load_format": "dummy"}, drop_eos=False)
+        folders.get({"model": "llama-32m", "load_format": "dummy"}, drop_eos=False)
 
 
 KILLED = """

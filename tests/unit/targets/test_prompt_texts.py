@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import engine.tokenizer
 from kvbench.common.errors import UsageError
 from kvbench.requests.build import build_requests
-from kvbench.requests.request import RequestSpec
 from kvbench.targets.prompt_texts import TokenizerWords, with_texts
 from kvbench.workload.file import load_workload
 
@@ -75,7 +74,6 @@ def test_a_workload_shares_as_much_as_text_as_it_does_as_ids():
     load = load_workload("workloads/mixed.yaml", profile="cpu").load
     drawn = build_requests(load, vocab_size=8192, max_model_len=2048, seed=0, repeat=1, concurrency=32)
     sent, read = with_texts(drawn, TokenizerWords(BPE).text), reader(BPE)
-    assert sent.notes["sent_as"] == "text"
     ids = [list(each.prompt_token_ids) for each in drawn]
     as_read = [read(each.prompt) for each in sent]
     assert [len(each) for each in as_read] == [len(each) for each in ids]
@@ -84,13 +82,6 @@ def test_a_workload_shares_as_much_as_text_as_it_does_as_ids():
         return sum(max(in_common(prompts[i], prompts[j]) for j in range(i)) for i in range(1, len(prompts)))
 
     assert shared(ids) <= shared(as_read) <= 1.002 * shared(ids)
-
-
-def test_texts_stay_as_they_are_and_ids_are_kept():
-    requests = [RequestSpec(0, "a", (17, 4), None, 5), RequestSpec(1, "a", (1,), "as it is", 5)]
-    texts = TokenizerWords(BPE)
-    first, second = with_texts(requests, texts.text)
-    assert (first.prompt, first.prompt_token_ids) == (texts.text([17, 4]), (17, 4)) and second.prompt == "as it is"
 
 
 def test_a_tokenizer_with_too_few_words_is_refused_with_the_way_out(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +18,22 @@ from kvbench.targets.running import OpenAITarget
 from tests.support.scripted_http import scripted_server
 
 MODELS = {"/v1/models": (200, {"data": [{"id": "m", "max_model_len": 256}]})}
+HEALTH = {"/health": (200, {})}
 
 
-def target_at(server, preset=GENERIC, **options):
-    target = OpenAITarget(server.url, vocab_size=512, max_model_len=256, preset=preset, **options)
-    target.start({}, None)
-    return target
+@contextlib.contextmanager
+def started(answers, preset=None, **options):
+    """A target that has started, and its server."""
+    with scripted_server(MODELS | answers) as server:
+        kind = PRESETS[preset] if preset else GENERIC
+        target = OpenAITarget(server.url, **{"vocab_size": 512, "max_model_len": 256} | options, preset=kind)
+        target.start({}, None)
+        yield target, server
+        target.stop()
+
+
+def posted(server):
+    return [path for method, path, *_ in server.asked if method == "POST"]
 
 
 @pytest.mark.parametrize(
@@ -40,23 +51,17 @@ def target_at(server, preset=GENERIC, **options):
         ("llamacpp", {}, None),
         ("tgi", {"/reset_prefix_cache": (200, "")}, None),
         (None, {"/reset_prefix_cache": (409, "busy")}, False),
+        ("sglang", {"/flush_cache": (500, "oops")}, MeasurementError),  # an error is no unknown state
     ],
 )  # fmt: skip
 def test_the_prefix_cache_is_emptied_as_each_server_has_it(preset, answers, expected):
-    with scripted_server(MODELS | answers) as server:
-        target = target_at(server, PRESETS[preset] if preset else GENERIC)
-        assert target.reset_prefix_cache() is expected
-        posted = [path for method, path, *_ in server.asked if method == "POST"]
-        assert set(posted) >= {path for path in answers if "erase" in path}  # every slot
-        target.stop()
-
-
-def test_a_reset_that_fails_is_an_error_and_not_an_unknown_state():
-    with scripted_server(MODELS | {"/flush_cache": (500, "oops")}) as server:
-        target = target_at(server, PRESETS["sglang"])
-        with pytest.raises(MeasurementError, match="/flush_cache answered 500"):
-            target.reset_prefix_cache()
-        target.stop()
+    with started(answers, preset) as (target, server):
+        if expected is MeasurementError:
+            with pytest.raises(MeasurementError, match="/flush_cache answered 500"):
+                target.reset_prefix_cache()
+        else:
+            assert target.reset_prefix_cache() is expected
+            assert set(posted(server)) >= {path for path in answers if "erase" in path}  # every slot
 
 
 def load(state="cold"):
@@ -64,8 +69,7 @@ def load(state="cold"):
 
 
 def test_an_own_server_is_cold_before_its_first_load_only():
-    with scripted_server(MODELS) as server:
-        target = target_at(server)
+    with started({}) as (target, _):
         target.starts_cold = True
         assert server_state.prepare_cache(target, load(), [], first=True) == []
         (reason,) = server_state.prepare_cache(target, load(), [], first=False)
@@ -73,18 +77,15 @@ def test_an_own_server_is_cold_before_its_first_load_only():
         target.starts_cold = False  # it ran before we came
         assert len(server_state.prepare_cache(target, load(), [], first=True)) == 1
         assert server_state.prepare_cache(target, load("steady"), [], first=True) == []
-        target.stop()
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_steady_leaves_a_cache_as_it_is_found(first):
-    with scripted_server(MODELS | {"/reset_prefix_cache": (200, {})}) as server:
-        target = target_at(server, PRESETS["vllm"])
+    with started({"/reset_prefix_cache": (200, {})}, "vllm") as (target, server):
         assert server_state.prepare_cache(target, load("steady"), [], first=first) == []
-        assert not [path for method, path, *_ in server.asked if method == "POST"]
+        assert not posted(server)
         server_state.prepare_cache(target, load("cold"), [], first=first)
-        assert [path for method, path, *_ in server.asked if method == "POST"] == ["/reset_prefix_cache"]
-        target.stop()
+        assert posted(server) == ["/reset_prefix_cache"]
 
 
 @pytest.mark.parametrize(
@@ -97,25 +98,20 @@ def test_steady_leaves_a_cache_as_it_is_found(first):
         ("vllm", {}, None),
     ],
 )
-def test_versions_are_asked_where_each_server_tells_them(preset, answers, version):
-    with scripted_server(MODELS | answers) as server:
-        target = target_at(server, PRESETS[preset])
+def test_each_servers_version_is_read_where_it_has_it(preset, answers, version):
+    with started(answers, preset) as (target, _):
         assert target.version() == version
-        told = target.server_info()
-        assert told["versions"] == ({preset: version} if version else {})
-        assert told["server"]["title"] == PRESETS[preset].title
-        target.stop()
+        info = target.server_info()
+        assert info["versions"] == ({preset: version} if version else {})
+        assert info["server"]["title"] == PRESETS[preset].title
 
 
-def test_the_load_client_is_told_of_dialect_key_and_tls_and_nothing_else(monkeypatch):
+def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_TEST", "secret")
-    with scripted_server(MODELS) as server:
-        plain = target_at(server)
+    with started({}) as (plain, _):
         assert plain.client_fields() == {}
-        plain.stop()
-        access = Access("KEY_OF_THE_TEST", tls_verify=False, tls_ca_file="ca.pem")
-        target = OpenAITarget(server.url, vocab_size=1, max_model_len=9, preset=PRESETS["transformers"], access=Access(
-            "KEY_OF_THE_TEST"), model="m")  # fmt: skip
+    access = Access("KEY_OF_THE_TEST", tls_verify=False, tls_ca_file="ca.pem")
+    with started(HEALTH, "transformers", model="m", access=Access("KEY_OF_THE_TEST")) as (target, server):
         fields = target.client_fields() | access.fields()
         assert fields["api_key_env"] == "KEY_OF_THE_TEST" and "secret" not in str(fields)
         assert fields["tls_verify"] is False and fields["tls_ca_file"] == "ca.pem"
@@ -124,38 +120,31 @@ def test_the_load_client_is_told_of_dialect_key_and_tls_and_nothing_else(monkeyp
         assert spec.dialect == PRESETS["transformers"].dialect
         target.json_at("/v1/models")
         assert server.asked[-1][2]["Authorization"] == "Bearer secret"
-        target.stop()
     monkeypatch.delenv("KEY_OF_THE_TEST")
     with pytest.raises(UsageError, match="KEY_OF_THE_TEST: this variable holds no key"):
         OpenAITarget("http://127.0.0.1:1", access=Access("KEY_OF_THE_TEST"))
 
 
-def test_a_server_that_lists_no_models_must_be_told_the_name():
-    with scripted_server({"/health": (200, {})}) as server:
-        preset = PRESETS["transformers"]
-        with pytest.raises(UsageError, match="give --model NAME"):
-            OpenAITarget(server.url, vocab_size=5, max_model_len=9, preset=preset).start({}, None)
-        target = OpenAITarget(server.url, model="/m", vocab_size=5, max_model_len=9, preset=preset)
-        target.start({}, None)
+def test_a_server_that_lists_no_models_needs_the_name():
+    with pytest.raises(UsageError, match="give --model NAME"), started(HEALTH, "transformers"):
+        pass
+    with started(HEALTH, "transformers", model="/m") as (target, _):
         assert target.model.name == "/m"
-        target.stop()
 
 
 REQUESTS = [RequestSpec(0, "a", (17, 4, 300), None, 5, prefix_tokens=2), RequestSpec(1, "a", (1,), "as it is", 5)]
 
 
 def test_ids_become_texts_for_a_server_that_takes_no_ids():
-    with scripted_server(MODELS | {"/health": (200, {}), "/v1/completions": (200, {"choices": [{}]})}) as server:
-        target = target_at(server, PRESETS["tgi"])
+    answers = {"/v1/completions": (200, {"choices": [{}]})}
+    with started(answers, "tgi") as (target, server):
         with pytest.raises(MeasurementError, match="no tokenizer to make texts of them"):
             target.as_sent(REQUESTS)
         target._text_of_ids = ids_as_words
-        first, second = target.as_sent(REQUESTS)
-        assert (first.prompt, first.prompt_token_ids, first.prefix_tokens) == ("17 4 300", (17, 4, 300), 2)
-        assert second.prompt == "as it is"
+        sent = target.as_sent(REQUESTS)
+        assert sent.notes["sent_as"] == "text" and sent[1].prompt == "as it is"
+        assert (sent[0].prompt, sent[0].prompt_token_ids, sent[0].prefix_tokens) == ("17 4 300", (17, 4, 300), 2)
         target.complete([5, 6], 1, 5.0)
         assert server.asked[-1][3]["prompt"] == "5 6"
-        target.stop()
-        takes_ids = target_at(server)
-        assert takes_ids.as_sent(REQUESTS) is REQUESTS
-        takes_ids.stop()
+    with started({}) as (target, _):
+        assert target.as_sent(REQUESTS) is REQUESTS

@@ -1,7 +1,7 @@
-"""What kvbench knows of one kind of server: how to launch it with our settings, ask it, read it, and what it cannot do.
+"""What kvbench knows of one kind of server: its launch command, its API, its metrics and what it cannot do.
 
-One ``Preset`` a server: data, with a function only where a value depends on others. A setting that a server does not
-have, or not with that value, has a reason; a configuration with one is skipped with it.
+A ``Preset`` is data, with a function only where a value depends on others. Where a server cannot have a setting, or not
+with that value, the preset has the reason, and the configuration is skipped with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Context:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the server is to run on the CPU: asked for, or left open on a machine without a GPU."""
+        """Whether the server is to run on the CPU: given, or left open on a machine without a GPU."""
         device = self.settings.get("device") or "auto"
         return device == "cpu" or (device == "auto" and default_profile() == "cpu")
 
@@ -59,8 +59,8 @@ class Setting:
     nearest: Callable[[Any, Context], Any] | None = None
 
     @property
-    def told(self) -> bool:
-        """Whether the server has the value once it is launched; else it is kept to elsewhere."""
+    def passed_on(self) -> bool:
+        """Whether the launch gives the server the value; else it is kept to elsewhere."""
         return bool(self.words or self.values or self.variable)
 
     def refusal(self, value: Any, context: Context) -> str | None:
@@ -85,6 +85,11 @@ class Setting:
 def flag(words: str, *values: Any, why: str = "", **more: Any) -> Setting:
     """A setting that becomes ``words`` of the command line; ``values``: the only ones, refused with ``why``."""
     return Setting(words=words, values=dict.fromkeys(values, words) if values else None, why=why, **more)
+
+
+def choice(why: str, **words: str) -> Setting:
+    """A setting with these values only, each with its words of the command line; ``why`` refuses others."""
+    return Setting(values=words, why=why)
 
 
 def switch(on: str, off: str, **more: Any) -> Setting:
@@ -134,37 +139,21 @@ _COMPARED_UNDER = ("kv_budget", "dtype", "device")
 
 
 @dataclass(frozen=True)
-class Reset:
-    """How the prefix cache is emptied: POST to ``path``; ``{slot}`` in it: once for each slot of its /slots.
-
-    ``success_key``: a field of the JSON answer that must not be false. ``busy``: status codes that say requests run.
-    """
-
-    path: str
-    success_key: str | None = None
-    busy: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Version:
-    """Where the server's version is asked: a key of the JSON at ``path``, or the metadata of a package."""
-
-    path: str | None = None
-    key: str = "version"
-    packages: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Preset:
     """One kind of server.
 
     ``command``: its launch command, with ``{program}``, ``{model}``, ``{port}`` and ``{scratch}`` (a folder) in it.
     ``module``: what a Python must have installed to be the program; ``program``: else the name of a program.
-    ``settings``: what it takes; a setting that is missing there is refused. ``environment``: None takes a variable
-    away. ``models_path``: None where the server does not list its models; requests then name the model as the command
-    did. ``grace_s``: between TERM and KILL. ``start_guess_s``: a launch of a small model on a small machine, until one
-    is measured. ``device_pattern``: finds the device in its /server_info. ``quirks``: what a reader of the numbers
-    should know.
+    ``settings``: what it takes; a setting that is missing there is refused.
+    ``environment``: of the launch; None takes a variable away.
+    ``models_path``: None where the server does not list its models; requests then name the model as the command did.
+    ``reset_path``: a POST that empties the prefix cache; ``{slot}`` in it: one for each slot of its /slots.
+    ``reset_busy``: its status code while requests run.
+    ``version_path``: answers JSON with the version at ``version_key``; None: the version of ``module`` is the server's.
+    ``grace_s``: between TERM and KILL.
+    ``start_guess_s``: a launch of a small model on a small machine, until one is measured.
+    ``device_pattern``: finds the device in its /server_info.
+    ``quirks``: what a reader of the numbers should know.
     """
 
     name: str
@@ -177,8 +166,10 @@ class Preset:
     health: str = "/health"
     models_path: str | None = "/v1/models"
     metrics: MetricNames = OURS
-    reset: Reset | None = None
-    version: Version = Version()
+    reset_path: str | None = None
+    reset_busy: int = 409
+    version_path: str | None = None
+    version_key: str = "version"
     dialect: Dialect = OPENAI
     model_format: str = "safetensors"
     grace_s: float = 10.0
@@ -187,12 +178,12 @@ class Preset:
     quirks: tuple[str, ...] = ()
 
     @property
-    def told(self) -> frozenset[str]:
-        """The settings that a launched server has been told."""
-        return frozenset(name for name, setting in self.settings.items() if setting.told)
+    def passed_on(self) -> frozenset[str]:
+        """The settings that a launched server has been given."""
+        return frozenset(name for name, setting in self.settings.items() if setting.passed_on)
 
     def has_only(self, name: str, value: Any) -> bool:
-        """Whether the server has this value of the setting whatever it is told."""
+        """Whether the server has this value of the setting and no other."""
         setting = self.settings.get(name)
         return setting is not None and setting.values is not None and tuple(setting.values) == (value,)
 
