@@ -3,7 +3,7 @@
 The unit of every comparison is the repeat: one fresh server of each configuration under identical requests. Requests
 of one server are not independent of one another, so they are never pooled for a comparison.
 
-The verdict on a ratio, the one rule that the sentence, the tables and the figures follow:
+The verdict on a ratio is one rule, which sentences, tables and figures follow:
 
 - level: from 3 repeats on, when every repeat's ratio lies within 5 % of 1;
 - higher or lower (ahead, behind): from 3 repeats on, when it is not level and the 95 % t interval of the mean log
@@ -15,22 +15,19 @@ Three repeats on one side of 1 happen by chance one time in four, so the spread 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
+from kvbench.common.stats import t_interval
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
-from kvbench.workload.settings import applies, effective, setting_title, value_words
+from kvbench.workload.settings import applies, effective
 
 LEVEL = 0.05  # how far from 1 a repeat's ratio may lie where all are called level
 FEWEST = 3  # repeats for a verdict
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
-CONFIDENCE = 0.95
 HIGHER, LOWER, SAME, UNCLEAR = "higher", "lower", "level", "unclear"
-NOT_TOLD = "not told apart"
 
 
 @dataclass(frozen=True)
@@ -45,15 +42,15 @@ class RepeatSpread:
 
 @dataclass(frozen=True)
 class Ratio(RepeatSpread):
-    """Paired ratios a/b, one a repeat; `ci` is a t interval on the mean log ratio, from 3 repeats on."""
+    """Paired ratios a/b, one a repeat; ``ci``: 95 % t interval of the mean log ratio, back-transformed."""
 
-    values: tuple[float, ...] = ()
-    ci: tuple[float, float] | None = None
+    values: tuple[float, ...]
+    ci: tuple[float, float] | None
 
     @property
     def verdict(self) -> str:
         """HIGHER, LOWER, SAME or UNCLEAR, by the rule in this module's docstring."""
-        if self.n < FEWEST or self.ci is None:
+        if self.ci is None:
             return UNCLEAR
         if self.low >= 1 - LEVEL and self.high <= 1 + LEVEL:
             return SAME
@@ -68,26 +65,24 @@ def spread(values: Mapping[int, float]) -> RepeatSpread | None:
     return RepeatSpread(float(np.median(known)), min(known), max(known), len(known)) if known else None
 
 
+def median(values: Mapping[int, float]) -> float | None:
+    """The median of per-repeat values; None when there are none."""
+    return float(np.median(list(values.values()))) if values else None
+
+
 def paired_ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Ratio | None:
     """a/b per repeat that both have with positive values; None when there is no such repeat."""
     values = tuple(a[r] / b[r] for r in sorted(a.keys() & b.keys()) if a[r] > 0 and b[r] > 0)
     if not values:
         return None
-    return Ratio(float(np.median(values)), min(values), max(values), len(values), values, log_t_interval(values))
-
-
-def log_t_interval(values: tuple[float, ...], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Student's t interval of the mean of log(values), back-transformed; None under FEWEST values."""
-    if len(values) < FEWEST:
-        return None
-    logs = np.log(values)
-    half = stats.t.ppf((1 + confidence) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
-    return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+    low, high = np.exp(t_interval(np.log(values)))
+    ci = (float(low), float(high)) if len(values) >= FEWEST else None
+    return Ratio(float(np.median(values)), min(values), max(values), len(values), values, ci)
 
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Configuration `a` against `b` under the same load and the same requests."""
+    """Configuration ``a`` against ``b`` under the same load and the same requests."""
 
     a: MeasuredCell
     b: MeasuredCell
@@ -107,56 +102,46 @@ class PairedComparison:
 
 def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
     """Paired ratios a/b of what the report speaks about."""
-
-    def of(metric: str) -> Ratio | None:
-        return paired_ratio(a.per_repeat(metric), b.per_repeat(metric))
-
     steady = a.has_steady and b.has_steady  # like with like
-    return PairedComparison(
-        a,
-        b,
-        paired_ratio(a.throughput(steady), b.throughput(steady)),
-        of("ttft_ms.p95"),
-        of("tpot_ms.p50"),
-        of("itl_ms.p95"),
-    )
+    metrics = ("ttft_ms.p95", "tpot_ms.p50", "itl_ms.p95")
+    latencies = (paired_ratio(a.per_repeat(metric), b.per_repeat(metric)) for metric in metrics)
+    return PairedComparison(a, b, paired_ratio(a.throughput(steady), b.throughput(steady)), *latencies)
 
 
 def differing(a: MeasuredCell, b: MeasuredCell) -> set[str]:
     """Engine settings in which two configurations differ; one that is left out is at its default.
 
-    What means something in one of the two only (page size between layouts, swap space beside recompute) is part of
-    the setting that it hangs on. Prefix caching is not: a contiguous configuration is one that has it off.
+    A setting that applies to one of the two only (page size between layouts, swap space beside recompute) is part of
+    the setting that it depends on. Prefix caching is not: a contiguous configuration is one that has it off.
     """
     x, y = a.settings, b.settings
-    shared = {
-        key for key in x.keys() | y.keys() if key == "enable_prefix_caching" or (applies(key, x) and applies(key, y))
+    return {
+        key
+        for key in x.keys() | y.keys()
+        if (key == "enable_prefix_caching" or (applies(key, x) and applies(key, y)))
+        and effective(x, key) != effective(y, key)
     }
-    return {key for key in shared if effective(x, key) != effective(y, key)}
 
 
 def paging_pair(run: Run) -> tuple[str, str] | None:
     """Names of the paged and the contiguous configuration that differ least, the baseline first; None without."""
-    names = {
+    pairs = {
         (p.name, c.name): (
             len(differing(p, c)),
             not (p.is_baseline or c.is_baseline),
             abs((p.settings.get("page_size") or 0) - 16),
         )
         for p in run.cells
-        if p.is_paged
         for c in run.cells
-        if c.is_contiguous
+        if p.is_paged and c.is_contiguous
     }
-    return min(names, key=lambda pair: names[pair]) if names else None
+    return min(pairs, key=lambda names: pairs[names]) if pairs else None
 
 
 def paging(run: Run) -> list[PairedComparison]:
-    """Paged against contiguous, the pair of `paging_pair`, at each load that has both, loads ascending."""
+    """Paged against contiguous, the pair of ``paging_pair``, at each load that has both, loads ascending."""
     chosen = paging_pair(run)
-    if chosen is None:
-        return []
-    pairs = [(run.cell(chosen[0], load), run.cell(chosen[1], load)) for load in run.loads]
+    pairs = [[run.cell(name, load) for name in chosen] for load in run.loads] if chosen else []
     return [compare(p, c) for p, c in pairs if p is not None and c is not None]
 
 
@@ -167,25 +152,30 @@ def baseline(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
 
 def reference(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
     """What ratios in tables and figures are relative to: contiguous where measured, else the baseline."""
-    chosen = paging_pair(run)
-    contiguous = run.cell(chosen[1], load) if chosen else None
-    return contiguous or baseline(run, load)
+    pair = paging_pair(run)
+    return (run.cell(pair[1], load) if pair else None) or baseline(run, load)
+
+
+def ratio_to_reference(run: Run, cell: MeasuredCell) -> Ratio | None:
+    """Of the throughput; None for the reference itself and where there is none."""
+    ref = reference(run, cell.load)
+    return None if ref is None or ref is cell else compare(cell, ref).throughput
 
 
 @dataclass(frozen=True)
 class Best:
     """The configuration with the highest median of output tokens/s at a load.
 
-    `level_with`: those level with it; `unclear_with`: those that it is not told apart from. `by_default`: others were
-    measured too, and none of them validly.
+    ``level_with``: those level with it; ``unclear_with``: those that it is not told apart from. ``by_default``: others
+    were measured too, and none of them validly.
     """
 
     load: MeasuredLoad
     cell: MeasuredCell
     throughput: RepeatSpread
-    level_with: tuple[str, ...] = ()
-    unclear_with: tuple[str, ...] = ()
-    by_default: bool = False
+    level_with: tuple[str, ...]
+    unclear_with: tuple[str, ...]
+    by_default: bool
 
 
 def best(run: Run, load: MeasuredLoad) -> Best | None:
@@ -195,12 +185,11 @@ def best(run: Run, load: MeasuredLoad) -> Best | None:
         return None
     top, top_spread = max(known, key=lambda pair: pair[1].median)
     ratios = {cell.name: compare(cell, top).throughput for cell, _ in known if cell is not top}
-    verdicts = {name: UNCLEAR if r is None else r.verdict for name, r in ratios.items()}
-
-    def having(verdict: str) -> tuple[str, ...]:
-        return tuple(name for name, mine in verdicts.items() if mine == verdict)
-
-    return Best(load, top, top_spread, having(SAME), having(UNCLEAR), by_default=len(known) == 1 < len(run.at(load)))
+    level, unclear = (
+        tuple(name for name, r in ratios.items() if (r.verdict if r else UNCLEAR) == verdict)
+        for verdict in (SAME, UNCLEAR)
+    )
+    return Best(load, top, top_spread, level, unclear, by_default=len(known) == 1 < len(run.at(load)))
 
 
 def scatters(cell: MeasuredCell) -> RepeatSpread | None:
@@ -216,38 +205,18 @@ class Effect:
     setting: str
     value: object
     baseline_value: object
-    comparison: PairedComparison = field(repr=False)
-    hit_rate: float | None = None
-
-    @property
-    def title(self) -> str:
-        """The setting for people."""
-        return setting_title(self.setting)
-
-    @property
-    def change(self) -> str:
-        """off → on; 16 → 8."""
-        return " → ".join(value_words(self.setting, value) for value in (self.baseline_value, self.value))
+    comparison: PairedComparison
 
 
 def effects(run: Run) -> list[Effect]:
-    """Every configuration that differs from the baseline in exactly one setting, load by load."""
-    found = []
+    """Every configuration that differs from the baseline in one setting; in the layout only without ``paging``."""
+    found, layouts = [], bool(paging(run))
     for cell in run.cells:
         base = baseline(run, cell.load)
-        if base is None or cell is base:
+        changed = differing(cell, base) if base is not None and cell is not base else set()
+        if base is None or len(changed) != 1 or (layouts and changed == {"layout"}):
             continue
-        changed = differing(cell, base)
-        if len(changed) != 1:
-            continue
-        setting = changed.pop()
-        found.append(
-            Effect(
-                setting,
-                effective(cell.settings, setting),
-                effective(base.settings, setting),
-                compare(cell, base),
-                cell.hit_rate,
-            )
-        )
+        (setting,) = changed
+        values = (effective(settings, setting) for settings in (cell.settings, base.settings))
+        found.append(Effect(setting, *values, compare(cell, base)))
     return found

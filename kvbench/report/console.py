@@ -6,10 +6,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.report.tables import Value, columns, rows
+from kvbench.report.tables import Value, main_table
 from kvbench.runs.model import MeasuredCell, Run
 
-HEADS = {
+_HEADS = {
     "configuration": "configuration",
     "output_tokens_per_s": "tok/s",
     "ratio": "ratio",
@@ -19,12 +19,11 @@ HEADS = {
     "preemptions": "preempt",
     "failed": "fail",
 }
-STYLES = {"better": "green", "worse": "red"}
+_STYLES = {"better": "green", "worse": "red"}
 
 
-def table(run: Run) -> Table:
+def console_table(run: Run) -> Table:
     """The columns that fit 80 characters; markup in names is shown, not interpreted."""
-    shown = [(i, column) for i, column in enumerate(columns(run)) if column.key in HEADS]
     made = Table(
         title=Text(f"{run.workload} · {run.folder.name} · latencies in ms"),
         title_justify="left",
@@ -33,27 +32,22 @@ def table(run: Run) -> Table:
         pad_edge=False,
         padding=(0, 0),
         collapse_padding=True,
+        caption=None if all(cell.valid for cell in run.cells) else Text("! invalid measurement", style="red"),
+        caption_justify="left",
     )
-    for _, column in shown:
-        first = column.key == "configuration"
-        made.add_column(
-            HEADS[column.key],
-            justify="left" if first else "right",
-            no_wrap=not first,
-            min_width=17 if first else len(HEADS[column.key]),
-            overflow="fold",
-        )
+    table = main_table(run)
+    shown = [(i, column.key) for i, column in enumerate(table.columns) if column.key in _HEADS]
+    made.add_column(_HEADS["configuration"], min_width=17, overflow="fold")
+    for _, key in shown[1:]:
+        made.add_column(_HEADS[key], justify="right", no_wrap=True, min_width=len(_HEADS[key]), overflow="fold")
     load = None
-    for row in rows(run):
-        if row.cell.load != load:
+    for row, cell in zip(table.rows, run.by_load, strict=True):
+        if cell.load != load:
             if load is not None:
                 made.add_section()
-            load = row.cell.load
+            load = cell.load
             made.add_row(Text(load.short, style="bold"))
-        made.add_row(*(_entry(column.key, row.values[i], row.cell) for i, column in shown))
-    if any(not cell.valid for cell in run.cells):
-        made.caption = Text("! invalid measurement", style="red")
-        made.caption_justify = "left"
+        made.add_row(*(_entry(key, row.values[i], cell) for i, key in shown))
     return made
 
 
@@ -65,4 +59,4 @@ def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
         text += f" ({value.note})"
     if key == "failed":
         text = text.split(" ")[0]
-    return Text(text, style=STYLES.get(value.mark, ""))
+    return Text(text, style=_STYLES.get(value.mark, ""))

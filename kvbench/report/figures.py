@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import (
-    HIGHER,
-    LOWER,
-    NOT_TOLD,
-    SAME,
-    UNCLEAR,
-    PairedComparison,
-    best,
-    paging,
-    reference,
-    spread,
-)
-from kvbench.report.figures_latency import distribution_figure, latency_figure
-from kvbench.report.kv import ledger_figure
-from kvbench.report.occupancy import occupancy
-from kvbench.report.style import (
+from kvbench.metrics.latency import inter_token_latencies, request_latencies
+from kvbench.report.comparisons import ratio_to_reference, reference, spread
+from kvbench.report.kv import MAX_POINTS, ledger_figure, occupancy_figure
+from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
+from kvbench.report.wording import (
     RATIO_MARKS,
-    Drawing,
-    LineStyle,
-    finish,
-    hover,
-    looks,
-    ratio_text,
-    safe,
-    throughput_axis,
+    cells_title,
+    distribution_title,
+    latency,
+    latency_title,
+    marked_ratio,
+    running,
+    throughput_title,
 )
 from kvbench.runs.model import MeasuredCell, Run
 
@@ -39,34 +32,18 @@ def drawings(run: Run) -> list[Drawing]:
     """Every figure the run has data for."""
     if not run.cells:
         return []
-    found = [headline_figure(run)]
-    if (where := ledger_figure(run)) is not None:
-        found.append(where)
-    found.append(cells_figure(run))
-    if len(run.cells) > 1:
-        found.append(latency_figure(run))
-    distribution = distribution_figure(run)
-    if distribution is not None:
-        found.append(distribution)
-    for load in reversed(run.loads):
-        drawn = occupancy(run, load)
-        if drawn is not None:
-            title, figure, width = drawn
-            found.append(
-                Drawing(
-                    f"occupancy-{load.mode}-{load.value:g}",
-                    title,
-                    "Share of the KV budget over the load, one repeat (that of median throughput): the light area is "
-                    "reserved, the dark area holds tokens, so the light remainder is waste. Below: sequences running "
-                    "(solid) and waiting (dotted).",
-                    figure,
-                    width,
-                )
-            )
-    return found
+    found = [
+        throughput_figure(run),
+        ledger_figure(run),
+        cells_figure(run),
+        latency_figure(run) if len(run.cells) > 1 else None,
+        distribution_figure(run),
+        *(occupancy_figure(run, load) for load in reversed(run.loads)),
+    ]
+    return [drawing for drawing in found if drawing is not None]
 
 
-def headline_figure(run: Run) -> Drawing:
+def throughput_figure(run: Run) -> Drawing:
     """Bars of output tokens/s by load and configuration, with min-max bars and each repeat as a dot."""
     figure, look, names = go.Figure(), looks(run), run.configs
     bars = len(names) * len(run.loads)
@@ -78,7 +55,7 @@ def headline_figure(run: Run) -> Drawing:
         showgrid=False,
         range=[-0.5, len(run.loads) - 0.5],
     )
-    figure.update_yaxes(title_text=throughput_axis(run), rangemode="tozero")
+    figure.update_yaxes(title_text=_throughput_axis(run), rangemode="tozero")
     ref = reference(run, run.loads[-1])
     caption = "Bar: median over repeats; line: lowest to highest repeat; dots: repeats."
     if ref and len(names) > 1:
@@ -86,30 +63,29 @@ def headline_figure(run: Run) -> Drawing:
     if any(not cell.valid for cell in run.cells):
         caption += " Hatched: invalid."
     width = min(1150, max(120 * len(run.loads) + 320, 52 * bars + 80))
-    return Drawing("headline", _headline_title(run), caption, finish(figure, 440), width)
+    return Drawing("headline", throughput_title(run), caption, finish(figure, 440), width)
 
 
 def _bars(figure: go.Figure, run: Run, name: str, position: int, look: LineStyle, upright: bool) -> None:
-    """One configuration's bars; `upright`: too many bars for ratios to be written across."""
+    """One configuration's bars; ``upright``: too many bars for ratios to be written across."""
     width = min(0.84 / len(run.configs), 0.26)
-    cells = [cell for cell in run.cells if cell.name == name and cell.throughput()]
-    xs = [run.loads.index(c.load) + (position - (len(run.configs) - 1) / 2) * width for c in cells]
-    spreads = [s for c in cells if (s := spread(c.throughput()))]
-    pattern = {"shape": ["" if c.valid else "/" for c in cells], "fillmode": "overlay", "fgcolor": "#fff"}
+    cells = [(c, s) for c in run.cells if c.name == name and (s := spread(c.throughput()))]
+    xs = [run.loads.index(c.load) + (position - (len(run.configs) - 1) / 2) * width for c, _ in cells]
+    pattern = {"shape": ["" if c.valid else "/" for c, _ in cells], "fillmode": "overlay", "fgcolor": "#fff"}
     figure.add_bar(
         x=xs,
-        y=[s.median for s in spreads],
+        y=[s.median for _, s in cells],
         width=width * 0.9,
         name=safe(name),
         legendgroup=name,
         marker={"color": look.colour, "opacity": 0.85, "pattern": pattern},
-        hovertext=[hover(run, c) for c in cells],
+        hovertext=[_hover(run, c) for c, _ in cells],
         hoverinfo="text",
         error_y={
             "type": "data",
             "symmetric": False,
-            "array": [s.high - s.median for s in spreads],
-            "arrayminus": [s.median - s.low for s in spreads],
+            "array": [s.high - s.median for _, s in cells],
+            "arrayminus": [s.median - s.low for _, s in cells],
             "color": "#777",
             "thickness": 1.4,
             "width": 4,
@@ -117,7 +93,7 @@ def _bars(figure: go.Figure, run: Run, name: str, position: int, look: LineStyle
     )
     dots = [
         (x, value, f"{safe(name)}, {c.load.short}, repeat {repeat}: {words.tokens_per_s(value)} tokens/s")
-        for x, c in zip(xs, cells, strict=True)
+        for x, (c, _) in zip(xs, cells, strict=True)
         for repeat, value in c.throughput().items()
     ]
     figure.add_scatter(
@@ -131,114 +107,202 @@ def _bars(figure: go.Figure, run: Run, name: str, position: int, look: LineStyle
         marker={"size": 5, "color": "#fff", "line": {"color": "#333", "width": 1}},
     )
     turned = {"textangle": -90, "yshift": 24} if upright else {"yshift": 12}
-    for x, c, s in zip(xs, cells, spreads, strict=True):
-        if (text := ratio_text(run, c)) is not None:
-            figure.add_annotation(x=x, y=s.high, text=text, showarrow=False, font={"size": 12}, **turned)
+    for x, (c, s) in zip(xs, cells, strict=True):
+        if (r := ratio_to_reference(run, c)) is not None:
+            figure.add_annotation(x=x, y=s.high, text=marked_ratio(r), showarrow=False, font={"size": 12}, **turned)
 
 
-def _headline_title(run: Run) -> str:
-    pairs = [pair for pair in paging(run) if pair.throughput is not None]
-    if not pairs:
-        return _best_title(run)
-    low, high = pairs[0], pairs[-1]
-    title = f"{high.a.name}: {_verdict_phrase(high, f' the output tokens/s of {high.b.name}')} at {high.load.short}"
-    return words.upper_first(title + (f", {_verdict_phrase(low)} at {low.load.short}" if low is not high else ""))
+def _throughput_axis(run: Run) -> str:
+    """Which of the two throughputs the run's cells have to show."""
+    steady = {cell.has_steady for cell in run.cells}
+    if steady == {False}:
+        return "output tokens/s (whole run)"
+    return "output tokens/s (steady window" + ("; whole run where there is none)" if False in steady else ")")
 
 
-def _verdict_phrase(pair: PairedComparison, of: str = "") -> str:
-    r = pair.throughput
-    assert r is not None
-    invalid = "" if pair.valid else " (invalid)"
-    if r.verdict == UNCLEAR:
-        whom = of.replace(" the output tokens/s of", " in output tokens/s from")
-        return f"{NOT_TOLD}{whom}, {words.ratio(r.median)}{invalid}"
-    if r.verdict == SAME:
-        return f"level{of.replace(' the output tokens/s of', ' in output tokens/s with')}{invalid}"
-    return f"{'only ' if r.verdict == LOWER else ''}{words.ratio(r.median)}{of}{invalid}"
-
-
-def _best_title(run: Run) -> str:
-    top = best(run, run.loads[-1])
-    if top is None:
-        return f"No valid cell at {run.loads[-1].label}"
-    doubt = ", the highest median but no verdict" if top.unclear_with else ""
-    return words.upper_first(
-        f"{top.cell.name}: {words.tokens_per_s(top.throughput.median)} output tokens/s at {top.load.label}{doubt}"
-    )
+def _hover(run: Run, cell: MeasuredCell) -> str:
+    """Everything known of a cell, one line each."""
+    lines = [f"<b>{safe(cell.name)}</b> · {cell.load.label}"]
+    if s := spread(cell.throughput()):
+        lines.append(
+            f"output tokens/s{'' if cell.has_steady else ' (whole run)'}: {words.tokens_per_s(s.median)} "
+            f"({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}, {words.plural(s.n, 'repeat')})"
+        )
+    ref, r = reference(run, cell.load), ratio_to_reference(run, cell)
+    if ref and r:
+        lines.append(f"ratio to {safe(ref.name)}: {marked_ratio(r)}")
+    for label, metric in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms")):
+        lines.append(f"{label} p50 {latency(cell, metric, 'p50')}, p95 {latency(cell, metric, 'p95')}")
+    if (mean := running(cell)) is not None:
+        lines.append(f"running at once, mean: {words.decimal(mean)}")
+    if (preemptions := cell.counter("num_preemptions_total")) is not None:
+        lines.append(f"preemptions: {words.count(preemptions)}")
+    if cell.count("failed"):
+        lines.append(f"failed requests: {cell.count('failed')}")
+    if not cell.valid:
+        lines.append("<b>invalid</b>: " + safe("; ".join(cell.invalid_reasons)))
+    return "<br>".join(lines)
 
 
 def cells_figure(run: Run) -> Drawing:
     """A row of panels a load: throughput on the left, p95 TTFT on the right, a line a configuration."""
     loads, look = list(reversed(run.loads)), looks(run)
     height = 90 + len(loads) * (70 + 34 * len(run.configs))
-    titles = [f"{what}, {load.label}" for load in loads for what in (throughput_axis(run), "p95 TTFT, ms")]
     figure = make_subplots(
         rows=len(loads),
         cols=2,
-        subplot_titles=titles,
+        subplot_titles=[f"{what}, {load.label}" for load in loads for what in (_throughput_axis(run), "p95 TTFT, ms")],
         shared_yaxes="rows",
         horizontal_spacing=0.06,
         vertical_spacing=82 / (height - 82),
     )
     for row, load in enumerate(loads, start=1):
         for cell in reversed(run.at(load)):
-            for column, values in ((1, cell.throughput()), (2, cell.per_repeat("ttft_ms.p95"))):
-                _range_dot(figure, run, cell, values, look[cell.name].colour, row, column)
+            for col, values in ((1, cell.throughput()), (2, cell.per_repeat("ttft_ms.p95"))):
+                _range_dot(figure, run, cell, values, look[cell.name].colour, {"row": row, "col": col})
     figure.update_xaxes(rangemode="tozero")
     figure.update_annotations(font={"size": 13})
-    pairs = paging(run)
-    title = "Throughput and p95 TTFT by cell"
-    if pairs and pairs[-1].ttft is not None:
-        c, r = pairs[-1], pairs[-1].ttft
-        verb = {
-            SAME: "is level with",
-            HIGHER: "is worse than",
-            LOWER: "is better than",
-            UNCLEAR: f"is {NOT_TOLD} from",
-        }[r.verdict]
-        title = f"p95 TTFT of {c.a.name} {verb} that of {c.b.name} at {c.load.short}: {words.ratio(r.median)}"
-        title += "" if c.valid else " (invalid)"
     finish(figure, height, legend=False)
-    return Drawing(
-        "cells",
-        title,
-        "Large marker: median of the repeats; line: lowest to highest; small: repeats."
-        + (" Crosses: invalid." if any(not c.valid for c in run.cells) else ""),
-        figure,
-        620,
-    )
+    caption = "Large marker: median of the repeats; line: lowest to highest; small: repeats."
+    if any(not cell.valid for cell in run.cells):
+        caption += " Crosses: invalid."
+    return Drawing("cells", cells_title(run), caption, figure, 620)
 
 
 def _range_dot(
-    figure: go.Figure, run: Run, cell: MeasuredCell, values: dict[int, float], colour: str, row: int, column: int
+    figure: go.Figure, run: Run, cell: MeasuredCell, values: dict[int, float], colour: str, panel: dict[str, int]
 ) -> None:
-    s = spread(values)
+    s, name = spread(values), safe(cell.name)
     if s is None:
         return
-    name = safe(cell.name)
-    place = {"row": row, "col": column}
+    line, small = {"color": colour, "width": 3}, {"size": 6, "color": colour, "opacity": 0.6}
+    large = {"size": 13, "color": colour, "symbol": "circle" if cell.valid else "x"}
+    figure.add_scatter(x=[s.low, s.high], y=[name, name], mode="lines", line=line, hoverinfo="skip", **panel)
     figure.add_scatter(
-        x=[s.low, s.high],
-        y=[name, name],
+        x=list(values.values()), y=[name] * s.n, mode="markers", hoverinfo="skip", marker=small, **panel
+    )  # fmt: skip
+    figure.add_scatter(
+        x=[s.median], y=[name], mode="markers", hovertext=[_hover(run, cell)], hoverinfo="text", marker=large, **panel
+    )
+
+
+def latency_figure(run: Run) -> Drawing:
+    """Throughput against latency: a line a configuration, a marker a load."""
+    look = looks(run)
+    panels = (("p95 TTFT, ms (log)", "ttft_ms", "p95"), ("median TPOT, ms", "tpot_ms", "p50"))
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
+    for column, (label, metric, which) in enumerate(panels, start=1):
+        for name in run.configs:
+            points = [
+                (s.median, value, c)
+                for c in run.cells
+                if c.name == name
+                and (s := spread(c.throughput()))
+                and (value := c.percentile(metric, which)[0]) is not None
+            ]
+            figure.add_scatter(
+                x=[p[0] for p in points],
+                y=[p[1] for p in points],
+                mode="lines+markers",
+                name=safe(name),
+                legendgroup=name,
+                showlegend=column == 1,
+                hovertext=[_hover(run, p[2]) for p in points],
+                hoverinfo="text",
+                line={"color": look[name].colour, "dash": look[name].dash, "width": 1.6},
+                marker={"size": [8 + 6 * run.loads.index(p[2].load) for p in points], "color": look[name].colour},
+                row=1,
+                col=column,
+            )
+        figure.update_yaxes(title_text=label, row=1, col=column)
+    ttfts = [cell.percentile("ttft_ms", "p95")[0] or 0.0 for cell in run.cells]
+    figure.update_yaxes(**log_axis(np.array(ttfts)), row=1, col=1)
+    figure.update_yaxes(rangemode="tozero", row=1, col=2)
+    figure.update_xaxes(title_text=_throughput_axis(run), rangemode="tozero")
+    sizes = f"Larger markers: higher load ({words.listing([load.tick for load in run.loads])}). "
+    caption = f"{sizes if len(run.loads) > 1 else ''}Right and down is better."
+    return Drawing("latency", latency_title(run), caption, finish(figure, 420), 640)
+
+
+def _ttft_ms(requests: pd.DataFrame) -> np.ndarray:
+    return request_latencies(requests)["ttft_ms"].dropna().to_numpy()
+
+
+def distribution_figure(run: Run) -> Drawing | None:
+    """ECDFs of TTFT (top) and ITL (bottom), one column a load; None without raw samples."""
+    loads, look = run.loads, looks(run)
+    figure = make_subplots(
+        rows=2,
+        cols=len(loads),
+        subplot_titles=[load.label for load in loads],
+        vertical_spacing=0.16,
+        horizontal_spacing=0.07,
+        shared_yaxes=True,
+    )
+    shown: set[str] = set()
+    for column, load in enumerate(loads, start=1):
+        requests = [(cell, frame) for cell in run.at(load) if len(frame := cell.requests())]
+        for row, (label, of) in enumerate((("TTFT", _ttft_ms), ("ITL", inter_token_latencies)), start=1):
+            drawn = [(cell, samples) for cell, frame in requests if len(samples := of(frame))]
+            for cell, samples in drawn:
+                figure.add_trace(_curve(cell, samples, look[cell.name], cell.name not in shown), row=row, col=column)
+                shown.add(cell.name)
+            axis = log_axis(np.concatenate([samples for _, samples in drawn])) if drawn else {}
+            figure.update_xaxes(title_text=f"{label}, ms (log)", row=row, col=column, **axis)
+    if not shown:
+        return None
+    figure.update_yaxes(range=[0, 101], ticksuffix=" %", dtick=25)
+    figure.update_yaxes(title_text="share of samples", col=1)
+    finish(figure, 640)
+    figure.update_layout(margin_t=90)
+    caption = (
+        "Cumulative share of samples: further left is faster, steeper is steadier. Raw samples of all repeats; failed "
+        "requests left out."
+    )
+    return Drawing("distributions", distribution_title(run), caption, figure, 320 * len(loads))
+
+
+def _curve(cell: MeasuredCell, samples: np.ndarray, look: LineStyle, legend: bool) -> go.Scatter:
+    x, y = ecdf(samples)
+    return go.Scatter(
+        x=x,
+        y=y * 100,
         mode="lines",
-        line={"color": colour, "width": 3},
-        hoverinfo="skip",
-        **place,
+        name=safe(cell.name),
+        legendgroup=cell.name,
+        showlegend=legend,
+        line={"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
+        hovertemplate=f"<b>{safe(cell.name)}</b>, {cell.load.short}<br>%{{y:.1f}} % within %{{x:,.1f}} ms"
+        f"<br>{len(samples):,} samples, all repeats<extra></extra>",
     )
-    figure.add_scatter(
-        x=list(values.values()),
-        y=[name] * s.n,
-        mode="markers",
-        hoverinfo="skip",
-        marker={"size": 6, "color": colour, "opacity": 0.6},
-        **place,
-    )
-    figure.add_scatter(
-        x=[s.median],
-        y=[name],
-        mode="markers",
-        hovertext=[hover(run, cell)],
-        hoverinfo="text",
-        marker={"size": 13, "color": colour, "symbol": "circle" if cell.valid else "x"},
-        **place,
-    )
+
+
+def ecdf(samples: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """x [n], y [n] of the empirical distribution with n <= points; the smallest and largest sample stay.
+
+    Samples are picked, not interpolated: every (x, y) is a point of the full curve.
+    """
+    picks = np.unique(np.linspace(0, len(samples) - 1, min(points, len(samples))).round().astype(int))
+    return np.sort(samples)[picks].astype(float), (picks + 1) / len(samples)
+
+
+def log_axis(values: np.ndarray) -> dict[str, Any]:
+    """Settings of a log axis: ticks at 1, 2 and 5 of each decade, outliers at the low end cut off.
+
+    A gap of microseconds (two tokens read from the socket at once) would otherwise take up half the axis.
+    """
+    positive = values[values > 0]
+    if not len(positive):
+        return {}
+    low, high = float(np.quantile(positive, 0.005)), float(positive.max())
+    if high < 4 * low:  # too narrow for two ticks
+        middle = math.sqrt(low * high)
+        low, high = middle / 2, middle * 2
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in ((1, 2, 5) if len(decades) <= 4 else (1,))]
+    return {
+        "type": "log",
+        "range": [math.log10(low * 0.85), math.log10(high * 1.15)],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:,g}" if tick >= 1 else f"{tick:g}" for tick in ticks],
+    }

@@ -1,29 +1,32 @@
-"""The section "Where did the KV bytes go": a stacked bar a cell, and the table beneath it."""
+"""Where the KV bytes went: the ledger's figure and table, and how full the KV was over time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import baseline, best, paging
-from kvbench.report.style import Drawing, finish, safe
-from kvbench.report.tables import Column, Row, Value
+from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
+from kvbench.report.tables import RECOMPUTED, Column, Table, Value, cell_table, identity_columns
+from kvbench.report.wording import ledger_sentence, occupancy_title
 from kvbench.runs.kv_ledger import PLACES, Ledger, Place, ledger, swapped_bytes
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 SECTION = "Where did the KV bytes go"
 _NOTE = "The whole KV budget, every byte in one place, averaged over the steady window and the repeats."
-_NOTES = {  # columns that are not always there -> what the note says of them
+_NOTES = {  # column that is shown only where it has values -> what the note says of it
     "kv_saved": "Saved by sharing: what the sequences would have needed on top if no page were shared.",
     "swapped": "Swapped: moved to the host and back, in all repeats.",
-    "recomputed": "Recomputed: tokens, in all repeats.",
+    "recomputed_tokens": "Recomputed: tokens, in all repeats.",
 }
 # Okabe and Ito's palette again: what is used is dark, what is lost is loud, what is left is pale.
 _FILLS = {
     "tokens": "#0072B2",
+    "scales": "#0072B2",
     "waste": "#D55E00",
     "cached": "#009E73",
     "pinned": "#CC79A7",
@@ -34,6 +37,66 @@ _FILLS = {
 }
 _SCALES = Place("scales", "scales of the tokens", "of the tokens' bytes: scales of a quantised KV")
 _LEAST_LABELLED = 0.06  # of the budget: a narrower part has no room for its percentage
+_PANELS_PER_ROW = 5
+MAX_POINTS = 400  # of a curve
+
+Bars = list[tuple[MeasuredCell, Ledger]]
+
+
+def ledgers(run: Run) -> Bars:
+    """Cells that have a ledger, in table order: the highest load first."""
+    return [(cell, found) for cell in run.by_load if (found := ledger(cell)) is not None]
+
+
+def ledger_table(run: Run) -> Table:
+    """Configuration, load, the places that hold anything, the budget, and what a bar cannot show."""
+    found = ledgers(run)
+    every = [
+        *identity_columns(),
+        *(_part(place) for place in PLACES if any(one.parts[place.key] > 0 for _, one in found)),
+        _of_ledger("kv_budget", "budget", "bytes of KV, scales and page table", lambda one: one.budget),
+        _of_ledger("kv_saved", "saved by sharing", "bytes needed on top if nothing were shared", lambda one: one.saved),
+        Column("swapped", "swapped out", "bytes moved to the host, all repeats; small: back, and lost there", _swapped),
+        RECOMPUTED,
+    ]
+    shown = [c for c in every if c.key not in _NOTES or any(c.of(cell).sort for cell, _ in found)]
+    return cell_table(shown, [cell for cell, _ in found], {column.key for column in shown})
+
+
+def ledger_note(table: Table) -> str:
+    """What stands under the table, about the columns that it has."""
+    return " ".join([_NOTE, *(_NOTES[column.key] for column in table.columns if column.key in _NOTES)])
+
+
+def _of_ledger(key: str, title: str, hint: str, of: Callable[[Ledger], float | None]) -> Column:
+    def value(cell: MeasuredCell) -> Value:
+        one = ledger(cell)
+        size = of(one) if one else None
+        return Value("0" if size == 0 else words.data_size(size), size)
+
+    return Column(key, title, hint, value)
+
+
+def _part(place: Place) -> Column:
+    def value(cell: MeasuredCell) -> Value:
+        one = ledger(cell)
+        if one is None or not one.parts[place.key]:
+            return Value("0", 0.0)
+        note = words.data_size(one.parts[place.key])
+        if place.key == "tokens" and one.scales:
+            note += f", {words.data_size(one.scales)} of it scales"
+        return Value(words.percent(one.share(place.key)), one.share(place.key), note)
+
+    return Column(f"kv_{place.key}", place.title, place.hint, value)
+
+
+def _swapped(cell: MeasuredCell) -> Value:
+    out, back = swapped_bytes(cell), swapped_bytes(cell, "in")
+    if not out:
+        return Value("–" if out is None else "0", out)
+    lost = cell.counter("swap_lost_slots_total") or 0.0
+    note = f"{words.data_size(back)} back" + (f", {words.plural(lost, 'token')} lost" if lost else "")
+    return Value(words.data_size(out), out, note)
 
 
 def ledger_figure(run: Run) -> Drawing | None:
@@ -42,23 +105,28 @@ def ledger_figure(run: Run) -> Drawing | None:
     if not found:
         return None
     loads = list(dict.fromkeys(cell.load for cell, _ in found))
-    bars = [[pair for pair in found if pair[0].load == load][::-1] for load in loads]  # plotly draws from below
-    height = 120 + sum(44 + 36 * len(panel) for panel in bars)
+    panels = [[pair for pair in found if pair[0].load == load][::-1] for load in loads]  # plotly draws from below
+    height = 120 + sum(44 + 36 * len(panel) for panel in panels)
     figure = make_subplots(
         rows=len(loads),
         cols=1,
         subplot_titles=[load.label for load in loads],
-        row_heights=[len(panel) + 0.6 for panel in bars],
+        row_heights=[len(panel) + 0.6 for panel in panels],
         vertical_spacing=min(0.9 / max(1, len(loads) - 1), 40 / (height - 120)),
     )
-    unit, divisor = _unit(max(one.budget for _, one in found))
-    for place in _shown_places(found):
-        for row, panel in enumerate(bars, start=1):
-            _stack(figure, place, panel, row, divisor, legend=row == 1)
+    largest = max(one.budget for _, one in found)
+    unit, divisor = next(((u, 2.0**p) for u, p in (("GiB", 30), ("MiB", 20)) if largest >= 2.0**p), ("KiB", 2.0**10))
+    for place in (PLACES[0], _SCALES, *PLACES[1:]):  # scales right after the tokens that they belong to
+        if any(_segment(one, place.key) > 0 for _, one in found):
+            for row, panel in enumerate(panels, start=1):
+                _stack(figure, place, panel, row, divisor)
     figure.update_annotations(font={"size": 13})  # the panels' titles
-    widest = max(one.budget for _, one in found) / divisor
-    asides = _write_asides(figure, bars, widest)
-    figure.update_xaxes(range=[0, widest], showgrid=False, showticklabels=False)
+    asides = [(row, cell, aside(cell, one)) for row, panel in enumerate(panels, start=1) for cell, one in panel]
+    asides = [each for each in asides if each[2]]
+    for row, cell, text in asides:
+        at = {"x": largest / divisor, "y": safe(cell.name), "xanchor": "left", "xshift": 8, "align": "left"}
+        figure.add_annotation(text=text, showarrow=False, font={"size": 11}, row=row, col=1, **at)
+    figure.update_xaxes(range=[0, largest / divisor], showgrid=False, showticklabels=False)
     figure.update_xaxes(title_text=f"KV budget, {unit}", showticklabels=True, row=len(loads))
     figure.update_yaxes(showgrid=False)
     finish(figure, height)
@@ -72,46 +140,24 @@ def ledger_figure(run: Run) -> Drawing | None:
     )
 
 
-def _write_asides(figure: go.Figure, bars: list[list[tuple[MeasuredCell, Ledger]]], x: float) -> bool:
-    """The text right of each bar; whether there is any."""
-    written = False
-    for row, panel in enumerate(bars, start=1):
-        for cell, one in panel:
-            if text := aside(cell, one):
-                place = {"x": x, "y": safe(cell.name), "xanchor": "left", "xshift": 8, "align": "left"}
-                figure.add_annotation(text=text, showarrow=False, font={"size": 11}, row=row, col=1, **place)
-                written = True
-    return written
+def _segment(one: Ledger, key: str) -> float:
+    """Bytes of a segment of the bar; those of the tokens and of their scales are the tokens' part together."""
+    return one.scales if key == "scales" else one.parts[key] - (one.scales if key == "tokens" else 0.0)
 
 
-def _shown_places(found: list[tuple[MeasuredCell, Ledger]]) -> list[Place]:
-    """Places that hold anything anywhere; scales right after the tokens that they belong to."""
-    every = [PLACES[0], _SCALES, *PLACES[1:]]
-    return [place for place in every if any(_bytes(one, place.key) > 0 for _, one in found)]
-
-
-def _bytes(one: Ledger, key: str) -> float:
-    """Bytes of a segment of the bar; the tokens' segment and that of their scales are the tokens' part together."""
-    if key == "scales":
-        return one.scales
-    return one.parts[key] - (one.scales if key == "tokens" else 0.0)
-
-
-def _stack(
-    figure: go.Figure, place: Place, panel: list[tuple[MeasuredCell, Ledger]], row: int, divisor: float, legend: bool
-) -> None:
+def _stack(figure: go.Figure, place: Place, panel: Bars, row: int, divisor: float) -> None:
     hatched = place.key == "scales"
-    told = [one.scales if hatched else one.parts[place.key] for _, one in panel]  # the tokens' with their scales
-    shares = [size / one.budget for size, (_, one) in zip(told, panel, strict=True)]
+    sizes = [one.scales if hatched else one.parts[place.key] for _, one in panel]  # the tokens' with their scales
+    shares = [size / one.budget for size, (_, one) in zip(sizes, panel, strict=True)]
     figure.add_bar(
         y=[safe(cell.name) for cell, _ in panel],
-        x=[_bytes(one, place.key) / divisor for _, one in panel],
+        x=[_segment(one, place.key) / divisor for _, one in panel],
         orientation="h",
         name=place.title,
         legendgroup=place.key,
-        showlegend=legend,
+        showlegend=row == 1,
         marker={
-            "color": _FILLS["tokens" if hatched else place.key],
+            "color": _FILLS[place.key],
             "pattern": {"shape": "/" if hatched else "", "fillmode": "overlay", "fgcolor": "#fff", "size": 5},
         },
         text=["" if hatched or share < _LEAST_LABELLED else words.percent(share) for share in shares],
@@ -121,7 +167,7 @@ def _stack(
         hovertext=[
             f"{safe(cell.name)}<br>{place.title}: {words.percent(share)} of the budget, "
             f"{words.data_size(size)}<br>{place.hint}"
-            for (cell, _), size, share in zip(panel, told, shares, strict=True)
+            for (cell, _), size, share in zip(panel, sizes, shares, strict=True)
         ],
         hoverinfo="text",
         row=row,
@@ -131,122 +177,101 @@ def _stack(
 
 def aside(cell: MeasuredCell, one: Ledger) -> str:
     """What a bar cannot show: bytes saved by sharing, swapped, tokens recomputed; "" where there is nothing."""
-    parts = []
-    if one.saved:
-        parts.append(f"{words.data_size(one.saved)} saved by sharing")
-    if moved := swapped_bytes(cell):
-        parts.append(f"{words.data_size(moved)} swapped out")
-    if again := cell.counter("recomputed_tokens_total"):
-        parts.append(f"{words.count(again)} tokens recomputed")
-    return "<br>".join(parts)
+    parts = (
+        (one.saved, words.data_size, "saved by sharing"),
+        (swapped_bytes(cell), words.data_size, "swapped out"),
+        (cell.counter("recomputed_tokens_total"), words.count, "tokens recomputed"),
+    )
+    return "<br>".join(f"{render(value)} {what}" for value, render, what in parts if value)
 
 
-def _unit(largest: float) -> tuple[str, float]:
-    return next(
-        ((name, size) for name, size in (("GiB", 2.0**30), ("MiB", 2.0**20)) if largest >= size), ("KiB", 2.0**10)
+def occupancy_figure(run: Run, load: MeasuredLoad) -> Drawing | None:
+    """Small multiples of one load's KV budget over time; None when no server says how full its KV was."""
+    every = [(cell, _gauges(cell)) for cell in run.at(load)]
+    panels = [(c, g) for c, g in every if g[["kv_slots_reserved", "kv_cache_usage_perc"]].notna().to_numpy().any()]
+    if not panels:
+        return None
+    columns = min(_PANELS_PER_ROW, len(panels))
+    bands = -(-len(panels) // columns)
+    titles: list[str] = []
+    for band in range(bands):
+        shown = panels[band * columns : (band + 1) * columns]
+        names = [safe(cell.name).replace(" + ", "<br>+ ") for cell, _ in shown]
+        titles += names + [""] * (2 * columns - len(names))
+    figure = make_subplots(
+        rows=2 * bands,
+        cols=columns,
+        shared_xaxes=True,
+        subplot_titles=titles,
+        vertical_spacing=0.16 / (2 * bands),
+        horizontal_spacing=0.025,
+        row_heights=[0.6, 0.4] * bands,
+    )
+    look = looks(run)
+    for position, (cell, gauges) in enumerate(panels):
+        band, column = divmod(position, columns)
+        _occupancy_panel(figure, cell.name, gauges, look[cell.name], 2 * band + 1, column + 1)
+    queues = [gauges[["num_requests_running", "num_requests_waiting"]].max().max() for _, gauges in panels]
+    figure.update_xaxes(range=[0, max(gauges["t"].max() for _, gauges in panels)])
+    for row in range(1, 2 * bands, 2):
+        figure.update_yaxes(range=[0, 104], showticklabels=False, row=row)
+        figure.update_yaxes(range=[0, max(1.0, *queues) * 1.08], showticklabels=False, row=row + 1)
+        figure.update_yaxes(title_text="KV budget", ticksuffix=" %", showticklabels=True, row=row, col=1)
+        figure.update_yaxes(title_text="sequences", showticklabels=True, row=row + 1, col=1)
+        figure.update_xaxes(title_text="s since load start", row=row + 1)
+    figure.update_annotations(font={"size": 12})
+    finish(figure, 40 + 380 * bands, legend=False)
+    figure.update_layout(margin_t=56)
+    return Drawing(
+        f"occupancy-{load.mode}-{load.value:g}",
+        occupancy_title(run, load),
+        "Share of the KV budget over the load, one repeat (that of median throughput): the light area is reserved, the "
+        "dark area holds tokens, so the light remainder is waste. Below: sequences running (solid) and waiting "
+        "(dotted).",
+        figure,
+        180 * columns + 60,
     )
 
 
-def ledger_columns(run: Run) -> list[Column]:
-    """Configuration, load, the places that hold anything, the budget, and what stands beside it."""
-    found = [one for _, one in ledgers(run)]
-    places = [place for place in PLACES if any(one.parts[place.key] > 0 for one in found)]
-    every = [
-        Column("configuration", "configuration", "engine settings", lambda _, c: Value(c.name, c.name)),
-        Column("load", "load", "", lambda _, c: Value(c.load.short, c.load.value)),
-        *(Column(f"kv_{place.key}", place.title, place.hint, _part(place.key)) for place in places),
-        Column("kv_budget", "budget", "bytes of KV, scales and page table", _budget),
-        Column("kv_saved", "saved by sharing", "bytes needed on top if nothing were shared", _saved),
-        Column("swapped", "swapped out", "bytes moved to the host, all repeats; small: back, and lost there", _swapped),
-        Column("recomputed", "recom-puted", "tokens computed again after a preemption, all repeats", _recomputed),
-    ]
-    return [c for c in every if c.key not in _NOTES or any(c.of(run, cell).sort for cell, _ in ledgers(run))]
+def _gauges(cell: MeasuredCell) -> pd.DataFrame:
+    """Of the repeat of median throughput (the lower of the middle two): one that happened, not a mean."""
+    values = sorted(cell.throughput().items(), key=lambda pair: pair[1])
+    repeat = values[(len(values) - 1) // 2][0] if values else cell.repeats[0].repeat
+    gauges = cell.gauges()
+    return thin(gauges[gauges["repeat"] == repeat].sort_values("t"))
 
 
-def ledger_note(run: Run) -> str:
-    """What stands under the table: of its columns only."""
-    shown = {column.key for column in ledger_columns(run)}
-    return " ".join([_NOTE, *(text for key, text in _NOTES.items() if key in shown)])
+def thin(frame: pd.DataFrame, points: int = MAX_POINTS) -> pd.DataFrame:
+    """At most ``points`` rows of a time series, evenly, first and last kept."""
+    if len(frame) <= points:
+        return frame
+    return frame.iloc[np.unique(np.linspace(0, len(frame) - 1, points).round().astype(int))]
 
 
-def ledger_rows(run: Run) -> list[Row]:
-    """One row a cell that has a ledger."""
-    shown = ledger_columns(run)
-    return [Row(cell, tuple(col.of(run, cell) for col in shown)) for cell, _ in ledgers(run)]
+def _occupancy_panel(
+    figure: go.Figure, name: str, gauges: pd.DataFrame, look: LineStyle, row: int, column: int
+) -> None:
+    t, total, name = gauges["t"], gauges["kv_slots_total"], safe(name)
+    reserved, used = gauges["kv_slots_reserved"] / total * 100, gauges["kv_slots_used"] / total * 100
+    if reserved.isna().all():  # a server that reports usage but not slots
+        reserved = gauges["kv_cache_usage_perc"] * 100
 
+    def draw(values: pd.Series, what: str, down: int, **line: object) -> None:
+        figure.add_scatter(
+            x=t,
+            y=values,
+            mode="lines",
+            name=name,
+            row=row + down,
+            col=column,
+            hovertemplate=f"{name}<br>%{{x:.1f}} s: %{{y:.0f}} {what}<extra></extra>",
+            **line,
+        )
 
-def _part(place: str) -> Callable[[Run, MeasuredCell], Value]:
-    def of(_: Run, cell: MeasuredCell) -> Value:
-        one = ledger(cell)
-        if one is None:
-            return Value("–")
-        if not one.parts[place]:
-            return Value("0", 0.0)
-        note = words.data_size(one.parts[place])
-        if place == "tokens" and one.scales:
-            note += f", {words.data_size(one.scales)} of it scales"
-        return Value(words.percent(one.share(place)), one.share(place), note)
-
-    return of
-
-
-def _budget(_: Run, cell: MeasuredCell) -> Value:
-    one = ledger(cell)
-    return Value(words.data_size(one.budget), one.budget) if one else Value("–")
-
-
-def _saved(_: Run, cell: MeasuredCell) -> Value:
-    one = ledger(cell)
-    if one is None or one.saved is None:
-        return Value("–")
-    return Value(words.data_size(one.saved) if one.saved else "0", one.saved)
-
-
-def _swapped(_: Run, cell: MeasuredCell) -> Value:
-    out, back = swapped_bytes(cell), swapped_bytes(cell, "in")
-    if not out:
-        return Value("–" if out is None else "0", out)
-    lost = cell.counter("swap_lost_slots_total") or 0.0
-    note = f"{words.data_size(back)} back" + (f", {words.plural(lost, 'token')} lost" if lost else "")
-    return Value(words.data_size(out), out, note)
-
-
-def _recomputed(_: Run, cell: MeasuredCell) -> Value:
-    again = cell.counter("recomputed_tokens_total")
-    return Value(words.count(again), again)
-
-
-def ledger_sentence(run: Run) -> str:
-    """What the section shows, for the pair that the headline speaks of, else for one configuration; "" without data."""
-    pairs = [p for p in paging(run) if ledger(p.a) and ledger(p.b)]
-    if pairs:
-        c = pairs[-1]
-        text = f"At {c.load.label} {_filled(c.b, ' of the KV budget')}; {_filled(c.a)}."
-        return text if c.valid else f"{text} (Invalid measurement, not to be relied on.)"
-    for load in reversed(run.loads):
-        top = best(run, load)
-        cell = baseline(run, load) or (top.cell if top else None)
-        if cell is not None and ledger(cell):
-            return f"At {load.label} {_filled(cell, ' of the KV budget')}."
-    return ""
-
-
-def _filled(cell: MeasuredCell, whole: str = "") -> str:
-    found = ledger(cell)
-    assert found is not None
-    text = (
-        f"{cell.name} held tokens in {words.percent(found.share('tokens'))}{whole} and wasted "
-        f"{words.percent(found.share('waste'))} on slots reserved and empty"
-    )
-    more = [
-        f"{words.percent(found.share(place))} {what}"
-        for place, what in (("fragmented", "free but scattered"), ("cached", "cached"), ("free", "free"))
-        if found.share(place) >= 0.01
-    ]
-    return f"{text} ({', '.join(more)})" if more else text
-
-
-def ledgers(run: Run) -> list[tuple[MeasuredCell, Ledger]]:
-    """Cells that have one, in table order: the highest load first."""
-    cells: Sequence[MeasuredCell] = [cell for load in reversed(run.loads) for cell in run.at(load)]
-    return [(cell, found) for cell in cells if (found := ledger(cell)) is not None]
+    for values, alpha, what in ((reserved, 0.25, "% reserved"), (used, 0.8, "% holds tokens")):
+        if values.notna().any():
+            area = {"fill": "tozeroy", "fillcolor": look.faint(alpha), "line": {"color": look.colour, "width": 1}}
+            draw(values, what, 0, **area)
+    for what, dash in (("running", "solid"), ("waiting", "dot")):
+        line = {"color": look.colour, "width": 1.8, "dash": dash, "shape": "hv"}
+        draw(gauges[f"num_requests_{what}"], what, 1, line=line)

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from kvbench.common import text as words
-from kvbench.report.comparisons import NOT_TOLD, SAME, UNCLEAR, Ratio, compare, reference, spread
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import Run
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.
 CONTIGUOUS, PAGED = "#D55E00", "#0072B2"
 OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#A6761D")
 DASHES = ("dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
 GRID = "rgba(128,128,128,0.22)"
-RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
 
@@ -35,7 +32,7 @@ class LineStyle:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its place on the page; `min_width` in px, below which it scrolls."""
+    """A figure for the page; narrower than ``min_width`` px it scrolls."""
 
     key: str
     title: str
@@ -46,23 +43,13 @@ class Drawing:
 
 def looks(run: Run) -> dict[str, LineStyle]:
     """Configuration name -> look, the same in all figures of a run."""
-    found: dict[str, LineStyle] = {}
-    others = 0
-    first_paged = next(
-        (c.name for c in run.cells if c.is_baseline and c.is_paged),
-        next((c.name for c in run.cells if not c.is_contiguous), None),
-    )
-    first_contiguous = next((c.name for c in run.cells if c.is_contiguous), None)
-    for name in run.configs:
-        if name == first_contiguous:
-            found[name] = LineStyle(CONTIGUOUS, "dash")
-        elif name == first_paged:
-            found[name] = LineStyle(PAGED)
-        else:
-            found[name] = LineStyle(
-                OTHERS[others % len(OTHERS)], DASHES[(others // len(OTHERS) + others) % len(DASHES)]
-            )
-            others += 1
+    paged = [c.name for c in run.cells if c.is_baseline and c.is_paged]
+    paged += [c.name for c in run.cells if not c.is_contiguous]
+    contiguous = [c.name for c in run.cells if c.is_contiguous]
+    found = {paged[0]: LineStyle(PAGED)} if paged else {}
+    found |= {contiguous[0]: LineStyle(CONTIGUOUS, "dash")} if contiguous else {}
+    for i, name in enumerate(name for name in run.configs if name not in found):
+        found[name] = LineStyle(OTHERS[i % len(OTHERS)], DASHES[(i // len(OTHERS) + i) % len(DASHES)])
     return found
 
 
@@ -81,69 +68,11 @@ def finish(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": FONT, "size": 13},
         showlegend=legend,
-        legend={
-            "orientation": "h",
-            "y": 1.0,
-            "yref": "container",
-            "yanchor": "top",
-            "x": 0,
-            "xanchor": "left",
-        },
+        legend={"orientation": "h", "y": 1.0, "yref": "container", "yanchor": "top", "x": 0, "xanchor": "left"},
         modebar={"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": "#9aa3ad", "activecolor": "#5b6675"},
         hoverlabel={"align": "left", "font": {"family": FONT, "size": 12}},
     )
-    figure.update_xaxes(
-        gridcolor=GRID, zeroline=False, linecolor=GRID, automargin=True, title_font_size=12, title_standoff=8
-    )
-    figure.update_yaxes(
-        gridcolor=GRID, zeroline=False, linecolor=GRID, automargin=True, title_font_size=12, title_standoff=8
-    )
+    axes = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "automargin": True}
+    figure.update_xaxes(**axes, title_font_size=12, title_standoff=8)
+    figure.update_yaxes(**axes, title_font_size=12, title_standoff=8)
     return figure
-
-
-def hover(run: Run, cell: MeasuredCell) -> str:
-    """Everything known of a cell, one line each."""
-    lines = [f"<b>{safe(cell.name)}</b> · {cell.load.label}"]
-    s = spread(cell.throughput())
-    if s:
-        lines.append(
-            f"output tokens/s{'' if cell.has_steady else ' (whole run)'}: {words.tokens_per_s(s.median)} "
-            f"({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}, {words.plural(s.n, 'repeat')})"
-        )
-    if (text := ratio_text(run, cell)) is not None:
-        ref = reference(run, cell.load)
-        lines.append(f"ratio to {safe(ref.name)}: {text}" if ref else "")
-    for label, metric in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms")):
-        (p50, doubt50), (p95, doubt95) = cell.percentile(metric, "p50"), cell.percentile(metric, "p95")
-        lines.append(f"{label} p50 {words.ms(p50)}{'*' * doubt50}, p95 {words.ms(p95)}{'*' * doubt95}")
-    if (r := spread(cell.observed("running_mean"))) is not None:
-        lines.append(f"running at once, mean: {words.decimal(r.median)}")
-    if (p := cell.counter("num_preemptions_total")) is not None:
-        lines.append(f"preemptions: {words.count(p)}")
-    if cell.count("failed"):
-        lines.append(f"failed requests: {cell.count('failed')}")
-    if not cell.valid:
-        lines.append("<b>invalid</b>: " + safe("; ".join(cell.invalid_reasons)))
-    return "<br>".join(line for line in lines if line)
-
-
-def ratio_text(run: Run, cell: MeasuredCell) -> str | None:
-    """`marked_ratio` against the run's reference; None for the reference itself."""
-    ref = reference(run, cell.load)
-    if ref is None or ref is cell:
-        return None
-    r = compare(cell, ref).throughput
-    return None if r is None else marked_ratio(r)
-
-
-def marked_ratio(r: Ratio) -> str:
-    """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
-    return f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}{'?' if r.verdict == UNCLEAR else ''}"
-
-
-def throughput_axis(run: Run) -> str:
-    """The axis title of `MeasuredCell.throughput`: which of the two throughputs the run's cells have to show."""
-    steady = {cell.has_steady for cell in run.cells}
-    if steady == {False}:
-        return "output tokens/s (whole run)"
-    return "output tokens/s (steady window" + ("; whole run where there is none)" if False in steady else ")")

@@ -1,176 +1,173 @@
-"""The table of all cells, once, for HTML, Markdown, CSV and the console."""
+"""The tables of the report: entries, columns, and the table of all cells for HTML, Markdown, CSV and the console."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import HIGHER, LOWER, Ratio, compare, reference, spread
-from kvbench.report.style import RATIO_MARKS, marked_ratio
+from kvbench.report.comparisons import HIGHER, LOWER, Ratio, compare, median, ratio_to_reference, reference, spread
+from kvbench.report.wording import RATIO_MARKS, marked_ratio
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell, Run
 
-CLIENT_QUEUE = "client_queue_ms"
-TITLES = {CLIENT_QUEUE: "client queue"}
-PERCENTILES = (
+UNCERTAIN = "*"
+UNCERTAIN_NOTE = (
+    "* too few samples to be 99 % sure that at least two lie above the true percentile (p95 needs 130, p99 662)."
+)
+_PERCENTILES = (
     ("ttft_ms", "p50"),
     ("ttft_ms", "p95"),
-    (CLIENT_QUEUE, "p95"),
+    ("client_queue_ms", "p95"),
     ("tpot_ms", "p50"),
     ("tpot_ms", "p95"),
     ("itl_ms", "p50"),
     ("itl_ms", "p95"),
 )
-UNCERTAIN = "*"
-UNCERTAIN_NOTE = (
-    "* too few samples to be 99 % sure that at least two lie above the true percentile (p95 needs 130, p99 662)."
-)
 
 
 @dataclass(frozen=True)
 class Value:
-    """One table entry: its text, a number to sort by (None sorts last) and a small second line, or several."""
+    """One table entry: its text, a number to sort by (None sorts last) and small further lines."""
 
     text: str
     sort: float | str | None = None
     note: str = ""
     mark: str = ""  # "better" | "worse" | ""
 
-    @property
-    def uncertain(self) -> bool:
-        """Whether it refers to UNCERTAIN_NOTE."""
-        return self.text.endswith(UNCERTAIN) or self.note.endswith(UNCERTAIN)
-
 
 @dataclass(frozen=True)
 class Column:
-    """`key` names the CSV column; `title` the heading; `hint` explains it."""
+    """``key`` names the CSV column; ``title`` the heading; ``hint`` explains it; ``of`` makes a cell's entry."""
 
     key: str
     title: str
-    hint: str
-    of: Callable[[Run, MeasuredCell], Value]
+    hint: str = ""
+    of: Callable[[MeasuredCell], Value] = lambda cell: Value("–")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell's entries, in the order of `columns(run)`."""
+    """The entries of one row; ``cell`` is whose they are, None for a cell that was not measured."""
 
-    cell: MeasuredCell
+    cell: MeasuredCell | None
     values: tuple[Value, ...]
+    group: object = None  # a line is drawn where it changes
 
 
-def columns(run: Run) -> list[Column]:
-    """The columns this run has something to say in; configuration, load, throughput always."""
-    always = {"configuration", "load", "output_tokens_per_s", "failed"}
-    hidden = {"ratio"} if len(run.configs) < 2 else set()
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows; columns from ``numbers_from`` on are right-aligned."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    numbers_from: int = 2
+
+
+def cell_table(
+    every: Sequence[Column], cells: Sequence[MeasuredCell], always: set[str], numbers_from: int = 2
+) -> Table:
+    """One row a cell; of the columns those in ``always`` and those that have a value in some cell."""
+    shown = tuple(c for c in every if c.key in always or any(c.of(cell).sort is not None for cell in cells))
+    return Table(shown, tuple(Row(cell, tuple(c.of(cell) for c in shown), cell.load) for cell in cells), numbers_from)
+
+
+def identity_columns() -> list[Column]:
+    """Configuration and load."""
+    loads = "concurrent requests or users (closed loop), requests/s or conversations/s (open loop)"
     return [
-        col
-        for col in (*_client_columns(run), *_server_columns(run), FAILED)
-        if col.key in always
-        or (col.key not in hidden and any(col.of(run, cell).sort is not None for cell in run.cells))
+        Column("configuration", "configuration", "engine settings", lambda c: Value(c.name, c.name)),
+        Column("load", "load", loads, lambda c: Value(c.load.short, c.load.value)),
     ]
 
 
-def _client_columns(run: Run) -> list[Column]:
-    """What the client saw."""
-    whole = "whole run, raw samples of all repeats"
-    steady = ("ttft_ms",)
-    hints = {
-        "ttft_ms": f"{whole}; small: of the requests due in the steady window",
-        CLIENT_QUEUE: f"the part of TTFT for which requests waited in the client for a place under the cap; {whole}",
-    }
-    return [
-        Column("configuration", "configuration", "engine settings", lambda _, c: _configuration(c)),
-        Column(
-            "load",
-            "load",
-            "concurrent requests or users (closed loop), requests/s or conversations/s (open loop)",
-            lambda _, c: Value(c.load.short, c.load.value),
-        ),
+def main_table(run: Run) -> Table:
+    """All cells, the highest load first, in the columns that this run has values for."""
+    ref = reference(run, run.loads[-1]) if run.loads else None
+    every = [
+        Column("configuration", "configuration", "engine settings", _configuration),
+        identity_columns()[1],
         Column(
             "output_tokens_per_s",
             "output tok/s",
             "steady window: median, lowest–highest repeat; then the whole run, ramp-up and drain included",
-            lambda _, c: _throughput(c),
+            _throughput,
         ),
-        Column("ratio", f"ratio to {_reference_name(run)}", f"paired by repeat; {RATIO_MARKS}", _ratio),
-        *(
-            Column(
-                f"{metric}_{which}",
-                f"{TITLES.get(metric) or metric[:-3].upper()} {which} ms{' (steady)' if metric in steady else ''}",
-                hints.get(metric, whole),
-                _percentile(metric, which),
-            )
-            for metric, which in PERCENTILES
+        Column(
+            "ratio",
+            f"ratio to {ref.name if ref else 'baseline'}",
+            f"paired by repeat; {RATIO_MARKS}",
+            lambda c: Value("1", 1.0) if c is reference(run, c.load) else ratio_value(ratio_to_reference(run, c)),
         ),
+        *(_percentile_column(metric, which) for metric, which in _PERCENTILES),
         Column(
             "goodput",
             "goodput",
             f"requests/s that met {words.slo_words(run.load_section.get('slo')) or 'every SLO'}, whole run; small: "
             "their share of all requests, and requests/s in the steady window",
-            lambda _, c: _goodput(c),
+            _goodput,
         ),
+        *_server_columns(run),
+        Column("failed", "failed", "failed requests, all repeats", _failed),
     ]
+    every = [column for column in every if column.key != "ratio" or len(run.configs) > 1]
+    return cell_table(every, run.by_load, {"configuration", "load", "output_tokens_per_s", "failed"})
 
 
 def _server_columns(run: Run) -> list[Column]:
     """What the server's /metrics said; none of it exists for a server without one."""
-    state = run.load_section.get("cache_state", "cold") if run.load_section else None
+
+    def gauge(key: str, title: str, hint: str, name: str, render: Callable[[float | None], str]) -> Column:
+        def of(cell: MeasuredCell) -> Value:
+            value = median(cell.observed(name))
+            return Value(render(value), value)
+
+        return Column(key, title, hint, of)
+
+    state = f" ({run.load_section.get('cache_state', 'cold')})" if run.load_section else ""
+    mean = "mean in the steady window"
     return [
-        Column(
-            "running_mean",
-            "running",
-            "sequences running at once, mean in the steady window",
-            lambda _, c: _spread_value(c.observed("running_mean"), words.decimal),
+        gauge("running_mean", "running", f"sequences running at once, {mean}", "running_mean", words.decimal),
+        gauge("kv_usage_peak", "peak KV", "highest share of the KV budget owned", "usage_max", words.percent),
+        gauge(
+            "waste_share", "waste", f"slots reserved but unused, share of reserved, {mean}", "waste_share",
+            words.percent,
         ),
-        Column(
-            "kv_usage_peak",
-            "peak KV",
-            "highest share of the KV budget owned",
-            lambda _, c: _spread_value(c.observed("usage_max"), words.percent),
-        ),
-        Column(
-            "waste_share",
-            "waste",
-            "slots reserved but unused, share of reserved, mean in the steady window",
-            lambda _, c: _spread_value(c.observed("waste_share"), words.percent),
-        ),
-        Column("preemptions", "pre-empted", "preemptions, all repeats", _counter("num_preemptions_total")),
-        Column(
-            "recomputed_tokens",
-            "recom-puted",
-            "tokens computed again after a preemption, all repeats",
-            _counter("recomputed_tokens_total"),
-        ),
+        counter_column("preemptions", "pre\u00adempted", "preemptions, all repeats", "num_preemptions_total"),
+        RECOMPUTED,
         Column(
             "prefix_hit_rate",
-            f"prefix hits{f' ({state})' if state else ''}",
+            f"prefix hits{state}",
             "share of prompt tokens found in the prefix cache; small: what prompts and declared cache state allow, and "
             "whether nothing shows that the cache was in that state (not verified)",
-            lambda _, c: _hits(c),
+            _hits,
         ),
-    ]
+    ]  # fmt: skip
 
 
-FAILED = Column("failed", "failed", "failed requests, all repeats", lambda _, c: _failed(c))
+def counter_column(key: str, title: str, hint: str, name: str) -> Column:
+    """A server counter, summed over the repeats."""
+
+    def of(cell: MeasuredCell) -> Value:
+        return Value(words.count(cell.counter(name)), cell.counter(name))
+
+    return Column(key, title, hint, of)
 
 
-def rows(run: Run) -> list[Row]:
-    """One row a cell, configurations in display order within each load, the highest load first."""
-    shown = columns(run)
-    return [
-        Row(cell, tuple(col.of(run, cell) for col in shown)) for load in reversed(run.loads) for cell in run.at(load)
-    ]
+RECOMPUTED = counter_column(
+    "recomputed_tokens",
+    "recom\u00adputed",
+    "tokens computed again after a preemption, all repeats",
+    "recomputed_tokens_total",
+)
 
 
 def flat_rows(run: Run) -> list[dict[str, Any]]:
     """Plain numbers for summary.csv: the table plus what the table abbreviates."""
     found = []
-    for row in rows(run):
-        cell = row.cell
+    table = main_table(run)
+    for row, cell in zip(table.rows, run.by_load, strict=True):
         flat: dict[str, Any] = {
             "cell_id": cell.cell_id,
             "config_id": cell.config_id,
@@ -182,21 +179,14 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
             "repeats": len(cell.repeats),
             "completed": cell.count("completed"),
         }
-        for column, value in zip(columns(run), row.values, strict=True):
-            if column.key not in flat:
-                flat[column.key] = value.sort
+        shown = {column.key: value.sort for column, value in zip(table.columns, row.values, strict=True)}
+        flat |= {key: value for key, value in shown.items() if key not in flat}
         flat |= {f"steady_ttft_ms_{w}": cell.percentile("steady_latency.ttft_ms", w)[0] for w in ("p50", "p95")}
         s, ref = spread(cell.throughput()), reference(run, cell.load)
         flat |= {"output_tokens_per_s_min": s.low, "output_tokens_per_s_max": s.high} if s else {}
         if ref is not None and (r := compare(cell, ref).throughput) is not None:
-            flat |= {
-                "ratio_to": ref.name,
-                "ratio_min": r.low,
-                "ratio_max": r.high,
-                "ratio_verdict": r.verdict,
-                "ratio_ci95_low": r.ci[0] if r.ci else None,
-                "ratio_ci95_high": r.ci[1] if r.ci else None,
-            }
+            flat |= {"ratio_to": ref.name, "ratio_min": r.low, "ratio_max": r.high, "ratio_verdict": r.verdict}
+            flat |= dict(zip(("ratio_ci95_low", "ratio_ci95_high"), r.ci or (None, None), strict=True))
         flat |= accounting(cell)
         found.append(flat | {f"setting_{k}": v for k, v in cell.settings.items() if not isinstance(v, (dict, list))})
     return found
@@ -211,39 +201,57 @@ def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
     return Value(marked_ratio(r), r.median, note, mark)
 
 
+def percentile_value(summary: Mapping[str, Any], which: str, render: Callable[[float | None], str] = words.ms) -> Value:
+    """A percentile of a latency summary, marked where it is of too few samples."""
+    value = summary.get(which)
+    return Value(render(value) + UNCERTAIN * (which in (summary.get("uncertain") or ())), value)
+
+
+def _percentile_column(metric: str, which: str) -> Column:
+    title, hint = metric[:-3].upper(), "whole run, raw samples of all repeats"
+    if metric == "client_queue_ms":
+        title = "client queue"
+        hint = f"the part of TTFT for which requests waited in the client for a place under the cap; {hint}"
+    elif metric == "ttft_ms":
+        hint += "; small: of the requests due in the steady window"
+
+    def of(cell: MeasuredCell) -> Value:
+        (value, uncertain), note = cell.percentile(metric, which), ""
+        if metric == "ttft_ms":
+            steady, few = cell.percentile("steady_latency.ttft_ms", which)
+            note = "" if steady is None else words.milliseconds(steady) + UNCERTAIN * few
+        return Value(words.milliseconds(value) + UNCERTAIN * uncertain, value, note)
+
+    steady_too = " (steady)" if metric == "ttft_ms" else ""
+    return Column(f"{metric}_{which}", f"{title} {which} ms{steady_too}", hint, of)
+
+
 def _configuration(cell: MeasuredCell) -> Value:
     notes = [n for n, true in (("baseline", cell.is_baseline), ("invalid", not cell.valid)) if true]
     return Value(cell.name, cell.name, ", ".join(notes), "" if cell.valid else "worse")
-
-
-def _reference_name(run: Run) -> str:
-    ref = reference(run, run.loads[-1]) if run.loads else None
-    return ref.name if ref else "baseline"
 
 
 def _throughput(cell: MeasuredCell) -> Value:
     s = spread(cell.throughput())
     if s is None:
         return Value("–")
-    note = f"{words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}" if s.n > 1 else "one repeat"
-    whole = spread(cell.throughput(steady=False))
+    notes = [f"{words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}" if s.n > 1 else "one repeat"]
+    whole = median(cell.throughput(steady=False))
     if not cell.has_steady:
-        note += "\nwhole run"
+        notes.append("whole run")
     elif whole is not None:
-        note += f"\nwhole {words.tokens_per_s(whole.median)}"
-    return Value(words.tokens_per_s(s.median), s.median, note)
+        notes.append(f"whole {words.tokens_per_s(whole)}")
+    return Value(words.tokens_per_s(s.median), s.median, "\n".join(notes))
 
 
 def _goodput(cell: MeasuredCell) -> Value:
-    s = spread(cell.per_repeat("goodput"))
-    if s is None:
-        return Value("–")
-    shares = {r: v * cell.per_repeat("duration_s").get(r, 0.0) for r, v in cell.per_repeat("goodput").items()}
+    rates, seconds = cell.per_repeat("goodput"), cell.per_repeat("duration_s")
+    met = sum(rate * seconds.get(repeat, 0.0) for repeat, rate in rates.items())
     sent = cell.count("completed") + cell.count("failed")
-    notes = [words.percent(sum(shares.values()) / sent)] if sent and sum(shares.values()) else []
-    if (steady := spread(cell.per_repeat("steady_goodput"))) is not None:
-        notes.append(f"steady {words.significant(steady.median)}")
-    return Value(words.significant(s.median), s.median, "\n".join(notes))
+    notes = [words.percent(met / sent)] if sent and met else []
+    if (steady := median(cell.per_repeat("steady_goodput"))) is not None:
+        notes.append(f"steady {words.significant(steady)}")
+    return Value(words.significant(median(rates)), median(rates), "\n".join(notes))
 
 
 def _hits(cell: MeasuredCell) -> Value:
@@ -251,40 +259,6 @@ def _hits(cell: MeasuredCell) -> Value:
     notes = [] if possible is None else [f"of {words.percent(possible[0])[:-2]}–{words.percent(possible[1])}"]
     notes += ["not verified"] if any(r.cache.get("unverified") for r in cell.repeats) else []
     return Value(words.percent(cell.hit_rate), cell.hit_rate, "\n".join(notes))
-
-
-def _ratio(run: Run, cell: MeasuredCell) -> Value:
-    ref = reference(run, cell.load)
-    r = compare(cell, ref).throughput if ref is not None and ref is not cell else None
-    if r is None:
-        return Value("1" if ref is cell else "–", 1.0 if ref is cell else None)
-    return ratio_value(r)
-
-
-def _percentile(metric: str, which: str) -> Callable[[Run, MeasuredCell], Value]:
-    def text(value: float | None, uncertain: bool) -> str:
-        return words.milliseconds(value) + (UNCERTAIN if uncertain else "")
-
-    def of(_: Run, cell: MeasuredCell) -> Value:
-        value, uncertain = cell.percentile(metric, which)
-        steady = cell.percentile(f"steady_latency.{metric}", which) if metric == "ttft_ms" else (None, False)
-        note = "" if steady[0] is None else text(*steady)
-        return Value(text(value, uncertain), value, note)
-
-    return of
-
-
-def _counter(name: str) -> Callable[[Run, MeasuredCell], Value]:
-    def of(_: Run, cell: MeasuredCell) -> Value:
-        value = cell.counter(name)
-        return Value(words.count(value), value)
-
-    return of
-
-
-def _spread_value(values: Mapping[int, float], render: Callable[[float | None], str]) -> Value:
-    s = spread(values)
-    return Value(render(s.median), s.median) if s else Value("–")
 
 
 def _failed(cell: MeasuredCell) -> Value:

@@ -23,9 +23,8 @@ from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.workload.design import Cell
 
-MAX_SAMPLES = 8
+_SAMPLES = 8
 _SAMPLE_COLUMNS = ("index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", "text")
-_TIMES = ("ttft", "tpot", "itl", "e2el")
 _TOTALS = ("completed", "failed", "total_input_tokens", "total_output_tokens")
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 _VLLM_STATISTICS = (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99"))  # vLLM's name, ours
@@ -70,11 +69,17 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict
     folder = run.cell(cell.cell_id)
     requests = _pool_table(folder, loads, "requests.parquet")
     _pool_table(folder, loads, "server.parquet")
-    _join_logs(folder, loads)
+    logs = [
+        f"=== {folder.name}, repeat {repeat}\n{(path / 'server.log').read_text(errors='replace')}"
+        for repeat, path in loads.items()
+        if (path / "server.log").is_file()
+    ]
+    write_text(folder / "server.log", "\n".join(logs))
     _write_samples(folder / "samples.jsonl", requests)
     counters = {r: read_json(path / "counters.json") for r, path in loads.items()}
     summary = _summary(cell, loads, counters, requests, facts)
-    section = _load_section(run)
+    manifest = read_json(run.manifest_path) if run.manifest_path.is_file() else {}
+    section = (manifest.get("workload") or {}).get("load") or {}
     rate = cell.load.request_rate
     summary |= vllm_fields(
         _vllm_metrics(summary),
@@ -107,6 +112,18 @@ def _pool_table(folder: Path, loads: Mapping[int, Path], name: str) -> pd.DataFr
     return pooled
 
 
+def _write_samples(path: Path, requests: pd.DataFrame) -> None:
+    """Up to _SAMPLES outputs of the first repeat, spread over the load, for a person to read."""
+    text = ""
+    if "text" in requests:
+        first = requests[requests["repeat"] == requests["repeat"].min()]
+        shown = first.iloc[:: max(1, len(first) // _SAMPLES)].head(_SAMPLES)
+        shown = shown[[c for c in _SAMPLE_COLUMNS if c in shown]]
+        rows = json.loads(shown.to_json(orient="records"))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_text(path, text)
+
+
 def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Latencies over the raw samples of all repeats; ``steady_latency``: of requests that came in the steady windows.
 
@@ -135,12 +152,6 @@ def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
         values = [notes[name] for notes in every if name in notes]
         found[name] = values[0] if all(v == values[0] for v in values) else values
     return found
-
-
-def _load_section(run: RunFolder) -> Mapping[str, Any]:
-    """``load:`` of the workload; empty without a manifest."""
-    manifest = read_json(run.manifest_path) if run.manifest_path.is_file() else {}
-    return (manifest.get("workload") or {}).get("load") or {}
 
 
 def _mean_rate(requests: pd.DataFrame) -> float | None:
@@ -241,7 +252,7 @@ def vllm_fields(
         "request_goodput": metrics.get("goodput"),
         **{name: metrics.get(name) for name in (*_TOTALS, *_RATES)},
     }
-    for latency, (theirs, ours) in itertools.product(_TIMES, _VLLM_STATISTICS):
+    for latency, (theirs, ours) in itertools.product(("ttft", "tpot", "itl", "e2el"), _VLLM_STATISTICS):
         fields[f"{theirs}_{latency}_ms"] = (metrics.get(f"{latency}_ms") or {}).get(ours)
     return fields
 
@@ -264,24 +275,3 @@ def plateau_row(repeats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         words.ms(median("tpot_ms.p50")),
         words.significant(median("steady_goodput")),
     )
-
-
-def _join_logs(folder: Path, loads: Mapping[int, Path]) -> None:
-    parts = [
-        f"=== {folder.name}, repeat {repeat}\n{(path / 'server.log').read_text(errors='replace')}"
-        for repeat, path in loads.items()
-        if (path / "server.log").is_file()
-    ]
-    write_text(folder / "server.log", "\n".join(parts))
-
-
-def _write_samples(path: Path, requests: pd.DataFrame) -> None:
-    """Up to 8 outputs of the first repeat, spread over the load, for a person to read."""
-    text = ""
-    if len(requests) and "text" in requests:
-        first = requests[requests["repeat"] == requests["repeat"].min()]
-        shown = first.iloc[:: max(1, len(first) // MAX_SAMPLES)].head(MAX_SAMPLES)
-        shown = shown[[c for c in _SAMPLE_COLUMNS if c in shown]]
-        rows = json.loads(shown.to_json(orient="records"))
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_text(path, text)

@@ -1,4 +1,4 @@
-"""The results folder: where each file lies, how it is written, how a killed run is found again.
+"""The results folder: where each file lies, how it is written, how an unfinished run is found.
 
     results/<workload>/<UTC time>-<git short sha>/
       manifest.json  summary.csv  report.html  report.md
@@ -13,10 +13,11 @@ finished and is never run again, unless one of its files is damaged.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -43,7 +44,7 @@ class RunFolder:
         return self.path / MANIFEST
 
     def manifest(self) -> dict[str, Any]:
-        """Raises UsageError when it is none, cannot be read, or is one of another format."""
+        """Raises UsageError when there is none, it cannot be read, or it has another format."""
         manifest = read_json(self.manifest_path)
         if isinstance(manifest, dict) and manifest.get("kind") == "load":
             raise UsageError(
@@ -54,9 +55,13 @@ class RunFolder:
         if [type(part) for part in parts] != [dict, list]:
             raise UsageError(f"{self.manifest_path} is not the manifest of a sweep: give the folder of a run")
         if (written := manifest.get("format", FORMAT)) != FORMAT:
+            version, commit = (
+                (manifest.get(section) or {}).get(key) or "unknown"
+                for section, key in (("versions", "kvbench"), ("git", "short_sha"))
+            )
             raise UsageError(
                 f"{self.path} has the format {written!r}, and this kvbench reads {FORMAT}: use the kvbench that "
-                f"measured it ({_version(manifest)}), or measure again"
+                f"measured it (version {version}, commit {commit}), or measure again"
             )
         return manifest
 
@@ -74,19 +79,18 @@ class RunFolder:
 
     def done_repeats(self, cell_id: str) -> list[int]:
         """Repeats with a finished load, in order."""
-        found = self.cell(cell_id).glob(f"loads/*/{DONE}")
-        return sorted(int(p.parent.name) for p in found if p.parent.name.isdigit() and is_whole(p.parent))
+        found = self.cell(cell_id).glob(f"loads/[0-9]*/{DONE}")
+        return sorted(int(p.parent.name) for p in found if is_whole(p.parent))
 
     def damaged_loads(self) -> list[Path]:
-        """Loads that were finished, and of which a file was cut short since: to be run again."""
+        """Loads that were finished, and of which a file is cut short: to be run again."""
         return sorted(p.parent for p in self.path.glob(f"cells/*/loads/[0-9]*/{DONE}") if not is_whole(p.parent))
 
     @contextmanager
     def scratch_load(self, cell_id: str, repeat: int) -> Iterator[Path]:
-        """A folder that becomes ``load(cell_id, repeat)`` when the block ends well.
+        """A folder that becomes ``load(cell_id, repeat)`` when the block ends without an exception.
 
-        When it does not, what was written is kept beside the loads as ``failed-<repeat>`` for reading, and the load
-        counts as not run.
+        Otherwise it is kept as ``failed-<repeat>`` for reading, and the load counts as not run.
         """
         final = self.load(cell_id, repeat)
         scratch = final.with_name(f"running-{repeat}")
@@ -99,22 +103,19 @@ class RunFolder:
             for file in scratch.rglob("*"):
                 if file.is_file():
                     flush(file)
-        except OSError as error:
-            if storage_sentence(error) is None:
-                scratch.rename(failed)
-            else:  # of no use, and its room is needed to mark the run
+        except BaseException as error:
+            if isinstance(error, OSError) and storage_sentence(error):  # the space is needed to mark the run
                 shutil.rmtree(scratch, ignore_errors=True)
+            else:
+                scratch.rename(failed)
             raise
-        except BaseException:
-            scratch.rename(failed)
-            raise
-        if final.exists():  # not a finished load, or a damaged one
+        if final.exists():  # damaged, or without a done.json
             shutil.rmtree(final)
         scratch.rename(final)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one process may work in a folder. The kernel drops the lock when its holder dies in any way."""
+        """Lets one process at a time work in the folder. The kernel drops the lock when its holder dies."""
         try:
             lock = (self.path / ".lock").open("a+")
         except OSError as error:
@@ -145,20 +146,9 @@ class RunFolder:
             return True
 
 
-def _version(manifest: Mapping[str, Any]) -> str:
-    """Which kvbench a run was measured with, as far as it says."""
-    versions, git = (manifest.get(part) for part in ("versions", "git"))
-    told = {
-        "version": versions.get("kvbench") if isinstance(versions, Mapping) else None,
-        "commit": git.get("short_sha") if isinstance(git, Mapping) else None,
-    }
-    return ", ".join(f"{name} {value}" for name, value in told.items() if value) or "it does not say which"
-
-
 def is_whole(folder: Path) -> bool:
-    """Whether a finished load lies there: with done.json, and no file that a crash or a lost disk has cut short."""
+    """Whether a load is finished, with a done.json and no file that a crash or a lost disk has cut short."""
     try:
-        json.loads((folder / DONE).read_bytes())
         for path in folder.glob("*.json"):
             json.loads(path.read_bytes())
         for path in folder.glob("*.parquet"):
@@ -168,43 +158,39 @@ def is_whole(folder: Path) -> bool:
                     return False
     except (OSError, ValueError):
         return False
-    return True
+    return (folder / DONE).is_file()
 
 
 def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolder:
-    """A new folder that no other run has. Raises UsageError when it cannot be made."""
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    base = output_dir / workload_name
-    for attempt in range(1000):
-        path = base / (f"{stamp}-{short_sha}" + (f"-{attempt + 1}" if attempt else ""))
+    """A new folder, named after the time. Raises UsageError when it cannot be made."""
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{short_sha}"
+    for attempt in itertools.count(1):
+        path = output_dir / workload_name / (name if attempt == 1 else f"{name}-{attempt}")
         try:
             path.mkdir(parents=True)
+            break
         except FileExistsError:
             continue
         except OSError as error:
             raise UsageError(
                 f"results cannot be written to {path}: {error.strerror}; give another --output-dir"
             ) from None
-        return RunFolder(path)
-    raise UsageError(f"{base} holds 1000 runs of this second; wait a second")
+    return RunFolder(path)
 
 
 def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str], None] = say) -> RunFolder:
-    """The newest run of this workload that is not complete and that nobody works on. Raises UsageError.
+    """The newest run of this workload that is not complete and not being written. Raises UsageError.
 
-    A folder whose manifest cannot be read (a full disk, a copy that broke off) is named to ``warn`` and passed over.
+    A folder whose manifest cannot be read (a full disk, a broken copy) is skipped, with a warning.
     """
     base = output_dir / workload_name
-    runs = sorted((p.parent for p in base.glob(f"*/{MANIFEST}")), key=lambda p: p.stat().st_mtime, reverse=True)
-    for path in runs:
-        run = RunFolder(path)
+    for manifest in sorted(base.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True):
+        run = RunFolder(manifest.parent)
         try:
-            status = run.manifest().get("status")
+            if run.manifest().get("status") != "complete" and not run.is_locked():
+                return run
         except UsageError as error:
-            warn(f"warning: {path} is passed over: {error}")
-            continue
-        if status != "complete" and not run.is_locked():
-            return run
+            warn(f"warning: {run.path} is passed over: {error}")
     raise UsageError(
         f"there is no incomplete run of {workload_name!r} in {base}: leave --resume out to start a new one, or name "
         "the folder of a run"

@@ -1,8 +1,8 @@
 """Where the KV bytes went: every byte of the budget in exactly one place, averaged over the steady window.
 
-The server adds up, step by step, how many slots were in each place (kv_slot_steps). Two polls' difference is the exact
-mean over the steps between them; these means are averaged over time, each weighted with its interval's share of the
-window. A server that counts no slot steps is read from its gauges, poll by poll.
+The server adds up, step by step, how many slots were in each place (kv_slot_steps). The difference of two polls is the
+exact mean over the steps between them; these means are averaged over time, each weighted with its interval's share of
+the window. A server that counts no slot steps is read from its gauges, poll by poll.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ import pandas as pd
 from kvbench.common.stats import time_mean
 from kvbench.runs.model import MeasuredCell, number
 
-SLOT_PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
-"""The places of the server's ledger. Each slot is in one of them, so they add up to all slots."""
-
 
 @dataclass(frozen=True)
 class Place:
-    """A part of the budget, for people. ``key``: of SLOT_PLACES, "table" or "rest"."""
+    """A part of the budget, for people."""
 
     key: str
     title: str
@@ -40,8 +37,8 @@ PLACES = (
     Place("table", "page table", "the page table"),
     Place("rest", "left over", "too little for another page"),
 )
+SLOT_PLACES = tuple(place.key for place in PLACES[:6])  # of the server: each slot is in one of them
 _STEPS = "kv_slot_steps_total_"
-_OBSERVED = "place_"
 _MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv_slots_shared", "kv_slots_total")
 
 
@@ -68,27 +65,25 @@ def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, floa
 
     Empty where the server tells of no slots.
     """
-    known = gauges[gauges["kv_slots_total"] > 0].sort_values("t")
-    if known.empty:
+    polls = gauges[gauges["kv_slots_total"] > 0].sort_values("t")
+    if polls.empty:
         return {}
-    steps = _from_steps(known, start, end)
-    if steps:
+    if steps := _from_steps(polls, start, end):
         return steps
-    inside = known[known["t"].between(start, end)]
-    each = _gauge_slots(known if inside.empty else inside)
-    return {place: time_mean(known.loc[each.index, "t"].to_numpy(), each[place].to_numpy()) for place in SLOT_PLACES}
+    inside = polls[polls["t"].between(start, end)]
+    each = _gauge_slots(polls if inside.empty else inside)
+    return {place: time_mean(polls.loc[each.index, "t"].to_numpy(), each[place].to_numpy()) for place in SLOT_PLACES}
 
 
 def _from_steps(polls: pd.DataFrame, start: float, end: float) -> dict[str, float]:
     names = [_STEPS + place for place in SLOT_PLACES]
-    if len(polls) < 2 or any(name not in polls for name in names) or polls[names].isna().to_numpy().any():
+    if any(name not in polls for name in names) or polls[names].isna().to_numpy().any():
         return {}
     t, total = polls["t"].to_numpy(), polls["kv_slots_total"].to_numpy()[1:]
     moved = np.diff(polls[names].to_numpy(), axis=0)  # [intervals, places] slots summed over the interval's steps
-    seen = moved.sum(axis=1)
-    now = _gauge_slots(polls).to_numpy()[1:]  # what held where no step ended within the interval
-    stepped = seen > 0
-    mean = np.where(stepped[:, None], moved / np.where(stepped, seen, 1)[:, None] * total[:, None], now)
+    steps = moved.sum(axis=1, keepdims=True)
+    gauges = _gauge_slots(polls).to_numpy()[1:]  # what held where no step ended within the interval
+    mean = np.where(steps > 0, moved / np.where(steps > 0, steps, 1) * total[:, None], gauges)
     weight = np.clip(np.minimum(t[1:], end) - np.maximum(t[:-1], start), 0, None)
     if weight.sum() == 0:
         return {}
@@ -108,26 +103,15 @@ def _gauge_slots(polls: pd.DataFrame) -> pd.DataFrame:
     reserved, used = gauge("kv_slots_reserved"), gauge("kv_slots_used")
     cached = gauge("kv_slots_cached", (gauge("kv_pages_cached") * page).fillna(0.0))
     pinned, fragmented = gauge("kv_slots_pinned"), gauge("kv_slots_fragmented")
-    places = {
-        "tokens": used,
-        "waste": reserved - used,
-        "cached": cached,
-        "pinned": pinned,
-        "free": total - reserved - cached - pinned - fragmented,
-        "fragmented": fragmented,
-    }
-    return pd.DataFrame(places, columns=list(SLOT_PLACES)).clip(lower=0.0)
+    free = total - reserved - cached - pinned - fragmented
+    columns = (used, reserved - used, cached, pinned, free, fragmented)
+    return pd.DataFrame(dict(zip(SLOT_PLACES, columns, strict=True))).clip(lower=0.0)
 
 
-def observe(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
-    """What ``ledger`` needs of one repeat's polls, for ``Repeat.observed``: slots by place, and means of gauges."""
-    found = {_OBSERVED + place: slots for place, slots in mean_slots(gauges, start, end).items()}
-    inside = gauges[gauges["t"].between(start, end)]
-    inside = gauges if inside.empty else inside
-    for name in _MEANS:
-        if found and name in inside and inside[name].notna().any():
-            found[name] = time_mean(inside["t"].to_numpy(), inside[name].to_numpy(dtype=float))
-    return found
+def observe(gauges: pd.DataFrame, means: Mapping[str, float], start: float, end: float) -> dict[str, float]:
+    """What ``ledger`` needs of one repeat's polls, for ``Repeat.observed``: slots by place, and ``means`` of gauges."""
+    found = {f"place_{place}": slots for place, slots in mean_slots(gauges, start, end).items()}
+    return found | {name: means[name] for name in _MEANS if found and name in means}
 
 
 def _mean(cell: MeasuredCell, name: str) -> float | None:
@@ -136,14 +120,14 @@ def _mean(cell: MeasuredCell, name: str) -> float | None:
 
 
 def bytes_per_slot(cell: MeasuredCell) -> float | None:
-    """Bytes of a token's KV, scales with it; of the server, else of the capacity that was worked out for it."""
+    """Bytes of a token's KV with its scales: as the server says, else as the capacity was computed."""
     told = (_mean(cell, "kv_bytes_per_slot"), *(cell.capacity.get(k) for k in ("bytes_per_slot", "bytes_per_token")))
     return next((v for value in told if (v := number(value)) is not None and v > 0), None)
 
 
 def ledger(cell: MeasuredCell) -> Ledger | None:
     """None where the server does not tell its slots, their size or its budget."""
-    slots = {place: _mean(cell, _OBSERVED + place) for place in SLOT_PLACES}
+    slots = {place: _mean(cell, f"place_{place}") for place in SLOT_PLACES}
     size = bytes_per_slot(cell)
     budget = _mean(cell, "kv_budget_bytes") or number(cell.capacity.get("kv_budget_bytes"))
     if None in slots.values() or size is None or not budget:
@@ -151,10 +135,9 @@ def ledger(cell: MeasuredCell) -> Ledger | None:
     parts = {place: float(value or 0.0) * size for place, value in slots.items()}
     parts["table"] = _mean(cell, "page_table_bytes") or 0.0
     parts["rest"] = max(0.0, budget - math.fsum(parts.values()))
-    scale = _mean(cell, "kv_scale_bytes_per_slot") or 0.0
+    scales = float(slots["tokens"] or 0.0) * (_mean(cell, "kv_scale_bytes_per_slot") or 0.0)
     shared = _mean(cell, "kv_slots_shared")
-    saved = None if shared is None else shared * size
-    return Ledger(math.fsum(parts.values()), parts, float(slots["tokens"] or 0.0) * scale, saved)
+    return Ledger(math.fsum(parts.values()), parts, scales, None if shared is None else shared * size)
 
 
 def swapped_bytes(cell: MeasuredCell, way: str = "out") -> float | None:
@@ -171,22 +154,11 @@ def share_of_steps(cell: MeasuredCell, seconds: str) -> float | None:
     return spent / steps if spent is not None and steps > 0 else None
 
 
-_COUNTED = (
-    "num_preemptions",
-    "recomputed_tokens",
-    "swap_lost_slots",
-    "swap_seconds",
-    "forks",
-    "copied_pages",
-    "copied_slots",
-    "prefix_cache_hits",
-    "prefix_cache_queries",
-    "prefix_cache_evictions",
-    "hash_seconds",
-    "allocated_pages",
-    "freed_pages",
-    "refused_fragmented",
-)
+_COUNTERS = (
+    "num_preemptions", "recomputed_tokens", "swap_lost_slots", "swap_seconds", "forks", "copied_pages", "copied_slots",
+    "prefix_cache_hits", "prefix_cache_queries", "prefix_cache_evictions", "hash_seconds", "allocated_pages",
+    "freed_pages", "refused_fragmented",
+)  # fmt: skip
 
 
 def accounting(cell: MeasuredCell) -> dict[str, float]:
@@ -200,5 +172,5 @@ def accounting(cell: MeasuredCell) -> dict[str, float]:
         flat = {f"kv_{place}_bytes": size for place, size in found.parts.items()}
         flat |= {"kv_scale_bytes": found.scales, "kv_budget_bytes": found.budget, "kv_saved_bytes": found.saved}
     flat |= {f"swapped_{way}_bytes": swapped_bytes(cell, way) for way in ("out", "in")}
-    flat |= {name: cell.counter(f"{name}_total") for name in _COUNTED}
+    flat |= {name: cell.counter(f"{name}_total") for name in _COUNTERS}
     return {name: value for name, value in flat.items() if value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvbench.common.machine import environment
@@ -13,7 +13,7 @@ from kvbench.runs.folder import FORMAT
 def build_manifest(
     *, workload: Mapping[str, Any], workload_file: str | None, profile: str, seed: int, plan: list[Any], extra: Any
 ) -> dict[str, Any]:
-    """Everything known before the first launch; the sweep adds what the servers tell (``add_server``)."""
+    """Everything known before the first launch; ``add_server`` adds what the servers tell."""
     return {
         "format": FORMAT,
         "status": "incomplete",
@@ -36,25 +36,20 @@ def build_manifest(
 
 
 def add_server(manifest: dict[str, Any], config_id: str, told: Mapping[str, Any]) -> None:
-    """Put down what the first server of a configuration says of itself, and what all of them ran on.
+    """Store what the first server of a configuration says of itself, and what all of them ran on.
 
     ``device``, ``dtype``, ``kernel_backend`` and ``num_threads`` are what the servers settled on (``resolved`` of
-    /server_info), not what was asked for; None when no server tells.
+    /server_info), not what was requested; several different values are one text, None when no server tells.
     """
     manifest.setdefault("servers", {}).setdefault(config_id, dict(told))
     resolved = [each["resolved"] for each in manifest["servers"].values() if each.get("resolved")]
-    manifest["device"] = _listed(_device_name(manifest, each) for each in resolved)
-    for key in ("dtype", "kernel_backend", "num_threads"):
-        manifest[key] = _listed(each.get(key) for each in resolved)
+    for key in ("device", "dtype", "kernel_backend", "num_threads"):
+        values = [_device_name(manifest, each) if key == "device" else each.get(key) for each in resolved]
+        different = list(dict.fromkeys(value for value in values if value is not None))
+        manifest[key] = ", ".join(map(str, different)) if len(different) > 1 else next(iter(different), None)
 
 
 def _device_name(manifest: Mapping[str, Any], resolved: Mapping[str, Any]) -> str | None:
     """The GPU's name, or this machine's processor for a server that runs here on the CPU."""
     here = resolved.get("device") == "cpu" and manifest.get("shared_machine")
     return resolved.get("device_name") or (manifest["cpu"]["model"] if here else resolved.get("device"))
-
-
-def _listed(values: Iterable[Any]) -> Any:
-    """The value that all have, the different ones as a text, None when there is none."""
-    different = list(dict.fromkeys(value for value in values if value is not None))
-    return ", ".join(map(str, different)) if len(different) > 1 else next(iter(different), None)

@@ -1,7 +1,7 @@
-"""What a report is made from: a Run of Cells of Repeats, and how their stored numbers are asked for.
+"""A run as the report and the gate read it: a Run of MeasuredCells of Repeats.
 
-Everything that may be absent (a foreign server without /metrics, a cell that never finished, a field of an older
-run) becomes None or an empty mapping here, so that the rest of the report never guesses.
+Whatever may be absent (a server without /metrics, a cell that never finished, a field of an older run) is None or an
+empty mapping here, so that nobody further on has to guess.
 """
 
 from __future__ import annotations
@@ -15,28 +15,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-THROUGHPUT = "steady_output_throughput"
-SERVER_COLUMNS = (
-    "t",
-    "repeat",
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "kv_slots_total",
-    "kv_slots_reserved",
-    "kv_slots_used",
-    "kv_waste_slots",
-    "page_table_bytes",
-)
+_THROUGHPUT = "steady_output_throughput"
+_GAUGES = (
+    "t", "repeat", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_slots_total",
+    "kv_slots_reserved", "kv_slots_used", "kv_waste_slots", "page_table_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)
 class MeasuredLoad:
-    """One load: `value` is a number of concurrent requests (closed) or requests/s (open; inf: all at once).
+    """One load: ``value`` concurrent requests (closed loop) or requests/s (open; inf: all at once).
 
-    `arrivals` of an open loop: "poisson" ...; "trace", "ramp" and "step" have no one rate, which is stored as 0.
-    `sessions`: the load is of conversations with pauses: users are not requests in flight, and what arrives is a
-    conversation.
+    ``arrivals`` of an open loop: "poisson" and so on; "trace", "ramp" and "step" have no single rate and the value 0.
+    ``sessions``: the load consists of conversations: a user pauses between turns, and a rate is of conversations.
     """
 
     mode: str
@@ -46,28 +37,25 @@ class MeasuredLoad:
 
     @property
     def label(self) -> str:
-        """Words for a sentence: "24 concurrent requests", "4 requests/s"; "8 users", "4 conversations/s"."""
-        if self.mode == "closed" and self.sessions:
-            return self.short
+        """For a sentence: "24 concurrent requests", "4 requests/s"; "8 users", "4 conversations/s"."""
         if self.mode == "closed":
-            return f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}"
+            return self.short if self.sessions else f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}"
         if self.value == 0:
-            return {"ramp": "a ramp of the rate", "step": "a rate in steps"}.get(
-                self.arrivals, "the trace's own arrivals"
-            )
+            names = {"ramp": "a ramp of the rate", "step": "a rate in steps"}
+            return names.get(self.arrivals, "the trace's own arrivals")
         what = "conversations" if self.sessions else "requests"
         return f"all {what} at once" if self.value == math.inf else f"{self.value:g} {what}/s"
 
     @property
     def short(self) -> str:
-        """Words for a table: "24 at once", "8 users", "4/s"."""
+        """For a table: "24 at once", "8 users", "4/s"."""
         if self.mode == "closed" and self.sessions:
             return f"{self.value:g} user{'' if self.value == 1 else 's'}"
         return f"{self.value:g} at once" if self.mode == "closed" else self.tick
 
     @property
     def tick(self) -> str:
-        """The shortest mark: "24", "4/s", "trace", "all"."""
+        """For an axis: "24", "4/s", "trace", "all"."""
         if self.mode == "closed":
             return f"{self.value:g}"
         if self.value == 0:
@@ -83,7 +71,7 @@ class Repeat:
     metrics: Mapping[str, Any]
     server: Mapping[str, Any]
     observed: Mapping[str, float] = field(default_factory=dict)  # from server.parquet, steady window only
-    machine: Mapping[str, Any] = field(default_factory=dict)  # how busy the machine was; empty where not recorded
+    machine: Mapping[str, Any] = field(default_factory=dict)  # how busy the machine was
     cache: Mapping[str, Any] = field(default_factory=dict)  # prefix cache, tokens: hits, queries, low, high (possible)
 
 
@@ -104,37 +92,36 @@ class MeasuredCell:
     valid: bool
     invalid_reasons: tuple[str, ...]
     folder: Path
-    notes: Mapping[str, Any] = field(default_factory=dict)  # what the load's maker did: trace, scales, source
+    notes: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made: trace, scales, source
 
     def per_repeat(self, metric: str) -> dict[int, float]:
-        """Finite values of a client metric by repeat; `metric` is "name" or "name.percentile"."""
+        """Finite values of a client metric by repeat; ``metric`` is "name" or "name.percentile"."""
         found = {r.repeat: number(_dig(r.metrics, metric)) for r in self.repeats}
         return {repeat: value for repeat, value in found.items() if value is not None}
 
     @property
     def has_steady(self) -> bool:
-        """Whether every repeat reached its load for a while; a mix of two throughputs is never shown."""
-        return len(self.per_repeat(THROUGHPUT)) == len(self.repeats)
+        """Whether every repeat has a steady window; throughputs of both kinds are never mixed."""
+        return len(self.per_repeat(_THROUGHPUT)) == len(self.repeats)
 
     def throughput(self, steady: bool | None = None) -> dict[int, float]:
-        """Output tokens/s by repeat: of the steady window, or of the whole run where there is none."""
+        """Output tokens/s by repeat: of the steady window, or of the whole run where a repeat has none."""
         chosen = self.has_steady if steady is None else steady
-        return self.per_repeat(THROUGHPUT if chosen else "output_throughput")
+        return self.per_repeat(_THROUGHPUT if chosen else "output_throughput")
 
     def observed(self, gauge: str) -> dict[int, float]:
-        """A statistic of the server's gauges by repeat, e.g. "running_mean"; empty where it has no /metrics."""
+        """A statistic of the server's gauges by repeat, such as "running_mean"."""
         return {r.repeat: r.observed[gauge] for r in self.repeats if gauge in r.observed}
 
     def counter(self, name: str) -> float | None:
         """A server counter summed over the repeats; None where no repeat has it."""
-        values = [number(r.server.get(name, _dig(r.server, f"counters.{name}"))) for r in self.repeats]
-        known = [v for v in values if v is not None]
+        known = [value for r in self.repeats if (value := number(r.server.get(name))) is not None]
         return sum(known) if known else None
 
     def percentile(self, metric: str, which: str) -> tuple[float | None, bool]:
-        """A latency percentile over the pooled raw samples, and whether too few samples make it uncertain.
+        """A latency percentile over the pooled raw samples, and whether it is of too few samples to be certain.
 
-        `metric` may be "steady_latency.ttft_ms": the same of the requests due in the steady window.
+        ``metric`` may be "steady_latency.ttft_ms": the same over the requests due in the steady window.
         """
         summary = _dig(self.pooled, metric) or {}
         value = number(summary.get(which))
@@ -144,28 +131,28 @@ class MeasuredCell:
         return (float(np.median(values)), True) if values else (None, False)
 
     def client(self, name: str) -> list[Any]:
-        """What the load client recorded about itself under `name`, for each repeat that has it."""
+        """What the load client recorded of itself under ``name``, for each repeat that has it."""
         values = [_dig(r.metrics, f"client.{name}") for r in self.repeats]
         return [v for v in values if v is not None]
 
     def count(self, name: str) -> int:
-        """`completed` or `failed` requests over all repeats."""
+        """``completed`` or ``failed`` requests over all repeats."""
         return int(sum(number(r.metrics.get(name)) or 0 for r in self.repeats))
 
     @property
     def hit_rate(self) -> float | None:
-        """Measured prefix-cache hit rate in tokens, 0..1; None where the cache was never asked."""
-        hits, asked = self.counter("prefix_cache_hits_total"), self.counter("prefix_cache_queries_total")
-        return hits / asked if asked and hits is not None else None
+        """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
+        hits, queries = self.counter("prefix_cache_hits_total"), self.counter("prefix_cache_queries_total")
+        return hits / queries if queries and hits is not None else None
 
     @property
     def possible_hits(self) -> tuple[float, float] | None:
-        """Lowest and highest hit rate that the prompts and the declared cache state allow; None where not known."""
+        """Lowest and highest hit rate that prompts and declared cache state allow; None unless all repeats tell."""
         known = [r.cache for r in self.repeats if r.cache.get("high") is not None and r.cache.get("queries")]
-        asked = sum(c["queries"] for c in known)
         if not known or len(known) != len(self.repeats):
             return None
-        return sum(c["low"] for c in known) / asked, sum(c["high"] for c in known) / asked
+        queries = sum(c["queries"] for c in known)
+        return sum(c["low"] for c in known) / queries, sum(c["high"] for c in known) / queries
 
     @property
     def is_contiguous(self) -> bool:
@@ -176,7 +163,7 @@ class MeasuredCell:
         return self.settings.get("layout") == "paged"
 
     def requests(self) -> pd.DataFrame:
-        """All successful requests, raw; empty when the file is missing."""
+        """All successful requests, raw; empty without the file."""
         path = self.folder / "requests.parquet"
         frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
         return frame[frame["ok"].astype(bool)] if "ok" in frame else frame
@@ -192,9 +179,9 @@ class Run:
 
     folder: Path
     manifest: Mapping[str, Any]
-    cells: tuple[MeasuredCell, ...]  # configurations in first-seen order, contiguous first, loads ascending
+    cells: tuple[MeasuredCell, ...]  # by configuration, contiguous ones first, then by load, ascending
     missing: tuple[str, ...]  # ids of planned cells without a finished load
-    short: tuple[str, ...]  # "cell: 2 of 3 repeats", for cells that miss some
+    short: tuple[str, ...]  # "cell: 2 of 3 repeats"
     problems: tuple[str, ...]  # loads that failed, files that could not be read
 
     @property
@@ -202,17 +189,17 @@ class Run:
         return str(self.manifest.get("status", "incomplete"))
 
     @property
+    def spec(self) -> Mapping[str, Any]:
+        """The workload file as the manifest keeps it."""
+        return self.manifest.get("workload") or {}
+
+    @property
     def workload(self) -> str:
-        workload = self.manifest.get("workload")
-        name = workload.get("name") if isinstance(workload, Mapping) else workload
-        return str(name or self.folder.parent.name)
+        return str(self.spec.get("name") or self.folder.parent.name)
 
     @property
     def load_section(self) -> Mapping[str, Any]:
-        """`load:` of the workload; empty where the manifest has none."""
-        workload = self.manifest.get("workload")
-        section = workload.get("load") if isinstance(workload, Mapping) else None
-        return section if isinstance(section, Mapping) else {}
+        return self.spec.get("load") or {}
 
     @property
     def loads(self) -> list[MeasuredLoad]:
@@ -222,6 +209,11 @@ class Run:
     def configs(self) -> list[str]:
         """Names of the configurations in display order."""
         return list(dict.fromkeys(cell.name for cell in self.cells))
+
+    @property
+    def by_load(self) -> list[MeasuredCell]:
+        """All cells in the order of the tables: the highest load first."""
+        return [cell for load in reversed(self.loads) for cell in self.at(load)]
 
     def at(self, load: MeasuredLoad) -> list[MeasuredCell]:
         return [cell for cell in self.cells if cell.load == load]
@@ -238,14 +230,12 @@ def number(value: Any) -> float | None:
 
 
 def read_gauges(folder: Path) -> pd.DataFrame:
+    """server.parquet with all the columns that the report reads; empty without the file."""
     path = folder / "server.parquet"
     frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
     if frame.empty or "num_requests_running" not in frame:
-        return pd.DataFrame(columns=list(SERVER_COLUMNS))
-    for column in SERVER_COLUMNS:
-        if column not in frame:
-            frame[column] = 0 if column == "repeat" else np.nan
-    return frame
+        return pd.DataFrame(columns=list(_GAUGES))
+    return frame.assign(**{name: 0 if name == "repeat" else np.nan for name in _GAUGES if name not in frame})
 
 
 def _dig(mapping: Mapping[str, Any], path: str) -> Any:

@@ -1,8 +1,8 @@
-"""Going on with a run: only with the workload, the code, the versions and the machine that it was started with.
+"""Resuming a run: only with the workload, code, versions and machine that it was started with.
 
 Loads measured under different conditions look alike in the results folder, and a table that mixes them compares the
-conditions, not the configurations. So a difference is refused, by name, unless ``--force`` asks for it; then every
-environment stays in the manifest.
+conditions, not the configurations. So a difference is refused, by name, unless ``--force`` is given; then the manifest
+keeps every environment.
 """
 
 from __future__ import annotations
@@ -14,34 +14,40 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.files import utc_now
 from kvbench.common.machine import environment
+from kvbench.common.text import and_more
 from kvbench.runs.folder import RunFolder
 from kvbench.workload.file import Workload, differing_keys
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
-_SERVED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
-_OF_A_RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
+_TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
+_RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
 _MIX = "or add --force to go on all the same: the manifest then keeps both, and the results are a mixture"
 
 
 def reopen(
     run: RunFolder, workload: Workload, served: Mapping[str, Any], *, force: bool, something_left: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The manifest of a run to go on with, and remarks for the user.
+    """The manifest of a run to resume, and remarks for the user.
 
-    ``served``: the manifest's words for the target, as they are now. A run with nothing left is opened whatever has
-    changed: nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
+    ``served``: what the manifest would say of the target now. A run with nothing left is opened whatever has changed:
+    nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
     """
     manifest = run.manifest()
-    require_same_workload(manifest, workload, run)
+    now_workload = json.loads(json.dumps(workload.resolved, default=str))  # as it is stored
+    if keys := differing_keys(manifest["workload"], now_workload):
+        raise UsageError(
+            f"{run.path} was started with another workload; it differs in {and_more(keys, 5)}: resume it with "
+            "`kvbench sweep --resume FOLDER` alone (the stored workload), or start a new run without --resume"
+        )
     opened = manifest | {"status": "incomplete", "failures": []}
     if not something_left:
         return opened, []
     now = environment()
     differences, remarks = environment_differences(manifest, now)
-    differences += _changed(*({key: facts.get(key) for key in _SERVED} for facts in (manifest, served)))
-    asked = [facts.get("target_options") or {} for facts in (manifest, served)]
-    differences += _changed(*({key: each.get(key) for key in _OF_A_RUNNING_SERVER} for each in asked))
+    differences += _changed(*({key: facts.get(key) for key in _TARGET} for facts in (manifest, served)))
+    options = [facts.get("target_options") or {} for facts in (manifest, served)]
+    differences += _changed(*({key: each.get(key) for key in _RUNNING_SERVER} for each in options))
     if differences and not force:
         raise UsageError(
             f"{run.path} was started under other conditions than now: {'; '.join(differences)}. Go back to those, "
@@ -52,33 +58,17 @@ def reopen(
     return opened, remarks + [f"--force: this run now mixes conditions: {d}" for d in differences]
 
 
-def require_same_workload(manifest: Mapping[str, Any], workload: Workload, run: RunFolder) -> None:
-    """Raises UsageError when ``workload`` is not the one the run was started with; names the keys."""
-    now = json.loads(json.dumps(workload.resolved, default=str))  # as the manifest's went
-    keys = differing_keys(manifest["workload"], now)
-    if keys:
-        raise UsageError(
-            f"{run.path} was started with another workload; it differs in {_first(keys)}: resume it with "
-            "`kvbench sweep --resume FOLDER` alone (the stored workload), or start a new run without --resume"
-        )
-
-
-def _first(keys: Sequence[str], most: int = 5) -> str:
-    more = len(keys) - most
-    return ", ".join(keys[:most]) + (f" and {more} more" if more > 0 else "")
-
-
 def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What makes the two incomparable, and what only might; both shaped as ``manifest.environment()``.
+    """What makes two environments incomparable, and what only might; both as ``machine.environment()`` returns them.
 
     What ``before`` does not record is not compared.
     """
     differences, remarks = _git_differences(before.get("git") or {}, now["git"])
     differences += _changed(before.get("versions") or {}, now["versions"])
-    cpu = before.get("cpu") or {}
-    differences += [f"processor {text}" for text in _changed(cpu, now["cpu"], ("model", "architecture", "cores"))]
-    if "gpus" in before and (then := _gpu_names(before["gpus"])) != (here := _gpu_names(now["gpus"])):
-        differences.append(f"GPUs ({then} then, {here} now)")
+    cpu = {key: value for key, value in (before.get("cpu") or {}).items() if key in ("model", "architecture", "cores")}
+    differences += [f"processor {text}" for text in _changed(cpu, now["cpu"])]
+    if "gpus" in before:
+        differences += _changed({"GPUs": _gpu_names(before["gpus"])}, {"GPUs": _gpu_names(now["gpus"])})
     return differences, remarks
 
 
@@ -98,15 +88,14 @@ def _git_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple
     return [], []
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str] | None = None) -> list[str]:
-    chosen = sorted(set(before) & set(now)) if keys is None else [k for k in keys if k in before and k in now]
-    return [
-        f"{key} ({_word(before[key])} then, {_word(now[key])} now)" for key in chosen if before[key] != now[key]
-    ]  # fmt: skip
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Values that differ, of the keys that both have."""
 
+    def word(value: Any) -> str:
+        return "none" if value is None else str(value)
 
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value)
+    keys = [key for key in sorted(before) if key in now and before[key] != now[key]]
+    return [f"{key} ({word(before[key])} then, {word(now[key])} now)" for key in keys]
 
 
 def _gpu_names(gpus: Sequence[Mapping[str, Any]]) -> str:
@@ -114,34 +103,34 @@ def _gpu_names(gpus: Sequence[Mapping[str, Any]]) -> str:
 
 
 def server_differences(manifest: Mapping[str, Any], config_id: str, told: Mapping[str, Any]) -> list[str]:
-    """What a server says of itself (/server_info) against the servers that this run has measured before.
+    """How a server, by its /server_info, differs from the servers that this run has measured before.
 
     Compared with the server of the same configuration, else with one of the same model and the same device settings:
     weights, what the server settled on, and its versions. What either does not tell is not compared.
     """
     servers: Mapping[str, Mapping[str, Any]] = manifest.get("servers") or {}
-    engine = told.get("engine") or {}
-    alike = (
-        other
-        for other in servers.values()
-        if all((other.get("engine") or {}).get(key) == engine.get(key) for key in _IDENTITY)
-    )
+    identity = _identity(told)
+    alike = (other for other in servers.values() if _identity(other) == identity)
     known = servers.get(config_id) or next(alike, None)
     if known is None:
         return []
-    weights = ("weights_fingerprint",)
-    found = _changed(_told(known, "model"), _told(told, "model"), weights)
+    found = _changed(_known(known, "model", "weights_fingerprint"), _known(told, "model", "weights_fingerprint"))
     for section in ("resolved", "versions"):
-        found += [f"the server's {text}" for text in _changed(_told(known, section), _told(told, section))]
+        found += [f"the server's {text}" for text in _changed(_known(known, section), _known(told, section))]
     return found
 
 
-def _told(server: Mapping[str, Any], section: str) -> dict[str, Any]:
-    return {key: value for key, value in (server.get(section) or {}).items() if value not in (None, "")}
+def _identity(server: Mapping[str, Any]) -> list[Any]:
+    return [(server.get("engine") or {}).get(key) for key in _IDENTITY]
+
+
+def _known(server: Mapping[str, Any], section: str, *keys: str) -> dict[str, Any]:
+    facts = server.get(section) or {}
+    return {key: facts[key] for key in facts if facts[key] not in (None, "") and (not keys or key in keys)}
 
 
 def accept_server(manifest: dict[str, Any], config_id: str, told: Mapping[str, Any], *, force: bool) -> None:
-    """Raises UsageError when this server must not be measured in this run; with ``force`` it is put down instead."""
+    """Raises UsageError when this server must not be measured in this run; with ``force`` it is recorded instead."""
     found = server_differences(manifest, config_id, told)
     if not found:
         return
@@ -151,6 +140,5 @@ def accept_server(manifest: dict[str, Any], config_id: str, told: Mapping[str, A
             f"same again, start a new run without --resume, {_MIX}"
         )
     entry = manifest["resumed"][-1]  # --force comes with --resume only
-    entry["differences"] = [*entry["differences"], *(text for text in found if text not in entry["differences"])]
-    kept = {key: told.get(key) for key in ("model", "resolved", "versions")}
-    entry.setdefault("servers", {})[config_id] = kept
+    entry["differences"] = list(dict.fromkeys([*entry["differences"], *found]))
+    entry.setdefault("servers", {})[config_id] = {key: told.get(key) for key in ("model", "resolved", "versions")}

@@ -1,0 +1,178 @@
+"""The sections of tables that HTML and Markdown share, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvbench.common import text as words
+from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
+from kvbench.report.comparisons import effects
+from kvbench.report.kv import SECTION, ledger_note, ledger_table
+from kvbench.report.provenance import validity
+from kvbench.report.tables import (
+    UNCERTAIN,
+    UNCERTAIN_NOTE,
+    Column,
+    Row,
+    Table,
+    Value,
+    main_table,
+    percentile_value,
+    ratio_value,
+)
+from kvbench.report.wording import RATIO_MARKS, ledger_sentence
+from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
+from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.workload.settings import setting_title, value_words
+
+_CLASS_METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p95"), ("tpot_ms", "p50"), ("tpot_ms", "p95"), ("e2el_ms", "p95"))
+_PLATEAU_NOTE = (
+    "The steady part of each step of the rate: median over the repeats. A step that answers far fewer requests/s than "
+    "were asked for is beyond what the configuration can serve; random arrivals vary too, 100 of them by about 10 %."
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with its title, sentences above and a note below; ``folded``: opened by the reader of the page."""
+
+    key: str
+    title: str
+    table: Table
+    note: str
+    sentences: tuple[str, ...] = ()
+    folded: bool = False
+
+
+def sections(run: Run) -> list[Section]:
+    """Every section that has rows."""
+    ledger = ledger_table(run)
+    turns = (
+        "A later turn holds the conversation so far: its TTFT shows what the prefix cache kept of it. Raw samples of "
+        "all repeats."
+    )
+    changed = f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}."
+    classes = f"Raw samples of all repeats. {UNCERTAIN_NOTE}"
+    found = [
+        Section("ledger", SECTION, ledger, ledger_note(ledger), (ledger_sentence(run),)),
+        Section("cells", "All cells", _with_missing(run, main_table(run)), _cells_note(run)),
+        Section("effects", "One setting changed alone from the baseline", effect_table(run), changed),
+        Section("classes", "By class of request", class_table(run), classes),
+        Section("turns", "By turn of the conversation", turn_table(run), turns),
+        Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
+        Section(
+            "quality", "How good was the measurement", quality_table(run), QUALITY_NOTE, tuple(quality_sentences(run)),
+            folded=validity(run).status != "invalid",
+        ),
+    ]  # fmt: skip
+    return [section for section in found if section.table.rows]
+
+
+def _with_missing(run: Run, table: Table) -> Table:
+    """Cells that were planned and not measured as rows of their own."""
+    empty = (Value("–"),) * (len(table.columns) - 1)
+    missing = tuple(Row(None, (Value(cell, cell, "not measured"), *empty), "missing") for cell in run.missing)
+    return Table(table.columns, table.rows + missing)
+
+
+def _cells_note(run: Run) -> str:
+    slo = words.slo_words(run.load_section.get("slo"))
+    uncertain = any(UNCERTAIN in v.text + v.note for row in main_table(run).rows for v in row.values)
+    return " ".join(
+        [
+            "Throughput and ratio: median over repeats and, small, lowest to highest; ratios are paired by repeat: "
+            f"{RATIO_MARKS}. Latency percentiles: raw samples of all repeats, of the whole run; TTFT also, small, of "
+            "the requests due in the steady window.",
+            *([f"Goodput: requests/s that met {slo}; small: their share of all requests."] if slo else []),
+            *([UNCERTAIN_NOTE] if uncertain else []),
+        ]
+    )
+
+
+def effect_table(run: Run) -> Table:
+    """One setting changed alone: ratios to the baseline, setting by setting, the highest load first."""
+    listed = effects(run)
+    values = list(dict.fromkeys((e.setting, str(e.value)) for e in listed))
+    settings = list(dict.fromkeys(setting for setting, _ in values))
+    listed.sort(
+        key=lambda e: (settings.index(e.setting), values.index((e.setting, str(e.value))), -e.comparison.load.value)
+    )
+    rows = []
+    for e in listed:
+        c = e.comparison
+        change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
+        texts = (setting_title(e.setting), change, c.load.short)
+        latencies = (ratio_value(r, higher_is_better=False) for r in (c.ttft, c.tpot, c.itl))
+        shown = (*(Value(text, text) for text in texts), ratio_value(c.throughput), *latencies)
+        rows.append(Row(c.a if c.b.valid else c.b, shown, change))
+    heads = ("setting", "change", "load", "output tok/s", "p95 TTFT", "p50 TPOT", "p95 ITL")
+    return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=3)
+
+
+def class_table(run: Run) -> Table:
+    """Latencies by class of request, the most urgent first; empty when there are fewer than two classes."""
+    table = _group_table(run, "class", _per_class)
+    return table if len({row.group for row in table.rows}) > 1 else Table((), ())
+
+
+def turn_table(run: Run) -> Table:
+    """Latencies of the first and of later turns of conversations; empty for a workload without."""
+    titles = {"first": "first turn", "later": "later turns"}
+
+    def per_turn(cell: MeasuredCell) -> Mapping[str, Any]:
+        found = cell.pooled.get("per_turn") or {}
+        return {title: found[key] for key, title in titles.items() if found.get(key)}
+
+    return _group_table(run, "turn", per_turn)
+
+
+def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[str, Any]]) -> Table:
+    """Latencies of groups of requests: the highest load first, then by priority, group by group."""
+    found = [(cell, name, summary) for cell in run.by_load for name, summary in groups(cell).items() if summary]
+    names = list(dict.fromkeys(name for _, name, _ in found))
+    loads = list(dict.fromkeys(cell.load for cell, _, _ in found))
+    urgency = {name: int(number(summary.get("priority")) or 0) for _, name, summary in found}
+    urgent = head == "class" and len(set(urgency.values())) > 1
+    found.sort(key=lambda each: (loads.index(each[0].load), urgency[each[1]] * urgent, names.index(each[1])))
+    rows = []
+    for cell, name, summary in found:
+        n = int(number(summary.get("n")) or 0)
+        title = f"{name} (priority {urgency[name]})" if urgent else name
+        latencies = (percentile_value(summary.get(metric) or {}, which) for metric, which in _CLASS_METRICS)
+        shown = (Value(title, title), Value(cell.load.short, cell.load.value), Value(cell.name, cell.name))
+        rows.append(Row(cell, (*shown, Value(str(n), n), *latencies), name))
+    heads = (head, "load", "configuration", "requests", *(f"{m[:-3].upper()} {w}" for m, w in _CLASS_METRICS))
+    return Table(tuple(Column(title, title) for title in heads), tuple(rows), numbers_from=3)
+
+
+def _per_class(cell: MeasuredCell) -> Mapping[str, Any]:
+    """Latency summaries by class: pooled where the sweep stored them, otherwise medians over the repeats."""
+    if pooled := cell.pooled.get("per_class"):
+        return pooled
+    every = [repeat.metrics.get("per_class") or {} for repeat in cell.repeats]
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for each in every for name in each):
+        of_name = [each.get(name) or {} for each in every]
+        found[name] = {"n": sum(number(each.get("n")) or 0 for each in of_name)}
+        for metric, which in _CLASS_METRICS:
+            values = [v for each in of_name if (v := number((each.get(metric) or {}).get(which))) is not None]
+            summary = found[name].setdefault(metric, {"uncertain": ["p50", "p95"]})
+            summary[which] = float(np.median(values)) if values else None
+    return found
+
+
+def plateau_table(run: Run) -> Table:
+    """What each step of a changing rate came to, cell by cell; empty where no rate changes."""
+    rows = []
+    for cell in run.cells:
+        steps = [repeat.metrics.get("plateaus") or () for repeat in cell.repeats]
+        if len({len(each) for each in steps}) == 1:
+            for repeats in zip(*steps, strict=True):
+                texts = (cell.name, *plateau_row(repeats))
+                rows.append(Row(cell, tuple(Value(text, text) for text in texts), cell.name))
+    heads = ("configuration", *PLATEAU_HEADS)
+    return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=1)

@@ -1,0 +1,508 @@
+"""Every sentence about results: templates filled in with numbers, chosen by the verdict of a comparison."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvbench.common import text as words
+from kvbench.report.comparisons import (
+    FEWEST,
+    HIGHER,
+    LOWER,
+    SAME,
+    UNCLEAR,
+    Effect,
+    PairedComparison,
+    Ratio,
+    baseline,
+    best,
+    compare,
+    differing,
+    effects,
+    median,
+    paging,
+    scatters,
+)
+from kvbench.report.provenance import code_paths, validity
+from kvbench.runs.kv_ledger import ledger, share_of_steps, swapped_bytes
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.workload.settings import effective, setting_title, value_words
+
+NOT_TOLD = "not told apart"
+RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
+_DOUBT = " Invalid measurement, not to be relied on."
+_AHEAD = {HIGHER: "ahead", LOWER: "behind", SAME: "level", UNCLEAR: NOT_TOLD}  # of throughputs
+_SLOWER = {HIGHER: "worse", LOWER: "better", SAME: "level", UNCLEAR: NOT_TOLD}  # of latencies
+_THROUGHPUT = {
+    HIGHER: "At {load}{budget}, {a} delivered {ratio} the output tokens/s of {b}{also}",
+    LOWER: "At {load}{budget}, {a} was slower than {b}{also}: {ratio} its output tokens/s",
+    SAME: "At {load}{budget}, {a} was level with {b}{also} in output tokens/s: {ratio}",
+    UNCLEAR: f"At {{load}}{{budget}}, {{a}} is {NOT_TOLD} from {{b}}{{also}} in output tokens/s: {{ratio}}",
+}
+_TPOT = {
+    HIGHER: "median TPOT {a} instead of {b}",
+    LOWER: "median TPOT {a} instead of {b}",
+    SAME: "median TPOT level, {ratio}",
+    UNCLEAR: f"median TPOT {{a}} instead of {{b}}, {NOT_TOLD}: {{ratio}}",
+}
+_KERNEL = {
+    HIGHER: "walking page tables cost time",
+    LOWER: "paged was not slower per token",
+    SAME: "walking page tables cost nothing that shows",
+    UNCLEAR: "too few or too scattered repeats to tell what walking page tables costs",
+}
+_NO_PAIR = {  # (has a paged cell, has a contiguous cell)
+    (True, True): "Paged and contiguous share no load in this run, so it cannot say what paging bought. ",
+    (True, False): "Without a contiguous cell this run cannot say what paging bought. ",
+    (False, True): "Without a paged cell this run cannot say what paging bought. ",
+    (False, False): "",
+}
+_BEST = {  # by what there is to compare with
+    "one": "{cell} delivered {amount} at {load}",
+    "one valid": "Only {cell} was validly measured at {load}, so there is nothing to compare: {amount}",
+    "unclear": "No verdict on which is best at {load}: {cell} has the highest median, {amount}",
+    "clear": "At {load} {cell} delivered the most: {amount}",
+}
+
+
+def say(template: str, **values: str) -> str:
+    """The template filled in; empty where one of the values is unknown, which ``common.text`` writes as a dash."""
+    return "" if "–" in values.values() else template.format(**values)
+
+
+def sentence(*clauses: str) -> str:
+    """The clauses that are not empty, as one sentence; empty without any."""
+    said = "; ".join(filter(None, clauses))
+    return f"{words.upper_first(said)}." if said else ""
+
+
+def ratio_words(r: Ratio, repeats: bool = True) -> str:
+    """1.90x (1.85–1.96 over 3 repeats), and what keeps it from a verdict, if anything."""
+    text = f"{words.ratio(r.median)} ({words.spread(r.low, r.high, r.n, repeats)}"
+    if 1 < r.n < FEWEST:
+        text += ", too few for a verdict"
+    elif r.ci is not None and r.verdict == UNCLEAR:
+        text += f"; 95 % t interval {words.ratio(r.ci[0])[:-1]}–{words.ratio(r.ci[1])[:-1]} includes 1"
+    return text + ")"
+
+
+def verdict_words(r: Ratio | None) -> str:
+    """2.09x (2.09–2.52); level, 1.04x (1.00–1.04); not told apart, 1.50x (...); not comparable."""
+    if r is None:
+        return "not comparable"
+    return (f"{_AHEAD[r.verdict]}, " if r.verdict in (SAME, UNCLEAR) else "") + ratio_words(r, repeats=False)
+
+
+def marked_ratio(r: Ratio) -> str:
+    """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
+    return f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}{'?' if r.verdict == UNCLEAR else ''}"
+
+
+def latency(cell: MeasuredCell, metric: str, which: str) -> str:
+    """1,454 ms; with * when it is of too few samples."""
+    value, uncertain = cell.percentile(metric, which)
+    return words.ms(value) + "*" * uncertain
+
+
+def running(cell: MeasuredCell) -> float | None:
+    """Mean sequences running at once in the steady window, median over repeats."""
+    return median(cell.observed("running_mean"))
+
+
+def headline(run: Run) -> str:
+    """One sentence with numbers and their spread; prefixed when the run is incomplete."""
+    if not run.cells:
+        return "Nothing was measured: this run holds no finished cell."
+    prefix = "Incomplete run: " if validity(run).status == "incomplete" else ""
+    if run.missing:
+        prefix = f"Incomplete run ({len(run.cells)} of {len(run.cells) + len(run.missing)} cells measured): "
+    pairs = paging(run)
+    return prefix + (_pair_sentence(pairs) if pairs else _no_pair(run) + best_sentence(run, run.loads[-1]))
+
+
+def _pair_sentence(pairs: list[PairedComparison]) -> str:
+    """``pairs``: paged against contiguous, loads ascending, at least one."""
+    low, c = pairs[0], pairs[-1]
+    if c.throughput is None:
+        return f"No verdict: {c.a.name} and {c.b.name} share no repeat with a measured throughput at {c.load.label}."
+    also = sorted(differing(c.a, c.b) - {"layout"})
+    bought = _THROUGHPUT[c.throughput.verdict].format(
+        load=c.load.label,
+        budget=_budget(c),
+        a=c.a.name,
+        b=c.b.name,
+        also=f" (they differ in {words.listing(also)} too)" if also else "",
+        ratio=ratio_words(c.throughput),
+    )
+    said = sentence(
+        bought + _both(", with {a} sequences running at once against {b}", c, running, words.decimal),
+        _against("p95 TTFT {a} instead of {b}", c, "ttft_ms", "p95") if c.load.mode == "open" else "",
+        _at_low_load(low) if low is not c else "",
+        _against(_TPOT[c.tpot.verdict], c, "tpot_ms", "p50", c.tpot) if c.tpot else "",
+        _preempted(c.a),
+        *(
+            f"the repeats of {cell.name} scatter ({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)} tokens/s)"
+            for cell in (c.a, c.b)
+            if (s := scatters(cell))
+        ),
+        *(f"{failed_words(cell)} failed and are in no number here" for cell in (c.a, c.b) if cell.count("failed")),
+    )
+    quoted = said[:1].lower() + said[1:]
+    if not c.valid:
+        return (
+            f"No verdict, the measurement at {c.load.label} is invalid ({_why_invalid(c)}). "
+            f"Seen, not to be relied on: {quoted}"
+        )
+    return f"No verdict: {quoted}" if c.throughput.verdict == UNCLEAR else said
+
+
+def _why_invalid(c: PairedComparison) -> str:
+    """The first reason of the first invalid cell without its advice; the others are in the report."""
+    broken = [cell for cell in (c.a, c.b) if not cell.valid]
+    reasons = [reason for cell in broken for reason in cell.invalid_reasons] or ["no reason recorded"]
+    first = re.sub(r"^repeat \d+: ", "", reasons[0]).split(";")[0].rstrip(".")
+    more = f", and {words.plural(len(reasons) - 1, 'more reason')}" if len(reasons) > 1 else ""
+    return f"{broken[0].name}: {first}{more}"
+
+
+def _no_pair(run: Run) -> str:
+    """That nothing is said about paging, for a workload that varies the layout or does not tell what it varies."""
+    swept = run.spec.get("sweep")
+    if swept is not None and "layout" not in swept:
+        return ""
+    return _NO_PAIR[any(c.is_paged for c in run.cells), any(c.is_contiguous for c in run.cells)]
+
+
+def _budget(c: PairedComparison) -> str:
+    a, b = (cell.capacity.get("kv_budget_bytes") for cell in (c.a, c.b))
+    if a == b:
+        return say(" and the same {size} of KV", size=words.data_size(a))
+    return say(" and unequal KV budgets ({a} against {b})", a=words.data_size(a), b=words.data_size(b))
+
+
+def _at_low_load(c: PairedComparison) -> str:
+    if not c.valid or c.throughput is None:
+        return f"at {c.load.tick} there is no verdict ({'not comparable' if c.valid else 'invalid measurement'})"
+    return f"at {c.load.tick} it was {_AHEAD[c.throughput.verdict]}, {ratio_words(c.throughput)}"
+
+
+def _both(
+    template: str,
+    c: PairedComparison,
+    of: Callable[[MeasuredCell], float | None],
+    render: Callable[[float | None], str],
+) -> str:
+    """A number of both configurations."""
+    return say(template, a=render(of(c.a)), b=render(of(c.b)))
+
+
+def _against(template: str, c: PairedComparison, metric: str, which: str, r: Ratio | None = None) -> str:
+    """A percentile of both configurations and its ratio."""
+    ratio = ratio_words(r, repeats=False) if r else ""
+    return say(template, a=latency(c.a, metric, which), b=latency(c.b, metric, which), ratio=ratio)
+
+
+def _preempted(cell: MeasuredCell) -> str:
+    """12 preemptions in 3 repeats (1,200 tokens recomputed and 48 MiB swapped out); empty where nobody counted."""
+    preemptions = cell.counter("num_preemptions_total")
+    if not preemptions:
+        return "" if preemptions is None else "no preemptions"
+    recomputed, moved = cell.counter("recomputed_tokens_total"), swapped_bytes(cell)
+    details = [f"{words.plural(recomputed, 'token')} recomputed"] if recomputed else []
+    details += [f"{words.data_size(moved)} swapped out"] if moved else []
+    text = f"{words.plural(preemptions, 'preemption')} in {words.plural(len(cell.repeats), 'repeat')}"
+    return text + (f" ({words.listing(details)})" if details else "")
+
+
+def failed_words(cell: MeasuredCell) -> str:
+    """9 of 144 requests of paged (page 16)."""
+    return f"{cell.count('failed')} of {cell.count('failed') + cell.count('completed')} requests of {cell.name}"
+
+
+def best_sentence(run: Run, load: MeasuredLoad) -> str:
+    """The best configuration at a load, and what it is level with or not told apart from."""
+    top = best(run, load)
+    if top is None:
+        return f"No verdict: no cell at {load.label} is valid."
+    cell, s, base = top.cell, top.throughput, baseline(run, load)
+    kind = "one valid" if top.by_default else "unclear" if top.unclear_with else "clear"
+    against = []
+    if base is not None and base is not cell and not top.by_default:
+        r = compare(cell, base).throughput if base.valid else None
+        against = [f"{ratio_words(r)} the baseline {base.name}" if r else f"the baseline {base.name} is not valid"]
+    for what, names in (("level with", top.level_with), (f"{NOT_TOLD} from", top.unclear_with)):
+        if names:
+            against.append(f"{what} {words.listing(names) if len(names) <= 3 else f'{len(names)} others'}")
+    amount = f"{words.tokens_per_s(s.median)} output tokens/s ({_amounts(s.low, s.high, s.n)})"
+    latencies = f"p95 TTFT {latency(cell, 'ttft_ms', 'p95')}, median TPOT {latency(cell, 'tpot_ms', 'p50')}"
+    return sentence(
+        _BEST["one" if len(run.at(load)) == 1 else kind].format(
+            cell=cell.name, load=load.label, amount=", ".join([amount, *against, latencies])
+        ),
+        "its repeats scatter" if scatters(cell) else "",
+        f"{failed_words(cell)} failed" if cell.count("failed") else "",
+    )
+
+
+def _amounts(low: float, high: float, n: int) -> str:
+    """297–324 over 3 repeats."""
+    return "one repeat" if n < 2 else f"{words.tokens_per_s(low)}–{words.tokens_per_s(high)} over {n} repeats"
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """A heading and its points, each a full sentence."""
+
+    title: str
+    points: tuple[str, ...]
+
+
+def conclusions(run: Run) -> list[Conclusion]:
+    """What paging bought and cost, which configuration is best, and what each setting does alone."""
+    found, pairs = [], paging(run)
+    if pairs:
+        found.append(Conclusion("What paging bought", tuple(_bought(pair) for pair in reversed(pairs))))
+        found.append(Conclusion("What paging cost", (*_cost(pairs), *code_paths(run))))
+    if len(run.configs) > 1:
+        points = tuple(best_sentence(run, load) for load in reversed(run.loads))
+        found.append(Conclusion("Which configuration is best", points))
+    settings: dict[str, dict[str, list[Effect]]] = {}
+    for effect in effects(run):
+        settings.setdefault(effect.setting, {}).setdefault(str(effect.value), []).append(effect)
+    for setting, values in settings.items():
+        title = f"{words.upper_first(setting_title(setting))}, changed alone"
+        found.append(Conclusion(title, tuple(map(_effect_sentence, values.values()))))
+    return found
+
+
+def reservation(c: PairedComparison) -> str:
+    """What contiguous reserves for a request, beside what requests needed; empty where that is not known."""
+    slots = c.b.settings.get("max_model_len") or c.b.capacity.get("max_model_len")
+    requests = c.b.requests()
+    if effective(c.b.settings, "reservation") != "max" or not slots or requests.empty:
+        return ""
+    tokens = requests["prompt_tokens"] + requests["output_tokens"]
+    return (
+        f"{words.upper_first(c.b.name)} reserves {words.count(slots)} slots per request; the longest request here had "
+        f"{words.plural(int(tokens.max()), 'token')}, the mean {words.count(float(tokens.mean()))}."
+    )
+
+
+def _bought(c: PairedComparison) -> str:
+    return sentence(
+        f"at {c.load.label}: output tokens/s {verdict_words(c.throughput)}",
+        _both("{a} sequences running at once against {b}", c, running, words.decimal),
+        _against(f"p95 TTFT {{a}} against {{b}}, ratio {verdict_words(c.ttft)}", c, "ttft_ms", "p95"),
+    ) + ("" if c.valid else _DOUBT)
+
+
+def _cost(pairs: list[PairedComparison]) -> list[str]:
+    """Slower tokens under load, preemptions, the kernel, page tables, waste."""
+    low, c = pairs[0], pairs[-1]
+    per_token = sentence(
+        _against(
+            f"at {c.load.label}: median TPOT {{a}} against {{b}}, ratio {verdict_words(c.tpot)}", c, "tpot_ms", "p50"
+        ),
+        _against(f"p95 ITL {{a}} against {{b}}, ratio {verdict_words(c.itl)}", c, "itl_ms", "p95"),
+        _both("{a} sequences shared each step against {b}", c, running, words.decimal),
+    )
+    preempted = _preempted(c.a)
+    memory = sentence(
+        say("page tables peaked at {size}", size=words.data_size(median(c.a.observed("page_table_bytes")))),
+        _both(
+            f"slots reserved but unused: {{a}} ({c.a.name}) against {{b}} ({c.b.name})",
+            c,
+            lambda cell: median(cell.observed("waste_share")),
+            words.percent,
+        ),
+    )
+    points = (
+        per_token + ("" if c.valid else _DOUBT),
+        f"{words.upper_first(preempted)} of {c.a.name} at {c.load.label}." if preempted else "",
+        kernel_cost(low) if low is not c else "",
+        memory,
+    )
+    return [point for point in points if point]
+
+
+def kernel_cost(c: PairedComparison) -> str:
+    """The page table's cost in the kernel: visible only where both layouts ran the same number of sequences."""
+    a, b = running(c.a), running(c.b)
+    if c.tpot is None or a is None or b is None or abs(a - b) > 0.1 * max(a, b):
+        ran = say("the layouts ran {a} and {b} sequences at once", a=words.decimal(a), b=words.decimal(b))
+        return (
+            f"The kernel's cost cannot be told from median TPOT at {c.load.label}, {verdict_words(c.tpot)}: "
+            f"{ran or 'how many sequences ran at once is not known'}."
+        )
+    return (
+        f"With the same number running ({words.decimal(a)} and {words.decimal(b)} at {c.load.label}): median TPOT "
+        f"{verdict_words(c.tpot)}: {_KERNEL[c.tpot.verdict]}.{'' if c.valid else _DOUBT}"
+    )
+
+
+def _effect_sentence(members: list[Effect]) -> str:
+    """What one value of a setting does to output tokens/s at each load, and to what the setting is for."""
+    new, old = (value_words(members[0].setting, value) for value in (members[0].value, members[0].baseline_value))
+    at = [e.comparison for e in reversed(members)]
+    told = [f"{verdict_words(c.throughput)} at {c.load.short}{'' if c.valid else ' (invalid)'}" for c in at]
+    return sentence(f"{new} instead of {old}: output tokens/s {'; '.join(told)}", *_purpose(members[0], at))
+
+
+def _purpose(effect: Effect, at: list[PairedComparison]) -> list[str]:
+    """What a setting changes besides throughput, for the settings whose purpose that is; ``at``: highest load first."""
+    c, load = at[0], at[0].load.short
+    changed = c.a if effect.value in (True, "swap") else c.b
+    if effect.setting == "kv_cache_dtype":
+        holds = "the same bytes hold {a} tokens instead of {b}"
+        return [_both(holds, c, lambda cell: cell.capacity.get("capacity_tokens"), words.count)]
+    if effect.setting == "reservation":
+        return [_both(f"at {load} {{a}} sequences running at once instead of {{b}}", c, running, words.decimal)]
+    if effect.setting == "enable_prefix_caching":
+        hits = [words.percent(one.a.hit_rate) for one in at if one.a.hit_rate is not None]
+        hashing = words.percent(share_of_steps(changed, "hash_seconds"))
+        return [
+            f"measured hit rate {words.listing(hits)} of prompt tokens" if hits else "",
+            say("hashing took {share} of the step time", share=hashing),
+        ]
+    moved = swapped_bytes(changed)
+    if effect.setting != "preemption_mode" or moved is None:
+        return []
+    if {cell.counter("num_preemptions_total") for cell in (c.a, c.b)} == {0}:
+        return [f"nothing was preempted at {load}"]
+    again = "{a} tokens recomputed instead of {b}"
+    return [
+        f"at {load} {words.data_size(moved)} swapped out",
+        _both(again, c, lambda cell: cell.counter("recomputed_tokens_total"), words.count),
+        say("moving took {share} of the step time", share=words.percent(share_of_steps(changed, "swap_seconds"))),
+    ]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key number: what it is, the number, what it is compared with."""
+
+    label: str
+    value: str
+    note: str
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Three or four numbers for the top of the page."""
+    pairs = paging(run)
+    latencies = (("p95 TTFT", "ttft_ms", "p95"), ("median TPOT", "tpot_ms", "p50"), ("p95 ITL", "itl_ms", "p95"))
+    if pairs and (r := pairs[-1].throughput) is not None:
+        a, b, load = pairs[-1].a, pairs[-1].b, pairs[-1].load
+        note = f"{a.name} / {b.name}; {words.spread(r.low, r.high, r.n)}"
+        found = [
+            Tile(f"throughput at {load.short}", words.ratio(r.median), note + f"; {NOT_TOLD}" * (r.verdict == UNCLEAR)),
+            Tile("sequences running at once", words.decimal(running(a)), f"{b.name}: {words.decimal(running(b))}"),
+            *(Tile(label, latency(a, *of), f"{b.name}: {latency(b, *of)}") for label, *of in latencies[:2]),
+        ]
+        return [tile for tile in found if tile.value != "–"]
+    top = best(run, run.loads[-1]) if run.cells else None
+    if top is None:
+        return []
+    cell, s, at = top.cell, top.throughput, top.load.short
+    amount = Tile(
+        f"output tokens/s at {at}", words.tokens_per_s(s.median), f"{cell.name}; {_amounts(s.low, s.high, s.n)}"
+    )
+    return [amount, *(Tile(f"{label} at {at}", latency(cell, *of), cell.name) for label, *of in latencies)]
+
+
+# Titles of figures: the finding that each shows.
+
+
+def throughput_title(run: Run) -> str:
+    """Of the bars of output tokens/s."""
+    pairs = [pair for pair in paging(run) if pair.throughput is not None]
+    if pairs:
+        at = [_briefly(c, c.throughput, _AHEAD) for c in pairs[::-1]]
+        return words.upper_first(f"{pairs[0].a.name} against {pairs[0].b.name}, output tokens/s: {'; '.join(at)}")
+    top, load = best(run, run.loads[-1]), run.loads[-1].label
+    if top is None:
+        return f"No valid cell at {load}"
+    doubt = ", the highest median but no verdict" if top.unclear_with else ""
+    amount = words.tokens_per_s(top.throughput.median)
+    return words.upper_first(f"{top.cell.name}: {amount} output tokens/s at {load}{doubt}")
+
+
+def _briefly(c: PairedComparison, r: Ratio | None, verdicts: Mapping[str, str]) -> str:
+    told = f"{verdicts[r.verdict]}, {words.ratio(r.median)}" if r else "not comparable"
+    return f"{told} at {c.load.short}{'' if c.valid else ' (invalid)'}"
+
+
+def cells_title(run: Run) -> str:
+    """Of the panels of throughput and p95 TTFT."""
+    pairs = paging(run)
+    if not pairs or pairs[-1].ttft is None:
+        return "Throughput and p95 TTFT by cell"
+    c = pairs[-1]
+    return f"p95 TTFT of {c.a.name} against that of {c.b.name}: {_briefly(c, c.ttft, _SLOWER)}"
+
+
+def latency_title(run: Run) -> str:
+    """Of throughput against latency."""
+    top = best(run, run.loads[-1])
+    low = run.cell(top.cell.name, run.loads[0]) if top else None
+    if top is None or low is None or low is top.cell:
+        return "Throughput against latency"
+    amounts = [words.tokens_per_s(median(cell.throughput())) for cell in (low, top.cell)]
+    return (
+        f"From {low.load.tick} to {top.load.short}, {top.cell.name} goes from {' to '.join(amounts)} tokens/s and its "
+        f"median TPOT from {latency(low, 'tpot_ms', 'p50')} to {latency(top.cell, 'tpot_ms', 'p50')}"
+    )
+
+
+def distribution_title(run: Run) -> str:
+    """Of the distributions of TTFT and ITL."""
+    pairs = paging(run)
+    if not pairs or pairs[-1].itl is None:
+        return "How TTFT and ITL are distributed"
+    c = pairs[-1]
+    a, b = (f"over {latency(cell, 'itl_ms', 'p95')} in {cell.name}" for cell in (c.a, c.b))
+    return f"At {c.load.short} one ITL in twenty is {a}, {b}{'' if c.valid else ' (invalid)'}"
+
+
+def occupancy_title(run: Run, load: MeasuredLoad) -> str:
+    """Of the KV budget over time."""
+    pair = next((p for p in paging(run) if p.load == load), None)
+    said = [
+        say(
+            f"{cell.name} reserves {{reserved}} of the KV budget and fills {{used}}",
+            reserved=words.percent(median(cell.observed("usage_mean"))),
+            used=words.percent(median(cell.observed("used_share"))),
+        )
+        for cell in ((pair.b, pair.a) if pair else ())
+    ]
+    said = [text for text in said if text]
+    return f"At {load.label}: {'; '.join(said)}" if said else f"KV occupancy over time at {load.label}"
+
+
+def ledger_sentence(run: Run) -> str:
+    """Where the bytes of the headline's pair went, else those of the baseline or the best; "" without data."""
+    pairs = [p for p in paging(run) if ledger(p.a) and ledger(p.b)]
+    if pairs:
+        c = pairs[-1]
+        text = f"At {c.load.label} {_filled(c.b, ' of the KV budget')}; {_filled(c.a)}."
+        return text if c.valid else f"{text}{_DOUBT}"
+    for load in reversed(run.loads):
+        top = best(run, load)
+        cell = baseline(run, load) or (top.cell if top else None)
+        if cell is not None and ledger(cell):
+            return f"At {load.label} {_filled(cell, ' of the KV budget')}."
+    return ""
+
+
+def _filled(cell: MeasuredCell, whole: str = "") -> str:
+    found = ledger(cell)
+    assert found is not None
+    tokens, waste = (words.percent(found.share(place)) for place in ("tokens", "waste"))
+    more = [
+        f"{words.percent(found.share(place))} {what}"
+        for place, what in (("fragmented", "free but scattered"), ("cached", "cached"), ("free", "free"))
+        if found.share(place) >= 0.01
+    ]
+    text = f"{cell.name} held tokens in {tokens}{whole} and wasted {waste} on slots reserved and empty"
+    return f"{text} ({', '.join(more)})" if more else text

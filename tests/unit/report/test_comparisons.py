@@ -1,0 +1,139 @@
+"""Comparisons against numbers worked out by hand, and scipy's own t interval."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from kvbench.report.comparisons import best, compare, differing, effects, paging, paired_ratio, scatters, spread
+from kvbench.runs.model import MeasuredLoad
+from tests.support.report_cells import cell, run
+
+AT_24 = MeasuredLoad("closed", 24)
+
+
+def test_ratios_are_paired_by_repeat_and_not_pooled() -> None:
+    # The machine halves in speed in repeat 2; paired ratios do not see it, ratios of means would.
+    r = paired_ratio({1: 200.0, 2: 110.0, 3: 190.0}, {1: 100.0, 2: 50.0, 3: 100.0})
+    assert r is not None
+    assert r.values == pytest.approx((2.0, 2.2, 1.9))
+    assert (r.median, r.low, r.high, r.n) == pytest.approx((2.0, 1.9, 2.2, 3))
+
+
+def test_only_repeats_that_both_have_are_compared() -> None:
+    r = paired_ratio({1: 10.0, 2: 30.0, 4: 50.0}, {2: 10.0, 3: 10.0, 4: 10.0})
+    assert r is not None and r.values == pytest.approx((3.0, 5.0)) and r.ci is None
+    assert paired_ratio({1: 10.0}, {2: 10.0}) is None
+    assert paired_ratio({1: 10.0}, {1: 0.0}) is None
+    assert compare(cell(), cell(throughput=())).throughput is None
+    assert spread({}) is None
+
+
+def test_t_interval_matches_scipy_on_logs() -> None:
+    values = (1.85, 1.9, 1.96, 1.7)
+    logs = np.log(values)
+    low, high = stats.t.interval(0.95, len(logs) - 1, loc=logs.mean(), scale=stats.sem(logs))
+    r = paired_ratio(dict(enumerate(values)), dict.fromkeys(range(4), 1.0))
+    assert r is not None and r.ci == pytest.approx((np.exp(low), np.exp(high)))
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ((1.9, 1.85, 1.96), "higher"),
+        ((0.6, 0.61, 0.62), "lower"),
+        ((0.66, 0.73, 4.09), "unclear"),  # includes 1 because nothing is known, not because it is level
+        ((1.02, 1.021, 1.022), "level"),  # within 5 %, however sure
+        ((0.96, 1.0, 1.04), "level"),
+        ((0.94, 1.0, 1.04), "unclear"),
+        ((0.99, 1.0, 1.06), "unclear"),
+        ((1.05, 1.06, 1.07), "higher"),  # small, but not all within 5 %, and the interval excludes 1
+        ((1.04, 1.30, 1.35), "unclear"),  # all above 1, but the interval of three repeats includes it
+        ((1.5,), "unclear"),
+        ((1.0, 1.0), "unclear"),
+    ],
+)
+def test_verdicts(values: tuple[float, ...], verdict: str) -> None:
+    r = paired_ratio(dict(enumerate(values)), dict.fromkeys(range(len(values)), 1.0))
+    assert r is not None and r.verdict == verdict
+
+
+def test_best_tells_level_from_not_told_apart_and_leaves_invalid_cells_out() -> None:
+    cells = [
+        cell(throughput=(100.0, 101.0, 102.0)),
+        cell(page_size=8, throughput=(98.0, 100.0, 100.0)),
+        cell(page_size=32, throughput=(60.0, 99.0, 101.0)),
+        cell(page_size=64, throughput=(50.0, 50.0, 50.0)),
+        cell(page_size=4, throughput=(900.0,) * 3, reasons=("lag",)),
+    ]
+    top = best(run(*cells), AT_24)
+    assert top is not None and top.cell is cells[0] and not top.by_default
+    assert (top.level_with, top.unclear_with) == (("paged (page 8)",), ("paged (page 32)",))
+    only = best(run(cells[0], cells[4]), AT_24)
+    assert only is not None and only.by_default
+    assert best(run(cells[4]), AT_24) is None
+
+
+@pytest.mark.parametrize(
+    ("throughput", "found"), [((100.0, 120.0, 151.0), True), ((100.0, 120.0, 150.0), False), ((), False)]
+)
+def test_repeats_scatter_from_half_as_much_again(throughput: tuple[float, ...], found: bool) -> None:
+    assert (scatters(cell(throughput=throughput)) is not None) == found
+
+
+def test_paging_picks_the_pair_that_differs_least() -> None:
+    cells = [cell("contiguous"), cell(page_size=64), cell(), cell(enable_prefix_caching=True)]
+    (pair,) = paging(run(*cells))
+    assert (pair.a.name, pair.b.name) == ("paged (page 16)", "contiguous")
+    (pair,) = paging(run(cell("contiguous", max_num_seqs=8), cell(), cell(max_num_seqs=8)))
+    assert pair.a.settings["max_num_seqs"] == 8  # the same settings before the baseline
+    assert paging(run(cell(load=3), cell("contiguous", load=24))) == []
+
+
+SWAP = {"preemption_mode": "swap"}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "changed"),
+    [
+        (cell(), cell("contiguous"), {"layout"}),
+        (cell(enable_prefix_caching=True), cell("contiguous"), {"layout", "enable_prefix_caching"}),
+        (cell(), cell(page_size=8), {"page_size"}),
+        (cell(preemption_mode="recompute"), cell(**SWAP, swap_space="64MiB"), {"preemption_mode"}),
+        (cell(**SWAP, swap_space=1), cell(**SWAP, swap_space=2), {"swap_space"}),
+        (cell("contiguous", reservation="oracle"), cell(), {"layout"}),
+        (cell("contiguous", reservation="oracle"), cell("contiguous"), {"reservation"}),
+        (cell("contiguous", reservation="max"), cell("contiguous"), set()),
+        (cell(enable_chunked_prefill=False), cell(max_num_partial_prefills=2), {"enable_chunked_prefill"}),
+    ],
+)
+def test_settings_that_only_another_one_needs_are_part_of_it(a, b, changed: set[str]) -> None:
+    assert differing(a, b) == changed
+
+
+def test_effects_are_single_changes_from_the_baseline() -> None:
+    base, eight = cell(), cell(page_size=8, throughput=(120.0,) * 3)
+    both = cell(page_size=8, enable_prefix_caching=True)
+    (effect,) = effects(run(base, eight, both))
+    assert (effect.setting, effect.value, effect.baseline_value) == ("page_size", 8, 16)
+    assert effect.comparison.throughput is not None
+    assert effect.comparison.throughput.median == pytest.approx(1.2)
+    assert effects(run(eight, cell(page_size=64))) == []  # without a baseline
+
+
+def test_layouts_are_an_effect_only_where_paging_is_not_compared() -> None:
+    base, oracle = cell("contiguous", reservation="max", baseline=True), cell("contiguous", reservation="oracle")
+    assert [e.setting for e in effects(run(base, oracle, cell(baseline=False)))] == ["reservation"]
+
+
+def test_throughput_falls_back_to_the_whole_run_for_every_repeat_alike() -> None:
+    # One repeat without a steady window: mixing the two definitions would compare unlike numbers.
+    short, steady = cell(throughput=(100.0, 110.0)), cell("contiguous", throughput=(100.0, 100.0))
+    del short.repeats[1].metrics["steady_output_throughput"]  # type: ignore[attr-defined]
+    for each, value in ((short, 80.0), (steady, 40.0)):
+        for repeat in each.repeats:
+            repeat.metrics["output_throughput"] = value  # type: ignore[index]
+    assert short.throughput() == {0: 80.0, 1: 80.0}
+    r = compare(short, steady).throughput
+    assert r is not None and r.values == pytest.approx((2.0, 2.0))

@@ -1,0 +1,175 @@
+"""What stands beside the numbers: validity, warnings, how the requests were made, target and environment."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvbench.report.provenance import (
+    CODE_PATHS,
+    brief,
+    code_paths,
+    environment,
+    made_from,
+    repeats_are,
+    reproduce,
+    skipped_notes,
+    validity,
+    warnings,
+)
+from tests.support.report_cells import cell, run
+
+LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." for i in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("shown", "status", "reason"),
+    [
+        (run(), "empty", ""),
+        (run(cell()), "valid", ""),
+        (run(cell(), status="incomplete"), "incomplete", "'incomplete'"),
+        (run(cell(), missing=("x",)), "incomplete", "x"),
+        (run(cell(reasons=("lag p99 3 ms",)), missing=("x",)), "invalid", "lag p99 3 ms"),
+        (run(cell(reasons=())), "valid", ""),
+        (run(cell(failed=2)), "valid", "6 of 144 requests failed"),
+    ],
+)
+def test_validity(shown: Any, status: str, reason: str) -> None:
+    found = validity(shown)
+    assert found.status == status and (reason in found.reasons[0] if reason else not found.reasons)
+
+
+def test_reasons_of_one_kind_are_one_line() -> None:
+    lines = validity(run(cell(reasons=LAG), cell("contiguous", reasons=(*LAG, "2 pages were still owned")))).reasons
+    assert len(lines) == 2
+    assert "p99 1.5 ms" in lines[0] and "5 more" in lines[0] and lines[0].count("contiguous at 24 at once") == 1
+    assert "2 pages were still owned" in lines[1]
+
+
+SCATTERED = cell(throughput=(98.0, 423.0, 462.0))
+GIT = {"sha": "a"}
+
+
+@pytest.mark.parametrize(
+    ("cells", "manifest", "said"),
+    [
+        ([SCATTERED, cell("contiguous")], {}, ["scatter", "paged (page 16) at 24 at once (98.0–462)"]),
+        ([cell(throughput=(1.0, 1.0))], {}, ["2 repeats"]),
+        ([cell()], {"shared_machine": True}, ["shared this machine"]),
+        ([cell()], {"git": {"dirty": True}}, ["uncommitted"]),
+        ([cell()], {"notes": ["the workload has no kv_budget"]}, ["The workload has no kv_budget."]),
+        ([cell()], {"git": GIT, "resumed": [{"git": {"sha": "b"}}]}, ["resumed", "commit (a then, b later)"]),
+        (
+            [cell()], {"git": GIT, "resumed": [{"git": {"sha": "b"}, "differences": ["torch (2.12 then, 2.13 now)"]}]},
+            ["resumed", "torch (2.12 then, 2.13 now)"],
+        ),
+        ([cell()], {"git": GIT, "resumed": [{"git": GIT}, {"git": GIT, "differences": []}]}, []),
+        ([cell()], {"notes": ["skipped paged-p16: it has other pages"]}, []),
+    ],
+)  # fmt: skip
+def test_warnings(cells: list, manifest: dict[str, Any], said: list[str]) -> None:
+    found = [text for text in warnings(run(*cells, **manifest)) if "no server metrics" not in text]
+    assert len(found) == bool(said) and all(part in found[0] for part in said), found
+
+
+def test_a_cache_state_that_was_not_verified_is_warned_of() -> None:
+    one = cell()
+    repeats = (dataclasses.replace(one.repeats[0], cache={"unverified": "too small"}), *one.repeats[1:])
+    shown = run(dataclasses.replace(one, repeats=repeats), workload={"load": {"cache_state": "primed"}})
+    (said,) = (text for text in warnings(shown) if "not verified" in text)
+    assert all(part in said for part in ("primed", "1 of 3 loads", "too small"))
+
+
+def test_what_was_not_run_is_apart_from_other_notes() -> None:
+    assert skipped_notes(run(cell(), notes=["skipped a: b", "the workload has no kv_budget"])) == ["skipped a: b"]
+
+
+TRACE = {
+    "trace": "conv.csv", "trace_requests": 52, "trace_start_s": 0, "rate_scale": 0.4, "length_scale": 0.11234,
+}  # fmt: skip
+AZURE = {"name": "azure", "load": {"prompts": {"kind": "trace", "duration_s": 10.0}}}
+
+
+@pytest.mark.parametrize(
+    ("notes", "workload", "said"),
+    [
+        (TRACE, AZURE, "lengths x 0.112, 10 s of the trace at 0.4 of its speed, 52 requests"),
+        (TRACE, {}, "lengths x 0.112, the trace at 0.4 of its speed, 52 requests"),
+        (TRACE | {"rate_scale": 1.0}, {}, "lengths x 0.112, the trace at its own speed, 52 requests"),
+        (
+            {"trace": "x", "trace_page_size": 512, "page_size_of_prompts": 8}, {},
+            "the trace, prompts share its pages, 512 tokens made 8",
+        ),
+        ({"text": "sonnets"}, {}, "text of sonnets"),
+        ({}, AZURE, ""),
+    ],
+)  # fmt: skip
+def test_scales_of_a_trace_are_told(notes: dict[str, Any], workload: dict[str, Any], said: str) -> None:
+    assert made_from(run(cell(mode="open", load=0, notes=notes), workload=workload)) == said
+
+
+def test_loads_that_were_made_in_different_ways_are_told_apart() -> None:
+    each = run(cell(load=3, notes={"length_scale": 0.5}), cell(notes={"length_scale": [0.25, 0.5]}))
+    assert made_from(each) == "at 3 at once: lengths x 0.5; at 24 at once: lengths x 0.25 and 0.5"
+    assert dict(environment(each))["requests"] == "length_scale 0.5; length_scale 0.25, 0.5"
+
+
+def test_what_holds_for_the_built_in_engine_only_is_not_said_of_others() -> None:
+    pair = (cell(), cell("contiguous"))
+    assert code_paths(run(*pair)) == code_paths(run(*pair, backend="kvbench")) == [CODE_PATHS]
+    assert not code_paths(run(cell(), cell(page_size=8))) and not code_paths(run(*pair, backend="vllm"))
+    assert "freshly launched server" in repeats_are(run(cell(), target="vllm"))
+    assert "running before" in repeats_are(run(cell(), target="http://127.0.0.1:8000"))
+
+
+def test_the_target_its_version_and_its_commands_are_told_once() -> None:
+    vllm = {"kind": "vllm", "title": "vLLM", "quirks": ["a quirk"], "command": ["python", "-m", "vllm", "a b"]}
+    server = {"server": vllm, "versions": {"vllm": "0.32.0"}}
+    shown = run(
+        cell(), servers={"a": server, "b": server}, model={"name": "m"}, device="cpu", command=["kvbench", "a b"],
+        started="2026-01-01T10:00:00+00:00",
+    )  # fmt: skip
+    assert brief(shown) == ["2026-01-01 10:00 UTC", "vLLM 0.32.0", "m", "cpu"]
+    facts = dict(environment(shown))
+    assert (facts["target"], facts["of this target"]) == ("vLLM 0.32.0", "a quirk")
+    assert facts["launched as"] == "python -m vllm 'a b'" and reproduce(shown) == "kvbench 'a b'"
+    assert brief(run(cell(), target="http://127.0.0.1:8000")) == ["http://127.0.0.1:8000"]
+    assert brief(run(cell(), servers={"a": {"versions": {"torch": "2"}}})) == []  # the built-in one
+    command = {"kind": "openai", "title": "the server", "command": ["serve", "--port", "PORT", "a b"]}
+    assert brief(run(cell(), servers={"launched": {"server": command}})) == ["serve --port PORT 'a b'"]
+
+
+def test_each_configuration_is_shown_with_its_own_command() -> None:
+    cells = [cell(page_size=64), cell(page_size=32, baseline=True), cell(page_size=32, kv_cache_dtype="int8")]
+    servers = {
+        each.config_id: {"server": {"title": "vLLM", "command": ["vllm", "--page", each.settings["page_size"]]}}
+        for each in cells
+    }
+    launched = [fact for fact in environment(run(*cells, servers=servers)) if "launched" in fact[0]]
+    assert launched == [
+        ("launched as (paged (page 32) and paged (page 32) + kv_cache_dtype int8)", "vllm --page 32"),
+        ("launched as (paged (page 64))", "vllm --page 64"),
+    ]
+
+
+DUMMY = {"model": {"config": "llama-32m", "load_format": "dummy"}}
+
+
+@pytest.mark.parametrize(
+    ("served", "random"),
+    [
+        ({}, True),
+        ({"target": "vllm"}, True),  # is given the exported model
+        ({"serve_cmd": "serve --fast"}, True),  # takes the built-in server's flags
+        ({"serve_cmd": "serve {model} --port {port}"}, True),
+        ({"serve_cmd": "serve --port {port}"}, False),
+        ({"target": "http://127.0.0.1:9"}, False),
+    ],
+)
+def test_of_a_model_that_is_not_the_workloads_nothing_is_claimed(served: dict[str, str], random: bool) -> None:
+    shown = run(cell(), workload=DUMMY, **served)
+    assert any("random weights" in text for text in warnings(shown)) is random
+    assert any("llama-32m" in text for text in brief(shown)) is random
+    assert ("llama-32m" in str(environment(shown))) is random

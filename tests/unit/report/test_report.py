@@ -1,0 +1,228 @@
+"""Whole reports from synthetic runs: self-contained, escaped, complete, and following the data."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import rich.console
+
+from kvbench.report import build_report, console_table, headline
+from kvbench.report.figures import drawings, ecdf, log_axis
+from kvbench.report.kv import thin
+from kvbench.report.markdown import markdown
+from kvbench.report.page import page
+from kvbench.report.style import looks
+from kvbench.runs.model import Run
+from kvbench.runs.read import read_run
+from tests.support.report_cells import cell
+from tests.support.report_cells import run as run_of_cells
+from tests.support.synthetic_run import PAIR, VARIANTS, make_run
+from tests.support.toy_engine import Scenario
+
+EVIL = '<script>alert("x")</script><img src="https://evil.example/x.png">'
+
+
+class Page(HTMLParser):
+    """Loads, elements and visible text of a page, as a browser would parse it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.styles: list[str] = []
+        self.inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.inside = tag
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+        self.styles += [value or "" for name, value in attrs if name == "style"]
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside != "script":
+            (self.styles if self.inside == "style" else self.text).append(data)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_builds_one_page_that_loads_nothing(
+    variant: str, run_folder: Callable[[str], Path], page_of: Callable[[str], str]
+) -> None:
+    folder, text = run_folder(variant), page_of(variant)
+    run, parsed = read_run(folder), Page(text)
+    assert len(text) < 8_000_000 and parsed.tags.count("h1") == 1
+    assert [load for load in parsed.loads if not load.startswith(("data:", "#"))] == []
+    assert not any("url(" in style or "@import" in style for style in parsed.styles)
+    assert headline(folder) in " ".join(parsed.text)
+    assert (folder / "report.md").read_text().startswith(f"**{headline(folder)}**".replace("_", r"\_")[:40])
+    assert not run.cells or len(pd.read_csv(folder / "summary.csv")) == len(run.cells)
+    assert {path.name for path in folder.iterdir()} <= {
+        "cells", "manifest.json", "report.html", "report.md", "summary.csv",
+    }  # fmt: skip
+
+
+def test_the_page_has_every_section_and_every_figure(
+    run_of: Callable[[str], Run], page_of: Callable[[str], str]
+) -> None:
+    run, html = run_of("normal"), page_of("normal")
+    text = " ".join(Page(html).text)
+    assert all(text.count(name) >= len(run.loads) for name in run.configs)
+    keys = ["headline", "ledger", "cells", "latency", "distributions", "occupancy-closed-24", "occupancy-closed-3"]
+    assert [drawing.key for drawing in drawings(run)] == keys
+    assert all(html.count(f'<figure id="{key}">') == 1 for key in keys)
+    titles = re.findall(r"<h2>(.*?)</h2>", html)
+    assert [line[3:] for line in markdown(run).splitlines() if line.startswith("## ") and line[3:] in titles] == [
+        title for title in titles if title not in ("How to read it", "Where it came from")
+    ]  # HTML and Markdown have the same sections
+    assert "within 5 % of 1" in text and "not told apart" in text
+    assert text.count("paged KV is gathered first") == 2  # in the conclusions and in how-to-read
+    assert "<details><summary>Cell by cell" in html
+    assert "<details open><summary>Cell by cell" in page(run_of_cells(cell(reasons=("repeat 1: it lagged",))))
+
+
+def test_everything_from_outside_is_escaped(make: Callable[..., Run]) -> None:
+    run = make(workload_name=EVIL, text=EVIL, repeats=1, concurrencies=(3,), invalid={"layout-contiguous": (EVIL,)})
+    path = run.cells[0].folder / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["settings"].pop("layout")
+    path.write_text(json.dumps(summary | {"label": EVIL, "notes": {"text": EVIL}}))
+    run = read_run(run.folder)
+    parsed = Page(page(run))
+    assert parsed.tags.count("script") == 3 and "img" not in parsed.tags
+    assert any(EVIL in text for text in parsed.text)
+    outside_code = re.sub(r"```.*?```", "", markdown(run), flags=re.S)
+    assert "<script" not in outside_code and "<img" not in outside_code
+    assert not any("<script" in (trace.name or "") for drawing in drawings(run) for trace in drawing.figure.data)
+
+
+def test_markdown_has_every_cell_and_every_missing_one(run_of: Callable[[str], Run]) -> None:
+    run = run_of("incomplete")
+    lines = markdown(run).splitlines()
+    start = lines.index("## All cells") + 2
+    table = lines[start : lines.index("", start)]
+    for one in run.cells:
+        assert any(one.name in line and one.load.short in line for line in table)
+    for missing in run.missing:
+        assert any(missing.replace("_", r"\_") in line and "not measured" in line for line in table)
+    assert len(table) == 2 + len(run.cells) + len(run.missing) and len({line.count(" | ") for line in table}) == 1
+
+
+def test_goodput_names_its_limits_in_page_and_markdown(make: Callable[..., Run]) -> None:
+    slo = {"load": {"slo": {"ttft_ms": 200.0, "tpot_ms": 50.0}}}
+    shown = run_of_cells(cell(), workload=slo)
+    for text in (page(shown), markdown(shown)):
+        assert "requests/s that met ttft &lt;= 200 ms and tpot &lt;= 50 ms" in text
+
+
+def test_changed_data_change_the_sentence(make: Callable[..., Run]) -> None:
+    run = make()
+    before = headline(run.folder)
+    for one in run.cells:
+        if one.is_paged:
+            path = one.folder / "summary.json"
+            summary = json.loads(path.read_text())
+            for repeat in summary["repeats"]:
+                repeat["metrics"]["steady_output_throughput"] /= 10
+            path.write_text(json.dumps(summary))
+    assert "delivered" in before and "was slower than contiguous" in headline(run.folder)
+
+
+def test_the_axis_says_whole_run_where_no_window_was_steady(make: Callable[..., Run]) -> None:
+    run = make(repeats=1, concurrencies=(3, 6))
+    assert "output tokens/s (steady window)" in _axes(run)
+    for one in run.cells:
+        path = one.folder / "summary.json"
+        summary = json.loads(path.read_text())
+        for repeat in summary["repeats"]:
+            repeat["metrics"]["steady_output_throughput"] = None
+        path.write_text(json.dumps(summary))
+    whole = _axes(read_run(run.folder))
+    assert "output tokens/s (whole run)" in whole and "steady window" not in whole
+
+
+def _axes(shown: Run) -> str:
+    """All texts of axes and panels."""
+    return " ".join(json.dumps(json.loads(d.figure.to_json())["layout"]) for d in drawings(shown))
+
+
+def test_a_server_that_tells_nothing_of_its_kv_has_no_figure_of_it(make: Callable[..., Run]) -> None:
+    made = make(repeats=1)
+    assert any(drawing.key.startswith("occupancy") for drawing in drawings(made))
+    for one in made.cells:
+        path = one.folder / "server.parquet"
+        known = pd.read_parquet(path)[["t", "repeat", "num_requests_running", "num_requests_waiting"]]
+        known.to_parquet(path)
+    shown = [drawing.key for drawing in drawings(read_run(made.folder))]
+    assert shown and not any(key.startswith(("occupancy", "ledger")) for key in shown)
+
+
+def test_colours_are_the_same_whatever_else_was_measured(run_of: Callable[[str], Run]) -> None:
+    full, part = looks(run_of("normal")), looks(run_of("no_contiguous"))
+    assert full["paged (page 16)"].colour == part["paged (page 16)"].colour
+    assert len({look.colour for look in full.values()}) == len(full)
+
+
+def test_uncertain_percentiles_are_marked(run_of: Callable[[str], Run], page_of: Callable[[str], str]) -> None:
+    assert "* too few samples" in page_of("single_repeat")
+    one = run_of("single_repeat").cells[0]
+    assert one.percentile("ttft_ms", "p95")[1]  # 48 samples
+    assert not one.percentile("itl_ms", "p95")[1]  # thousands
+
+
+@pytest.mark.parametrize("variant", ["invalid", "normal"])
+def test_the_console_table_fits_80_columns_and_marks_what_is_invalid(
+    variant: str, run_folder: Callable[[str], Path]
+) -> None:
+    out = io.StringIO()
+    rich.console.Console(file=out, width=80).print(console_table(run_folder(variant)))
+    text = out.getvalue()
+    rows = [line for line in text.splitlines() if "contiguous" in line and "ratio" not in line]
+    assert rows and all(("! contiguous" in line) == (variant == "invalid") for line in rows)
+    assert "…" not in text and ("! invalid measurement" in text) == (variant == "invalid")
+    assert all(word in text for word in ("paged (page 16)", "24 at once", "3 at once", "fail"))
+
+
+def test_ecdf_keeps_real_points_and_both_ends() -> None:
+    samples = np.random.default_rng(0).exponential(10, 50_000)
+    x, y = ecdf(samples)
+    assert len(x) == 400
+    assert (x[0], x[-1], y[-1]) == (samples.min(), samples.max(), 1.0)
+    assert y == pytest.approx([(samples <= value).mean() for value in x])
+
+
+def test_thin_keeps_first_and_last() -> None:
+    short = thin(pd.DataFrame({"t": range(10_000)}))
+    assert len(short) <= 400 and (short["t"].iloc[0], short["t"].iloc[-1]) == (0, 9_999)
+
+
+def test_log_axis_ticks_lie_on_one_two_five() -> None:
+    assert {10, 20, 50, 100, 200, 500} <= set(log_axis(np.array([12.0, 300.0]))["tickvals"])
+    assert log_axis(np.array([100.0, 110.0]))["tickvals"]  # too narrow for two ticks
+    assert log_axis(np.array([0.0])) == {}
+
+
+def test_same_seed_same_report(tmp_path: Path) -> None:
+    scenario = Scenario(configs=PAIR, repeats=1, num_requests=30, concurrencies=(3,))
+    a, b = (read_run(make_run(tmp_path / name / "run", scenario)) for name in ("a", "b"))
+    assert markdown(a) == markdown(b)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a results folder"):
+        build_report(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"kind": "load", "status": "complete"}')
+    with pytest.raises(ValueError, match="read its metrics"):
+        build_report(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]

@@ -1,0 +1,221 @@
+"""Tables: the numbers and marks of their entries, and which columns and rows there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvbench.report.client_quality import quality_sentences, quality_table
+from kvbench.report.sections import class_table, effect_table, plateau_table, sections, turn_table
+from kvbench.report.tables import Table, Value, flat_rows, main_table
+from kvbench.runs.model import MeasuredCell, Run
+from tests.support.report_cells import cell, run
+
+
+def changed(one: MeasuredCell, metrics: dict[str, Any] | None = None, cache: Any = (), **pooled: Any) -> MeasuredCell:
+    """``one`` with more metrics in every repeat, the prefix cache of each, and more pooled figures."""
+    repeats = tuple(
+        dataclasses.replace(r, metrics={**r.metrics, **(metrics or {})}, cache=cache[i] if cache else {})
+        for i, r in enumerate(one.repeats)
+    )
+    return dataclasses.replace(one, repeats=repeats, pooled={**one.pooled, **pooled})
+
+
+def entries(table: Table, name: str = "") -> dict[str, Value]:
+    """Entries by column of the first row, or of that of the configuration ``name``."""
+    row = next(row for row in table.rows if not name or (row.cell and row.cell.name == name))
+    return dict(zip((column.key for column in table.columns), row.values, strict=True))
+
+
+def texts(table: Table) -> list[tuple[str, ...]]:
+    return [tuple(value.text for value in row.values) for row in table.rows]
+
+
+def test_steady_ttft_and_whole_run_stand_beside_each_other(run_of: Callable[[str], Run]) -> None:
+    shown = run_of("normal")
+    table = main_table(shown)
+    keys = [column.key for column in table.columns]
+    for row, flat in zip(table.rows, flat_rows(shown), strict=True):
+        assert row.cell is not None
+        steady, whole = (pooled["ttft_ms"] for pooled in (row.cell.pooled["steady_latency"], row.cell.pooled))
+        value = row.values[keys.index("ttft_ms_p95")]
+        assert steady["n"] < whole["n"] and value.sort == whole["p95"] and flat["steady_ttft_ms_p95"] == steady["p95"]
+        assert float(value.note.rstrip("*").replace(",", "")) == pytest.approx(steady["p95"], rel=0.01)
+    one = changed(cell(throughput=(100.0, 110.0, 120.0)), {"output_throughput": 90.0})
+    assert entries(main_table(run(one)))["output_tokens_per_s"].note == "100–120\nwhole 90.0"
+
+
+def test_columns_are_shown_where_there_is_something_in_them() -> None:
+    plain = cell()
+    keys = [column.key for column in main_table(run(plain)).columns]
+    assert {"configuration", "load", "output_tokens_per_s", "failed"} <= set(keys)
+    assert not {"ratio", "client_queue_ms_p95", "goodput", "running_mean"} & set(keys)
+    capped = main_table(run(changed(plain, client_queue_ms={"p95": 120.0}), cell("contiguous", running=2.0)))
+    keys = [column.key for column in capped.columns]
+    assert keys.index("client_queue_ms_p95") == keys.index("ttft_ms_p95") + 1 and {"ratio", "running_mean"} <= set(keys)
+    assert entries(capped, "paged (page 16)")["client_queue_ms_p95"].text == "120"
+
+
+def test_goodput_has_its_share_and_its_steady_window() -> None:
+    good = changed(cell(), {"goodput": 2.0, "steady_goodput": 2.5, "duration_s": 18.0})  # 48 requests a repeat
+    table = main_table(run(good, workload={"load": {"slo": {"ttft_ms": 200.0, "tpot_ms": None}}}))
+    value = entries(table)["goodput"]
+    assert (value.text, value.note) == ("2.00", "75 %\nsteady 2.50")
+    assert "ttft <= 200 ms" in next(c.hint for c in table.columns if c.key == "goodput")
+
+
+def test_hits_stand_beside_what_the_declared_state_allows() -> None:
+    known = {"hits": 20.0, "queries": 100.0, "low": 0, "high": 25}
+    one = cell(server={"prefix_cache_hits_total": 20.0, "prefix_cache_queries_total": 100.0})
+    for cache, note in (
+        ([known] * 3, "of 0–25 %"),
+        ([known, known, known | {"unverified": "too small"}], "of 0–25 %\nnot verified"),
+        ([known, known, {}], ""),  # of one repeat it is not known
+    ):
+        table = main_table(run(changed(one, cache=cache), workload={"load": {"cache_state": "primed"}}))
+        value = entries(table)["prefix_hit_rate"]
+        assert (value.text, value.note) == ("20 %", note)
+    assert "primed" in next(c.title for c in table.columns if c.key == "prefix_hit_rate")
+
+
+def test_failures_and_invalid_cells_are_marked() -> None:
+    bad = changed(cell(failed=2, reasons=("lag",)), {"failure_kinds": {"truncated": 2}})
+    found = entries(main_table(run(bad)))
+    assert (found["failed"].text, found["failed"].note, found["failed"].mark) == ("6 of 144", "truncated", "worse")
+    assert found["configuration"].note == "baseline, invalid"
+
+
+def test_effects_are_ratios_to_the_baseline_the_highest_load_first() -> None:
+    cells = [cell(load=load, **more) for load in (3, 24) for more in ({}, {"page_size": 8, "throughput": (200.0,) * 3})]
+    table = effect_table(run(*cells))
+    assert [row[:4] for row in texts(table)] == [("page size", "16 → 8", f"{n} at once", "2.00x") for n in (24, 3)]
+    assert table.rows[0].values[3].mark == "better"
+    slower = effect_table(run(cell(), cell(preemption_mode="swap", tpot=(40.0,) * 3)))
+    assert texts(slower)[0][:2] == ("preemption", "recompute → swap")
+    assert [(v.text, v.mark) for v in slower.rows[0].values[5:]] == [("2.00x", "worse")] * 2
+
+
+def group(n: int, **more: Any) -> dict[str, Any]:
+    return {"n": n, "ttft_ms": {"p50": 9.0, "p95": 20.0, "uncertain": ["p95"]}, **more}
+
+
+@pytest.mark.parametrize("pooled", [True, False])  # runs of older versions have the classes of each repeat only
+def test_the_most_urgent_class_comes_first_with_its_priority(pooled: bool) -> None:
+    def classes(**priorities: int) -> list[tuple[str, ...]]:
+        found = {"batch": group(30, priority=priorities["batch"]), "chat": group(10, priority=priorities["chat"])}
+        one = changed(cell(), per_class=found) if pooled else changed(cell(), {"per_class": found})
+        return [row[:1] + row[3:6] for row in texts(class_table(run(one)))]
+
+    if pooled:
+        assert classes(batch=5, chat=0) == [
+            ("chat (priority 0)", "10", "9.0 ms", "20.0 ms*"), ("batch (priority 5)", "30", "9.0 ms", "20.0 ms*"),
+        ]  # fmt: skip
+        assert [row[0] for row in classes(batch=0, chat=0)] == ["batch", "chat"]
+    else:
+        assert classes(batch=0, chat=0) == [
+            ("batch", "90", "9.0 ms*", "20.0 ms*"),
+            ("chat", "30", "9.0 ms*", "20.0 ms*"),
+        ]
+    assert class_table(run(changed(cell(), per_class={"chat": group(10)}))).rows == ()  # one class only
+
+
+def test_first_and_later_turns_have_a_table() -> None:
+    one = changed(cell(), per_turn={"first": group(8, priority=0), "later": group(20)})
+    assert [(row[0], row[3], row[5]) for row in texts(turn_table(run(one)))] == [
+        ("first turn", "8", "20.0 ms*"), ("later turns", "20", "20.0 ms*"),
+    ]  # fmt: skip
+    assert turn_table(run(cell())).rows == ()
+
+
+def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
+    def step(rate: float, served: float) -> dict[str, Any]:
+        return {
+            "request_rate": rate, "start_s": 0.0, "end_s": 30.0, "steady_request_throughput": served,
+            "steady_output_throughput": served * 50, "ttft_ms": {"p95": 120.0}, "tpot_ms": {"p50": 9.0},
+            "steady_goodput": None, "n": 60,
+        }  # fmt: skip
+
+    one = cell(load=0, mode="open")
+    repeats = tuple(
+        dataclasses.replace(r, metrics={**r.metrics, "plateaus": [step(2, 2.0), step(8, served)]})
+        for r, served in zip(one.repeats, (5.0, 5.5, 7.0), strict=True)
+    )
+    assert [row[1:] for row in texts(plateau_table(run(dataclasses.replace(one, repeats=repeats))))] == [
+        ("2/s", "0–30", "60", "2.00", "100", "120 ms", "9.0 ms", "–"),
+        ("8/s", "0–30", "60", "5.50", "275", "120 ms", "9.0 ms", "–"),
+    ]
+    assert plateau_table(run(one)).rows == ()
+
+
+def test_sections_without_rows_are_left_out() -> None:
+    assert [section.key for section in sections(run(cell()))] == ["cells", "quality"]
+    (only,) = sections(run(missing=("paged-c3",)))
+    assert only.table.rows[0].values[0].text == "paged-c3"
+
+
+def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
+    machine = {"foreign_cpu_cores": 0.42, "steal_share": 0.031, "load_average": [3.2, 2, 1], "cores": 2}
+    client = {"lag_p99_ms": 0.17, "lag_source": "server stamps", "cpu_fraction": 0.021}
+    pair = (cell(client=client, machine=machine), cell("contiguous", reasons=("repeat 1: lag", "repeat 2: lag")))
+    pair[0].repeats[1].metrics["client"] = client | {"lag_p99_ms": 0.9}  # type: ignore[index]
+    table = quality_table(run(*pair))
+    paged, contiguous = (entries(table, one.name) for one in pair)
+    assert {key: paged[key].text for key in ("client_lag_p99_ms", "client_cpu", "valid")} == {
+        "client_lag_p99_ms": "0.90", "client_cpu": "2.1 %", "valid": "yes",
+    }  # fmt: skip
+    assert paged["client_lag_p99_ms"].note == "server stamps"
+    assert [paged[f"machine_{k}"].text for k in machine] == ["0.42", "3.1 %", "3.20", "2"]
+    assert (contiguous["valid"].text, contiguous["valid"].note) == ("no", "2 reasons")
+    assert contiguous["machine_steal_share"].text == "–"
+    plain = quality_table(run(cell()))
+    assert [column.key for column in plain.columns] == ["configuration", "load", "valid"]  # no columns of dashes
+
+
+@pytest.mark.parametrize(
+    ("client", "text", "note"),
+    [
+        ({"lag_p99_ms": 4.0, "lag_source": "server stamps", "lag_judged": False}, "4.0", "not judged: too few chunks"),
+        ({"loop_lag_p99_ms": 0.3, "lag_source": "kernel stamps"}, "0.30", "kernel stamps"),
+    ],
+)
+def test_a_lag_that_was_not_judged_or_is_of_the_loop_says_so(client: dict, text: str, note: str) -> None:
+    value = entries(quality_table(run(cell(client=client))))["client_lag_p99_ms"]
+    assert value.text == text and note in value.note
+
+
+def test_quality_of_an_open_loop_of_several_processes_has_slip_cost_and_processes() -> None:
+    client = {
+        "lag_p99_ms": 0.4, "cpu_fraction": 0.31, "schedule_slip_p99_ms": 1.25, "coalesced_share": 0.0004,
+        "cpu_s_per_1000_output_tokens": 0.125, "processes": [{"name": "a"}, {"name": "b"}],
+    }  # fmt: skip
+    shown = run(cell(client=client, load=4, mode="open", machine={"foreign_cpu_cores": 0.02}), cell("contiguous"))
+    values = entries(quality_table(shown))
+    assert [values[f"client_{k}"].text for k in ("schedule_slip_p99_ms", "coalesced_share", "processes")] == [
+        "1.2", "0.04 %", "2",
+    ]  # fmt: skip
+    assert values["client_cpu"].note == "0.12 s/1,000"
+    (said,) = quality_sentences(shown)
+    assert all(part in said for part in ("0.40 ms", "1.2 ms", "31 % of a core", "0.12 s", "0.02 cores"))
+
+
+CALIBRATION = {
+    "settings": {"streams": 64, "itl_ms": 20.0, "processes": 4, "seconds": 3.0},
+    "figures": {"lag_p99_ms": 0.334, "itl_error_p99_ms": 0.29, "cpu_us_per_event": 21.4, "coalesced_share": 0.0001},
+    "reasons": ["it lags."],
+}
+
+
+@pytest.mark.parametrize(
+    ("calibration", "said"),
+    [
+        ({"measured": [CALIBRATION]}, ["64 streams of 20 ms", "4 processes", "0.33 ms", "21 µs", "0.01 %", "it lags."]),
+        ({"left_out": True, "measured": []}, ["not calibrated"]),
+        (None, []),
+    ],
+)
+def test_the_clients_calibration_is_a_sentence(calibration: dict | None, said: list[str]) -> None:
+    found = quality_sentences(run(cell(), calibration=calibration))
+    assert len(found) == bool(said) and all(part in found[0] for part in said)

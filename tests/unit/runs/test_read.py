@@ -1,0 +1,139 @@
+"""Reading a results folder: names, order, loads, what is missing, broken or not a run at all."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvbench.report import build_report, headline
+from kvbench.runs.folder import open_run
+from kvbench.runs.model import MeasuredLoad, Run
+from kvbench.runs.read import configuration_name, display_rank, read_run
+from tests.support.report_cells import cell
+
+PAGED = {"layout": "paged", "page_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "varied", "name"),
+    [
+        (PAGED, {"kv_cache_dtype": "fp8_e4m3"}, "paged (page 16) + FP8 KV (e4m3)"),
+        (PAGED, {"preemption_mode": "swap"}, "paged (page 16) + swap"),
+        (
+            PAGED | {"page_size": 8}, {"page_size": 8, "preemption_mode": "swap", "swap_space": "64MiB"},
+            "paged (page 8) + swap + swap space 64MiB",
+        ),
+        ({"layout": "contiguous"}, {"layout": "contiguous"}, "contiguous"),
+        ({"layout": "contiguous", "reservation": "oracle"}, {"reservation": "oracle"}, "contiguous (oracle)"),
+        ({"layout": "paged"}, {"enable_chunked_prefill": False}, "paged + no chunked prefill"),
+        ({"layout": "paged"}, {"scheduling_policy": "priority"}, "paged + priority scheduling"),
+        ({}, {}, "its label"),
+    ],
+)  # fmt: skip
+def test_names_of_configurations(settings: dict, varied: dict, name: str) -> None:
+    assert configuration_name({"settings": settings, "varied": varied, "label": "its label"}) == name
+
+
+def test_contiguous_comes_first_by_what_its_reservation_knows() -> None:
+    cells = [cell("contiguous", reservation=kind) for kind in ("oracle", "pow2", "max")] + [cell(page_size=8), cell()]
+    found = [c.settings.get("reservation") or c.settings["page_size"] for c in sorted(cells, key=display_rank)]
+    assert found == ["max", "pow2", "oracle", 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("load", "label", "short", "tick"),
+    [
+        (MeasuredLoad("open", 4.0, "gamma"), "4 requests/s", "4/s", "4/s"),
+        (MeasuredLoad("open", 0.5, sessions=True), "0.5 conversations/s", "0.5/s", "0.5/s"),
+        (MeasuredLoad("open", 0.0, "ramp"), "a ramp of the rate", "ramp", "ramp"),
+        (MeasuredLoad("open", 0.0, "step"), "a rate in steps", "step", "step"),
+        (MeasuredLoad("open", 0.0, "trace"), "the trace's own arrivals", "trace", "trace"),
+        (MeasuredLoad("open", math.inf), "all requests at once", "all", "all"),
+        (MeasuredLoad("closed", 1.0), "1 concurrent request", "1 at once", "1"),
+        (MeasuredLoad("closed", 8.0, sessions=True), "8 users", "8 users", "8"),
+        (MeasuredLoad("closed", 1.0, sessions=True), "1 user", "1 user", "1"),
+    ],
+)
+def test_loads_have_names(load: MeasuredLoad, label: str, short: str, tick: str) -> None:
+    assert (load.label, load.short, load.tick) == (label, short, tick)
+
+
+def test_loads_and_names_are_read_from_the_folder(make: Callable[..., Run]) -> None:
+    run = make(rates=(2.0,), repeats=1, num_requests=10)
+    path = run.folder / "manifest.json"
+    facts = json.loads(path.read_text())
+    facts["workload"]["load"] = {"sessions": {"num_sessions": [24]}}
+    path.write_text(json.dumps(facts))
+    for one, rate in zip(run.cells, ("inf", None), strict=True):
+        summary = json.loads((one.folder / "summary.json").read_text())
+        summary["load"] |= {"request_rate": rate, "arrivals": "poisson" if rate else "trace"}
+        summary["settings"] = {"layout": "paged", "page_size": 16}  # two configurations of one name
+        (one.folder / "summary.json").write_text(json.dumps(summary))
+    found = read_run(run.folder)
+    assert {load.label for load in found.loads} == {"all conversations at once", "the trace's own arrivals"}
+    assert found.configs[0] == "paged (page 16)" and found.configs[1].startswith("paged (page 16) [")
+
+
+def test_cells_that_miss_repeats_or_cannot_be_read_are_told(make: Callable[..., Run]) -> None:
+    run = make(concurrencies=(3, 6), num_requests=10, missing=("layout-contiguous",))
+    assert run.missing == ("layout-contiguous-c3", "layout-contiguous-c6")
+    first, second = (one.folder / "summary.json" for one in run.cells)
+    summary = json.loads(first.read_text())
+    first.write_text(json.dumps(summary | {"repeats": summary["repeats"][:2]}))
+    second.write_text('{"cell_id": "x", ')
+    path = run.folder / "manifest.json"
+    failures = [{"cell_id": "baseline-c6", "repeat": 2, "reason": "it died"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"failures": failures}))
+    found = read_run(run.folder)
+    assert found.short == ("baseline-c3: 2 of 3 repeats",) and len(found.cells) == 1
+    assert "not readable JSON" in found.problems[0] and found.problems[1] == "baseline-c6 repeat 2 failed: it died"
+    assert headline(run.folder).startswith("Incomplete run")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format": 1, "kind', r"manifest\.json cannot be read as JSON"),
+        ("[1]", r"is not the manifest of a sweep"),
+        ('{"format": 1, "status": "complete"}', r"is not the manifest of a sweep"),
+        ('{"format": 0, "workload": {}, "plan": [], "git": {"short_sha": "abc1234"}}', r"format 0.* reads 1.*abc1234"),
+    ],
+)
+def test_of_a_manifest_that_says_nothing_no_report_is_made(tmp_path, text: str, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    for read in (build_report, headline, open_run):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_server_means_are_of_the_steady_window(run_of: Callable[[str], Run]) -> None:
+    one = next(c for c in run_of("normal").cells if c.is_contiguous and c.load.value == 24)
+    repeat, gauges = one.repeats[0], one.gauges()
+    gauges = gauges[gauges["repeat"] == repeat.repeat]
+    inside = gauges["t"].between(repeat.metrics["steady_start_s"], repeat.metrics["steady_end_s"])
+    assert 0 < inside.sum() < len(gauges)
+    assert repeat.observed["running_mean"] == pytest.approx(gauges[inside]["num_requests_running"].mean())
+
+
+def test_server_means_are_over_time_where_readings_are_rarer_under_load(make: Callable[..., Run]) -> None:
+    run = make(repeats=1, concurrencies=(3,), num_requests=10)
+    folder = run.cells[0].folder
+    gauges = pd.DataFrame({"t": 0.25 * np.arange(60), "repeat": 1, "kv_slots_total": 100.0})
+    busy = gauges["t"] >= 7.5
+    for name in ("num_requests_running", "kv_slots_used"):
+        gauges[name] = np.where(busy, 10.0, 0.0)
+    gauges = gauges[~busy | (np.arange(60) % 5 == 4)]  # the last reading is kept
+    gauges.to_parquet(folder / "server.parquet")
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["repeats"][0]["metrics"] |= {"steady_start_s": None, "steady_end_s": None}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    observed = read_run(run.folder).cells[0].repeats[0].observed
+    assert gauges["num_requests_running"].mean() < 2.0
+    assert observed["running_mean"] == pytest.approx(5.0, rel=0.1)  # half of the time 10 ran
+    assert observed["used_share"] == pytest.approx(0.05, rel=0.1)
