@@ -102,7 +102,7 @@ VARIANTS: dict[str, Scenario] = {
     "single_repeat": Scenario(configs=PAIR, repeats=1),
     "open_loop": Scenario(configs=PAIR, rates=(2.0, 12.0)),
     "no_contiguous": Scenario(configs=(BASELINE, *CONFIGS[2:4]), repeats=1),
-    "one_cell": Scenario(configs=(BASELINE,), concurrencies=(24,), repeats=1),
+    "one_cell": Scenario(configs=(BASELINE,), concurrencies=(24,)),
     "foreign": Scenario(configs=(replace(BASELINE, config_id="vllm"),), repeats=1, server_metrics=False),
     "nothing": Scenario(missing=tuple(c.config_id for c in CONFIGS)),
 }
