@@ -11,23 +11,15 @@ import sys
 
 from kvbench.calibration.cache import ClientLoad, settings_for
 from kvbench.calibration.calibrate import calibrate
-from kvbench.common.errors import EXIT_INVALID, EXIT_OK, MeasurementError
+from kvbench.common.errors import EXIT_INVALID, MeasurementError
 
-
-def main(argv: list[str]) -> int:
-    """The exit code."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m kvbench.calibration")
     parser.add_argument("--streams", type=int, required=True)
     parser.add_argument("--tls", action="store_true")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     try:
-        found = calibrate(settings_for(ClientLoad(options.streams, tls=options.tls)))
+        print(json.dumps(calibrate(settings_for(ClientLoad(options.streams, tls=options.tls))).to_json()))
     except MeasurementError as error:
         print(error, file=sys.stderr)
-        return EXIT_INVALID
-    print(json.dumps(found.to_json()))
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        sys.exit(EXIT_INVALID)

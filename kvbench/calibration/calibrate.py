@@ -1,13 +1,11 @@
 """The load client measured against the mock server: can it be believed on this machine, at this many streams?
 
-The mock server notes when it sent each chunk, and the very load process that measures engines streams from it for a few
+The mock server notes when it sent each chunk, and the load process that measures engines streams from it for a few
 seconds; what the client saw is compared with what was sent. Some streams are cut off, refused or dropped on purpose,
 and must be counted as failures. A load whose calibration is over the limits is invalid.
 
-The rule, of ``kvbench calibrate-client`` and before a load alike: there are up to 3 attempts, and the client is good if
-it keeps to every limit in one of them. The question is what the client can do. A stall of the machine puts an attempt
-of a few seconds over a limit and is none of its doing, while a client that cannot keep up fails each time; whether a
-load was disturbed is judged by that load's own figures. All attempts are kept, with what else ran meanwhile.
+There are up to 3 attempts, and the client is good if it keeps to every limit in one of them: a stall of the machine
+spoils one attempt, a client that cannot keep up fails each time. All attempts are kept, with what else ran meanwhile.
 """
 
 from __future__ import annotations
@@ -19,22 +17,22 @@ import ssl
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from kvbench.calibration.figures import Figures, figures_of
-from kvbench.calibration.mock.certificate import self_signed
-from kvbench.calibration.mock.process import MockProcess
+from kvbench.calibration.mock.process import MockProcess, self_signed
 from kvbench.common.files import read_json
 from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, Server
 from kvbench.common.machine import machine, versions
-from kvbench.load import launch as loadrun
-from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms
+from kvbench.load import launch
+from kvbench.load.completion import SENT_TOGETHER_S
+from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms, percentile_ms
 from kvbench.requests.request import RequestSpec, write_requests
 
 DEFAULT_SECONDS, DEFAULT_ITL_MS = 3.0, 20.0
@@ -47,10 +45,7 @@ _TIMEOUT_S, _MARGIN_S = 10.0, 60.0
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """``streams`` at once, over ``processes`` load processes; a chunk every ``itl_ms`` on each, for ``seconds``.
-
-    ``tls``: they are encrypted.
-    """
+    """``streams`` at once, over ``processes`` load processes; a chunk every ``itl_ms`` on each, for ``seconds``."""
 
     streams: int = 64
     itl_ms: float = DEFAULT_ITL_MS
@@ -65,7 +60,7 @@ class CalibrationSettings:
 
     @property
     def requests(self) -> int:
-        """Of all users, each of whom sends two or more one after the other."""
+        """Requests of all users; each user sends two or more, one after the other."""
         return self.streams * max(_LEAST_ROUNDS, -(-_LEAST_REQUESTS // self.streams))
 
     @property
@@ -76,7 +71,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a calibration may show; None: whatever it is."""
+    """The largest allowed figures; None: no limit."""
 
     lag_p99_ms: float | None
     itl_error_p99_ms: float | None = None
@@ -87,7 +82,7 @@ class Limits:
 
 
 def aims(settings: CalibrationSettings) -> Limits:
-    """What the client is built to reach. CPU an event is judged where events outweigh what the process does anyway."""
+    """What the client is built to reach. CPU an event is judged where events are most of the process's work."""
     rate = settings.events_per_s / settings.processes
     return Limits(
         lag_p99_ms=0.7,
@@ -98,9 +93,87 @@ def aims(settings: CalibrationSettings) -> Limits:
 
 
 def validity_limits(itl_ms: float) -> Limits:
-    """What a load is held to, too; gaps are held to what timestamps are."""
+    """The limits of a load; gaps have the limit of timestamps."""
     lag = lag_limit_ms(itl_ms)
     return Limits(lag, itl_error_p99_ms=lag, coalesced_share=MAX_COALESCED_SHARE, cpu_fraction=MAX_CPU_FRACTION)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Times in ms. None: too little came back to tell.
+
+    ``lag``: receipt minus the server's send, its p99 that of its size, since a stamp that is too early is as wrong;
+    ``itl_error``: |gap seen - gap sent|; ``turnaround``: from a stream's end to the same user's next send.
+    ``coalesced_share``: chunks that share their receipt with the one before, though they were sent more than 0.5 ms
+    apart. ``faults``: streams that the server cut off, refused or dropped on purpose, and
+    ``faults_counted``: those of them that the client counts as successes; ``whole_failed``: the reverse.
+    ``requests_repeated``: sent again by the client, which must leave a failed request alone. ``unstamped_share``: of
+    the reads, those whose moment is not the kernel's stamp of the arrival.
+    """
+
+    events: int
+    events_lost: int
+    requests: int
+    requests_lost: int
+    requests_repeated: int
+    faults: int
+    faults_counted: int
+    whole_failed: int
+    lag_p50_ms: float | None
+    lag_p99_ms: float | None
+    itl_error_p99_ms: float | None
+    coalesced_share: float | None
+    turnaround_p50_ms: float | None
+    cpu_us_per_event: float | None
+    cpu_fraction: float | None
+    loop_lag_p99_ms: float | None
+    server_late_p99_ms: float | None
+    priority: str
+    unstamped_share: float | None = None
+
+
+def figures_of(
+    samples: pd.DataFrame, stamps: Sequence[Mapping[str, Any]], client: Mapping[str, Any], zero: float, planned: int
+) -> Figures:
+    """``samples``: requests.parquet, times since ``zero`` [s, perf_counter]; ``stamps``: the mock's /stamps, whose
+    prompts' last ids are the requests' indices; ``client``: of load.json; ``planned``: requests of the load."""
+    rows = {int(row["index"]): row for row in samples.to_dict("records")}
+    sent = {int(stamp["prompt"][-1]): stamp for stamp in stamps}
+    lags, errors, shared, lost = [np.empty(0)], [np.empty(0)], 0, 0
+    for index, stamp in sent.items():
+        sends = np.asarray(stamp["sends"], dtype=np.float64) - zero
+        row = rows.get(index)
+        seen = np.asarray(row["chunk_times"] if row is not None else (), dtype=np.float64)
+        lost += abs(len(sends) - len(seen))
+        if len(seen) == len(sends):
+            lags.append(seen - sends)
+            errors.append(np.abs(np.diff(seen) - np.diff(sends)))
+            shared += int(((np.diff(seen) == 0) & (np.diff(sends) > SENT_TOGETHER_S)).sum())
+    lag, error = np.concatenate(lags), np.concatenate(errors)
+    faulty = {i for i, stamp in sent.items() if stamp["fault"]}
+    ok = {i for i, row in rows.items() if row["ok"]}
+    late = [s - d for stamp in stamps for s, d in zip(stamp["sends"], stamp["due"], strict=True)]
+    return Figures(
+        events=sum(len(stamp["sends"]) for stamp in stamps),
+        events_lost=lost,
+        requests=len(sent),
+        requests_lost=planned - len(rows.keys() & sent.keys()),
+        requests_repeated=len(stamps) - len(sent),
+        faults=len(faulty),
+        faults_counted=len(faulty & ok),
+        whole_failed=len((sent.keys() & rows.keys()) - faulty - ok),
+        lag_p50_ms=percentile_ms(lag, 50),
+        lag_p99_ms=percentile_ms(np.abs(lag), 99),
+        itl_error_p99_ms=percentile_ms(error, 99),
+        coalesced_share=shared / len(lag) if len(lag) else None,
+        turnaround_p50_ms=client.get("turnaround_p50_ms"),
+        cpu_us_per_event=client.get("cpu_us_per_chunk"),
+        cpu_fraction=client.get("cpu_fraction"),
+        loop_lag_p99_ms=client.get("loop_lag_p99_ms"),
+        server_late_p99_ms=percentile_ms(late, 99),
+        priority=str(client.get("priority")),
+        unstamped_share=client.get("unstamped_share"),
+    )
 
 
 @dataclass(frozen=True)
@@ -140,11 +213,6 @@ class Calibration:
     machine: str
     taken: str
     attempts: tuple[Attempt, ...] = ()
-
-    def reasons_at(self, limits: Limits) -> tuple[str, ...]:
-        """``reasons``, had the attempts been held to other limits."""
-        tried = [each.figures for each in self.attempts] or [self.figures]
-        return min((judge_figures(figures, limits, self.settings) for figures in reversed(tried)), key=len)
 
     def to_json(self) -> dict[str, Any]:
         attempts = [dataclasses.asdict(each) | {"reasons": list(each.reasons)} for each in self.attempts]
@@ -208,7 +276,7 @@ def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSetting
 def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attempts: int = ATTEMPTS) -> Calibration:
     """Runs the mock server and the load process for ``settings.seconds``, and compares. ``limits``: default validity.
 
-    While something is over the limits and attempts are left it runs again; why is said at the top of this file.
+    While something is over the limits and attempts are left it runs again; see the top of this file.
     Raises MeasurementError when one of the two processes fails.
     """
     limits = limits or validity_limits(settings.itl_ms)
@@ -251,7 +319,7 @@ def _measure(settings: CalibrationSettings) -> tuple[Figures, dict[str, Any]]:
                 "processes": settings.processes,
                 **trust,
             }
-            loadrun.drive(
+            launch.drive(
                 spec,
                 total=count,
                 limit_s=settings.seconds + _MARGIN_S,

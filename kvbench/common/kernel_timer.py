@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import heapq
 import os
+import time
+from collections.abc import Callable
+from itertools import count
 
 _CLOCK_MONOTONIC, _ABSOLUTE = 1, 1
 
@@ -30,3 +34,35 @@ def set_timer(fd: int, first: float, period: float = 0.0) -> bool:
     assert _LIBC is not None
     parts = [part for t in (period, first) for part in (int(t), int(t % 1 * 1e9))]
     return int(_LIBC.timerfd_settime(fd, _ABSOLUTE, (ctypes.c_long * 4)(*parts), None)) == 0
+
+
+class DueCalls:
+    """Calls functions at due moments behind one timer; whoever owns it has ``on_readable`` called when ``fd`` is.
+
+    ``fd`` is -1 where the system has no such timer.
+    """
+
+    def __init__(self) -> None:
+        self.fd = kernel_timer()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def add(self, when: float, call: Callable[[], None]) -> None:
+        """``call()`` at ``when`` [s, perf_counter], or soon if that is past."""
+        heapq.heappush(self._due, (when, next(self._numbers), call))
+        if self._due[0][2] is call:
+            self._arm()
+
+    def _arm(self) -> None:
+        set_timer(self.fd, max(self._due[0][0], time.perf_counter() + 1e-6))  # 0 or the past would disarm it
+
+    def on_readable(self) -> None:
+        """Makes the calls that are due."""
+        try:
+            os.read(self.fd, 8)
+        except BlockingIOError:
+            return  # it was set anew after it had fired
+        while self._due and self._due[0][0] <= time.perf_counter():
+            heapq.heappop(self._due)[2]()
+        if self._due:
+            self._arm()

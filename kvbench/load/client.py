@@ -21,9 +21,7 @@ from kvbench.load.connection import (
     Timeouts,
     open_connection,
 )
-from kvbench.load.http import ResponseReader
-from kvbench.load.sse import MalformedStream
-from kvbench.load.tls import tls_context
+from kvbench.load.http import MalformedStream, ResponseReader, tls_context
 
 _MOST_BYTES = 64 << 20
 # A server that closes an idle connection may cross with a request on its way. One that closes later than this after the

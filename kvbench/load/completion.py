@@ -10,9 +10,7 @@ from typing import Any
 
 from kvbench.common.machine import boot_id
 from kvbench.common.secrets import without_key
-from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.http import Response, read_response
-from kvbench.load.sse import MalformedStream, events
+from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, events, read_response
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms
 _ERROR_CHARS = 300

@@ -1,22 +1,155 @@
-"""The framing of HTTP/1.1 responses, by httptools (llhttp, a C parser): where a response ends and what its body is.
+"""HTTP and server-sent events as this client speaks them: a request's bytes, a response's framing, whom TLS trusts.
 
-Interim responses (1xx) are passed over, trailers are read and dropped, and what follows a response's end is noticed.
-httptools takes 0.15 us a chunk; a loop of ours over the chunks' sizes took 0.87 us (256 chunks of 170 bytes).
+Framing is followed by httptools (llhttp, a C parser): 0.15 us a chunk, where a loop of ours over the chunks' sizes took
+0.87 us (256 chunks of 170 bytes). Nothing in here waits or looks at a clock.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import httptools
+from pydantic import Field, field_validator
 
 from kvbench.common.machine import BOOT_HEADER
-from kvbench.load.sse import MalformedStream
+from kvbench.common.schema import StrictModel
+from kvbench.common.secrets import api_key
+from kvbench.requests.request import RequestSpec
 
+if TYPE_CHECKING:
+    from kvbench.load.connection import Address
+    from kvbench.load.spec import LoadSpec
+
+_OURS = ("model", "prompt", "max_tokens", "stream")
+_FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence")
 _MOST_HEAD_BYTES = 65536
 _BOOT = BOOT_HEADER.encode()
 _SURPLUS = "something came after the response's end"
+_BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_LINE = re.compile(rb"\r\n|\n|\r")
+_QUOTED_CHARS = 60
+
+
+class Dialect(StrictModel):
+    """The defaults are the API of vLLM and of the built-in server.
+
+    ``done_marker``: streams end with ``data: [DONE]``. ``stream_options``: ``stream_options.include_usage`` is sent.
+    ``usage``: the server reports usage (without it, output tokens are the streamed ids, else the chunks with
+    content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
+    field of that name is understood and sent. ``return_token_ids``: the field is understood and sent where the load
+    asks for it. ``extra_body``: merged into each request's JSON. ``endpoint``: path of the completions.
+    ``finish_reasons``: those of a stream that came to its end; any other (abort, error, timeout) is a failure.
+    """
+
+    done_marker: bool = True
+    stream_options: bool = True
+    usage: bool = True
+    token_id_prompts: bool = True
+    ignore_eos: bool = True
+    return_token_ids: bool = True
+    finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    endpoint: str = "/v1/completions"
+
+    @field_validator("endpoint")
+    @classmethod
+    def _path(cls, value: str) -> str:
+        if not value.startswith("/"):
+            raise ValueError(f"endpoint {value!r} is no path; write for example /v1/completions.")
+        return value
+
+    @field_validator("extra_body")
+    @classmethod
+    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            if key in _OURS:
+                raise ValueError(f"extra_body cannot set {key!r}: the load sets it; remove it.")
+        return value
+
+
+OPENAI = Dialect()
+
+
+def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> bytes:
+    """The whole request, head and body, in the dialect of the load's server.
+
+    ValueError for a prompt that the server cannot be sent, or a key that is not where the spec says.
+    """
+    dialect = spec.dialect
+    body: dict[str, Any] = {
+        "model": spec.model,
+        "prompt": _prompt(spec, request),
+        "max_tokens": request.max_tokens,
+        "temperature": spec.temperature,
+        "stream": True,
+    }
+    if dialect.ignore_eos:
+        body["ignore_eos"] = spec.ignore_eos
+    if dialect.stream_options:
+        body["stream_options"] = {"include_usage": True}
+    if spec.return_token_ids and dialect.return_token_ids:
+        body["return_token_ids"] = True
+    if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
+        body["priority"] = request.priority
+    payload = json.dumps(body | dialect.extra_body, separators=(",", ":")).encode()
+    head = [
+        f"POST {address.prefix}{dialect.endpoint} HTTP/1.1",
+        f"Host: {address.authority}",
+        "Content-Type: application/json",
+        "Accept: text/event-stream",
+        "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
+        *authorization(spec.api_key_env),
+        f"Content-Length: {len(payload)}",
+    ]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + payload
+
+
+def authorization(variable: str | None) -> list[str]:
+    """The header with the key that the environment variable holds; none without a variable. ValueError."""
+    return [] if variable is None else [f"Authorization: Bearer {api_key(variable)}"]
+
+
+def _prompt(spec: LoadSpec, request: RequestSpec) -> str | list[int]:
+    if request.prompt is not None:
+        return request.prompt
+    if not spec.dialect.token_id_prompts:
+        raise ValueError(
+            f"request {request.index} is a prompt of token ids, which this server does not take; give it text: prompts "
+            "of kind text with send_text: true."
+        )
+    return list(request.prompt_token_ids or ())
+
+
+def tls_context(verify: bool = True, ca_file: str | None = None) -> ssl.SSLContext:
+    """For all connections to one server: the system's certificates, or those of ``ca_file``.
+
+    ValueError when ``ca_file`` holds no certificates.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror if type(error) is not ssl.SSLError and error.strerror else "it holds no certificate"
+        raise ValueError(f"--tls-ca-file {ca_file} cannot be used ({why}); give a PEM file of certificates") from None
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+class MalformedStream(Exception):
+    """The bytes are not what HTTP, server-sent events or the OpenAI API say they must be.
+
+    ``{}`` in the sentence becomes the beginning of ``quoted``, which was wrong.
+    """
+
+    def __init__(self, sentence: str, quoted: bytes | str = "") -> None:
+        text = quoted if isinstance(quoted, str) else quoted.decode("utf-8", "replace")
+        super().__init__(sentence.replace("{}", repr(text[:_QUOTED_CHARS])))
 
 
 class ResponseReader:
@@ -145,3 +278,35 @@ def read_response(pieces: Sequence[bytes]) -> Response:
         problem,
         reader.boot,
     )
+
+
+def events(body: bytes) -> tuple[list[tuple[bytes, int]], bytes]:
+    """The ``data`` of each server-sent event with the position just after it, and what is left over.
+
+    Follows the WHATWG rules: comments and other fields are skipped, several data lines are joined.
+    MalformedStream for a line that is no field at all.
+    """
+    found, begin = [], 0
+    for blank in _BLANK_LINE.finditer(body):
+        block = body[begin : blank.start()]
+        begin = blank.end()
+        if block.startswith(b"data: ") and b"\n" not in block:
+            found.append((block[6:], begin))
+            continue
+        data = _data_lines(block)
+        if data is not None:
+            found.append((data, begin))
+    return found, body[begin:]
+
+
+def _data_lines(block: bytes) -> bytes | None:
+    lines = []
+    for line in _LINE.split(block):
+        name, colon, value = line.partition(b":")
+        if not line or not name:
+            continue  # a comment
+        if name not in (b"data", b"event", b"id", b"retry") or (name == b"data" and not colon):
+            raise MalformedStream("{} is not a field of a server-sent event", line)
+        if name == b"data":
+            lines.append(value.removeprefix(b" "))
+    return b"\n".join(lines) if lines else None

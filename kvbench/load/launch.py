@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
@@ -24,11 +24,10 @@ from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.settings import effective
 
-_OWN_WORDS = "kvbench load: "  # before what the client says of an end that it foresaw
-_TELLING = (EXIT_USAGE, EXIT_INVALID)
+_PREFIX = "kvbench load: "  # before what the client says of an end that it foresaw
 _MARGIN_S = 60.0  # start of the client, its last writes, a slow machine
 _WATCH_S = 0.5
-_LAST_BREATH_S = 10.0
+_EXIT_LIMIT_S = 10.0
 # How long the client may say nothing: while it starts (workers on other machines arrive), while it measures (it speaks
 # four times a second), while it writes.
 _SILENCE_S = {"start": 400.0, "begin": 30.0, "measured": 120.0}
@@ -146,16 +145,22 @@ def drive(
     if code != 0:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         said = processes.last_lines(log, 4) or listener.error or "(it said nothing)"
-        _, own, sentence = said.rpartition(_OWN_WORDS)
-        raise MeasurementError(sentence if own and code in _TELLING else f"the load client {how}: {said}")
+        _, own, sentence = said.rpartition(_PREFIX)
+        foreseen = own and code in (EXIT_USAGE, EXIT_INVALID)
+        raise MeasurementError(sentence if foreseen else f"the load client {how}: {said}")
 
 
 def _watch(process: subprocess.Popen[bytes], limit_s: float, check: Callable[[], None], listener: _Listener) -> int:
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    assert process.stdout is not None
-    threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
-    start = time.monotonic()
-    checked = heard = start
+
+    def read_lines() -> None:
+        with process.stdout as stream:
+            for line in stream:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read_lines, daemon=True).start()
+    start = checked = heard = time.monotonic()
     while True:
         try:
             line = lines.get(timeout=_WATCH_S)
@@ -163,10 +168,10 @@ def _watch(process: subprocess.Popen[bytes], limit_s: float, check: Callable[[],
             line = b""
         if line is None:
             try:
-                return process.wait(timeout=_LAST_BREATH_S)
+                return process.wait(timeout=_EXIT_LIMIT_S)
             except subprocess.TimeoutExpired:
                 raise MeasurementError(
-                    f"the load client closed its output but did not end within {_LAST_BREATH_S:g} s and was stopped"
+                    f"the load client closed its output but did not end within {_EXIT_LIMIT_S:g} s and was stopped"
                 ) from None
         now = time.monotonic()
         if line.strip():
@@ -179,13 +184,6 @@ def _watch(process: subprocess.Popen[bytes], limit_s: float, check: Callable[[],
             raise MeasurementError(f"the load did not end within {limit_s:.0f} s and was stopped")
         if now - heard > listener.patience_s:
             raise MeasurementError(f"the load client hung (it said nothing for {now - heard:.0f} s) and was stopped")
-
-
-def _pump(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put(None)
 
 
 class _Listener:
@@ -201,23 +199,16 @@ class _Listener:
         return _SILENCE_S[self._phase] + (_SILENCE_PER_REQUEST_S * self._total if self._phase != "begin" else 0.0)
 
     def hear(self, line: bytes, pid: int) -> None:
-        """One line of the client with this pid; what is none of its events is passed over."""
+        """One line of the client with this pid; a stray print of a library is passed over."""
         try:
-            event = json.loads(line)
-        except ValueError:
-            return  # a stray print of a library must not end a measurement
-        if not isinstance(event, dict):
+            event = dict(json.loads(line))
+        except (ValueError, TypeError):
             return
         name = event.get("event")
         if name in ("begin", "measured"):
             self._phase = name
             self._on_phase(name, pid)
         elif name == "progress":
-            self._on_progress(
-                int(event.get("done", 0)),
-                int(event.get("total", self._total)),
-                int(event.get("failed", 0)),
-                float(event.get("elapsed_s", 0.0)),
-            )
+            self._on_progress(event["done"], event["total"], event["failed"], event["elapsed_s"])
         elif name == "end" and event.get("error"):
             self.error = str(event["error"])

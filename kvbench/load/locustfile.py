@@ -20,20 +20,18 @@ from typing import Any
 import gevent
 import numpy as np
 from gevent.event import Event
-from locust import events
+from locust import User, events
 from locust.dispatch import UsersDispatcher
 from locust.env import Environment
 from locust.rpc import Message
-from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerRunner
+from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerNode, WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC, RequestStats
 
 from kvbench.common.errors import MeasurementError
 from kvbench.load.client import StreamFailure
 from kvbench.load.loop_lag import LagProbe
-from kvbench.load.multi.dispatch import DealtOnce, fixed_shares
+from kvbench.load.multi.messages import send_statistics
 from kvbench.load.multi.shards import make_shards
-from kvbench.load.multi.wire import send_statistics
-from kvbench.load.outcome import outcome_of, write_outcome
 from kvbench.load.process import (
     EXIT_BAD_INPUT,
     EXIT_NOT_DRIVEN,
@@ -43,7 +41,7 @@ from kvbench.load.process import (
     wait_ready,
     watch,
 )
-from kvbench.load.samples import Sample
+from kvbench.load.samples import Sample, outcome_of, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 from kvbench.loadtest.locust_job import LocustJob, add_arguments, job_of
@@ -96,6 +94,36 @@ class OpenLoop(_Prepared, OpenLoopUser):
     """Sends every request at its own time; one such user drives all arrivals of its process."""
 
 
+class DealtOnce(UsersDispatcher):
+    """Locust's dispatcher among the workers of the beginning: the requests are dealt out to them, and to nobody else.
+
+    Locust would spawn again, and move users, when a worker comes, goes or comes back.
+    """
+
+    @property
+    def dispatch_in_progress(self) -> bool:
+        """Always: Locust begins no other one on its own."""
+        return True
+
+    def add_worker(self, worker_node: WorkerNode) -> None: ...
+
+    def remove_worker(self, worker_node: WorkerNode) -> None: ...
+
+
+class OneEach(DealtOnce):
+    """One open-loop user for each worker, whatever --users says: each has arrivals of its own to make."""
+
+    def __init__(self, worker_nodes: list[WorkerNode], user_classes: list[type[User]]) -> None:
+        super().__init__(worker_nodes, user_classes)
+        self._shares = {node.id: {user_classes[0].__name__: 1} for node in worker_nodes}
+
+    def new_dispatch(self, target_user_count: int, spawn_rate: float, user_classes: Any = None) -> None:
+        self._rounds = iter([self._shares])
+
+    def __next__(self) -> dict[str, dict[str, int]]:
+        return next(self._rounds)
+
+
 events.init_command_line_parser.add_listener(add_arguments)
 
 
@@ -114,14 +142,9 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
     environment.user_classes = [ClosedLoop if job.mode == "closed" else OpenLoop]
     if isinstance(runner, MasterRunner):
         runner.register_message(_ENDED, lambda msg, **_: _on_ended(environment, msg))
-        environment.dispatcher_class = DealtOnce if job.mode == "closed" else one_each
+        environment.dispatcher_class = DealtOnce if job.mode == "closed" else OneEach
     options.num_users = options.num_users or job.users
     options.spawn_rate = options.spawn_rate or options.num_users
-
-
-def one_each(worker_nodes: Any, user_classes: Any) -> UsersDispatcher:
-    """One open-loop user for each worker, whatever --users says: each has arrivals of its own to make."""
-    return fixed_shares(lambda node: 1)(worker_nodes, user_classes)
 
 
 def _on_shard(msg: Message, **_: Any) -> None:

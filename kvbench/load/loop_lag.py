@@ -1,4 +1,4 @@
-"""The lag probe: how late the client's event loop notices something, measured all through the load.
+"""Time in the client's event loop: how late it notices something (LagProbe), and exact waits (Alarms).
 
 A timer of the kernel becomes readable every 10 ms, exactly on time, and is served by the same kind of read callback
 that stamps the streams; how late that callback runs is how late stamps are. Where there is no timerfd (not
@@ -12,8 +12,9 @@ import time
 from typing import Any
 
 import gevent
+from gevent.event import Event
 
-from kvbench.common.kernel_timer import kernel_timer, set_timer
+from kvbench.common.kernel_timer import DueCalls, kernel_timer, set_timer
 
 PERIOD_S = 0.010
 
@@ -61,3 +62,31 @@ class LagProbe:
             before = time.perf_counter()
             gevent.sleep(PERIOD_S)
             self.lags.append(max(0.0, time.perf_counter() - before - PERIOD_S))
+
+
+class Alarms:
+    """Wakes greenlets at due moments, 0.1 ms late; gevent's own sleeps are rounded up to milliseconds, 0.7 ms late."""
+
+    def __init__(self) -> None:
+        self._calls = DueCalls()
+        if self._calls.fd >= 0:
+            self._watcher = gevent.get_hub().loop.io(self._calls.fd, 1)
+            self._watcher.start(self._calls.on_readable)
+
+    def wait_until(self, when: float) -> None:
+        """Blocks the greenlet until ``when`` [s, perf_counter]; at once when that is past."""
+        while (left := when - time.perf_counter()) > 0:
+            if self._calls.fd < 0:
+                gevent.sleep(left)
+                continue
+            ring = Event()
+            self._calls.add(when, ring.set)
+            ring.wait()
+
+    def close(self) -> None:
+        """Gives the timer back; who still waits is not woken."""
+        if self._calls.fd >= 0:
+            self._watcher.stop()
+            self._watcher.close()
+            os.close(self._calls.fd)
+            self._calls.fd = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import resource
 import signal
 import time
@@ -17,8 +18,7 @@ from locust.runners import STATE_STOPPED, Runner
 
 from kvbench.load.client import Address, StreamFailure, Timeouts
 from kvbench.load.loop_lag import LagProbe
-from kvbench.load.outcome import Clocked
-from kvbench.load.priority import better_priority
+from kvbench.load.samples import Clocked
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
@@ -31,6 +31,8 @@ STOP_LIMIT_S = 1.2
 _STALL_MARGIN_S = 30.0
 _SWITCH_S = 0.0002
 _LOOK_S = 0.005
+_NICENESS = -10
+_REALTIME = 1  # the lowest real-time priority: before every ordinary process, behind every other real-time one
 
 
 def session_of(spec: LoadSpec, requests: RequestList) -> LoadSession:
@@ -79,6 +81,34 @@ def end_users(runner: Runner) -> None:
     with gevent.Timeout(STOP_LIMIT_S, False):
         runner.stop_users(runner.user_classes_count)
     runner.update_state(STATE_STOPPED)
+
+
+@contextlib.contextmanager
+def better_priority(wanted: bool) -> Iterator[str]:
+    """Within the block this thread runs first, as far as the system allows; yields what was reached.
+
+    ``realtime`` (SCHED_RR, needs CAP_SYS_NICE), ``nice N`` or ``normal``. The old scheduling comes back after
+    the block, so that writing results does not compete with anybody.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        yield _raise() if wanted else "normal"
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, policy, parameters)
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
+
+
+def _raise() -> str:
+    with contextlib.suppress(OSError):
+        # Children must not inherit it, hence the flag.
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_REALTIME))
+        return "realtime"
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    now = os.getpriority(os.PRIO_PROCESS, 0)
+    return f"nice {now}" if now else "normal"
 
 
 @contextlib.contextmanager
@@ -151,8 +181,8 @@ class Measuring:
             self.clocked.parse_cpu_s = time.process_time() - self._cpu
 
 
-class Voice:
-    """What the process that leads a load says on stdout, one JSON object a line, and the signal that stopped it."""
+class LoadEvents:
+    """The events of a load, one JSON object a line on stdout, and the signal that stopped it."""
 
     def __init__(self, total: int) -> None:
         self.total = total

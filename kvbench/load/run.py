@@ -20,13 +20,12 @@ from kvbench.common.errors import storage_sentence
 from kvbench.load.client import StreamFailure
 from kvbench.load.loop_lag import LagProbe
 from kvbench.load.multi.shards import useful_workers
-from kvbench.load.outcome import outcome_of, write_outcome
 from kvbench.load.process import (
     EXIT_BAD_INPUT,
     EXIT_NOT_DRIVEN,
     STOP_LIMIT_S,
+    LoadEvents,
     Measuring,
-    Voice,
     allow_many_sockets,
     check_server,
     end_users,
@@ -37,9 +36,9 @@ from kvbench.load.process import (
     wait_ready,
     watch,
 )
-from kvbench.load.run_arguments import parse
+from kvbench.load.samples import outcome_of, write_outcome
 from kvbench.load.session import LoadSession
-from kvbench.load.spec import LoadSpec, read_spec, requests_of
+from kvbench.load.spec import LoadSpec, parse, read_spec, requests_of
 from kvbench.requests.request import RequestList
 
 
@@ -47,7 +46,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit code."""
     options = parse(argv)
     if options.worker:
-        from kvbench.load.multi.join import run_worker
+        from kvbench.load.multi.worker import run_worker
 
         return run_worker(options.master_host, options.master_port)
     try:
@@ -71,20 +70,19 @@ def _not_stored(load: Any, error: OSError) -> int:
         raise error
     with contextlib.suppress(OSError):
         print(f"kvbench load: {sentence}", file=sys.stderr, flush=True)
-    load.voice.say("end", 0, 0, 0.0, exit_code=EXIT_NOT_DRIVEN, error=sentence)
+    load.events.say("end", 0, 0, 0.0, exit_code=EXIT_NOT_DRIVEN, error=sentence)
     return EXIT_NOT_DRIVEN
 
 
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
     if not options.master and useful_workers(spec, requests, spec.processes) == 1:
         return Load(spec, requests, session_of(spec, requests))
-    from kvbench.load.multi.load import SharedLoad
-    from kvbench.load.multi.members import Meeting
+    from kvbench.load.multi.master import SharedLoad, WorkerSetup
 
     if not options.master:
-        return SharedLoad(spec, requests, Meeting(spec.processes))
+        return SharedLoad(spec, requests, WorkerSetup(spec.processes))
     place = (options.bind_host, options.bind_port)
-    return SharedLoad(spec, requests, Meeting(options.expect_workers, False, *place, options.arrive_timeout))
+    return SharedLoad(spec, requests, WorkerSetup(options.expect_workers, False, *place, options.arrive_timeout))
 
 
 class Load:
@@ -94,12 +92,12 @@ class Load:
         self.spec = spec
         self.requests = requests
         self.session = session
-        self.voice = Voice(len(requests))
-        self.voice.on_stop = self._on_stop
+        self.events = LoadEvents(len(requests))
+        self.events.on_stop = self._on_stop
 
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one."""
-        self.voice.listen()
+        self.events.listen()
         allow_many_sockets()
         session, users, probe = self.session, user_count(self.spec), LagProbe()
         env = Environment(user_classes=[user_class(self.spec, session)])
@@ -109,12 +107,12 @@ class Load:
         try:
             check_server(session)
             runner.start(users, spawn_rate=users)
-            wait_ready(session, users, lambda: self.voice.stopped)
+            wait_ready(session, users, lambda: self.events.stopped)
             with undisturbed(self.spec) as priority:
                 measuring.clocked.priority = priority
                 self._say("begin")
                 measuring.begin()
-                gone = watch(session, lambda: self.voice.stopped, lambda: self._say("progress"))
+                gone = watch(session, lambda: self.events.stopped, lambda: self._say("progress"))
                 measuring.end()
                 self._say("measured")
         except StreamFailure as failure:
@@ -125,11 +123,11 @@ class Load:
             end_users(runner)
             with gevent.Timeout(STOP_LIMIT_S, False):
                 runner.quit()
-        measuring.parse_rest(lambda: self.voice.stopped, lambda: self._say("progress"))
+        measuring.parse_rest(lambda: self.events.stopped, lambda: self._say("progress"))
         session.close()
         if gone is not None:
             print(f"kvbench load: the server stopped answering: {gone}", file=sys.stderr)
-        code = self.voice.exit_code(gone)
+        code = self.events.exit_code(gone)
         totals = (env.stats.total.num_requests, env.stats.total.num_failures)
         outcome = outcome_of(session, measuring.clocked, probe.lags, totals)
         load = write_outcome(self.spec, self.requests, outcome, ended_well=code == 0)
@@ -141,4 +139,4 @@ class Load:
 
     def _say(self, event: str, **more: Any) -> None:
         session = self.session
-        self.voice.say(event, session.done, session.failed, session.elapsed(), **more)
+        self.events.say(event, session.done, session.failed, session.elapsed(), **more)

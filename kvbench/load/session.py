@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import gevent
 from gevent.event import Event
 from gevent.queue import Queue
 
-from kvbench.load.body import http_request
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
 from kvbench.load.completion import Completion, judge
+from kvbench.load.http import http_request, tls_context
+from kvbench.load.loop_lag import Alarms
 from kvbench.load.samples import SESSION_BROKEN, Sample, with_history
 from kvbench.load.server_health import Presence
-from kvbench.load.sleep import Alarms
 from kvbench.load.spec import LoadSpec
-from kvbench.load.tls import tls_context
 from kvbench.requests.request import RequestSpec, conversations
 
 # An engine's step ends many streams' waits at once: the chunks that arrive with a stream's last one must be stamped
@@ -68,9 +67,11 @@ class LoadSession:
         self.spec = spec
         self.address = address
         self.timeouts = timeouts
+        started = conversations(requests)
+        if spec.mode == "open":
+            started.sort(key=lambda turns: turns[0].arrival_s or 0.0)
         self.pending: deque[list[Turn]] = deque(
-            [(r, None if r.new_tokens else http_request(spec, address, r)) for r in turns]
-            for turns in in_order(requests, spec.mode)
+            [(r, None if r.new_tokens else http_request(spec, address, r)) for r in turns] for turns in started
         )
         self.total = len(requests)
         self.fire: Callable[..., None] = lambda **_: None
@@ -278,9 +279,3 @@ class LoadSession:
             start_time=sample.t0,
             url=self.spec.dialect.endpoint,
         )
-
-
-def in_order(requests: Iterable[RequestSpec], mode: str) -> list[list[RequestSpec]]:
-    """The conversations in the order in which they start: that of the file, in open loop that of their arrivals."""
-    found = conversations(requests)
-    return sorted(found, key=lambda turns: turns[0].arrival_s or 0.0) if mode == "open" else found

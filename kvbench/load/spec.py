@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 from pydantic import Field, ValidationError, model_validator
 
 from kvbench.common.schema import StrictModel, explain
-from kvbench.load.dialect import Dialect
+from kvbench.load.http import Dialect
 from kvbench.requests.request import RequestList, read_requests
 
 DEFAULT_PORT = 5557  # Locust's own
@@ -85,3 +86,21 @@ def requests_of(spec: LoadSpec) -> RequestList:
     if spec.mode == "open" and any(r.arrival_s is None and not r.turn for r in requests):
         raise ValueError("mode open needs arrival_s in every row of requests_file; build the requests anew.")
     return requests
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """See kvbench/load/run.py. Ends the process with code 2 for what cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m kvbench.load", description=__doc__)
+    parser.add_argument("spec", nargs="?")
+    parser.add_argument("--master", action="store_true")
+    parser.add_argument("--expect-workers", type=int, default=1)
+    parser.add_argument("--bind-host", default="127.0.0.1")
+    parser.add_argument("--bind-port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--arrive-timeout", type=float, default=ARRIVE_S)
+    parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--master-host", default="127.0.0.1")
+    parser.add_argument("--master-port", type=int, default=DEFAULT_PORT)
+    options = parser.parse_args(argv)
+    if options.worker == (options.spec is not None):
+        parser.error("give SPEC.json, or --worker without one")
+    return options

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvbench.load.dialect import Dialect
-from kvbench.load.samples import Sample
+if TYPE_CHECKING:
+    from kvbench.load.http import Dialect
+    from kvbench.load.samples import Sample
 
 MAX_SLIP_MS = 5.0
 MAX_CPU_FRACTION = 0.70
@@ -42,11 +43,8 @@ def percentile_ms(values: Sequence[float], q: float) -> float | None:
 def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
     """How wrong each chunk's timestamp is [s]: receipt minus the server's own send stamp; None without stamps.
 
-    This is the error of the very timestamps that the percentiles are made of. The loop probe is an estimate of it that
-    also counts moments at which the whole machine stood still, server included, and nothing was on its way. Stamps are
-    kept only where client and server share a machine, whose clock is one; a container may shift it all the same
-    (time_namespaces(7)), which the median shows, and then nothing is concluded. Streams of which some chunks have no
-    stamp are left out.
+    Stamps are kept only where client and server share a machine and so a clock; a container may shift it all the same
+    (time_namespaces(7)), which the median shows. Streams of which some chunks have no stamp are left out.
     """
     whole = [
         s.completion for s in samples if s.completion.sent_times
@@ -74,12 +72,9 @@ def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
 def turnarounds(samples: Sequence[Sample]) -> tuple[list[float], float | None]:
     """Seconds from each stream's end to the same user's next send [requests - users], and their share of users' time.
 
-    Of a closed loop. Think times are left out, what it takes to parse an answer before the next turn is not. A user's
-    time is from its first send to its last stream's end, think times included. A loop of N users has a throughput of
-    N / (response time + think time + turnaround) (Denning and Buzen, ACM Computing Surveys 10(3), 1978), so that the
-    share is the part of the throughput that the client itself took away: all of it where the server answers as fast,
-    less where the fewer requests in flight let it answer faster. The share (None: no turnaround) is an account of this
-    very load, not an estimate, and needs no large sample.
+    Of a closed loop, without think times. A user's time is from its first send to its last stream's end. A loop of N
+    users has a throughput of N / (response time + think time + turnaround) (Denning and Buzen, ACM Computing Surveys
+    10(3), 1978): the share (None: no turnaround) is the part of the throughput that the client itself took away.
     """
     gaps, spent = [], 0.0
     of_user = sorted((s for s in samples if s.sent), key=lambda s: (s.user, s.ts))
@@ -109,10 +104,9 @@ def client_report(
 ) -> dict[str, Any]:
     """The client's own figures for load.json. ``cpu_s``: CPU seconds of this process over ``wall_s``.
 
-    ``lags`` [s]: how late the client's loop was. That is how late its timestamps are only where they are taken as bytes
-    are read; with ``kernel_stamps`` they are those of the bytes' arrival, whose error the calibration tells. The p99 of
-    the lag is that of its size: a timestamp that is too early is as wrong. ``lag_judged``: whether this load's own
-    timestamps were held to the limit.
+    ``lags`` [s]: how late the client's loop was, and so its timestamps, unless they are the kernel's
+    (``kernel_stamps``), whose error the calibration tells. The p99 of the lag is that of its size: a timestamp that is
+    too early is as wrong. ``lag_judged``: whether this load's own timestamps were held to the limit.
     """
     chunks = sum(len(s.completion.chunk_times) for s in samples)
     coalesced = sum(s.completion.coalesced for s in samples)
@@ -149,11 +143,7 @@ def client_report(
 
 
 def prompt_differences(samples: Sequence[Sample]) -> list[int]:
-    """By how many tokens the server's count of each prompt differs from what was sent, where both are known.
-
-    What tokens a text makes is the server's own business, and how long its own answers before a turn are is not known
-    here.
-    """
+    """By how many tokens the server's count of each prompt differs from what was sent, where both are known."""
     return [
         s.completion.prompt_tokens - len(s.request.prompt_token_ids)
         for s in samples
@@ -178,10 +168,7 @@ def other_prompts(samples: Sequence[Sample], dialect: Dialect) -> list[str]:
 
 
 def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, list[str]]:
-    """Outputs that ended before the length that ``ignore_eos`` asked for, and the reason when they are too many.
-
-    With other lengths than the workload's it is another load. Without ``ignore_eos`` lengths are the model's own.
-    """
+    """Outputs that ended before the length that ``ignore_eos`` asked for, and the reason when they are too many."""
     done = [s for s in samples if s.completion.ok] if ignore_eos else []
     short = sum((s.completion.output_tokens or 0) < s.request.max_tokens for s in done)
     if short <= MAX_SHORT_SHARE * len(done):
@@ -196,9 +183,8 @@ def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, lis
 def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
     """Why the load may not be believed, one sentence each; empty when it may.
 
-    ``missing``: requests of the file that were never finished. Of chunks that share a read, the server's send stamps
-    tell which it had sent apart. Without them its own batching cannot be told from the client's, but a client whose
-    loop keeps the limit of the lag has joined no two chunks that were further apart than that.
+    ``missing``: requests that were never finished. Of chunks that share a read, the server's send stamps tell which it
+    had sent apart. Without them, a client whose loop keeps the limit of the lag has joined no chunks further apart.
     """
     reasons = []
     limit = lag_limit_ms(client["itl_p50_ms"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.common.foreign_cpu import Server, server_at
-from kvbench.load.dialect import Dialect
+from kvbench.load.http import Dialect
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.http import PLAIN_ACCESS, Access, Answer, HttpCalls
 from kvbench.targets.preset import Preset

@@ -16,7 +16,7 @@ import httpx
 
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.secrets import api_key, without_key
-from kvbench.load.tls import tls_context
+from kvbench.load.http import tls_context
 
 MOST_BYTES = 64 << 20  # /metrics of a busy server is under 1 MiB, a page of completions under 10 MiB
 _TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step

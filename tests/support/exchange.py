@@ -18,11 +18,10 @@ from dataclasses import asdict  # noqa: E402
 
 import gevent  # noqa: E402
 
-from kvbench.load.body import http_request  # noqa: E402
 from kvbench.load.client import Address, StreamingClient, Timeouts  # noqa: E402
 from kvbench.load.completion import judge  # noqa: E402
+from kvbench.load.http import http_request, tls_context  # noqa: E402
 from kvbench.load.spec import LoadSpec  # noqa: E402
-from kvbench.load.tls import tls_context  # noqa: E402
 from kvbench.requests.request import RequestSpec  # noqa: E402
 
 

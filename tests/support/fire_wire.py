@@ -65,6 +65,10 @@ WHOLE = {  # an odd stream that is right: it must succeed
     "done_twice": chunked(good(tail=DONE + data("[DONE]"))),
     "unicode": chunked(good(at=1, instead=[data(token(1, text="\u2028\U0001f525\x00"))])),
     "surrogate": spoilt(text="\ud800"),
+    "role_first": chunked([data({"choices": [{"index": 0, "text": "", "finish_reason": None}]}), *good()]),
+    "trailers": chunked(good(), end=b"0\r\nX-Checksum: 12\r\nX-Served-By: mock\r\n\r\n"),
+    "early_hints": b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + chunked(good()),
+    "close_delimited": b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"".join(good()),
 }
 BROKEN = {  # (the kinds that may be counted, the bytes)
     "no_json": ("malformed", chunked(good(at=1, instead=[data('{"choices": [')]))),
@@ -148,7 +152,7 @@ LATE = {  # a right answer, and 20 ms later what nobody has asked for
 # The server hangs up after these, as it would after an answer it cannot have meant.
 CLOSING = (
     "not_http long_head no_head half_stream silent_close trailing long_chunk endless_size length_more length_digits "
-    "length_text length_negative status_word status_huge"
+    "length_text length_negative status_word status_huge close_delimited"
 )
 
 

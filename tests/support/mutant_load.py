@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gevent  # noqa: E402
 
-from kvbench.load import client, outcome, process, session  # noqa: E402
+from kvbench.load import client, process, samples, session  # noqa: E402
 from kvbench.load.client import StreamingClient  # noqa: E402
 from kvbench.load.run import main  # noqa: E402
 
@@ -30,16 +30,6 @@ class Slow(StreamingClient):
     def _on_readable(self):
         really_sleep(0.003)
         super()._on_readable()
-
-
-class Late(StreamingClient):
-    """Stamps 2 ms after the bytes' arrival, as a client does whose loop is behind."""
-
-    def _on_readable(self):
-        before = len(self._raw.times)
-        super()._on_readable()
-        for i in range(before, len(self._raw.times)):
-            self._raw.times[i] += 0.002
 
 
 class Early(StreamingClient):
@@ -84,16 +74,6 @@ class Tardy(StreamingClient):
         return super().exchange(*arguments)
 
 
-class Jittery(StreamingClient):
-    """Every third stamp is 0.9 ms late: the lag is within its limit, the gaps are wrong."""
-
-    def _on_readable(self):
-        super()._on_readable()
-        times = self._raw.times
-        if times and len(times) % 3 == 0:
-            times[-1] += 0.0009
-
-
 class Buffering(StreamingClient):
     """Passes on 1,024 bytes at a time, as Locust's iter_lines does."""
 
@@ -124,14 +104,6 @@ class Truncating(StreamingClient):
         if tokens:
             del raw.chunks[tokens[-1]], raw.times[tokens[-1]]
         return raw
-
-
-class Retrying(StreamingClient):
-    """Sends again what failed."""
-
-    def exchange(self, *arguments):
-        raw = super().exchange(*arguments)
-        return super().exchange(*arguments) if b" 500 " in b"".join(raw.chunks[:1]) else raw
 
 
 def retry_what_was_dropped():
@@ -173,13 +145,13 @@ def swallow_cut_streams():
 
 def lose_requests():
     """Every tenth request leaves no row."""
-    write = outcome.write_samples
-    outcome.write_samples = lambda path, samples, zero: write(path, [s for s in samples if s.request.index % 10], zero)
+    write = samples.write_samples
+    samples.write_samples = lambda path, rows, zero: write(path, [s for s in rows if s.request.index % 10], zero)
 
 
 CLIENTS = {
-    "slow": Slow, "late": Late, "jittery": Jittery, "buffering": Buffering, "truncating": Truncating,
-    "retrying": Retrying, "early": Early, "stampless": Stampless, "tardy": Tardy,
+    "slow": Slow, "buffering": Buffering, "truncating": Truncating, "early": Early, "stampless": Stampless,
+    "tardy": Tardy,
 }  # fmt: skip
 PATCHES = {
     "swallowing": swallow_cut_streams, "losing": lose_requests, "blocked": block_the_loop,

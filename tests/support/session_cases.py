@@ -11,25 +11,19 @@ import json
 import time
 import traceback
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import gevent
-import numpy as np
 import pytest
 from gevent import monkey
 
 from kvbench.load import process
 from kvbench.load.client import RawStream
-from kvbench.load.in_flight import Places
 from kvbench.load.loop_lag import PERIOD_S, LagProbe
-from kvbench.load.multi import master as distributed_master
-from kvbench.load.multi import worker as distributed_worker
-from kvbench.load.multi.clock import ClockMap, Reading
-from kvbench.load.multi.merge import samples_to_bytes
-from kvbench.load.outcome import Clocked, read_delays
 from kvbench.load.process import Measuring, session_of
+from kvbench.load.samples import read_delays
 from kvbench.load.session import LoadSession, Returned
 from kvbench.load.spec import LoadSpec
+from kvbench.load.users import Places
 from kvbench.requests.request import RequestList, RequestSpec
 
 STUCK_S = 0.1
@@ -172,62 +166,6 @@ def case_after_a_stop_parsing_is_given_up_and_a_dead_parser_holds_nobody() -> No
         process._STALL_MARGIN_S = 0.05
         Measuring(session, LagProbe()).parse_rest(lambda: False, lambda: None)
     assert session.unparsed == 1
-
-
-class Worker:
-    """Answers ``finish`` with what is left, one after the other, then with no samples."""
-
-    def __init__(self, left: list[int]) -> None:
-        self.left, self.lost = iter(left), None
-        self.name, self.host, self.pid = "worker 1", "h", 1
-        self.data = {
-            "samples": samples_to_bytes([], 0.0),
-            "lags": np.zeros(1).tobytes(),
-            "clocked": json.dumps(vars(Clocked(cpu_s=2.0, parse_cpu_s=1.0))).encode(),
-        }
-
-    def call(self, op: str) -> dict:
-        left = next(self.left, 0)
-        sizes = {name: len(data) for name, data in self.data.items()}
-        return {"left": left} if left else {"sizes": sizes, "zero": 0.0, "mismatches": 0, "machine": None}
-
-    def pull(self, name: str, size: int) -> bytes:
-        return self.data[name]
-
-    def lose(self, why: str) -> None:
-        self.lost = why
-
-
-def case_the_master_waits_while_a_worker_parses_and_no_longer() -> None:
-    for left, lost in (([], False), ([9, 4, 1], False), ([9, 9], True)):
-        fetch(Worker(left), lost)
-
-
-def fetch(worker: Worker, lost: bool) -> None:
-    clock = ClockMap((Reading(0.0, 0.0, 1e-4),), True)
-    found = distributed_master.fetch(worker, SimpleNamespace(first_user=0, requests=[]), clock, {})
-    assert (found is None) == lost == (worker.lost is not None)
-    if not lost:
-        assert found.clocked.parse_cpu_s == 1.0
-
-
-def case_a_worker_that_stood_still_does_not_blame_the_master() -> None:
-    """What it did not hear meanwhile may be waiting to be read; a master that is silent while it listens is gone."""
-    now, gone = [0.0], []
-    distributed_worker.time = SimpleNamespace(monotonic=lambda: now[0])
-    worker = distributed_worker.Worker.__new__(distributed_worker.Worker)
-    worker._silent_s, worker._looked, worker._patience_s = 0.0, 0.0, distributed_worker.MASTER_LIMIT_S
-    worker._give_up = gone.append
-    now[0] += 60.0
-    worker._look_for_master()
-    for _ in range(37):
-        now[0] += 0.25
-        worker._look_for_master()
-    assert not gone
-    for _ in range(2):
-        now[0] += 0.25
-        worker._look_for_master()
-    assert gone == ["the master has been silent for 10 s"]
 
 
 def outcome_of(case: Callable[[], None]) -> str:

@@ -13,26 +13,17 @@ from kvbench.calibration.mock.server import run
 from kvbench.calibration.mock.settings import MockSettings
 from kvbench.common.errors import UsageError
 
-
-def main(argv: list[str]) -> int:
-    """The exit code."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m kvbench.calibration.mock")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     for name in ("--tls-cert", "--tls-key", "--api-key-env"):
         parser.add_argument(name)
     for field in dataclasses.fields(MockSettings):
-        flag = f"--{field.name.replace('_', '-')}"
-        if isinstance(field.default, bool):
-            parser.add_argument(flag, action="store_true")
-        else:
-            parser.add_argument(flag, type=type(field.default), default=field.default)
+        kind = {"action": "store_true"} if isinstance(field.default, bool) else {"type": type(field.default)}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **kind)
     try:
-        return run(**vars(parser.parse_args(argv)))
+        sys.exit(run(**vars(parser.parse_args())))
     except UsageError as error:
         print(f"kvbench mock-server: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        sys.exit(2)

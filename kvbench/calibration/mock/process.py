@@ -1,7 +1,8 @@
-"""The mock server as a child of this process, for as long as a block lasts."""
+"""The mock server as a child of this process, and a certificate for it."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
 
-_READY_S = 20.0
+_READY_S, _OPENSSL_S = 20.0, 30.0
 
 
 class MockProcess:
@@ -49,3 +50,22 @@ class MockProcess:
 
     def __exit__(self, *exc: object) -> None:
         processes.stop(self._process)
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """A fresh PEM certificate of 127.0.0.1 and its key in ``folder``, made by the openssl program. MeasurementError."""
+    program = shutil.which("openssl")
+    if program is None:
+        raise MeasurementError(
+            "the load client cannot be calibrated through TLS without a certificate: install the openssl program, or "
+            "measure with --no-calibration"
+        )
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    made = subprocess.run(
+        [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=kvbench-mock", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
+        check=False, capture_output=True, timeout=_OPENSSL_S, text=True,
+    )  # fmt: skip
+    if made.returncode:
+        raise MeasurementError(f"openssl made no certificate: {made.stderr.strip()[-300:]}")
+    return cert, key

@@ -18,21 +18,151 @@ import signal
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.calibration.mock.answer import Answer
-from kvbench.calibration.mock.pacer import Pacer
 from kvbench.calibration.mock.settings import MockSettings
 from kvbench.common.errors import UsageError
+from kvbench.common.kernel_timer import DueCalls
+from kvbench.common.machine import BOOT_HEADER, boot_id
 from kvbench.common.secrets import api_key
 
 KEPT_STAMPS = 20_000  # of the newest requests
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 _STAMPED = re.compile(rb"\r\nx-kvbench-stamp:[ \t]*1", re.IGNORECASE)
 _KEY = re.compile(rb"\r\nauthorization:[ \t]*bearer[ \t]+([^\r\n]*)", re.IGNORECASE)
-_JSON, _TEXT = "application/json", "text/plain; version=0.0.4"
+
+
+class Pacer:
+    """Calls functions at exact moments, by a kernel timer; asyncio's own timers are rounded to milliseconds."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._calls = loop, DueCalls()
+        if self._calls.fd >= 0:
+            loop.add_reader(self._calls.fd, self._calls.on_readable)
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """``call()`` at ``when`` [s, perf_counter]; at the next turn of the loop if that is past."""
+        if self._calls.fd < 0:
+            self._loop.call_later(max(0.0, when - time.perf_counter()), call)
+        else:
+            self._calls.add(when, call)
+
+
+class Answer:
+    """One stream. ``stamp``: where send times [s, perf_counter] and due times are noted; ``on_end`` is called once.
+
+    ``stamped``: each chunk carries ``"kvbench": {"sent": seconds}``, as the built-in server's do.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        pacer: Pacer,
+        settings: MockSettings,
+        body: dict[str, Any],
+        stamp: dict[str, Any],
+        *,
+        stamped: bool,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._transport, self._pacer, self._settings, self._stamp = transport, pacer, settings, stamp
+        self._fault, self._on_end, self._stamped = settings.fault, on_end, stamped
+        self._total = int(body.get("max_tokens") or 16)
+        self._chunks = -(-self._total // settings.tokens_per_chunk)
+        self._writes = -(-self._chunks // settings.events_per_write)
+        self._gaps = settings.gaps_s(self._writes, stamp["number"])
+        self._with_ids = bool(body.get("return_token_ids")) and self._fault != "no_ids"
+        self._usage = {
+            "prompt_tokens": len(body.get("prompt") or ""),
+            "completion_tokens": self._total,
+            "prompt_tokens_details": {"cached_tokens": settings.cached_tokens},
+        }
+        self._streams = bool(body.get("stream"))
+        self._due = stamp["received"]
+        self._next = 0  # write
+
+    def start(self) -> None:
+        """Sends the head and waits for the first chunk's moment; a request without ``stream`` gets all at the end."""
+        if self._streams and self._fault != "drop":
+            boot = boot_id() if self._stamped else None
+            told = "" if boot is None else f"{BOOT_HEADER}: {boot}\r\n"
+            head = f"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n{told}\r\n"
+            self._transport.write(b"HTTP/1.1 200 OK\r\n" + head.encode())
+        self._wait()
+
+    def _wait(self) -> None:
+        self._due += next(self._gaps)
+        tick = self._settings.itl_ms / 1000
+        if self._settings.in_step and tick and not self._next:
+            self._due = -(-self._due // tick) * tick
+        self._pacer.at(self._due, self._on_due)
+
+    def _on_due(self) -> None:
+        """One write of the schedule."""
+        if self._transport.is_closing():
+            return
+        per_write = self._settings.events_per_write
+        first = self._next * per_write
+        halfway = first >= self._chunks // 2
+        if self._fault == "stall" and halfway:
+            return  # nothing more comes, and nothing ends
+        if self._fault == "drop" or (self._fault == "truncate" and halfway):
+            self._end(close=True)
+            return
+        self._next += 1
+        numbers = range(first, min(first + per_write, self._chunks))
+        now = time.perf_counter()
+        if self._streams:
+            self._transport.write(b"".join([self._frame(self._event(k, now)) for k in numbers]))
+        self._stamp["sends"].extend([now] * len(numbers))
+        self._stamp["due"].extend([self._due] * len(numbers))
+        if self._next < self._writes:
+            self._wait()
+        else:
+            self._finish()
+
+    def _event(self, k: int, now: float) -> bytes:
+        per_chunk = self._settings.tokens_per_chunk
+        begin, end = k * per_chunk, min((k + 1) * per_chunk, self._total)
+        finish = '"length"' if end == self._total else "null"
+        ids = f',"token_ids":{list(range(begin, end))}' if self._with_ids else ""
+        sent = f',"kvbench":{{"sent":{now:.7f}}}' if self._stamped else ""
+        text = f" w{k}" * (end - begin)
+        return (
+            f'{{"id":"mock","object":"text_completion","model":"mock","choices":'
+            f'[{{"index":0,"text":"{text}","finish_reason":{finish}{ids}}}]{sent}}}'
+        ).encode()
+
+    def _frame(self, data: bytes) -> bytes:
+        payload = b"data: " + data + b"\n\n"
+        return b"%x\r\n%b\r\n" % (len(payload), payload)
+
+    def _finish(self) -> None:
+        if self._streams:
+            usage = json.dumps({"id": "mock", "choices": [], "usage": self._usage}).encode()
+            self._transport.write(self._frame(usage) + self._frame(b"[DONE]") + b"0\r\n\r\n")
+        else:
+            text = "".join(f" w{k}" for k in range(self._total))
+            choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
+            whole = {"id": "mock", "object": "text_completion", "model": "mock", "choices": [choice]}
+            self._transport.write(response("200 OK", whole | {"usage": self._usage}))
+        self._end(close=self._fault == "close_after")
+
+    def _end(self, close: bool) -> None:
+        if close:
+            self._transport.close()
+        self._stamp["end"] = time.perf_counter()
+        self._on_end()
+
+
+def response(status: str, body: Any) -> bytes:
+    """A whole response. ``body``: text, or what becomes JSON."""
+    kind = "text/plain; version=0.0.4" if isinstance(body, str) else "application/json"
+    data = (body if isinstance(body, str) else json.dumps(body)).encode()
+    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 @dataclass
@@ -97,29 +227,23 @@ class Connection(asyncio.Protocol):
                 return
         if method == b"POST" and path.endswith("/completions"):
             self._complete(head, body, received)
-        elif path == "/health":
-            self._respond("200 OK", b"{}")
-        elif path.endswith("/v1/models"):
-            row = {"id": "mock", "object": "model", "owned_by": "kvbench", "max_model_len": settings.max_model_len}
-            self._respond("200 OK", json.dumps({"object": "list", "data": [row]}).encode())
-        elif path == "/server_info":
-            told = {"model": {"name": "mock", "vocab_size": settings.vocab_size}}
-            self._respond("200 OK", json.dumps(told).encode())
-        elif path == "/metrics":
-            self._respond("200 OK", state.metrics().encode(), _TEXT)
-        elif path == "/reset_prefix_cache":  # there is none: it is always cold
-            self._respond("200 OK", b"{}")
-        elif path == "/stamps":
-            self._respond("200 OK", json.dumps(list(state.stamps)).encode())
+            return
+        model = {"id": "mock", "object": "model", "owned_by": "kvbench", "max_model_len": settings.max_model_len}
+        answers = {
+            "/health": dict,
+            "/v1/models": lambda: {"object": "list", "data": [model]},
+            "/server_info": lambda: {"model": {"name": "mock", "vocab_size": settings.vocab_size}},
+            "/metrics": state.metrics,
+            "/reset_prefix_cache": dict,  # there is none: it is always cold
+            "/stamps": lambda: list(state.stamps),
+        }
+        if path in answers:
+            self._transport.write(response("200 OK", answers[path]()))
         else:
             self._refuse("404 Not Found", f"there is no {path}")
 
-    def _respond(self, status: str, body: bytes, kind: str = _JSON) -> None:
-        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._transport.write(head.encode() + body)
-
     def _refuse(self, status: str, message: str) -> None:
-        self._respond(status, json.dumps({"error": {"message": message, "type": "mock"}}).encode())
+        self._transport.write(response(status, {"error": {"message": message, "type": "mock"}}))
 
     def _complete(self, head: bytes, raw: bytes, received: float) -> None:
         state = self._state
@@ -141,9 +265,6 @@ class Connection(asyncio.Protocol):
             return
         if settings.fault.startswith("http"):
             self._refuse(f"{settings.fault[4:]} Mock", "the mock was told to fail")
-            return
-        if settings.fault == "not_http":
-            self._transport.write(b"SSH-2.0-mock\r\n")
             return
         self._count(1)
         Answer(

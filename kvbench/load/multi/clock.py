@@ -49,21 +49,25 @@ class Reading:
 
 def reading(exchanges: Sequence[Exchange]) -> Reading:
     """The reading of the exchange with the smallest round trip (RFC 5905's clock filter)."""
-    if not exchanges:
-        raise ValueError("no exchange was answered: a clock needs at least 1 to be compared.")
     best = min(exchanges, key=lambda e: e.round_trip)
     return Reading((best.t2 + best.t3) / 2, best.offset, best.round_trip / 2)
 
 
 @dataclass(frozen=True)
 class ClockMap:
-    """One worker's clock against the master's. ``same_clock``: they are one clock, and nothing is to be corrected.
+    """One worker's clock against the master's, by readings in order of time, from before the load to after it.
 
-    ``readings``: in order of time, the first from before and the last from after the load.
+    ``same_clock``: equal boot ids, so one kernel, whose CLOCK_MONOTONIC all its processes share, and every reading
+    agrees (a container may shift its clock: time_namespaces(7)). Then nothing is corrected.
     """
 
     readings: tuple[Reading, ...]
     same_clock: bool
+
+    def with_reading(self, new: Reading) -> ClockMap:
+        """The same clock, read once more."""
+        agrees = abs(new.offset) <= new.error + _ROUNDING_S
+        return ClockMap((*self.readings, new), self.same_clock and agrees)
 
     def to_master(self, times: np.ndarray) -> np.ndarray:
         """Times of the worker's clock [s] on the master's; between two readings the offset changes linearly."""
@@ -86,9 +90,7 @@ class ClockMap:
     @property
     def drift_s(self) -> float:
         """The largest change of the offset between two readings [s]."""
-        if self.same_clock:
-            return 0.0
-        return float(np.abs(np.diff([r.offset for r in self._good])).max(initial=0.0))
+        return 0.0 if self.same_clock else float(np.abs(np.diff([r.offset for r in self._good])).max(initial=0.0))
 
     @property
     def round_trip_s(self) -> float:
@@ -100,24 +102,15 @@ class ClockMap:
         """A bound of the error of ``to_master`` [s]: half the worst round trip, and the drift between readings."""
         return 0.0 if self.same_clock else max(r.error for r in self._good) + self.drift_s
 
-    def with_reading(self, new: Reading) -> ClockMap:
-        """The same clock, looked at once more. One that leaves the bounds of its readings was another clock."""
-        return ClockMap((*self.readings, new), self.same_clock and _agrees(new))
-
 
 def clock_map(first: Reading, worker_boot: str | None, master_boot: str | None) -> ClockMap:
-    """Equal boot ids mean one kernel, whose CLOCK_MONOTONIC all its processes share; the reading must agree."""
-    return ClockMap((first,), worker_boot is not None and worker_boot == master_boot and _agrees(first))
-
-
-def _agrees(read: Reading) -> bool:
-    return abs(read.offset) <= read.error + _ROUNDING_S  # a container may shift its clock: time_namespaces(7)
+    """A clock of which there is one reading."""
+    return ClockMap((), worker_boot is not None and worker_boot == master_boot).with_reading(first)
 
 
 def clock_reasons(name: str, clock: ClockMap, itl_p50_ms: float | None) -> list[str]:
     """Why this worker's times may not be believed; empty when they may."""
-    limit = lag_limit_ms(itl_p50_ms)
-    error = clock.error_s * 1000
+    limit, error = lag_limit_ms(itl_p50_ms), clock.error_s * 1000
     if error <= limit:
         return []
     return [

@@ -1,173 +1,503 @@
-"""The master of a crew of workers: it deals out, starts all at one moment, watches, collects, and measures nothing.
+"""The master of a load of several processes: deals out, starts all at one moment, watches and collects.
 
-The load ends as soon as one worker is lost: what the others measured is kept, and the load is incomplete and invalid.
+Its lines on stdout and its files are those of a load of one process. The load ends as soon as one worker is lost: what
+the others measured is kept, and the load is incomplete and invalid. Local workers are started by the master and end
+with it; workers on other machines are started there by ``kvbench load --worker``.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import gevent
 import numpy as np
+from gevent.event import Event
 from locust.env import Environment
+from locust.rpc import Message
+from locust.runners import HEARTBEAT_LIVENESS, MasterRunner
 
+from kvbench import __version__
+from kvbench.common import processes
+from kvbench.common.foreign_cpu import contention_reasons
 from kvbench.common.machine import boot_id
-from kvbench.load.multi.calibration import LIMIT_S as CALIBRATION_S
-from kvbench.load.multi.clock import ClockMap, Exchange, clock_map, reading
-from kvbench.load.multi.dispatch import fixed_shares
-from kvbench.load.multi.members import LEFT_S, LoadStopped, Meeting, Members, ignoring_loss
-from kvbench.load.multi.merge import WorkerResult, samples_from_bytes
-from kvbench.load.multi.shards import Shard, make_shards, useful_workers
-from kvbench.load.multi.wire import Link, WorkerLost, proof
-from kvbench.load.outcome import Clocked
-from kvbench.load.process import START_LIMIT_S, user_class, user_count
+from kvbench.load.multi import messages
+from kvbench.load.multi.clock import ClockMap, Exchange, Reading, clock_map, reading
+from kvbench.load.multi.merge import (
+    WorkerResult,
+    calibration_reasons,
+    in_slices,
+    machine_reports,
+    merged_client,
+    most_in_flight,
+    samples_from_bytes,
+    worst_machine,
+)
+from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
+from kvbench.load.multi.shards import Shard, cap_note, make_shards, useful_workers
+from kvbench.load.process import EXIT_NOT_DRIVEN, EXIT_OK, PROGRESS_S, LoadEvents
+from kvbench.load.samples import Clocked, Outcome, write_outcome
 from kvbench.load.spec import LoadSpec
-from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.load.validity import UNKNOWN_STREAMS
+from kvbench.requests.request import RequestList
 
-_EXCHANGES = 16
-_EXCHANGE_LIMIT_S = 5.0
+LOCAL_ARRIVAL_S = 60.0
+LOST_S = 4.0  # without a heartbeat during the load
+IDLE_LOST_S = 10.0  # the same while a worker has nothing to do; as long does it wait for a silent master
+_ANSWER_S = 60.0  # the same while a worker has its hands full, and its limit for most answers
+_QUICK_S = 5.0
+_CALIBRATE_S = 120.0
+_LOOK_S = 0.25
+_EXCHANGES, _CHECK_CLOCKS_S = 16, 5.0
 _LEAD_S = 0.5
-_STOP_S = 5.0
+_DISMISS_S = 5.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_REFUSALS, _HOST_CHARS = 8, 64  # told of strangers
 
 
-class Crew:
-    """Everything that is said to the workers of one load. ``stopped``: whether somebody wants it to end."""
+class WorkerLost(Exception):
+    """A worker that does not answer any more, or could not do what it was told. The text says which and why."""
 
-    def __init__(
-        self, spec: LoadSpec, requests: RequestList, meeting: Meeting, stopped: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Opens the port and starts the local workers. ValueError for a port or a number that cannot be."""
-        useful = useful_workers(spec, requests, meeting.workers)
-        if useful < meeting.workers and not meeting.local:
+
+class LoadStopped(Exception):
+    """Somebody stopped the load before it began."""
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """How many workers there are, and where they come to. ``local``: the master starts them itself."""
+
+    workers: int
+    local: bool = True
+    host: str = "127.0.0.1"
+    port: int = 0
+    arrive_s: float = LOCAL_ARRIVAL_S
+
+
+@dataclass
+class Member:
+    """One worker as the master sees it. ``node``: Locust's name of it; ``answers``: the newest to each message."""
+
+    node: str
+    name: str
+    host: str
+    pid: int
+    boot: str | None
+    done: int = 0
+    failed: int = 0
+    ended: dict[str, Any] | None = None  # why its streams ended: gone, signal, error
+    lost: str | None = None
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shard: Shard | None = None
+    clock: ClockMap | None = None
+    calibration: dict[str, Any] | None = None
+
+    def lose(self, why: str) -> None:
+        """From now on this worker counts as lost."""
+        self.lost = self.lost or f"{self.name} was lost: {why}"
+
+
+class GuardedMaster(MasterRunner):
+    """Locust's master, which drops what strangers send. ``members``: who has shown the token, by Locust's name."""
+
+    def __init__(self, environment: Environment, host: str, port: int) -> None:
+        self.members: dict[str, Member] = {}
+        super().__init__(environment, host, port)
+
+    def client_listener(self) -> NoReturn:
+        """Locust's, which a message that is none would end."""
+        while True:
+            try:
+                super().client_listener()
+            except Exception as error:
+                logging.getLogger(__name__).debug("a message that cannot be read was dropped: %r", error)
+
+    def handle_message(self, client_id: str, msg: Message) -> None:
+        """``client_id``: who sent it, as the socket knows; ``msg.node_id``: as the sender says."""
+        if client_id == msg.node_id and (client_id in self.members or msg.type in ("client_ready", messages.JOIN)):
+            super().handle_message(client_id, msg)
+
+
+class SharedLoad:
+    """Leads workers through one load."""
+
+    def __init__(self, spec: LoadSpec, requests: RequestList, setup: WorkerSetup) -> None:
+        """Opens the port and starts local workers. ValueError for a port or a number that cannot be."""
+        useful = useful_workers(spec, requests, setup.workers)
+        if useful < setup.workers and not setup.local:
             raise ValueError(
-                f"{meeting.workers} workers are too many: with {len(requests)} requests and "
+                f"{setup.workers} workers are too many: with {len(requests)} requests and "
                 f"{spec.concurrency or spec.max_concurrency or 'no'} users at most {useful} have anything to do."
             )
-        self.spec, self.requests = spec, requests
-        self.shards: list[Shard] = make_shards(spec, requests, useful)
-        self.clocks: list[ClockMap] = []
-        self.env = Environment(user_classes=[user_class(spec)])
-        self._stopped = stopped
-        self.members = Members(self.env, meeting, useful)
+        self.spec, self.setup = spec, setup
+        self.requests = RequestList(requests, requests.notes | cap_note(spec, useful))
+        self.events = LoadEvents(len(requests))
+        self.env = Environment()
+        self._shards = make_shards(spec, requests, useful)
+        self._news = Event()  # a worker has answered, or its streams have ended
+        self._refused: list[str] = []
+        self._zero: float | None = None
+        self._cpu_s = 0.0  # what this process itself used while the workers streamed
+        self._problem: str | None = None  # why the load could not be driven to its end
+        try:
+            self.runner = self.env.runner = GuardedMaster(self.env, setup.host, setup.port)
+        except (Exception, SystemExit) as error:  # Locust ends the process when the port is taken
+            raise ValueError(
+                f"no workers can be awaited at {setup.host}:{setup.port} ({error}); give a free --bind-port."
+            ) from error
+        self.port = self.runner.master_bind_port = self.runner.server.port
+        self.runner.register_message(messages.JOIN, self._on_join)
+        self.runner.register_message(messages.PROGRESS, self._on_progress)
+        self.runner.register_message(messages.ENDED, self._on_ended)
+        for name in (messages.CLOCK, messages.CALIBRATE, messages.SHARD, messages.START, messages.SAMPLES):
+            self.runner.register_message(name, self._on_answer)
+        self._children = [self._launch() for _ in range(useful)] if setup.local else []
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        place = ("--master-host", self.setup.host, "--master-port", str(self.port))
+        command = [sys.executable, "-m", "kvbench.load", "--worker", *place]
+        # In our own process group, so that whoever stops us stops them; they also end when we do (PDEATHSIG).
+        return processes.launch(command, stdout=subprocess.DEVNULL, stderr=None, own_session=False)
 
     @property
-    def links(self) -> list[Link]:
-        """The workers, in the order of their shards."""
-        return self.members.links
+    def members(self) -> list[Member]:
+        """The workers, in the order in which they came."""
+        return list(self.runner.members.values())
 
-    def gather(self) -> None:
-        """Until all workers have come, and their clocks are known. WorkerLost; LoadStopped."""
-        self.members.gather(self._stopped)
-        boot = boot_id()
-        self.clocks = [clock_map(reading(_exchange(link)), link.boot, boot) for link in self.links]
+    def run(self) -> int:
+        """Returns the exit code; 128 + signal when it was stopped by one. Every wait in here is bounded."""
+        self.events.listen()
+        if not self.setup.local:
+            self._announce()
+        code = EXIT_NOT_DRIVEN
+        try:
+            code = self._drive()
+        except WorkerLost as loss:
+            self._problem = str(loss)
+            print(f"kvbench load: {loss}", file=sys.stderr)
+            self._say("end", exit_code=EXIT_NOT_DRIVEN, error=str(loss))
+        except LoadStopped:
+            code = self.events.exit_code(None)
+            self._say("end", exit_code=code, error="stopped before the load began")
+        finally:
+            self._dismiss(code)
+        return code
 
-    def look_at_clocks(self) -> None:
-        """One more reading of every worker's clock that still answers; one that does not counts as lost."""
-        for k, link in enumerate(self.links):
-            exchanges = ignoring_loss(lambda link=link: _exchange(link))
-            if exchanges:
-                self.clocks[k] = self.clocks[k].with_reading(reading(exchanges))
+    def _announce(self) -> None:
+        setup = self.setup
+        self._say("waiting", workers=setup.workers, host=setup.host, port=self.port)
+        if setup.host not in _LOOPBACK:
+            print(
+                f"kvbench load: whoever reaches {setup.host}:{self.port} sees the prompts in clear text; use a network "
+                f"of your own, and set {TOKEN_VARIABLE} to the same value on every machine, so that no stranger can "
+                "take part.",
+                file=sys.stderr,
+            )
 
-    def calibrate(self, streams: int) -> list[Any]:
-        """Every worker measures how well its own client measures; what it found. WorkerLost; LoadStopped."""
+    def _drive(self) -> int:
+        self._gather()
+        if self.spec.calibrate_workers and not self.setup.local:
+            self._calibrate()
+        self._ask(messages.SHARD, self._shard_of)
+        self._start()
+        used_s = time.process_time()
+        started = time.time() + (self._zero - time.perf_counter())
+        gevent.sleep(max(0.0, self._zero - time.perf_counter()))
+        self._say("begin")
+        problem = self._watch()
+        wall_s = time.perf_counter() - self._zero
+        self._cpu_s = time.process_time() - used_s
+        step_s = time.time() - started - wall_s
+        self._say("measured")
+        if problem is not None or self.events.stopped:
+            self._send(messages.STOP, lambda _: {"in_haste": self.events.stopped})
+        self._find_lost(IDLE_LOST_S)
+        self._read_clocks(needed=False)
+        results = self._collect()
+        self._problem = problem = problem or self._first_loss()
+        if problem is not None:
+            print(f"kvbench load: {problem}", file=sys.stderr)
+        code = self.events.exit_code(problem)
+        outcome = self._outcome(results, Clocked(started, sum(r.clocked.cpu_s for r in results), wall_s, step_s))
+        load = write_outcome(self.spec, self.requests, outcome, ended_well=code == 0)
+        self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
+        return code
 
-        tls = self.spec.base_url.startswith("https:")
+    # What workers say:
 
-        def ask(link: Link, _: int) -> Any:
-            told = proof("master " + link.node)
-            reply = link.call("calibrate", CALIBRATION_S, streams=streams, tls=tls, proof_of_master=told)
-            return json.loads(reply["found"])
+    def _on_join(self, msg: Message, **_: Any) -> None:
+        data, node = msg.data if isinstance(msg.data, dict) else {}, msg.node_id
+        why = None
+        if not proven(node, data.get("proof")):
+            why = f"it has another {TOKEN_VARIABLE} than the master"
+        elif data.get("version") != __version__:
+            why = f"it is kvbench {data.get('version')}, the master is {__version__}"
+        elif len(self.members) == len(self._shards):
+            why = "the load has all its workers"
+        if why is None:
+            host, pid = str(data["host"]), int(data["pid"])
+            self.runner.members[node] = Member(node, f"a worker (pid {pid} on {host})", host, pid, data.get("boot"))
+        elif len(self._refused) < _REFUSALS:
+            self._refused.append(f"{ascii(str(data.get('host'))[:_HOST_CHARS])[1:-1]}: {why}")
+        answer = {"proof": proof(f"master {node}")} if why is None else {"error": why}
+        self.runner.send_message(messages.JOIN, answer, client_id=node)
 
-        return self.members.with_each(ask, self._stopped, LEFT_S)
+    def _on_progress(self, msg: Message, **_: Any) -> None:
+        member = self.runner.members[msg.node_id]
+        member.done, member.failed = int(msg.data["done"]), int(msg.data["failed"])
 
-    def prepare(self) -> None:
-        """Deals out the shards and lets Locust spawn the users; returns when all stand at the line.
+    def _on_ended(self, msg: Message, **_: Any) -> None:
+        self._on_progress(msg)
+        self.runner.members[msg.node_id].ended = msg.data
+        self._news.set()
 
-        WorkerLost; LoadStopped.
+    def _on_answer(self, msg: Message, **_: Any) -> None:
+        self.runner.members[msg.node_id].answers[msg.type] = {**msg.data, "received": time.perf_counter()}
+        self._news.set()
+
+    # What they are told:
+
+    def _send(self, name: str, data: Callable[[Member], dict[str, Any]], to: Sequence[Member] | None = None) -> None:
+        for member in self.members if to is None else to:
+            if member.lost is None:
+                member.answers.pop(name, None)
+                self.runner.send_message(name, data(member), client_id=member.node)
+
+    def _ask(
+        self,
+        name: str,
+        data: Callable[[Member], dict[str, Any]] = lambda member: {},
+        *,
+        of: Sequence[Member] | None = None,
+        limit_s: float = _ANSWER_S,
+        silent_s: float = _ANSWER_S,
+        needed: bool = True,
+    ) -> None:
+        """Sends a message to workers (all) and waits for their ``answers``; who does not answer in time is lost.
+
+        ``silent_s``: without heartbeats meanwhile. ``needed``: raises WorkerLost for the first that is lost or answers
+        with an error, LoadStopped when the load is stopped.
         """
-        members = self.members
-        members.with_each(self._hand_over, self._stopped)
-        due = time.monotonic() + START_LIMIT_S
-        while members.ready < len(self.links):  # one whose heartbeat was late comes back
-            if self._stopped():
+        asked = [m for m in (self.members if of is None else of) if m.lost is None]
+        self._send(name, data, asked)
+        due = time.monotonic() + limit_s
+        while waiting := [m for m in asked if m.lost is None and name not in m.answers]:
+            self._news.clear()
+            self._news.wait(_LOOK_S)
+            if needed and self.events.stopped:
                 raise LoadStopped
+            self._find_lost(silent_s)
             if time.monotonic() > due:
-                raise WorkerLost(f"not all workers were ready in {START_LIMIT_S:g} s")
+                for member in waiting:
+                    member.lose(f"it did not answer ({name.removeprefix('kvbench_')}) within {limit_s:g} s")
+            if needed and self._first_loss():
+                break
+        for member in asked:
+            if error := member.answers.get(name, {}).get("error"):
+                member.lost = member.lost or f"{member.name}: {error}"
+        if needed and (loss := self._first_loss()):
+            raise WorkerLost(loss)
+
+    def _gather(self) -> None:
+        """Until all workers have come, and their clocks are known; who goes again leaves a free place."""
+        due, wanted = time.monotonic() + self.setup.arrive_s, len(self._shards)
+        while len(self.members) < wanted:
+            if self.events.stopped:
+                raise LoadStopped
+            for number, child in enumerate(self._children, 1):
+                if child.poll() is not None:
+                    raise WorkerLost(f"worker process {number} ended with exit code {child.returncode} before the load")
+            for member in self.members:
+                if self._silent(member, IDLE_LOST_S):
+                    del self.runner.members[member.node]
+            if time.monotonic() > due:
+                refused = f" (turned away: {'; '.join(self._refused)})" if self._refused else ""
+                raise WorkerLost(
+                    f"{len(self.members)} of {wanted} workers came within {self.setup.arrive_s:g} s{refused}"
+                )
             gevent.sleep(0.02)
-        shares = {link.node: user_count(shard.spec) for link, shard in zip(self.links, self.shards, strict=True)}
-        self.env.dispatcher_class = fixed_shares(shares.__getitem__)
-        members.runner.start(sum(shares.values()), spawn_rate=1)
-        members.with_each(lambda link, _: link.call("line_up"), self._stopped)
+        for number, (member, shard) in enumerate(zip(self.members, self._shards, strict=True), 1):
+            member.name = f"worker {number} of {wanted} (pid {member.pid} on {member.host})"
+            member.shard = shard
+        self._read_clocks()
 
-    def _hand_over(self, link: Link, place: int) -> None:
-        told, shard = proof("master " + link.node), self.shards[place]
-        link.call("spec", spec=shard.spec.model_dump_json(), proof_of_master=told)
-        rows = "\n".join(json.dumps(r.to_row(), separators=(",", ":")) for r in shard.requests)
-        link.push("rows", rows.encode())
-        link.call("prepare")
+    def _read_clocks(self, needed: bool = True) -> None:
+        """One reading of every worker's clock, one after the other."""
+        for member in self.members:
+            exchanges = []
+            while member.lost is None and len(exchanges) < _EXCHANGES:
+                sent = time.perf_counter()
+                self._ask(messages.CLOCK, of=[member], limit_s=_QUICK_S, needed=needed)
+                if member.lost is None:
+                    answer = member.answers[messages.CLOCK]
+                    exchanges.append(Exchange(sent, answer["t2"], answer["t3"], answer["received"]))
+            if member.lost is None:
+                self._add_reading(member, reading(exchanges))
 
-    def start(self) -> float:
-        """Names the moment at which all begin, and makes sure that all know it; on our clock [s]. WorkerLost."""
-        slowest = max(r.error for clock in self.clocks for r in clock.readings)
-        zero = time.perf_counter() + _LEAD_S + 4 * slowest
-        moments = [clock.from_master(zero) for clock in self.clocks]
-        answers = self.members.with_each(lambda link, k: link.call("start", _EXCHANGE_LIMIT_S, zero=moments[k]))
-        for link, answer in zip(self.links, answers, strict=True):
-            if answer["left_s"] <= 0:
-                raise WorkerLost(f"{link.name} was told the start {-answer['left_s']:.3f} s too late")
-        return zero
+    def _add_reading(self, member: Member, new: Reading) -> None:
+        known = member.clock
+        member.clock = clock_map(new, member.boot, boot_id()) if known is None else known.with_reading(new)
 
-    def first_problem(self) -> str | None:
+    def _calibrate(self) -> None:
+        """Every worker measures how well its own client measures: this machine's calibration says nothing of it."""
+        self._say("calibrating")
+        streams = self.spec.concurrency or self.spec.max_concurrency or UNKNOWN_STREAMS
+        wanted = {"streams": -(-streams // len(self._shards)), "tls": self.spec.base_url.startswith("https:")}
+        self._ask(messages.CALIBRATE, lambda member: wanted, limit_s=_CALIBRATE_S, silent_s=IDLE_LOST_S)
+        for member in self.members:
+            member.calibration = json.loads(member.answers[messages.CALIBRATE]["found"])
+
+    def _shard_of(self, member: Member) -> dict[str, Any]:
+        rows = [json.dumps(r.to_row(), separators=(",", ":")) for r in in_slices(member.shard.requests)]
+        return {"spec": member.shard.spec.model_dump_json(), "rows": "\n".join(rows).encode()}
+
+    def _start(self) -> None:
+        """Names the moment at which all begin, and makes sure that all know it in time."""
+        slowest = max(r.error for member in self.members for r in member.clock.readings)
+        self._zero = zero = time.perf_counter() + _LEAD_S + 4 * slowest
+        self._ask(messages.START, lambda member: {"zero": member.clock.from_master(zero)}, limit_s=_QUICK_S)
+        for member in self.members:
+            left_s = member.answers[messages.START]["left_s"]
+            if left_s <= 0:
+                raise WorkerLost(f"{member.name} was told the start {-left_s:.3f} s too late")
+
+    def _watch(self) -> str | None:
+        """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""
+        checked = time.monotonic()
+        while not all(member.ended for member in self.members):
+            self._news.clear()
+            self._news.wait(PROGRESS_S)
+            if self.events.stopped:
+                return None
+            self._find_lost(LOST_S)
+            if problem := self._first_loss() or self._first_problem():
+                return problem
+            if time.monotonic() - checked > _CHECK_CLOCKS_S and not all(m.clock.same_clock for m in self.members):
+                self._read_clocks(needed=False)
+                checked = time.monotonic()
+            self._say("progress")
+        return None if self.events.stopped else self._first_problem()
+
+    def _first_problem(self) -> str | None:
         """Why a worker that answers ended before its last request."""
-        for link in self.links:
-            if link.error:
-                return f"{link.name} could not go on measuring: {link.error}"
-            if link.gone:
-                return f"the server stopped answering: {link.gone}"
-            if link.signal:
-                return f"{link.name} was stopped by {signal.Signals(link.signal).name}"
+        for member in self.members:
+            end = member.ended or {}
+            if end.get("error"):
+                return f"{member.name} could not go on measuring: {end['error']}"
+            if end.get("gone"):
+                return f"the server stopped answering: {end['gone']}"
+            if end.get("signal"):
+                return f"{member.name} was stopped by {signal.Signals(end['signal']).name}"
         return None
 
-    def stop(self, in_haste: bool) -> None:
-        """Every worker that still answers ends its users; ``in_haste``: and soon what it has to read."""
-        self.members.with_each(lambda link, _: ignoring_loss(lambda: link.call("stop", _STOP_S, in_haste=in_haste)))
+    def _silent(self, member: Member, limit_s: float) -> bool:
+        node = self.runner.clients.get(member.node)
+        return node is None or node.heartbeat < HEARTBEAT_LIVENESS - limit_s  # Locust counts down once a second
 
-    def collect(self) -> list[WorkerResult]:
-        """What every worker that still answers has measured."""
+    def _find_lost(self, silent_s: float) -> None:
+        """A worker is lost when its process has ended (local), or its heartbeats have for ``silent_s``."""
+        ended = {child.pid: child.returncode for child in self._children if child.poll() is not None}
+        for member in self.members:
+            if member.pid in ended:
+                code = ended[member.pid]
+                member.lose(f"its process ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
+            elif member.node not in self.runner.clients:
+                member.lose("it went away")
+            elif self._silent(member, silent_s):
+                member.lose("its heartbeats stopped")
+
+    def _first_loss(self) -> str | None:
+        return next((member.lost for member in self.members if member.lost is not None), None)
+
+    def _collect(self) -> list[WorkerResult]:
+        """What every worker that still answers has measured, on the master's clock."""
+        self._ask(messages.SAMPLES, limit_s=math.inf, needed=False)  # a worker parses what is left first
         by_index = {r.index: r for r in self.requests}
-        found = self.members.with_each(lambda link, k: fetch(link, self.shards[k], self.clocks[k], by_index))
-        return [result for result in found if result is not None]
+        results = []
+        for member in self.members:
+            if member.lost is not None:
+                continue
+            told, shard = member.answers[messages.SAMPLES], member.shard
+            try:
+                samples = samples_from_bytes(told["samples"], told["zero"], member.clock, by_index, shard.first_user)
+                lags, clocked = np.frombuffer(told["lags"], dtype=np.float64), Clocked(**told["clocked"])
+            except (ValueError, KeyError, TypeError) as error:
+                member.lose(f"its samples cannot be read ({error!r})")
+                continue
+            results.append(
+                WorkerResult(
+                    member.name,
+                    member.host,
+                    member.pid,
+                    len(shard.requests),
+                    samples,
+                    lags,
+                    clocked,
+                    member.clock,
+                    told["mismatches"],
+                    member.boot,
+                    told["machine"],
+                )
+            )
+        return results
 
+    def _outcome(self, results: list[WorkerResult], clocked: Clocked) -> Outcome:
+        client, reasons = merged_client(results, self.spec.mode, clocked.wall_s)
+        if not self.setup.local:
+            reasons += self._judge_workers(results, client, clocked.wall_s)
+        if self._problem:
+            reasons.append(f"{self._problem.rstrip('.')}.")
+        samples, total = [s for r in results for s in r.samples], self.env.stats.total
+        totals = (total.num_requests, total.num_failures)
+        return Outcome(samples, self._zero, most_in_flight(samples), clocked, client, reasons, totals)
 
-def _exchange(link: Link, count: int = _EXCHANGES) -> list[Exchange]:
-    exchanges = []
-    for _ in range(count):
-        sent = time.perf_counter()
-        answer = link.call("clock", _EXCHANGE_LIMIT_S)
-        exchanges.append(Exchange(sent, answer["t2"], answer["t3"], answer["received"]))
-    return exchanges
+    def _judge_workers(self, results: list[WorkerResult], client: dict[str, Any], wall_s: float) -> list[str]:
+        """Of the workers' machines, and how well each measures there: adds both to ``client``; what speaks against."""
+        reasons, own = [], client["processes"]
+        if self.spec.calibrate_workers:
+            by_name = {member.name: member.calibration for member in self.members}
+            reasons += calibration_reasons([by_name[result.name] for result in results], results, wall_s)
+            for process in own:
+                process["calibration"] = by_name[process["name"]]
+        seen = [result for result in results if result.machine is not None]  # not of one that was stopped early
+        if seen:
+            here = boot_id()
+            reports = machine_reports(seen, here, self._cpu_s / wall_s if wall_s > 0 else 0.0)
+            reasons += [f"{name}: {x}" for name, report in reports.items() for x in contention_reasons(report)]
+            for process in own:
+                process["machine"] = reports.get(process["name"])
+            with_leader = here is not None and here in [result.boot for result in seen]
+            client["machine"] = worst_machine(reports) | {"with_leader": with_leader}
+        return reasons
 
+    def _dismiss(self, code: int) -> None:
+        """Sends all home with the load's exit code; local ones that do not go are killed. At most about 10 s."""
+        why = ""
+        if code != EXIT_OK and not self.setup.local:  # the local ones' stderr is ours
+            failed = f"the load failed: {self._problem or 'the master could not go on'}"
+            why = "the load was stopped at the master" if self.events.stopped else failed
+        self._send(messages.END, lambda member: {"code": code, "why": why})
+        gevent.sleep(0.1)
+        with gevent.Timeout(_DISMISS_S, False):
+            self.runner.quit()
+        due = time.monotonic() + _DISMISS_S
+        lost = {member.pid for member in self.members if member.lost is not None}
+        for child in self._children:
+            while child.pid not in lost and child.poll() is None and time.monotonic() < due:
+                gevent.sleep(0.02)
+            if child.poll() is None:
+                child.kill()
+                child.wait()
 
-def fetch(link: Link, shard: Shard, clock: ClockMap, by_index: Mapping[int, RequestSpec]) -> WorkerResult | None:
-    """What a worker measured, on the master's clock; None when it did not hand it back: then it counts as lost."""
-    try:
-        told = link.call("finish")
-        while left := told.get("left"):  # answers that it has not parsed yet
-            told = link.call("finish")
-            if told.get("left", 0) >= left:
-                raise WorkerLost(f"{link.name} left {left} answers unread")
-        data = {name: link.pull(name, size) for name, size in told["sizes"].items()}
-        link.machine = told["machine"]
-        samples = samples_from_bytes(data["samples"], told["zero"], clock, by_index, shard.first_user)
-    except (WorkerLost, ValueError, KeyError) as error:
-        link.lose(f"its samples did not come back ({error})")
-        return None
-    lags = np.frombuffer(data["lags"], dtype=np.float64)
-    clocked = Clocked(**json.loads(data["clocked"])) if "clocked" in data else Clocked()
-    return WorkerResult(
-        link.name, link.host, link.pid, len(shard.requests), samples, lags, clocked, clock, told["mismatches"]
-    )
+    def _say(self, event: str, **more: Any) -> None:
+        elapsed = 0.0 if self._zero is None else max(0.0, time.perf_counter() - self._zero)
+        done, failed = sum(m.done for m in self.members), sum(m.failed for m in self.members)
+        self.events.say(event, done, failed, elapsed, **more)

@@ -10,11 +10,11 @@ import gevent
 import msgpack
 import numpy as np
 
+from kvbench.common.foreign_cpu import contention_reasons
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, clock_reasons
-from kvbench.load.outcome import Clocked, own_costs
-from kvbench.load.samples import SCHEMA, Sample
-from kvbench.load.validity import client_report, invalid_reasons
+from kvbench.load.samples import SCHEMA, Clocked, Sample, own_costs
+from kvbench.load.validity import RATE_MARGIN, busiest_second, client_report, invalid_reasons
 from kvbench.requests.request import RequestSpec
 
 _ROWS_BETWEEN_PAUSES = 200
@@ -24,8 +24,9 @@ _ROWS_BETWEEN_PAUSES = 200
 class WorkerResult:
     """What one worker handed back. ``samples`` are on the master's clock; ``lags`` [s] float64 [ticks].
 
-    ``mismatches``: prompts of which the server counted other tokens than were sent; only the sender knows, as the
-    prompt of a later turn has the server's own answers in it.
+    ``boot``: the boot id of its machine (None: not known); ``machine``: how that was meanwhile (``machine_report``),
+    None where it did not tell. ``mismatches``: prompts of which the server counted other tokens than were sent; only
+    the sender knows, as the prompt of a later turn has the server's own answers in it.
     """
 
     name: str
@@ -37,6 +38,8 @@ class WorkerResult:
     clocked: Clocked
     clock: ClockMap
     mismatches: int = 0
+    boot: str | None = None
+    machine: dict[str, Any] | None = None
 
 
 def samples_to_bytes(samples: Sequence[Sample], zero: float) -> bytes:
@@ -164,3 +167,54 @@ def _process(result: WorkerResult, figures: Mapping[str, Any]) -> dict[str, Any]
             "readings": len(clock.readings),
         },
     }
+
+
+def calibration_reasons(
+    calibrations: Sequence[Mapping[str, Any]], results: Sequence[WorkerResult], wall_s: float
+) -> list[str]:
+    """Why single workers may not be believed: over the limits of a load, or busier than they were calibrated for.
+
+    ``calibrations[i]``: of the worker of ``results[i]``, as JSON.
+    """
+    reasons = []
+    for each, result in zip(calibrations, results, strict=True):
+        reasons += [f"{result.name}: {reason}" for reason in each["reasons"]]
+        streams, most_streams = most_in_flight(result.samples), each["settings"]["streams"]
+        chunks = sum(len(s.completion.chunk_times) for s in result.samples)
+        rate = max(chunks / wall_s if wall_s > 0 else 0.0, busiest_second(result.samples))
+        calibrated_rate = most_streams * 1000 / each["settings"]["itl_ms"]
+        if streams > most_streams or rate > RATE_MARGIN * calibrated_rate:
+            reasons.append(
+                f"{result.name} had up to {streams} streams at once and {rate:.0f} chunks a second, and was calibrated "
+                f"at {most_streams} and {calibrated_rate:.0f}; use more workers, or set max_concurrency."
+            )
+    return reasons
+
+
+def machine_reports(
+    results: Sequence[WorkerResult], leader: str | None, leader_cores: float
+) -> dict[str, dict[str, Any]]:
+    """Each worker's machine report, by the worker's name, without what the load's other processes used there.
+
+    ``leader``: the boot id of the master's machine, on which the master used ``leader_cores``.
+    """
+    reports = {}
+    for result in results:
+        report = reports[result.name] = dict(result.machine)
+        if report["foreign_cpu_cores"] is not None and result.boot is not None:
+            beside = [r.machine for r in results if r is not result and r.boot == result.boot]
+            ours = sum(each["client_cpu_cores"] or 0.0 for each in beside)
+            ours += leader_cores if result.boot == leader else 0.0
+            report["foreign_cpu_cores"] = max(0.0, report["foreign_cpu_cores"] - ours)
+    return reports
+
+
+def worst_machine(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The report of the machine that was disturbed most, with the worker's name (``of``)."""
+
+    def disturbed(name: str) -> tuple[int, float, float]:
+        report = reports[name]
+        return len(contention_reasons(report)), report["foreign_cpu_cores"] or 0.0, report["steal_share"] or 0.0
+
+    worst = max(reports, key=disturbed)
+    return {**reports[worst], "of": worst}

@@ -14,8 +14,6 @@ from typing import Any
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList, RequestSpec, conversations
 
-TOKEN_VARIABLE = "KVBENCH_LOAD_TOKEN"
-
 
 @dataclass(frozen=True)
 class Shard:

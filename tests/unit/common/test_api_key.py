@@ -143,7 +143,7 @@ def filled(length: int) -> bytes:
 def test_no_part_of_the_key_stays_of_whatever_a_server_says(monkeypatch, wire: bytes, piece: int) -> None:
     """8 characters in a row would be one: where a message is cut, where bytes came in pieces, in a stored text."""
     from kvbench.load.completion import judge
-    from kvbench.load.dialect import OPENAI
+    from kvbench.load.http import OPENAI
 
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     pieces = [wire[at : at + piece] for at in range(0, len(wire), piece)]
@@ -158,7 +158,7 @@ def test_no_part_of_the_key_stays_of_whatever_a_server_says(monkeypatch, wire: b
 def test_a_key_that_is_a_word_of_the_api_changes_no_verdict(monkeypatch, key: str) -> None:
     """What is judged is what came; only what is kept of it is without the key."""
     from kvbench.load.completion import judge
-    from kvbench.load.dialect import OPENAI
+    from kvbench.load.http import OPENAI
 
     monkeypatch.setenv("KEY_OF_TEST", key)
     wire = HEAD + event("the text of length 1234") + DONE

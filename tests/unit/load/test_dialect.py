@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kvbench.common.schema import explain
 from kvbench.load.completion import judge
-from kvbench.load.dialect import OPENAI, Dialect
+from kvbench.load.http import OPENAI, Dialect
 from kvbench.targets.presets import PRESETS
 
 TRANSFORMERS = PRESETS["transformers"].dialect

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvbench.common.foreign_cpu import Server, as_judged, contention_reasons
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, Reading, clock_map
-from kvbench.load.multi.merge import WorkerResult, merged_client, most_in_flight, samples_from_bytes, samples_to_bytes
-from kvbench.load.outcome import Clocked
-from kvbench.load.samples import Sample
+from kvbench.load.multi.merge import (
+    WorkerResult,
+    calibration_reasons,
+    machine_reports,
+    merged_client,
+    most_in_flight,
+    samples_from_bytes,
+    samples_to_bytes,
+    worst_machine,
+)
+from kvbench.load.samples import Clocked, Sample
 from kvbench.requests.request import RequestSpec
 
 SAME = ClockMap((Reading(0.0, 0.0, 1e-4),), True)
@@ -144,3 +154,65 @@ def test_nothing_came_back() -> None:
     client, reasons = merged_client([], "closed", 10.0)
     assert client["cpu_fraction"] is None
     assert reasons == []
+
+
+CALIBRATED = {"reasons": [], "settings": {"streams": 4, "itl_ms": 20.0}}  # 200 chunks a second
+
+
+def test_each_worker_is_held_to_its_calibration() -> None:
+    results = [result(f"worker {k}", [sample(k, 0.0, 5.0)]) for k in range(3)]
+    assert calibration_reasons([CALIBRATED] * 3, results, 10.0) == []
+    failed = CALIBRATED | {"reasons": ["too late."]}
+    assert calibration_reasons([CALIBRATED, failed, CALIBRATED], results, 10.0) == ["worker 1: too late."]
+
+
+def test_a_worker_that_had_more_to_do_than_it_was_calibrated_for_is_told() -> None:
+    many = [sample(k, 0.0, 5.0) for k in range(5)]
+    (said,) = calibration_reasons([CALIBRATED], [result("worker 1", many)], 10.0)
+    assert said.startswith("worker 1 had up to 5 streams at once and ") and "was calibrated at 4 and 200" in said
+    fast = [sample(0, 0.0, 0.5, itl=0.0016), sample(1, 3.0, 3.5, itl=0.1)]  # 32 a second of the whole
+    (said,) = calibration_reasons([CALIBRATED], [result("worker 1", fast)], 10.0)
+    assert "1 streams at once and 31" in said and "chunks a second" in said
+
+
+def report(foreign: float | None, client: float = 0.2, steal: float | None = 0.0, **more: Any) -> dict[str, Any]:
+    """As ``foreign_cpu.machine_report``."""
+    known = {"foreign_cpu_cores": foreign, "steal_share": steal, "client_cpu_cores": client, "seconds": 10.0}
+    return {"load_average": 0.5, "cores": 8, "server_cpu_cores": None} | known | more
+
+
+def on(boot: str | None, number: int, machine: dict[str, Any]) -> WorkerResult:
+    return dataclasses.replace(result(f"worker {number}", []), boot=boot, machine=machine)
+
+
+def test_what_the_load_itself_uses_on_a_machine_is_not_foreign_to_it() -> None:
+    """Two workers and the master on one machine, a worker on another, and one of which nothing is known."""
+    workers = [
+        on("a", 1, report(0.90, client=0.5)), on("a", 2, report(0.65, client=0.25)), on("b", 3, report(0.30)),
+        on(None, 4, report(0.30)), on("c", 5, report(None)),
+    ]  # fmt: skip
+    told = [each["foreign_cpu_cores"] for each in machine_reports(workers, "a", 0.05).values()]
+    assert told[:4] == pytest.approx([0.90 - 0.25 - 0.05, 0.65 - 0.5 - 0.05, 0.30, 0.30]) and told[4] is None
+    assert machine_reports(workers[:2], None, 0.05)["worker 1"]["foreign_cpu_cores"] == pytest.approx(0.65)
+    beside = on("a", 2, report(0.1, client=2.0))
+    assert machine_reports([workers[0], beside], None, 0.0)["worker 1"]["foreign_cpu_cores"] == 0.0
+
+
+def test_the_worst_machine_is_told() -> None:
+    calm = {"worker 1": report(0.02), "worker 2": report(0.06), "worker 3": report(None, steal=None)}
+    assert worst_machine(calm)["of"] == "worker 2"
+    seen = {"worker 1": report(0.02), "worker 2": report(0.05), "worker 3": report(0.03, steal=0.2)}
+    assert worst_machine(seen) == seen["worker 3"] | {"of": "worker 3"}
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_machine_that_only_leads_is_not_judged_unless_the_server_runs_on_it(local: bool) -> None:
+    busy, quiet = report(3.0, client=0.01, server_cpu_cores=1.5), report(0.02, of="worker 1", with_leader=False)
+    server = Server(7 if local else None, local)
+    told, reasons = as_judged(busy, quiet, server)
+    assert (told["foreign_cpu_cores"], told["of"], told["client_cpu_cores"]) == (0.02, "worker 1", 0.2)
+    assert told["server_cpu_cores"] == 1.5
+    assert reasons == (contention_reasons(busy) if local else [])
+    # Where a worker shares it, that worker has judged it, and knows which processes are the load's.
+    assert as_judged(busy, quiet | {"with_leader": True}, server)[1] == []
+    assert as_judged(busy, None, server) == (busy, contention_reasons(busy))

@@ -8,9 +8,7 @@ from bisect import bisect_right
 import pytest
 
 from kvbench.load.completion import Completion, judge
-from kvbench.load.dialect import Dialect
-from kvbench.load.http import ResponseReader, read_response
-from kvbench.load.sse import MalformedStream, events
+from kvbench.load.http import Dialect, MalformedStream, ResponseReader, events, read_response
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -16,8 +16,6 @@ CASES = [
     "an_answer_whose_user_is_stopped_while_it_is_read_is_kept",
     "what_has_come_back_is_parsed_to_the_end_however_much_it_is",
     "after_a_stop_parsing_is_given_up_and_a_dead_parser_holds_nobody",
-    "the_master_waits_while_a_worker_parses_and_no_longer",
-    "a_worker_that_stood_still_does_not_blame_the_master",
 ]
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvbench.calibration.cache import ClientLoad
 from kvbench.cli.load import load
 from kvbench.common.errors import UsageError
-from kvbench.load.run_arguments import parse
+from kvbench.load.spec import parse
 from kvbench.loadtest.shared import be_worker, require_free, sharing
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.load.body import authorization
-from kvbench.load.tls import tls_context
+from kvbench.load.http import authorization, tls_context
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, LoadRunner
 from tests.support.raw_server import certificate, raw_server, read_request

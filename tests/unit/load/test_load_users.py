@@ -76,7 +76,6 @@ def test_cap_queues_in_the_client_and_tells_how_long(loads: LoadRunner) -> None:
     assert (samples["queued_s"] <= samples["ts"] - samples["t0"] + 1e-9).all()
     assert samples["ts"].is_monotonic_increasing
     assert (samples["first"] - samples["t0"] > samples["queued_s"] + 0.029).all()
-    assert result.load["client"]["schedule_slip_p99_ms"] < 50  # a tenth of the queue; 0.2 on a machine of its own
     begin, end = result.load["target_start_s"], result.load["target_end_s"]
     assert end - begin > 3 * TAKES_S  # all at once under a cap: steady while all places were taken
     stamps = stamps_of(loads.url)

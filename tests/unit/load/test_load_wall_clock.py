@@ -32,12 +32,10 @@ socket.socket.recvmsg = receive
 """
 
 
-@pytest.mark.parametrize(("processes", "count"), [(1, 12), (2, 48)])
-def test_a_stepped_wall_clock_spoils_nothing_and_is_told(
-    loads: LoadRunner, tmp_path: Path, processes: int, count: int
-) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stepped_wall_clock_spoils_nothing_and_is_told(loads: LoadRunner, tmp_path: Path, processes: int) -> None:
     """Two hours: more than any time-out of ours or of Locust's, whose heartbeats are compared by the wall clock."""
-    site, flag, tag = tmp_path / "site", tmp_path / "flag", 7900 + processes
+    site, flag, tag, count = tmp_path / "site", tmp_path / "flag", 7900 + processes, 48
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)
     sent = [RequestSpec(i, "c", (tag, i), None, 20) for i in range(count)]
@@ -53,15 +51,15 @@ def test_a_stepped_wall_clock_spoils_nothing_and_is_told(
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if json.loads(line)["done"] >= 4:
+        if json.loads(line)["event"] == "progress":
             flag.touch()
-    result = Result(process.wait(timeout=30), "".join(lines), process.stderr.read(), spec.parent)
+    result = Result(process.wait(timeout=120), "".join(lines), process.stderr.read(), spec.parent)
     assert result.code == 0, result.stderr
     load, samples = result.load, result.samples
     assert not load["incomplete"] and samples["ok"].all()
     assert load["wall_clock_step_s"] == pytest.approx(STEP_S, abs=0.5)
     assert "was set by +7200" in load["notes"]["wall_clock"]
-    assert 0 < samples["end"].max() <= load["duration_s"] + 0.1 < 60
+    assert 0 < samples["end"].max() <= load["duration_s"] + 0.1 < STEP_S / 10
     stamps, zero = stamps_of(loads.url), load["zero_perf_counter"]
     for i in range(count):
         assert samples["ts"][i] <= stamps[(tag, i)]["received"] - zero <= samples["first"][i]

@@ -13,8 +13,8 @@ import pytest
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
 from kvbench.load import launch as loadrun
-from kvbench.load.body import http_request
 from kvbench.load.client import Address
+from kvbench.load.http import http_request
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import Target
@@ -97,14 +97,14 @@ def drive(tmp_path, **options):
 
 def test_a_client_that_does_not_end_is_stopped_with_a_sentence(tmp_path, monkeypatch):
     started = client(monkeypatch, "import os, time; os.close(1); time.sleep(60)")
-    monkeypatch.setattr(loadrun, "_LAST_BREATH_S", 0.2)
+    monkeypatch.setattr(loadrun, "_EXIT_LIMIT_S", 0.2)
     with pytest.raises(MeasurementError, match=r"closed its output but did not end within 0\.2 s"):
         drive(tmp_path)
     assert started[0].returncode is not None
 
 
 def test_the_phases_are_told_in_order_while_the_client_lives(tmp_path, monkeypatch):
-    lines = "".join(f'print(\'{{"event": "{e}"}}\', flush=True)\n' for e in ("begin", "progress", "measured", "end"))
+    lines = "".join(f'print(\'{{"event": "{e}"}}\', flush=True)\n' for e in ("begin", "measured", "end"))
     started = client(monkeypatch, lines + "import time; time.sleep(0.3)")
     seen = []
     drive(tmp_path, on_phase=lambda phase, pid: seen.append((phase, pid == started[0].pid, started[0].poll())))

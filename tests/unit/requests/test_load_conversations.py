@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.load.body import http_request
 from kvbench.load.client import Address
 from kvbench.load.completion import Completion
+from kvbench.load.http import http_request
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.build import build_requests
