@@ -29,7 +29,6 @@ from locust.stats import CSV_STATS_INTERVAL_SEC, RequestStats
 
 from kvbench.common.errors import MeasurementError
 from kvbench.load.client import StreamFailure
-from kvbench.load.loop_lag import LagProbe
 from kvbench.load.multi.messages import send_statistics
 from kvbench.load.multi.shards import make_shards
 from kvbench.load.process import (
@@ -37,7 +36,6 @@ from kvbench.load.process import (
     EXIT_NOT_DRIVEN,
     START_LIMIT_S,
     Measuring,
-    session_of,
     wait_ready,
     watch,
 )
@@ -184,7 +182,7 @@ def _on_start(environment: Environment, **_: Any) -> None:
             sys.exit(EXIT_BAD_INPUT)
         gevent.spawn(_leave, environment, str(error))
         return
-    NODE.session, NODE.measuring = session, Measuring(session, LagProbe())
+    NODE.session, NODE.measuring = session, Measuring(session)
     fire = environment.events.request.fire
     session.fire = lambda **event: (fire(**event), _add_rows(environment.stats, event["context"]["sample"]))
     measures = NODE.job.out_dir is not None and NODE.job.mode == "closed" and NODE.shard[1] == 1
@@ -201,7 +199,7 @@ def _session(environment: Environment, users: int) -> LoadSession:
     if processes > 1:
         part = make_shards(spec.model_copy(update={"concurrency": max(users, processes)}), requests, processes)[number]
         spec, requests = part.spec, part.requests
-    return session_of(spec, requests)
+    return LoadSession(spec, requests)
 
 
 def _add_rows(stats: RequestStats, sample: Sample) -> None:
@@ -313,5 +311,5 @@ def _on_stop(environment: Environment, **_: Any) -> None:
         return
     NODE.job.out_dir.mkdir(parents=True, exist_ok=True)
     totals = (environment.stats.total.num_requests, environment.stats.total.num_failures)
-    outcome = outcome_of(session, measuring.clocked, measuring.probe.lags, totals)
+    outcome = outcome_of(measuring, totals)
     write_outcome(NODE.job.spec, NODE.requests, outcome)

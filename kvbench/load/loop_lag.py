@@ -1,4 +1,4 @@
-"""Time in the client's event loop: how late it notices something (LagProbe), and exact waits (Alarms).
+"""Time in the client's event loop: how late it notices something (LagProbe), and exact waits (PreciseSleep).
 
 A timer of the kernel becomes readable every 10 ms, exactly on time, and is served by the same kind of read callback
 that stamps the streams; how late that callback runs is how late stamps are. Where there is no timerfd (not
@@ -64,7 +64,7 @@ class LagProbe:
             self.lags.append(max(0.0, time.perf_counter() - before - PERIOD_S))
 
 
-class Alarms:
+class PreciseSleep:
     """Wakes greenlets at due moments, 0.1 ms late; gevent's own sleeps are rounded up to milliseconds, 0.7 ms late."""
 
     def __init__(self) -> None:

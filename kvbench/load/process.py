@@ -16,13 +16,12 @@ import gevent
 from locust import User
 from locust.runners import STATE_STOPPED, Runner
 
-from kvbench.load.client import Address, StreamFailure, Timeouts
+from kvbench.load.client import StreamFailure
 from kvbench.load.loop_lag import LagProbe
 from kvbench.load.samples import Clocked
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
-from kvbench.requests.request import RequestList
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOT_DRIVEN = 0, 2, 4
 PROGRESS_S = 0.25
@@ -33,17 +32,6 @@ _SWITCH_S = 0.0002
 _LOOK_S = 0.005
 _NICENESS = -10
 _REALTIME = 1  # the lowest real-time priority: before every ordinary process, behind every other real-time one
-
-
-def session_of(spec: LoadSpec, requests: RequestList) -> LoadSession:
-    """The state that the load's users share. ValueError for a URL that cannot be spoken to."""
-    timeouts = Timeouts(
-        connect=spec.connect_timeout_s,
-        first_byte=spec.first_byte_timeout_s or spec.timeout_s,
-        idle=spec.idle_timeout_s or spec.timeout_s,
-        total=spec.timeout_s,
-    )
-    return LoadSession(spec, Address.from_url(spec.base_url), timeouts, requests)
 
 
 def user_class(spec: LoadSpec, session: LoadSession | None = None) -> type[User]:
@@ -126,14 +114,10 @@ def undisturbed(spec: LoadSpec) -> Iterator[str]:
 
 
 class Measuring:
-    """From ``begin`` to ``end``: the session runs, the probe ticks, CPU and clocks are read.
+    """From ``begin`` to ``end``, while the streams last: the session runs, the probe ticks, CPU and clocks are read."""
 
-    All of it is over the streaming: what is left to parse after the last stream disturbs no stamp, and would water
-    down every average.
-    """
-
-    def __init__(self, session: LoadSession, probe: LagProbe) -> None:
-        self.session, self.probe = session, probe
+    def __init__(self, session: LoadSession) -> None:
+        self.session, self.probe = session, LagProbe()
         self.clocked = Clocked()
         self._cpu = time.process_time()
 
@@ -160,34 +144,32 @@ class Measuring:
     def parse_rest(self, stopped: Callable[[], bool], tick: Callable[[], None]) -> None:
         """After the streams: until all that came back is judged. ``tick``: 4 times a second.
 
-        Once the load is ``stopped`` it may take ``STOP_LIMIT_S`` more; otherwise its bound is the number of answers.
+        Once the load is ``stopped`` it may take ``STOP_LIMIT_S`` more; otherwise it ends when nothing gets done.
         """
         session = self.session
-        asked: float | None = None
-        moved, told, done = time.monotonic(), time.monotonic(), session.done
-        try:
-            while session.unparsed:
-                gevent.sleep(_LOOK_S)
-                now = time.monotonic()
-                if session.done != done:
-                    moved, done = now, session.done
-                asked = now if asked is None and stopped() else asked
-                if now - moved > _STALL_MARGIN_S or (asked is not None and now - asked > STOP_LIMIT_S):
-                    return
-                if now - told >= PROGRESS_S:
-                    tick()
-                    told = now
-        finally:
-            self.clocked.parse_cpu_s = time.process_time() - self._cpu
+        moved = ticked = time.monotonic()
+        stopped_at, done = float("inf"), session.done
+        while session.unparsed:
+            gevent.sleep(_LOOK_S)
+            now = time.monotonic()
+            if session.done != done:
+                moved, done = now, session.done
+            if stopped():
+                stopped_at = min(stopped_at, now)
+            if now - moved > _STALL_MARGIN_S or now - stopped_at > STOP_LIMIT_S:
+                break
+            if now - ticked >= PROGRESS_S:
+                tick()
+                ticked = now
+        self.clocked.parse_cpu_s = time.process_time() - self._cpu
 
 
 class LoadEvents:
     """The events of a load, one JSON object a line on stdout, and the signal that stopped it."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+    def __init__(self, total: int, on_stop: Callable[[], None] = lambda: None) -> None:
+        self.total, self._on_stop = total, on_stop
         self.signal: int | None = None
-        self.on_stop: Callable[[], None] = lambda: None
 
     def listen(self) -> None:
         """From here on SIGINT and SIGTERM stop the load."""
@@ -201,7 +183,7 @@ class LoadEvents:
 
     def _stop(self, number: int) -> None:
         self.signal = int(number)
-        self.on_stop()
+        self._on_stop()
 
     def say(self, event: str, done: int, failed: int, elapsed_s: float, **more: Any) -> None:
         """One line; when nobody reads any more, whoever started the load is gone, and the load stops."""
@@ -229,9 +211,9 @@ def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], 
     while not session.ended.wait(PROGRESS_S):
         if stopped():
             return None
-        if session.presence.gone is not None:
+        if session.health.gone is not None:
             session.stopping = True
-            return session.presence.gone
+            return session.health.gone
         if session.returned != returned or session.waits:
             moved, returned = time.monotonic(), session.returned
         if time.monotonic() - moved > limit:  # cannot happen while the time-outs work
@@ -243,9 +225,6 @@ def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], 
 
 def allow_many_sockets() -> None:
     """Raises the soft limit of open files to the hard one: one stream is one socket."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):
-            return  # the limit stays; too many streams then fail with a sentence of their own
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # too many streams then fail with a sentence of their own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -18,7 +18,6 @@ from locust.env import Environment
 
 from kvbench.common.errors import storage_sentence
 from kvbench.load.client import StreamFailure
-from kvbench.load.loop_lag import LagProbe
 from kvbench.load.multi.shards import useful_workers
 from kvbench.load.process import (
     EXIT_BAD_INPUT,
@@ -29,7 +28,6 @@ from kvbench.load.process import (
     allow_many_sockets,
     check_server,
     end_users,
-    session_of,
     undisturbed,
     user_class,
     user_count,
@@ -76,7 +74,7 @@ def _not_stored(load: Any, error: OSError) -> int:
 
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
     if not options.master and useful_workers(spec, requests, spec.processes) == 1:
-        return Load(spec, requests, session_of(spec, requests))
+        return Load(spec, requests, LoadSession(spec, requests))
     from kvbench.load.multi.master import SharedLoad, WorkerSetup
 
     if not options.master:
@@ -89,21 +87,18 @@ class Load:
     """One load of this process alone: users, probe, progress, end."""
 
     def __init__(self, spec: LoadSpec, requests: RequestList, session: LoadSession) -> None:
-        self.spec = spec
-        self.requests = requests
-        self.session = session
-        self.events = LoadEvents(len(requests))
-        self.events.on_stop = self._on_stop
+        self.spec, self.requests, self.session = spec, requests, session
+        self.events = LoadEvents(len(requests), on_stop=self._on_stop)
 
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one."""
         self.events.listen()
         allow_many_sockets()
-        session, users, probe = self.session, user_count(self.spec), LagProbe()
+        session, users = self.session, user_count(self.spec)
         env = Environment(user_classes=[user_class(self.spec, session)])
         session.fire = env.events.request.fire
         runner = env.create_local_runner()
-        measuring = Measuring(session, probe)
+        measuring = Measuring(session)
         try:
             check_server(session)
             runner.start(users, spawn_rate=users)
@@ -129,7 +124,7 @@ class Load:
             print(f"kvbench load: the server stopped answering: {gone}", file=sys.stderr)
         code = self.events.exit_code(gone)
         totals = (env.stats.total.num_requests, env.stats.total.num_failures)
-        outcome = outcome_of(session, measuring.clocked, probe.lags, totals)
+        outcome = outcome_of(measuring, totals)
         load = write_outcome(self.spec, self.requests, outcome, ended_well=code == 0)
         self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
         return code

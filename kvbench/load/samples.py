@@ -20,7 +20,7 @@ from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestList, RequestSpec
 
 if TYPE_CHECKING:
-    from kvbench.load.session import LoadSession
+    from kvbench.load.process import Measuring
     from kvbench.load.spec import LoadSpec
 
 MAX_WALL_STEP_S = 0.05
@@ -203,16 +203,17 @@ class Outcome:
     locust_totals: tuple[int, int] = (0, 0)
 
 
-def outcome_of(
-    session: LoadSession, clocked: Clocked, lags: Sequence[float], locust_totals: tuple[int, int]
-) -> Outcome:
-    """The outcome of a load that this process drove alone. ``lags``: the probe's [s]."""
+def outcome_of(measuring: Measuring, locust_totals: tuple[int, int]) -> Outcome:
+    """The outcome of a load that this process drove alone."""
+    session, clocked = measuring.session, measuring.clocked
     samples = session.samples
-    client = client_report(samples, lags, clocked.cpu_s, clocked.wall_s, session.spec.mode, clocked.kernel_stamps)
+    client = client_report(
+        samples, measuring.probe.lags, clocked.cpu_s, clocked.wall_s, session.spec.mode, clocked.kernel_stamps
+    )
     client |= {"priority": clocked.priority, "reopened_connections": clocked.reopened}
     client |= {"unstamped_share": clocked.unstamped_reads / clocked.reads if clocked.reads else None}
     client |= own_costs(samples, client["chunks"], [clocked])
-    return Outcome(samples, session.zero, session.presence.most_open, clocked, client, [], locust_totals)
+    return Outcome(samples, session.zero, session.health.most_open, clocked, client, [], locust_totals)
 
 
 def own_costs(samples: Sequence[Sample], chunks: int, clocked: Sequence[Clocked]) -> dict[str, Any]:

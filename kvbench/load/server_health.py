@@ -15,7 +15,7 @@ _MIN_IN_A_ROW = 8
 _ANSWER_LIMIT_S = 5.0
 
 
-class Presence:
+class ServerHealth:
     """Follows how requests end. ``gone``: why going on is pointless, None while it is not.
 
     Suspicion falls on a server when max(8, twice the requests in flight) requests in a row found none or were timed

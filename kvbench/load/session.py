@@ -14,9 +14,9 @@ from gevent.queue import Queue
 from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
 from kvbench.load.completion import Completion, judge
 from kvbench.load.http import http_request, tls_context
-from kvbench.load.loop_lag import Alarms
+from kvbench.load.loop_lag import PreciseSleep
 from kvbench.load.samples import SESSION_BROKEN, Sample, with_history
-from kvbench.load.server_health import Presence
+from kvbench.load.server_health import ServerHealth
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec, conversations
 
@@ -63,10 +63,16 @@ class LoadSession:
     parsed. ``done``: requests whose outcome is known.
     """
 
-    def __init__(self, spec: LoadSpec, address: Address, timeouts: Timeouts, requests: list[RequestSpec]) -> None:
+    def __init__(self, spec: LoadSpec, requests: list[RequestSpec]) -> None:
+        """ValueError for a URL that cannot be spoken to."""
         self.spec = spec
-        self.address = address
-        self.timeouts = timeouts
+        self.address = address = Address.from_url(spec.base_url)
+        self.timeouts = Timeouts(
+            connect=spec.connect_timeout_s,
+            first_byte=spec.first_byte_timeout_s or spec.timeout_s,
+            idle=spec.idle_timeout_s or spec.timeout_s,
+            total=spec.timeout_s,
+        )
         started = conversations(requests)
         if spec.mode == "open":
             started.sort(key=lambda turns: turns[0].arrival_s or 0.0)
@@ -77,22 +83,15 @@ class LoadSession:
         self.fire: Callable[..., None] = lambda **_: None
         self.samples: list[Sample] = []
         self.zero = 0.0
-        self.go = Event()
-        self.ended = Event()
-        self.ready = 0
+        self.go, self.ended = Event(), Event()
+        self.ready = self.thinking = self.returned = self.done = self.failed = 0
+        self.reads = self.unstamped_reads = self.reopened = 0
         self.stopping = False
         self.start_failure: StreamFailure | None = None
-        self.thinking = 0
-        self.returned = 0
-        self.done = 0
-        self.failed = 0
-        self.reopened = 0
-        self.reads = 0
-        self.unstamped_reads = 0
-        self.presence = Presence(spec, self.new_client)
+        self.health = ServerHealth(spec, self.new_client)
         self._users = 0
         self._tls = tls_context(spec.tls_verify, spec.tls_ca_file) if address.tls else None
-        self._alarms = Alarms()
+        self._sleep = PreciseSleep()
         self._queue: Queue = Queue()
         self._parser = gevent.spawn(self._parse_all)
 
@@ -117,12 +116,12 @@ class LoadSession:
     @property
     def over(self) -> bool:
         """True when nothing more is to be sent: the load was stopped, or the server is gone."""
-        return self.stopping or self.presence.gone is not None
+        return self.stopping or self.health.gone is not None
 
     @property
     def waits(self) -> bool:
         """True when nothing is in flight because nothing is due, now but later."""
-        return not self.presence.open and bool(self.pending or self.thinking)
+        return not self.health.open and bool(self.pending or self.thinking)
 
     @property
     def unparsed(self) -> int:
@@ -135,7 +134,7 @@ class LoadSession:
             now = time.perf_counter()
             if now >= when:
                 return True
-            self._alarms.wait_until(min(when, now + _LOOK_S))
+            self._sleep.wait_until(min(when, now + _LOOK_S))
         return False
 
     def converse(
@@ -218,7 +217,7 @@ class LoadSession:
         queued_s: float = 0.0,
     ) -> Returned:
         """Sends one request and waits for its stream. ``t0``: intended start."""
-        self.presence.begin(client)
+        self.health.begin(client)
         interrupted: gevent.GreenletExit | None = None
         try:
             raw = client.exchange(body, _MOST_BYTES + _MOST_BYTES_PER_TOKEN * request.max_tokens)
@@ -228,7 +227,7 @@ class LoadSession:
             raw = client.last_raw
             raw.error_kind, raw.error, raw.end = "client_error", repr(error), time.perf_counter()
             client.close()
-        self.presence.end(client, raw)
+        self.health.end(client, raw)
         self.reopened += raw.reopened
         self.reads += len(raw.times)
         self.unstamped_reads += raw.unstamped
@@ -240,9 +239,9 @@ class LoadSession:
         return returned
 
     def close(self) -> None:
-        """Ends the parser and gives the alarms back; what is not parsed by now never is."""
+        """Ends the parser and gives the timer back; what is not parsed by now never is."""
         self._parser.kill()
-        self._alarms.close()
+        self._sleep.close()
 
     def _parse_all(self) -> None:
         while True:

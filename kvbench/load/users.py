@@ -20,7 +20,7 @@ from kvbench.requests.request import RequestSpec
 _OPEN_AT_START = 4
 
 
-class Places:
+class InFlightCap:
     """``limit`` requests at once (None: any number); who comes first gets the next free place."""
 
     def __init__(self, limit: int | None) -> None:
@@ -100,7 +100,7 @@ class OpenLoopUser(User):
         """Opens some connections and waits at the start line."""
         session = self.session
         self.streams = Group()
-        self.places = Places(session.spec.max_concurrency)
+        self.cap = InFlightCap(session.spec.max_concurrency)
         count = min(_OPEN_AT_START, len(session.pending), session.spec.max_concurrency or _OPEN_AT_START)
         self.idle = [session.new_client() for _ in range(count)]
         try:
@@ -128,7 +128,7 @@ class OpenLoopUser(User):
         self.session.converse(0, turns, self._send, due)
 
     def _send(self, request: RequestSpec, body: bytes, due: float | None) -> Returned | None:
-        queued_s, returned = self.places.take(), None
+        queued_s, returned = self.cap.take(), None
         try:
             if self.session.over:
                 return None
@@ -139,7 +139,7 @@ class OpenLoopUser(User):
             finally:
                 self.idle.append(client)
         finally:
-            self.places.give(time.perf_counter() if returned is None else returned.raw.end)
+            self.cap.give(time.perf_counter() if returned is None else returned.raw.end)
 
     def on_stop(self) -> None:
         """Ends what is still open and closes the connections."""

@@ -18,12 +18,12 @@ from gevent import monkey
 
 from kvbench.load import process
 from kvbench.load.client import RawStream
-from kvbench.load.loop_lag import PERIOD_S, LagProbe
-from kvbench.load.process import Measuring, session_of
+from kvbench.load.loop_lag import PERIOD_S
+from kvbench.load.process import Measuring
 from kvbench.load.samples import read_delays
 from kvbench.load.session import LoadSession, Returned
 from kvbench.load.spec import LoadSpec
-from kvbench.load.users import Places
+from kvbench.load.users import InFlightCap
 from kvbench.requests.request import RequestList, RequestSpec
 
 STUCK_S = 0.1
@@ -35,7 +35,7 @@ def session_for(requests: list[RequestSpec], mode: str = "open") -> LoadSession:
     spec = LoadSpec(
         base_url="http://127.0.0.1:9", model="m", mode=mode, requests_file="r", out_dir="o", timeout_s=9, **fields
     )
-    return session_of(spec, RequestList(requests))
+    return LoadSession(spec, RequestList(requests))
 
 
 def answer(tokens: int, at: float) -> RawStream:
@@ -53,24 +53,24 @@ def answer(tokens: int, at: float) -> RawStream:
 def case_only_the_wait_for_a_place_is_queue() -> None:
     """The caller comes late, the stream's end is seen late, and the loop stands still when the place is there: all that
     is the client's own slip."""
-    places = Places(1)
-    assert places.take() == 0.0
+    cap = InFlightCap(1)
+    assert cap.take() == 0.0
     due = time.perf_counter()
     stand_still(STUCK_S)  # the loop
-    waiting = gevent.spawn(lambda: (places.take(), time.perf_counter()))
+    waiting = gevent.spawn(lambda: (cap.take(), time.perf_counter()))
     gevent.sleep(0)
     asked = time.perf_counter()  # or shortly before
     gevent.sleep(0.02)
     ended = time.perf_counter()
     stand_still(STUCK_S)
-    places.give(ended)
+    cap.give(ended)
     stand_still(STUCK_S)
     queued_s, sent = waiting.get()
     assert 0 < ended - asked <= queued_s <= ended - due - STUCK_S + 0.005
     assert sent - due - queued_s >= 3 * STUCK_S
-    late = gevent.spawn(places.take)
+    late = gevent.spawn(cap.take)
     gevent.sleep(0)
-    places.give(ended)  # it was free before anyone came
+    cap.give(ended)  # it was free before anyone came
     assert late.get() == 0.0
 
 
@@ -142,8 +142,8 @@ def returned_all(session: LoadSession, count: int) -> None:
 def case_what_has_come_back_is_parsed_to_the_end_however_much_it_is() -> None:
     """2,000 answers; at one every 4 ms this would take 8 s."""
     session = session_for([RequestSpec(k, "a", (k,), None, 3, 0.0) for k in range(3000)])
-    probe, ticks = LagProbe(), []
-    measuring = Measuring(session, probe)
+    ticks, measuring = [], Measuring(session)
+    probe = measuring.probe
     measuring.begin()
     returned_all(session, 2000)
     measuring.end()
@@ -162,9 +162,9 @@ def case_after_a_stop_parsing_is_given_up_and_a_dead_parser_holds_nobody() -> No
     session._parser.kill()
     returned_all(session, 1)
     with gevent.Timeout(10):
-        Measuring(session, LagProbe()).parse_rest(lambda: True, lambda: None)
+        Measuring(session).parse_rest(lambda: True, lambda: None)
         process._STALL_MARGIN_S = 0.05
-        Measuring(session, LagProbe()).parse_rest(lambda: False, lambda: None)
+        Measuring(session).parse_rest(lambda: False, lambda: None)
     assert session.unparsed == 1
 
 

@@ -31,7 +31,6 @@ from kvbench.common.errors import EXIT_INTERRUPTED
 from kvbench.common.foreign_cpu import CpuReading, machine_report, read_cpu, server_at
 from kvbench.common.machine import boot_id
 from kvbench.load.client import StreamFailure
-from kvbench.load.loop_lag import LagProbe
 from kvbench.load.multi import messages
 from kvbench.load.multi.merge import in_slices, samples_to_bytes
 from kvbench.load.process import (
@@ -42,7 +41,6 @@ from kvbench.load.process import (
     allow_many_sockets,
     check_server,
     end_users,
-    session_of,
     undisturbed,
     user_class,
     user_count,
@@ -226,7 +224,7 @@ class Worker:
         self._spec = LoadSpec.model_validate_json(spec)
         self._server = server_at(self._spec.base_url)
         requests = [RequestSpec.from_row(json.loads(line)) for line in in_slices(rows.splitlines())]
-        self.session = session_of(self._spec, RequestList(requests))
+        self.session = LoadSession(self._spec, RequestList(requests))
         self.session.fire = self.env.events.request.fire
         users = user_class(self._spec, self.session)
         self.env.user_classes = [users]
@@ -261,7 +259,7 @@ class Worker:
         begun = _own_reading(self._server)
         early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
         gevent.sleep(max(0.0, zero - early - time.perf_counter()))
-        measuring = Measuring(self.session, LagProbe())
+        measuring = Measuring(self.session)
         measuring.clocked.priority = priority
         measuring.begin(zero)
         gone = watch(self.session, lambda: self._stopped, lambda: self._tell(messages.PROGRESS))

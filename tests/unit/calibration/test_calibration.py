@@ -252,7 +252,7 @@ def test_the_command_refuses_fewer_streams_than_processes(capsys) -> None:
 
 def test_a_mock_server_that_does_not_start_is_said(tmp_path, monkeypatch) -> None:
     mock = MockProcess(tmp_path, {"no-such-option": 1})
-    with pytest.raises(MeasurementError, match=r"not ready .*No such option"), mock:
+    with pytest.raises(MeasurementError, match="no-such-option"), mock:
         pass
     assert mock._process.poll() is not None
 
