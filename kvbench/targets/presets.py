@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.machine import usable_cores
-from kvbench.load.dialect import OPENAI, Dialect
+from kvbench.load.http import OPENAI, Dialect
 from kvbench.targets.preset import (
     COMMON,
     WHATEVER,
