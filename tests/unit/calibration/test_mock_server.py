@@ -128,7 +128,18 @@ def test_kvbench_load_measures_it(mock_url: str, tmp_path, capsys) -> None:
         "classes: [{name: a, share: 1.0, prompt_tokens: [4, 16], output_tokens: [20, 20]}]}}\n"
     )
     with pytest.raises(SystemExit) as ended:
-        main(["load", str(workload), "--url", mock_url, "--model", "mock?itl_ms=10", "--output-dir", str(tmp_path / "out")])
+        main(
+            [
+                "load",
+                str(workload),
+                "--url",
+                mock_url,
+                "--model",
+                "mock?itl_ms=10",
+                "--output-dir",
+                str(tmp_path / "out"),
+            ]
+        )
     said = capsys.readouterr().out
     kept = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert ended.value.code in (0, 4), said  # 4: other programs use this machine while the tests run
