@@ -103,7 +103,7 @@ def compare(**options: Any) -> int:
       5    nothing was compared
       130  interrupted; go on with --resume
     """
-    from kvbench.gate.compare.command import compare_command
+    from kvbench.gate.compare.run import compare_command
 
     return compare_command(**options)
 
@@ -129,6 +129,6 @@ def calibrate(**options: Any) -> int:
     Exit codes: 0 stored, 2 usage or bad input, 4 a pair could not be measured, 130 interrupted (go on with --resume).
     Files written: STORE/<runner class>.json, and the pairs as `compare` does.
     """
-    from kvbench.gate.compare.command import calibrate_pairs_command
+    from kvbench.gate.compare.run import calibrate_pairs_command
 
     return calibrate_pairs_command(**options)

@@ -37,9 +37,10 @@ _MOST_NAMED = 5  # cells in one sentence
 
 
 def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdict:
-    """The verdict of the policy's limits on a sweep's folder. Raises UsageError where that is none.
+    """The verdict of the policy's limits on a sweep's folder; without a limit or a cell it is ``empty``.
 
-    ``force``: take a KLD although it was measured with other code, versions or weights than the run.
+    ``force``: take a KLD although it was measured with other code, versions or weights than the run. Raises UsageError
+    where ``results`` is no sweep's folder.
     """
     if policy.source is None:
         raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
@@ -47,11 +48,7 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
         run = read_run(results)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return judge_run(run, policy, read_quality(results), force=force)
-
-
-def judge_run(run: Run, policy: Policy, quality: QualityResult | None, *, force: bool = False) -> Verdict:
-    """The verdict of the policy's limits on one run; without a limit or a cell it is ``empty``."""
+    quality, notes = read_quality(results), []
     if not policy.limits:
         return _verdict(run, policy, EMPTY, f"nothing was compared: {policy.source} has no limits", ())
     if not run.cells:
@@ -66,7 +63,8 @@ def judge_run(run: Run, policy: Policy, quality: QualityResult | None, *, force:
     else:
         how = "broken" if outcome == FAIL else "could not be judged"
         sentence = f"{len(wrong)} of {limits} of {run.workload} {how}: {wrong[0].sentence}"
-    notes = [] if quality is None else [quality.note]
+    if quality is not None:
+        notes.append(quality.note)
     judged = " ".join(finding.id for finding in findings)
     if unjudged := [cell.cell_id for cell in run.cells if not cell.valid and f"/{cell.cell_id}" not in judged]:
         notes.append(f"these cells are invalid, and no limit is about them: {and_more(unjudged, _MOST_NAMED)}")
@@ -80,12 +78,10 @@ def judge_limits(
 
     ``quality``: the KLD measured for this run; ``doubt``: why it does not belong to it.
     """
+    judges = {"metric": _judge_metric, "ratio": _judge_ratio}
     found, seen = [], Counter[str]()
     for limit in limits:
-        if limit.kind == "kld":
-            made = _judge_kld(run, limit, quality, doubt)
-        else:
-            made = (_judge_metric if limit.kind == "metric" else _judge_ratio)(run, limit)
+        made = judges[limit.kind](run, limit) if limit.kind in judges else _judge_kld(run, limit, quality, doubt)
         for finding in made:
             seen[finding.id] += 1
             same = seen[finding.id]

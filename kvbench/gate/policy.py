@@ -9,7 +9,6 @@ Shares may be written ``1.5%`` or ``0.015``, sizes ``512MiB``. What ``timing:`` 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -20,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, create_model, field_validator, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.schema import StrictModel, explain
@@ -151,13 +150,15 @@ def _globs(value: Any) -> Any:
     return _entries([value] if isinstance(value, str) else value)
 
 
-def _known_keys(value: Any, known: tuple[str, ...], what: str) -> Any:
-    for key in value if isinstance(value, Mapping) else ():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}."
-            raise ValueError(f"{key!r} is not {what}; {hint}")
-    return value
+def _metric_entry(value: Any) -> Any:
+    """``off``, which is YAML's false, as None."""
+    if value is None or value is True:
+        raise ValueError("this says nothing; give floor or margins, write off, or remove the line.")
+    return None if value is False else value
+
+
+def _mapping(value: Any) -> Any:
+    return {} if value is None else value
 
 
 Figure = Annotated[float, BeforeValidator(_figure), Field(allow_inf_nan=False)]
@@ -172,56 +173,45 @@ class _LookEntry(StrictModel):
     alpha: Share
     alpha_pass: Share | None = None
 
-    def look(self, looks: int) -> Look:
-        """``looks``: how many there are; they share the chance of a false pass evenly where the file says nothing."""
-        if self.alpha_pass is not None:
-            return Look(self.pairs, self.alpha, self.alpha_pass)
-        return Look(self.pairs, self.alpha, max(MAX_ALPHA_PASS / looks, 2.0**-self.pairs))
+
+_Margins = create_model("_Margins", __base__=StrictModel, **dict.fromkeys(LEVELS, (Share | None, None)))
 
 
 class _MetricEntry(StrictModel):
     """``floor``: the least change that can fail; ``margins``: the largest slowdown that still passes, by level."""
 
     floor: Share | None = None
-    margins: dict[str, Share] = Field(default_factory=dict)
-
-    @field_validator("margins", mode="before")
-    @classmethod
-    def _levels(cls, value: Any) -> Any:
-        return _known_keys(value, LEVELS, "a level")
+    margins: _Margins = _Margins()
 
     def rule(self, usual: MetricRule) -> MetricRule:
-        floor = usual.floor if self.floor is None else self.floor
-        return replace(usual, floor=floor, margins={**usual.margins, **self.margins})
+        margins = {**usual.margins, **self.margins.model_dump(exclude_none=True)}
+        return replace(usual, floor=usual.floor if self.floor is None else self.floor, margins=margins)
+
+
+_Metric = Annotated[_MetricEntry | None, BeforeValidator(_metric_entry)]
+_Metrics = create_model(
+    "_Metrics", __base__=StrictModel, **{rule.name: (_Metric, _MetricEntry()) for rule in DEFAULT_RULES.metrics}
+)
 
 
 class _TimingSection(StrictModel):
     """``metrics``: one that is ``off`` is not judged, one that is not named is judged by the default rules."""
 
     looks: Annotated[tuple[_LookEntry, ...], BeforeValidator(_entries)] | None = None
-    metrics: dict[str, _MetricEntry | None] = Field(default_factory=dict)
+    metrics: _Metrics = _Metrics()
     classes: dict[str, Globs] = Field(default_factory=dict)
-
-    @field_validator("metrics", mode="before")
-    @classmethod
-    def _known_metrics(cls, value: Any) -> Any:
-        _known_keys(value, tuple(rule.name for rule in DEFAULT_RULES.metrics), "a metric of the timing gate")
-        if not isinstance(value, Mapping):
-            return value
-        for name, entry in value.items():
-            if entry is None or entry is True:
-                raise ValueError(f"{name} says nothing; give floor or margins, write off, or remove the line.")
-        return {name: entry or None for name, entry in value.items()}  # off is YAML's false
 
     def rules(self) -> TimingRules:
         """Raises UsageError for rules that cannot decide anything."""
-        entries = [(rule, self.metrics.get(rule.name, _MetricEntry())) for rule in DEFAULT_RULES.metrics]
-        metrics = tuple(entry.rule(rule) for rule, entry in entries if entry is not None)
+        entries = [(getattr(self.metrics, rule.name), rule) for rule in DEFAULT_RULES.metrics]
         looks = DEFAULT_RULES.looks
-        if self.looks is not None:
-            looks = tuple(look.look(len(self.looks)) for look in self.looks)
+        if self.looks is not None:  # looks that do not say their own share the chance of a false pass evenly
+            shared = MAX_ALPHA_PASS / max(1, len(self.looks))
+            looks = tuple(
+                Look(each.pairs, each.alpha, each.alpha_pass or max(shared, 2.0**-each.pairs)) for each in self.looks
+            )
         classes = {name: tuple(g if "/" in g else f"*/{g}" for g in globs) for name, globs in self.classes.items()}
-        return TimingRules(metrics, looks, classes or None)
+        return TimingRules(tuple(entry.rule(rule) for entry, rule in entries if entry), looks, classes or None)
 
     @model_validator(mode="after")
     def _is_sound(self) -> _TimingSection:
@@ -289,7 +279,5 @@ class _LimitEntry(StrictModel):
 
 
 class _PolicyFile(StrictModel):
-    timing: Annotated[_TimingSection, BeforeValidator(lambda value: {} if value is None else value)] = Field(
-        default_factory=_TimingSection
-    )
+    timing: Annotated[_TimingSection, BeforeValidator(_mapping)] = _TimingSection()
     limits: Annotated[tuple[_LimitEntry, ...], BeforeValidator(_entries)] = ()

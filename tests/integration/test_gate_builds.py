@@ -10,11 +10,8 @@ import yaml
 
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
-from kvbench.gate.compare.builds import Builds
-from kvbench.gate.compare.environments import is_kvbench
-from kvbench.gate.compare.side_text import parse_side
-from kvbench.gate.compare.sides import open_side
-from kvbench.gate.compare.worktrees import find_commit, remove
+from kvbench.gate.compare.builds import Builds, find_commit, is_kvbench, remove_source
+from kvbench.gate.compare.sides import open_side, parse_side
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import TINY
 
@@ -31,9 +28,9 @@ def test_head_is_built_and_its_engine_serves(tmp_path):
         build = opened.build
         assert build is not None and build.commit == commit and is_kvbench(build.source)
         assert build.how == "layered", "HEAD has the dependencies of the kvbench that runs"
-        target = opened.new_target()
+        target = opened.choice.new_target()
         try:
-            target.start(opened.workload.engine, tmp_path / "server.log")
+            target.start(opened.choice.workload.engine, tmp_path / "server.log")
             maps = Path(f"/proc/{target.server().pid}/maps")
             target.complete([1, 2, 3, 4], max_tokens=3, timeout_s=60.0)
             assert target.server_info()["model"]["vocab_size"] == target.model.vocab_size
@@ -47,4 +44,4 @@ def test_head_is_built_and_its_engine_serves(tmp_path):
         assert not list(build.source.rglob("*.nbc"))
     with Builds(tmp_path / "builds") as builds:
         assert not builds.build(commit).fresh
-    remove(build.source)  # the repository forgets it, too
+    remove_source(build.source)  # the repository forgets it, too

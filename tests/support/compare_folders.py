@@ -11,6 +11,7 @@ import numpy as np
 from kvbench.common.files import write_json
 from kvbench.gate.compare.folder import FORMAT, KIND, CompareFolder
 from kvbench.gate.timing.plan import SIDES
+from kvbench.workload.design import make_design
 
 BASE_VALUES = (400.0, 100.0, 20.0)  # tokens/s, ms, ms
 POLICY = """
@@ -62,3 +63,27 @@ def noisy_pairs(pairs: int, cells: int, seed: int, change: Sequence[float] = (0.
     rng = np.random.default_rng(seed)
     base, candidate = np.exp(rng.normal(0, 0.01, (2, pairs, cells, 3))) * BASE_VALUES
     return base, candidate * (1 + np.array(change))
+
+
+def stored_run(
+    folder: Path, of: Any, values: Sequence[float], *, resolved=(), invalid=(), cells=None, **manifest: Any
+) -> Path:
+    """A sweep's run of the workload ``of`` with these output throughputs, a repeat each.
+
+    ``resolved``: what its servers said; ``invalid``: repeats; ``cells``: part of the ids of those that were measured.
+    """
+    design = make_design(of.engine, of.sweep, of.load_points, of.design)
+    ids = [cell.cell_id for cell in design.cells if cells is None or cells in cell.cell_id]
+    plan = [
+        {"configuration": c.config_id, "cells": [i for i in ids if i.startswith(f"{c.config_id}-c")]}
+        for c in reversed(design.configurations)  # in a run their order is random
+    ]
+    servers = {c.config_id: {"resolved": dict(resolved)} for c in design.configurations}
+    facts = {"format": 1, "status": "complete", "workload": dict(of.resolved), "profile": "cpu", **HERE}
+    facts |= {"plan": [block for block in plan if block["cells"]], "servers": servers, "command": ["kvbench", "sweep"]}
+    write_json(folder / "manifest.json", facts | manifest)
+    for repeat, value in enumerate(values, 1):
+        for cell_id in ids:
+            why = {"valid": False, "invalid_reasons": ["others used the machine"]} if repeat in invalid else {}
+            write_load(folder / "cells" / cell_id / "loads" / str(repeat), cell_id, (value, 100.0, 10.0), **why)
+    return folder

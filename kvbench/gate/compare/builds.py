@@ -1,14 +1,19 @@
-"""Builds of git refs: source and environment in a cache outside the repository, made once and kept.
+"""Builds of git refs: source and Python environment in a cache outside the repository, made once and kept.
 
     $XDG_CACHE_HOME/kvbench/builds/<commit>-<digest>/
       source/     the ref's files (a git worktree; of a changed working tree a copy)
       env/        the Python that runs them
       numba/      machine code that Numba compiled for them
       build.json  written last: without it, or with another source than it names, the build is made anew
-      build.log   what git, pip and the build command said
+      build.log   what git, pip and the build command printed
 
-A build that is in use is locked (flock, shared), so that a second kvbench neither rebuilds nor removes it. The newest
-``KEPT`` are kept.
+The environment is layered, installed by pip, or made by the user's command. Layered: a venv whose ``.pth`` file lists
+the source first and then the folders that the running kvbench imports its dependencies from. That takes a second and
+gives both sides the very same torch. ``.pth`` files in those folders are not read again, so an editable install of the
+running kvbench there does not come along.
+
+The user's checkout, index and hooks are left alone (see ``kvbench/common/git.py``). A build in use is locked (flock,
+shared), so that a second kvbench neither rebuilds nor removes it. The newest ``KEPT`` are kept.
 """
 
 from __future__ import annotations
@@ -18,58 +23,100 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
+import stat
+import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
 from kvbench.common.files import write_json
-from kvbench.gate.compare import environments, worktrees
-from kvbench.gate.compare.worktrees import Commit
+from kvbench.common.git import git
+from kvbench.common.packages import HOUSE
 
+WORKING_TREE = "."
+PACKAGES = ("kvbench", "engine", "kernels")
+LAYERED, PIP, COMMAND = "layered", "pip", "command"
 KEPT = 10
 BUILD_LIMIT_S = 1800.0  # of pip or a build command: an engine with kernels of its own compiles for long
-_STATE, _LOG, _FORMAT = "build.json", "build.log", 1
-_POLL_S = 0.2
+_VENV_LIMIT_S, _START_LIMIT_S, _POLL_S = 120.0, 60.0, 0.2
+_STATE, _FORMAT = "build.json", 1
+_LAYER_FILE = "kvbench_layers.pth"
+_LARGEST_COPY = 1 << 30
+# Run by the built Python: where our packages would be imported from, and what is installed.
+_INSPECT = """
+import importlib.metadata, importlib.util, json, platform, sys
+places, versions = {}, {"python": platform.python_version()}
+for name in sys.argv[1].split(","):
+    spec = importlib.util.find_spec(name)
+    places[name] = next(iter(spec.submodule_search_locations or ()), spec.origin) if spec else None
+for each in importlib.metadata.distributions():
+    name = (each.metadata["Name"] or "kvbench").lower().replace("_", "-")
+    if name != "kvbench":
+        versions.setdefault(name, each.version)
+print(json.dumps([places, versions]))
+"""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One state of a repository's files.
+
+    ``repo``: its top folder; ``ref``: as it was given; ``sha``, ``subject``: of the commit, for a changed working tree
+    of the one below it. ``changes``: digest of the files where they are not those of the commit, else None.
+    """
+
+    repo: Path
+    ref: str
+    sha: str
+    subject: str
+    changes: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Short, and different for different files."""
+        return self.sha[:10] + (f"-dirty-{self.changes[:8]}" if self.changes else "")
 
 
 @dataclass(frozen=True)
 class Build:
-    """A ref that can be launched.
-
-    ``how``: layered, pip or command (see ``environments``); ``digest``: of the installed versions, equal for equal
-    environments; ``fresh``: it was made now, so nothing is compiled yet; ``seconds`` that took.
-    """
+    """A commit that can be launched. ``how``: LAYERED, PIP or COMMAND; ``fresh``: made now, so nothing is compiled."""
 
     commit: Commit
     folder: Path
-    python: Path
     how: str
     versions: Mapping[str, str]
-    digest: str
     fresh: bool
-    seconds: float
 
     @property
     def source(self) -> Path:
         return self.folder / "source"
 
     @property
+    def python(self) -> Path:
+        return self.folder / "env" / "bin" / "python"
+
+    @property
     def log(self) -> Path:
-        return self.folder / _LOG
+        return self.folder / "build.log"
 
     @property
     def env(self) -> dict[str, str | None]:
-        """What a server of this build is started with, beside our environment.
+        """What a server of this build is started with, beside our environment (None: taken away)."""
+        return _variables(self.folder, self.how)
 
-        The source first, and the working folder not at all: it may hold another kvbench. Machine code apart, so that
-        two builds never share what one of them compiled.
-        """
-        return _env(self.folder, self.source, self.how)
+    @property
+    def digest(self) -> str:
+        """Equal where the same versions are installed."""
+        return _sha256(sorted(self.versions.items()))[:16]
 
     def facts(self) -> dict[str, Any]:
         """For a manifest."""
@@ -90,9 +137,9 @@ class Build:
 
 @dataclass
 class Builds:
-    """The builds of one kvbench, each locked until ``close``.
+    """The builds that one kvbench uses, each locked until the ``with`` block ends; they stay in the cache.
 
-    ``rebuild``: make every one anew, once. ``build_cmd``: in the place of layering and pip. ``say``: told what is done.
+    ``rebuild``: make each anew, once. ``build_cmd``: instead of layering and pip. ``say``: prints what is being done.
     """
 
     root: Path = field(default_factory=lambda: builds_folder())
@@ -107,18 +154,14 @@ class Builds:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Gives the builds free; they stay in the cache."""
         for file in self._locks.values():
             file.close()
-        self._locks.clear()
-        self._made.clear()
 
     def build(self, commit: Commit) -> Build:
-        """The build of ``commit``: of this kvbench, kept from before, or made now. MeasurementError, UsageError."""
-        key = self._key(commit)
+        """The build of ``commit``, kept from before or made now. Raises MeasurementError, UsageError."""
+        # Another repository, build command, Python or kvbench is another build of the same commit.
+        made_with = (str(commit.repo), self.build_cmd or "", sys.executable, sys.version, str(HOUSE), _FORMAT)
+        key = f"{commit.name}-{_sha256(made_with)[:8]}"
         if key not in self._made:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
@@ -128,92 +171,74 @@ class Builds:
                 raise MeasurementError(storage_sentence(error, self.root) or f"{self.root}: {error}") from None
         return self._made[key]
 
-    def _key(self, commit: Commit) -> str:
-        """Another repository, build command, Python or kvbench is another build of the same commit."""
-        told = (str(commit.repo), self.build_cmd or "", sys.executable, sys.version, str(environments.HOUSE), _FORMAT)
-        return f"{commit.name}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]}"
-
     def _locked_build(self, key: str, commit: Commit) -> Build:
         folder = self.root / key
         lock = self._locks[key] = (self.root / f"{key}.lock").open("ab")
         if not self.rebuild:
             self._lock(lock, fcntl.LOCK_SH, commit)
-            if kept := self._kept(commit, folder):
+            if kept := _kept(commit, folder):
                 return kept
         self._lock(lock, fcntl.LOCK_EX, commit)
-        made = None if self.rebuild else self._kept(commit, folder)  # another kvbench may have made it meanwhile
+        made = None if self.rebuild else _kept(commit, folder)  # another kvbench may have made it meanwhile
         made = made or self._make(commit, folder)
         self._lock(lock, fcntl.LOCK_SH, commit)
         return made
 
     def _lock(self, file: IO[bytes], how: int, commit: Commit) -> None:
-        """Waits for another kvbench, with a word, but not for ever."""
-        deadline, told = time.monotonic() + 2 * self.limit_s, False
-        while True:
-            try:
-                return fcntl.flock(file, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise MeasurementError(
-                        f"another kvbench has held the build of {commit.name} for {2 * self.limit_s:g} s: wait for it "
-                        "to end, or leave --rebuild out"
-                    ) from None
-            if not told:
-                self.say(f"waiting for another kvbench, which builds or uses {commit.name}")
-                told = True
-            time.sleep(_POLL_S)
-
-    def _kept(self, commit: Commit, folder: Path) -> Build | None:
-        """The build that lies there, if it is whole and still what it says."""
+        """Waits for another kvbench, but not for ever."""
         try:
-            state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-            python = Path(state["python"])
-            if (
-                state["format"] != _FORMAT
-                or state["sha"] != commit.sha
-                or not worktrees.intact(commit, folder / "source")
-            ):
-                return None
-            found = self._asked(folder, python, state["how"])
-        except (OSError, ValueError, KeyError, MeasurementError):
-            return None
-        os.utime(folder / _STATE)
-        return Build(commit, folder, python, state["how"], found.versions, _digest(found), False, 0.0)
+            return fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.say(f"waiting for another kvbench, which builds or uses {commit.name}")
+        limit_s = 2 * self.limit_s
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(file, how | fcntl.LOCK_NB)
+        raise MeasurementError(
+            f"another kvbench has held the build of {commit.name} for {limit_s:g} s: wait for it to end, or leave "
+            "--rebuild out"
+        )
 
     def _make(self, commit: Commit, folder: Path) -> Build:
         self.say(f"building {commit.name}{f' ({commit.subject})' if commit.subject else ''}")
-        began = time.monotonic()
         _discard(folder)
         folder.mkdir(parents=True)
-        source, env, log = folder / "source", folder / "env", folder / _LOG
-        worktrees.check_out(commit, source)
+        check_out(commit, folder / "source")
+        how = self._make_environment(commit, folder)
+        build = Build(commit, folder, how, installed_versions(folder, how), fresh=True)
+        write_json(folder / _STATE, {"format": _FORMAT, **asdict(commit), "how": how})
+        return build
+
+    def _make_environment(self, commit: Commit, folder: Path) -> str:
+        """Makes ``env/``; how it was made. ``{python}`` and ``{worktree}`` in a build command are replaced."""
+        source, env, log = folder / "source", folder / "env", folder / "build.log"
+        python, pins = env / "bin" / "python", source / "constraints.txt"
         if self.build_cmd:
-            how, python = environments.COMMAND, environments.run_command(env, source, self.build_cmd, log, self.limit_s)
-        elif environments.is_kvbench(source) and environments.same_dependencies(source):
-            how, python = environments.LAYERED, environments.make_layered(env, source, log)
+            how, title = COMMAND, "--build-cmd"
+            command = ["/bin/sh", "-e", "-c", fill(self.build_cmd, python, source)]
+        elif is_kvbench(source) and same_dependencies(source):
+            _make_venv(env, log, pip=False)
+            site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(env), "platbase": str(env)}))
+            (site / _LAYER_FILE).write_text("".join(f"{p}\n" for p in (source, *running_layers())), encoding="utf-8")
+            return LAYERED
         elif (source / "pyproject.toml").is_file() or (source / "setup.py").is_file():
+            how, title = PIP, "pip install"
+            command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+            command += [*(("-c", str(pins)) if pins.is_file() else ()), "-e", str(source)]
             self.say(f"installing what {commit.name} depends on; pip writes to {log}")
-            how, python = environments.PIP, environments.install(env, source, log, self.limit_s)
         else:
             raise UsageError(
                 f"{commit.name} of {commit.repo} has neither pyproject.toml nor setup.py, so pip cannot build it: say "
                 "how with --build-cmd (true, if nothing has to be built)"
             )
-        found = self._asked(folder, python, how)
-        state = {"format": _FORMAT, **asdict(commit), "repo": str(commit.repo), "python": str(python), "how": how}
-        write_json(folder / _STATE, state)
-        seconds = time.monotonic() - began
-        return Build(commit, folder, python, how, found.versions, _digest(found), True, seconds)
-
-    def _asked(self, folder: Path, python: Path, how: str) -> environments.Environment:
-        source = folder / "source"
-        found = environments.ask(python, _env(folder, source, how))
-        if environments.is_kvbench(source):
-            environments.require_source(found, source)
-        return found
+        _make_venv(env, log, pip=True)
+        _run(command, log, self.limit_s, title, cwd=source, env=_variables(folder, how, importable=False))
+        return how
 
     def _drop_oldest(self) -> None:
-        """All but the newest ``KEPT``, by last use, less those that somebody uses; half-built ones count as oldest."""
+        """Removes all but the newest ``KEPT``, by last use, except those in use; half-built ones count as oldest."""
         folders = sorted((p for p in self.root.iterdir() if p.is_dir()), key=_last_used, reverse=True)
         for folder in folders[KEPT:]:
             with (self.root / f"{folder.name}.lock").open("ab") as lock, contextlib.suppress(BlockingIOError):
@@ -227,24 +252,23 @@ def builds_folder() -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "kvbench" / "builds"
 
 
-def _env(folder: Path, source: Path, how: str) -> dict[str, str | None]:
-    variables: dict[str, str | None] = {"PYTHONPATH": None, "PYTHONHOME": None, "PYTHONSAFEPATH": "1"}
-    if environments.is_kvbench(source):
-        variables |= {"PYTHONPATH": str(source), "NUMBA_CACHE_DIR": str(folder / "numba")}
-    if how != environments.LAYERED:
-        variables = environments.in_venv(folder / "env") | variables
-    return variables
-
-
-def _digest(found: environments.Environment) -> str:
-    """Of the installed versions: equal where the same is installed."""
-    return hashlib.sha256(json.dumps(sorted(found.versions.items())).encode()).hexdigest()[:16]
+def _kept(commit: Commit, folder: Path) -> Build | None:
+    """The build that lies there, if it is whole and its source unchanged."""
+    try:
+        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        if state["format"] != _FORMAT or state["sha"] != commit.sha or not is_intact(commit, folder / "source"):
+            return None
+        versions = installed_versions(folder, state["how"])
+        os.utime(folder / _STATE)
+    except (OSError, ValueError, KeyError, MeasurementError):
+        return None
+    return Build(commit, folder, state["how"], versions, fresh=False)
 
 
 def _discard(folder: Path) -> None:
-    """The state first: what is interrupted from here on counts as not built."""
+    """Removes a build, its state first: if this is interrupted, it counts as not built."""
     (folder / _STATE).unlink(missing_ok=True)
-    worktrees.remove(folder / "source")
+    remove_source(folder / "source")
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -253,3 +277,219 @@ def _last_used(folder: Path) -> float:
         return (folder / _STATE).stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _sha256(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+# --- source: the files of a ref
+
+
+def find_commit(repo: Path, ref: str) -> Commit:
+    """The commit that ``ref`` names in ``repo``; ``.``: the working tree as it is. Raises UsageError."""
+    top = top_folder(repo)
+    if top is None:
+        raise UsageError(
+            f"{str(repo)!r} is no git repository (or git is not installed), so {ref!r} cannot be built from it: give "
+            "--repo PATH, or compare launch commands, URLs or settings"
+        )
+    sha = find_sha(top, "HEAD" if ref == WORKING_TREE else ref)
+    if sha is None:
+        raise UsageError(
+            f"{ref!r} is no commit of {top}: give a branch, a tag, a sha or `.`; a shallow clone has only its newest "
+            f"commits (git fetch --depth 1 origin {ref} brings one)"
+        )
+    subject = git(top, "log", "-1", "--format=%s", sha).strip()
+    return Commit(top, ref, sha, subject, _changes(top) if ref == WORKING_TREE else None)
+
+
+def top_folder(repo: Path) -> Path | None:
+    """The top of the working tree that ``repo`` lies in, None where there is none."""
+    try:
+        return Path(git(repo, "rev-parse", "--show-toplevel").strip())
+    except UsageError:
+        return None
+
+
+def find_sha(top: Path, ref: str) -> str | None:
+    """The sha of the commit that ``ref`` names, None where it names none."""
+    if not ref or ref.startswith("-") or any(c.isspace() or c == "\0" for c in ref):
+        return None
+    try:
+        return git(top, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").strip() or None
+    except UsageError:
+        return None
+
+
+def check_out(commit: Commit, folder: Path) -> None:
+    """Writes the files of ``commit`` into ``folder``, which is not there yet. Raises UsageError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if commit.changes is None:
+        # --force twice: an earlier folder of this name may still be registered, though somebody has removed it.
+        git(commit.repo, "worktree", "add", "--force", "--force", "--detach", str(folder), commit.sha)
+        return
+    for name in _files(commit.repo):
+        to = folder / name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(commit.repo / name, to, follow_symlinks=False)
+    if _changes(commit.repo) != commit.changes:
+        raise UsageError(
+            f"the working tree {commit.repo} changed while it was copied: start again once nothing writes into it, or "
+            "compare a commit"
+        )
+
+
+def is_intact(commit: Commit, folder: Path) -> bool:
+    """Whether ``folder`` still holds the files of ``commit``, and its tracked files are unchanged."""
+    if not folder.is_dir() or commit.changes is not None:
+        return folder.is_dir()  # a copy is named after its contents
+    try:
+        if top_folder(folder) != folder.resolve() or find_sha(folder, "HEAD") != commit.sha:
+            return False
+        return not git(folder, "status", "--porcelain", "--untracked-files=no").strip()
+    except UsageError:
+        return False
+
+
+def remove_source(folder: Path) -> None:
+    """Removes the folder, and the repository's entry for it where it is a worktree."""
+    if (folder / ".git").is_file():
+        with contextlib.suppress(UsageError):
+            common = git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir").strip()
+            git(Path(common), "worktree", "remove", "--force", "--force", str(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _changes(top: Path) -> str | None:
+    """Digest of every file that git knows or would add, None where they are those of HEAD."""
+    if not git(top, "status", "--porcelain", "--untracked-files=all").strip():
+        return None
+    digest, total = hashlib.sha256(), 0
+    for name in _files(top):
+        path = top / name
+        state = path.lstat()
+        total += state.st_size
+        if total > _LARGEST_COPY:
+            raise UsageError(
+                f"the working tree {top} holds more than {_LARGEST_COPY >> 30} GiB of files that git does not ignore: "
+                "compare a commit, or put large files into .gitignore"
+            )
+        content = os.readlink(path).encode() if stat.S_ISLNK(state.st_mode) else path.read_bytes()
+        digest.update(f"{name}\0{state.st_mode:o}\0{len(content)}\0".encode(errors="surrogateescape"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _files(top: Path) -> list[str]:
+    """Tracked files that are there and new ones that git does not ignore; without folders (other repositories)."""
+    names = git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    return [n for n in sorted({*names} - {""}) if (top / n).is_symlink() or (top / n).is_file()]
+
+
+# --- environment: the Python that runs them
+
+
+def is_kvbench(source: Path) -> bool:
+    """Whether it holds the built-in engine and its harness."""
+    return all((source / name / "__init__.py").is_file() for name in PACKAGES)
+
+
+def same_dependencies(source: Path, running: Path = HOUSE) -> bool:
+    """Whether both have the same requirements and pins."""
+    ours, theirs = _dependencies(running), _dependencies(source)
+    return ours is not None and ours == theirs
+
+
+def _dependencies(folder: Path) -> tuple[Any, ...] | None:
+    """Least Python, requirements and pins; None where the folder has no such files."""
+    try:
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        pins = (folder / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError, KeyError):
+        return None
+    lines = sorted(line.split("#")[0].strip().lower() for line in pins)
+    return project.get("requires-python"), sorted(project.get("dependencies", ())), [line for line in lines if line]
+
+
+def running_layers() -> list[Path]:
+    """The folders that we import dependencies from: ``sys.path`` without Python's own and those that hold a kvbench."""
+    own = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
+    paths = [Path(entry) for entry in dict.fromkeys(sys.path) if entry and Path(entry).is_absolute()]
+    return [
+        path for path in paths
+        if path.is_dir() and path.resolve() not in own and path.name != "lib-dynload" and not is_kvbench(path)
+    ]  # fmt: skip
+
+
+def fill(text: str, python: Path, source: Path) -> str:
+    """``text`` with the paths, quoted for a shell, in place of ``{python}`` and ``{worktree}``."""
+    return text.replace("{python}", shlex.quote(str(python))).replace("{worktree}", shlex.quote(str(source)))
+
+
+def _variables(folder: Path, how: str, *, importable: bool = True) -> dict[str, str | None]:
+    """The environment variables of a build; ``importable``: with its source on the path.
+
+    The working folder is not on the path: it may hold another kvbench. Compiled machine code lies with the build, so
+    that two builds never share it.
+    """
+    found: dict[str, str | None] = {"PYTHONPATH": None, "PYTHONHOME": None}
+    if how != LAYERED:
+        path = f"{folder / 'env' / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        found |= {"VIRTUAL_ENV": str(folder / "env"), "PATH": path}
+    if importable:
+        found["PYTHONSAFEPATH"] = "1"
+        if is_kvbench(folder / "source"):
+            found |= {"PYTHONPATH": str(folder / "source"), "NUMBA_CACHE_DIR": str(folder / "numba")}
+    return found
+
+
+def installed_versions(folder: Path, how: str) -> dict[str, str]:
+    """The versions in the environment of the build in ``folder``.
+
+    Raises MeasurementError when its Python does not start, or would import our packages from elsewhere than its source:
+    then something else would be measured.
+    """
+    python, source = folder / "env" / "bin" / "python", folder / "source"
+    env = {k: v for k, v in {**os.environ, **_variables(folder, how)}.items() if v is not None}
+    try:
+        done = subprocess.run(
+            [str(python), "-c", _INSPECT, ",".join(PACKAGES)],
+            env=env, cwd="/", capture_output=True, text=True, timeout=_START_LIMIT_S, check=True,
+        )  # fmt: skip
+        places, versions = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        raise MeasurementError(f"the built Python {python} does not start: {' '.join(last)}") from None
+    for name, place in places.items() if is_kvbench(source) else ():
+        if place is None or Path(place).resolve() != (source / name).resolve():
+            raise MeasurementError(
+                f"the build of {source} would import {name!r} from {place or 'nowhere'}, so it is not what would be "
+                "measured: take that package away from there (pip uninstall), or build with --build-cmd"
+            )
+    return versions
+
+
+def _make_venv(env: Path, log: Path, *, pip: bool) -> None:
+    command = [sys.executable, "-I", "-m", "venv", *(() if pip else ("--without-pip",)), str(env)]
+    _run(command, log, _VENV_LIMIT_S, "python -m venv", cwd=env.parent, env={})
+
+
+def _run(
+    command: Sequence[str], log: Path, limit_s: float, title: str, *, cwd: Path, env: Mapping[str, str | None]
+) -> None:
+    """Runs a command to its end, its output into ``log``. Raises MeasurementError when it fails or takes too long."""
+    with log.open("ab") as file:
+        file.write(f"$ {shlex.join(command)}\n".encode())
+        file.flush()
+        child = processes.launch(command, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=env)
+        try:
+            code = child.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            processes.stop(child)
+    if code == 0:
+        return
+    how = f"took more than {limit_s:g} s and was stopped" if code is None else f"ended with exit code {code}"
+    raise MeasurementError(f"{title} {how}; its log is {log}, the last lines:\n{processes.last_lines(log, count=5)}")

@@ -1,9 +1,13 @@
-"""From the folder of a comparison to its verdict; run once more on a stored folder it gives the same, or another
-policy's.
+"""From the folder of a comparison to its verdict.
+
+Run once more on a stored folder it gives the same verdict, or that of another policy.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 import math
 import os
 import shlex
@@ -14,26 +18,65 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, write_text
+from kvbench.common.text import plural
 from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.same_server import cache_notes
-from kvbench.gate.compare.values import no_first_pair, read_counters, read_values, whole_pairs
-from kvbench.gate.compare.void_findings import void_findings
+from kvbench.gate.compare.pair_runner import FailedAttempt
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.explain import moved_between, where_it_went
 from kvbench.gate.timing.judge import Judgement, findings_of, judge, sentence
 from kvbench.gate.timing.pairs import PairTable, hypotheses
-from kvbench.gate.timing.plan import BASE, CANDIDATE
-from kvbench.gate.timing.rules import CELL, OVERALL, TimingRules
-from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, PASS, Verdict, worst
+from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES
+from kvbench.gate.timing.rules import CELL, OVERALL, MetricRule, TimingRules
+from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict, worst
+from kvbench.runs.aggregate import flatten
+from kvbench.runs.folder import DONE
+from kvbench.runs.metric_names import value_of
+
+ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' alphas: 8 attempts to none
 
 
-def table_of(values: Mapping[str, np.ndarray], manifest: Mapping[str, Any], rules: TimingRules) -> PairTable:
-    """The pairs as the statistics take them; ``values`` as ``read_values`` gives them."""
-    names = [cell["name"] for cell in manifest["cells"]]
+def read_values(
+    folder: CompareFolder, cells: Sequence[Mapping[str, Any]], metrics: Sequence[MetricRule], pairs: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """By side, [pairs, cells, metrics] in the metrics' units; NaN where a load has no such metric."""
+    values = {side: np.full((len(pairs), len(cells), len(metrics)), np.nan) for side in SIDES}
+    for side, (i, pair), (j, cell) in itertools.product(SIDES, enumerate(pairs), enumerate(cells)):
+        measured = flatten(folder.done(cell, side, pair)["metrics"])
+        values[side][i, j] = [np.nan if (v := value_of(measured, m.name)) is None else v for m in metrics]
+    return values
+
+
+def read_table(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], rules: TimingRules, pairs: int) -> PairTable:
+    """The first ``pairs`` pairs as the statistics take them. Raises ValueError where they cannot be compared."""
+    return _table(read_values(folder, cells, rules.metrics, range(1, pairs + 1)), cells, rules)
+
+
+def _table(values: Mapping[str, np.ndarray], cells: Sequence[Mapping[str, Any]], rules: TimingRules) -> PairTable:
+    names = [cell["name"] for cell in cells]
     classes = [rules.class_of(name) for name in names]
     return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
+
+
+def write_pairs(folder: CompareFolder, manifest: Mapping[str, Any], metrics: Sequence[MetricRule]) -> Path:
+    """pairs.csv: one row a pair, cell and metric, with the side that went first, all pairs that are whole."""
+    cells, orders = manifest["cells"], manifest["order"]
+    values = read_values(folder, cells, metrics, range(1, folder.whole_pairs(cells) + 1))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["pair", "cell", "first", "metric", "unit", *SIDES, "log_ratio"])
+    for i, j, k in np.ndindex(values[BASE].shape):
+        first = orders.get(str(i + 1), {}).get(cells[j]["turn"], "")  # stored runs were not measured in turn
+        base, candidate = (values[side][i, j, k] for side in SIDES)
+        ratio = np.log(candidate / base) if base > 0 and candidate > 0 else np.nan
+        row = [i + 1, cells[j]["name"], first, metrics[k].name, metrics[k].unit]
+        writer.writerow([*row, *(f"{x:.6g}" for x in (base, candidate, ratio))])
+    path = folder.path / "pairs.csv"
+    write_text(path, out.getvalue())
+    return path
 
 
 def look_points(rules: TimingRules, early: Sequence[int] = ()) -> list[int]:
@@ -65,57 +108,50 @@ def look_at(table: PairTable, rules: TimingRules, early: Sequence[int] = ()) -> 
 
 
 def conclude(
-    folder: CompareFolder,
-    manifest: Mapping[str, Any],
-    policy: Policy,
-    *,
-    pairs: int | None = None,
+    folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy, *, pairs: int | None = None
 ) -> Verdict:
     """The verdict on the first ``pairs`` pairs (None: all that are whole), and on what could not be measured.
 
     Raises UsageError where a metric of the policy cannot be compared.
     """
-    rules = policy.timing
-    there = whole_pairs(folder, manifest)
+    rules, cells, stopped = policy.timing, manifest["cells"], manifest.get("stopped")
+    there = folder.whole_pairs(cells)
     measured = there if pairs is None else min(pairs, there)
     facts = _facts(manifest) | policy.facts() | {"pairs": measured}
-    notes = [*manifest.get("notes", ()), *cache_notes(manifest)]
+    notes = [*manifest.get("notes", ()), *_cache_notes(manifest)]
     notes += [f"base and candidate differ: {d}" for d in manifest["differences"]]
-    stopped = manifest.get("stopped")
-    extra = void_findings(manifest)
+    extra = _attempt_findings(manifest)
     made = {"base": manifest["base"], "candidate": manifest["candidate"], "reproduce": manifest["reproduce"]}
-    if not measured or not manifest["cells"]:
-        outcome = worst([f.outcome for f in extra])
-        said = extra[0].sentence if extra else f"nothing was compared: {no_first_pair(folder, manifest)}"
+    if not measured:
+        text = extra[0].sentence if extra else f"nothing was compared: {_why_no_pair(folder, cells)}"
         notes += [f"{stopped}."] if stopped else []
-        return Verdict("compare", outcome, said, extra, **made, notes=tuple(notes), facts=facts)
-    values = read_values(folder, manifest, rules.metrics, range(1, measured + 1))
+        return Verdict(
+            "compare", worst([f.outcome for f in extra]), text, extra, **made, notes=tuple(notes), facts=facts
+        )
+    values = read_values(folder, cells, rules.metrics, range(1, measured + 1))
     try:
-        table = table_of(values, manifest, rules)
+        judgement = look_at(_table(values, cells, rules), rules, manifest["early_looks"])
     except ValueError as error:
         raise UsageError(f"{folder.path}: {error}") from None
-    judgement = look_at(table, rules, manifest["early_looks"])
-    values = {side: array[: judgement.pairs] for side, array in values.items()}
     facts |= {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
-    findings = (*extra, *findings_of(judgement, values[BASE], values[CANDIDATE]))
-    moved, where = (), ""
+    findings = (*extra, *findings_of(judgement, *(values[side][: judgement.pairs] for side in SIDES)))
+    moved = ()
     if judgement.outcome == FAIL:
-        counters = read_counters(folder, manifest, judgement.pairs)
+        counters = _read_counters(folder, cells, judgement.pairs)
         moved = moved_between(counters, findings)
-        where = where_it_went(moved, findings, counters)
+        if where := where_it_went(moved, findings, counters):
+            notes.insert(0, where)
     outcome = worst([judgement.outcome, *(f.outcome for f in extra)])
-    said = extra[0].sentence if extra and outcome != judgement.outcome else sentence(judgement)
+    text = extra[0].sentence if extra and outcome != judgement.outcome else sentence(judgement)
     if stopped and manifest["void"] is None and outcome == INCONCLUSIVE:  # more time may settle it
-        said = f"{stopped}. {said}"
+        text = f"{stopped}. {text}"
         notes.append(f"go on with: {_more_time(folder, manifest, max(0, rules.looks[-1].pairs - measured))}")
     elif stopped:
         notes.append(f"{stopped}.")
     if doubt := manifest.get("doubt"):  # in the sentence itself: who reads no further must see it
-        said = f"{said} ({doubt})"
-    if where:
-        notes.insert(0, where)
+        text = f"{text} ({doubt})"
     notes += judgement.notes
-    return Verdict("compare", outcome, said, findings, **made, moved=moved, notes=tuple(notes), facts=facts)
+    return Verdict("compare", outcome, text, findings, **made, moved=moved, notes=tuple(notes), facts=facts)
 
 
 def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
@@ -127,12 +163,6 @@ def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
     return verdict if manifest["stopped"] is None or verdict.outcome in (FAIL, PASS) else None
 
 
-def _more_time(folder: CompareFolder, manifest: Mapping[str, Any], pairs: int) -> str:
-    """The command that goes on, with minutes for so many further pairs."""
-    minutes = math.ceil(pairs * max(manifest["seconds"]) / 60) if manifest.get("seconds") else None
-    return folder.resume_command(manifest["subcommand"]) + (f" --max-minutes {minutes}" if minutes else "")
-
-
 def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Verdict, Path]:
     """The verdict on a finished comparison, and the folder that its files go to: its own, or one beside them.
 
@@ -141,16 +171,18 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
     unless ``force``.
     """
     folder = CompareFolder.open(path)
-    with folder.run_lock() if os.access(path, os.W_OK) else nullcontext():
+    with folder.locked() if os.access(path, os.W_OK) else nullcontext():
         manifest = folder.manifest()
         if manifest.get("status") == "incomplete":
             raise UsageError(
                 f"{path} is not finished, and a look at the pairs so far would spend what a later look may err: go on "
                 f"with `{folder.resume_command(manifest['subcommand'])}`"
             )
+        if manifest["differences"] and not force:
+            raise UsageError(f"base and candidate differ: {'; '.join(manifest['differences'])}; --force judges them so")
         own = Policy.from_json(manifest["policy"]) if manifest.get("policy") else policy  # older ones have none
         policy = policy if policy.source else own
-        verdict = judge_folder(folder, manifest, policy, force=force)
+        verdict = conclude(folder, manifest, policy)
     if own.digest == policy.digest:
         return verdict, path
     again = shlex.join(["kvbench", "gate", str(path), "--policy", str(policy.source)])
@@ -159,28 +191,101 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
     return verdict, path / f"judged-{policy.source.stem}"
 
 
-def judge_folder(folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy, *, force: bool = False) -> Verdict:
-    """The verdict on a stored comparison. Raises UsageError where the sides differ, unless ``force``."""
-    if manifest["differences"] and not force:
-        raise UsageError(f"base and candidate differ: {'; '.join(manifest['differences'])}; --force judges them so")
-    return conclude(folder, manifest, policy)
-
-
 def pair_line(folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy, pair: int) -> str:
-    """What one pair says, overall: each metric's change. For the progress of a run; it decides nothing."""
-    rules = policy.timing
+    """One pair's change of each metric, overall. For the progress of a run; it decides nothing."""
+    cells = manifest["cells"]
     try:
-        table = table_of(read_values(folder, manifest, rules.metrics, [pair]), manifest, rules)
+        table = _table(read_values(folder, cells, policy.timing.metrics, [pair]), cells, policy.timing)
     except ValueError as error:
         return str(error)
-    tested = hypotheses(table)
-    ratios = tested.log_ratio()[0]
-    one_cell = len(manifest["cells"]) == 1
+    tested, level = hypotheses(table), CELL if len(cells) == 1 else OVERALL
     return ", ".join(
         f"{h.metric.title} {100 * np.expm1(ratio):+.1f} %"
-        for h, ratio in zip(tested.each, ratios, strict=True)
-        if h.level == (CELL if one_cell else OVERALL)
+        for h, ratio in zip(tested.each, tested.log_ratio()[0], strict=True)
+        if h.level == level
     )
+
+
+def _attempt_findings(manifest: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """How often either side's server failed alone, and the pair that was given up, if one was.
+
+    With no change an attempt in which one server alone failed is as likely the candidate's as base's, since the sides
+    take turns in going first: an exact sign test at ``ATTEMPTS_ALPHA`` makes a FAIL of them. Fewer leave the comparison
+    open: the loads that such a candidate finished are not all that it was given. A pair that was given up without such
+    proof could not be measured.
+    """
+    attempts = [FailedAttempt(**each) for each in manifest["voids"]]
+    found, given_up = _failing_servers(attempts), manifest["void"]
+    if given_up is None or (found and found[0].outcome == FAIL):
+        return found
+    of = [each for each in attempts if (each.pair, each.turn) == (given_up["pair"], given_up["turn"])]
+    of = [each for each in of if each.resume == of[-1].resume]  # those that it was given up after
+    turn, text = of[-1].turn, f"could not be measured in {plural(len(of), 'attempt')}: {of[-1]}"
+    details = tuple(map(_attempt_line, of))
+    return Finding(f"measured/{turn}", CELL, f"{turn} is measured", INVALID, f"{turn} {text}", details=details), *found
+
+
+def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
+    """Empty where no server failed alone."""
+    alone = {side: [each for each in attempts if each.blamed == side] for side in SIDES}
+    base, candidate = (len(alone[side]) for side in SIDES)
+    if not base + candidate:
+        return ()
+    p = float(stats.binomtest(candidate, base + candidate, 0.5, alternative="greater").pvalue)
+    outcome = FAIL if p <= ATTEMPTS_ALPHA else INCONCLUSIVE if candidate > base else PASS
+    text = f"the candidate's server failed alone in {plural(candidate, 'attempt')} and base's in {base} (p = {p:.2g})"
+    if outcome == INCONCLUSIVE:
+        text += ": too few to tell it from chance, but what it finished is not all that it was asked"
+    if candidate:
+        text += f"; the last time: {'; '.join(alone[CANDIDATE][-1].faults[CANDIDATE])}"
+    return (
+        Finding(
+            "served", CELL, "servers that fail", outcome, text, base=float(base), candidate=float(candidate),
+            higher_is_better=False, p=p, details=tuple(map(_attempt_line, (*alone[CANDIDATE], *alone[BASE]))),
+        ),
+    )  # fmt: skip
+
+
+def _attempt_line(of: FailedAttempt) -> str:
+    resume = f" after resume {of.resume}" if of.resume else ""
+    return f"pair {of.pair}, attempt {of.attempt}{resume} ({of.first} first): {of}"
+
+
+def _cache_notes(manifest: Mapping[str, Any]) -> list[str]:
+    """Where only one side's loads had a server each."""
+    return [
+        f"{key}: the prefix cache of {sides[0]} can be emptied by a new server only, so each of its loads has one of "
+        "its own, and the other side's have one together: first requests may differ by that"
+        for key, sides in sorted((manifest.get("apart") or {}).items())
+        if len(sides) == 1
+    ]
+
+
+def _why_no_pair(folder: CompareFolder, cells: Sequence[Mapping[str, Any]]) -> str:
+    for side, cell in itertools.product(folder.stored, cells):
+        if not (done := folder.load(cell, side, 1) / DONE).is_file():
+            return (
+                f"{side} has no {done}: the loads of each repeat are compared, and a summary of them does not do; give "
+                "runs whose folders are whole"
+            )
+    return "no pair was measured"
+
+
+def _read_counters(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], pairs: int) -> dict[str, Any]:
+    """counters.json of each load: by cell name and side, in the order of the pairs."""
+    return {
+        cell["name"]: {
+            side: [read_json(folder.load(cell, side, pair) / "counters.json") for pair in range(1, pairs + 1)]
+            for side in SIDES
+        }
+        for cell in cells
+    }
+
+
+def _more_time(folder: CompareFolder, manifest: Mapping[str, Any], pairs: int) -> str:
+    """The command that goes on, with minutes for so many further pairs."""
+    minutes = math.ceil(pairs * max(manifest["seconds"]) / 60) if manifest.get("seconds") else None
+    return folder.resume_command(manifest["subcommand"]) + (f" --max-minutes {minutes}" if minutes else "")
 
 
 def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import itertools
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
-from kvbench.gate.timing.plan import SIDES, Match
+from kvbench.gate.timing.plan import SIDES, Match, cell_rows
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder
 
 KIND = "compare"
@@ -37,7 +37,10 @@ def is_comparison(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class CompareFolder:
-    """Paths of one comparison. ``stored``: by side, the run that was measured before, where that is compared."""
+    """Paths of one comparison. ``stored``: by side, the run that was measured before, where such runs are compared.
+
+    A cell is a row of the manifest's ``cells``: name, workload, turn, and by side the cell's id.
+    """
 
     path: Path
     stored: Mapping[str, Path] = field(default_factory=dict)
@@ -65,12 +68,45 @@ class CompareFolder:
         return manifest
 
     def resume_command(self, subcommand: str) -> str:
-        """The command that goes on with it, from where we are."""
+        """The command that goes on with it, from the current folder."""
         return shlex.join(["kvbench", subcommand, "--resume", os.path.relpath(self.path)])
 
-    def run_lock(self) -> AbstractContextManager[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Only one process may work in a folder."""
         return RunFolder(self.path).locked()
+
+    def run(self, side: str, workload: str) -> RunFolder:
+        return RunFolder(self.stored.get(side) or self.path / side / workload)
+
+    def load(self, cell: Mapping[str, Any], side: str, pair: int) -> Path:
+        return self.run(side, cell["workload"]).load(cell[side], pair)
+
+    def done(self, cell: Mapping[str, Any], side: str, pair: int) -> dict[str, Any] | None:
+        """done.json of that load, None where it is not finished."""
+        is_done = self.run(side, cell["workload"]).is_done(cell[side], pair)
+        return read_json(self.load(cell, side, pair) / DONE) if is_done else None
+
+    def is_whole(self, cells: Sequence[Mapping[str, Any]], pair: int) -> bool:
+        """Whether all loads of the pair are finished and valid, on both sides."""
+        loads = (self.done(cell, side, pair) for cell in cells for side in SIDES)
+        return all(done is not None and done["valid"] for done in loads)
+
+    def whole_pairs(self, cells: Sequence[Mapping[str, Any]]) -> int:
+        """How many pairs are whole, from the first on."""
+        return next(n for n in itertools.count() if not cells or not self.is_whole(cells, n + 1))
+
+    def set_aside(self, match: Match, pair: int) -> None:
+        """Moves a pair that is to be measured again out of the way, with its servers' logs."""
+        for side in SIDES:
+            run, config_id = self.run(side, match.workload), match.of(side).config_id
+            kept = self.path / "set-aside" / side / match.workload
+            logs = [f"{config_id}-{pair}", *(f"{config_id}-{cell.load.load_id}-{pair}" for cell in match.cells(side))]
+            for cell in cell_rows([match]):
+                load = self.load(cell, side, pair)
+                for found in (load, load.with_name(f"failed-{pair}")):
+                    _move(found, kept / cell[side], str(pair))
+            for log in logs:
+                _move(run.server_log(log), kept / "logs", log)
 
     def remove_unmeasured(self) -> bool:
         """Removes the folder of a comparison that has neither a load nor a verdict; whether it had none."""
@@ -79,44 +115,10 @@ class CompareFolder:
         shutil.rmtree(self.path)
         return True
 
-    def run(self, side: str, workload: str) -> RunFolder:
-        return RunFolder(self.stored.get(side) or self.path / side / workload)
 
-    def is_whole(self, match: Match, pair: int) -> bool:
-        """Whether both sides of the pair are there and are measurements."""
-        return all(
-            self.is_measured(side, match.workload, cell.cell_id, pair) for side in SIDES for cell in match.cells(side)
-        )
-
-    def is_measured(self, side: str, workload: str, cell_id: str, pair: int) -> bool:
-        """Whether that load is finished, and valid."""
-        run = self.run(side, workload)
-        return run.is_done(cell_id, pair) and bool(read_json(run.load(cell_id, pair) / DONE)["valid"])
-
-    def loads(self, match: Match, side: str, pair: int) -> Iterator[dict[str, Any]]:
-        """done.json of each finished load of one side."""
-        run = self.run(side, match.workload)
-        for cell in match.cells(side):
-            if run.is_done(cell.cell_id, pair):
-                yield read_json(run.load(cell.cell_id, pair) / DONE)
-
-    def set_aside(self, match: Match, pair: int) -> None:
-        """Out of the way, and kept: what there is of a pair that is to be measured anew, its servers' logs too."""
-        for side in SIDES:
-            run, configuration = self.run(side, match.workload), match.of(side)
-            kept = self.path / "set-aside" / side / match.workload
-            for cell in match.cells(side):
-                load = run.load(cell.cell_id, pair)
-                for found in (load, load.with_name(f"failed-{pair}")):
-                    _keep(found, kept / cell.cell_id, str(pair))
-                _keep(run.server_log(f"{configuration.config_id}-{cell.load.load_id}-{pair}"), kept / "logs")
-            _keep(run.server_log(f"{configuration.config_id}-{pair}"), kept / "logs")
-
-
-def _keep(found: Path, folder: Path, name: str | None = None) -> None:
-    """Moves what is there into ``folder``, under its name and a number."""
-    if not found.exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = name or found.stem
-    found.rename(next(p for n in itertools.count(1) if not (p := folder / f"{stem}-{n}{found.suffix}").exists()))
+def _move(found: Path, folder: Path, name: str) -> None:
+    """Moves what is there into ``folder``, under ``name`` and a number."""
+    if found.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = (folder / f"{name}-{number}{found.suffix}" for number in itertools.count(1))
+        found.rename(next(path for path in paths if not path.exists()))

@@ -1,4 +1,8 @@
-"""The manifest of a comparison: everything that is known before its first launch, and how it is done again."""
+"""The manifest of a comparison: what is compared, how it is done again, and what must be equal on both sides.
+
+Only with the same model, device, versions and requests is a difference the change's. What a server does not tell is not
+compared.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +11,29 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.common.files import utc_now, write_json
 from kvbench.common.git import git_state
 from kvbench.common.machine import environment
-from kvbench.common.packages import HOUSE
 from kvbench.gate.compare.folder import FORMAT, KIND, CompareFolder
-from kvbench.gate.compare.lanes import Lane
-from kvbench.gate.compare.same_server import differences as server_differences
-from kvbench.gate.compare.same_server import request_differences, varied_settings
-from kvbench.gate.compare.side_text import RUN, parse_side
-from kvbench.gate.compare.sides import OpenSide
-from kvbench.gate.compare.values import whole_pairs
+from kvbench.gate.compare.sides import RUN, OpenSide, PairedWorkload
 from kvbench.gate.policy import Policy
-from kvbench.gate.timing.plan import BASE, SIDES, cell_rows
-from kvbench.runs.folder import DONE, RunFolder, create_run
+from kvbench.gate.timing.plan import BASE, SIDES, Match, cell_rows
+from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.resume import environment_differences
 from kvbench.workload.file import Workload, load_workload
 
 # Options that say what is compared, as words of the command that does it again.
 _REPEATED = (
-    "profile", "overrides", "seed", "only", "policy", "repo", "build_cmd", "target", "exact", "target_python",
-    "target_args", "serve_cmd", "preset", "model", "vocab_size", "max_model_len", "tokenizer", "api_key_env",
-    "tls_ca_file", "no_tls_verify", "start_timeout", "max_minutes", "no_calibration", "force",
+    "workloads", "profile", "overrides", "seed", "only", "policy", "repo", "build_cmd", "target", "exact",
+    "target_python", "target_args", "serve_cmd", "preset", "model", "vocab_size", "max_model_len", "tokenizer",
+    "api_key_env", "tls_ca_file", "no_tls_verify", "start_timeout", "max_minutes", "no_calibration", "force",
 )  # fmt: skip
 _FLAG = {"overrides": "-o", "workloads": "--workload"}
-# Options that name files and folders: kept absolute, since a comparison may be gone on with from another folder.
+# Options that name files and folders: kept absolute, since a comparison may be resumed from another folder.
 PATHS = ("policy", "repo", "noise", "store", "tokenizer", "tls_ca_file")
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
 _STORED_RUNS = (
@@ -50,27 +48,34 @@ _ONE_LAUNCH = (
     "a running server is one launch, in no random order with others: the chances that are told do not cover what "
     "another launch would change"
 )
+# What must be equal, by section of /server_info, and the engine setting that makes a difference an intended one.
+_FACTS: Mapping[str, Mapping[str, str]] = {
+    "served_model": {"vocab_size": "model", "max_model_len": "max_model_len"},
+    "model": {"weights_fingerprint": "model", "num_parameters": "model"},
+    "resolved": {"device": "device", "device_name": "device"}
+    | {name: name for name in ("dtype", "kernel_backend", "num_threads")},
+}
 
 
 def new_comparison(
     options: Mapping[str, Any],
-    workloads: Sequence[Workload],
-    lanes: Sequence[Lane],
+    given: Sequence[Workload],
+    workloads: Sequence[PairedWorkload],
     policy: Policy,
     subcommand: str,
     notes: Sequence[str],
 ) -> CompareFolder:
-    """A new folder with its manifest; ``workloads`` as they were before the sides' own settings.
+    """A new folder with its manifest; ``given``: the workloads before the sides' own settings.
 
     Raises UsageError where it cannot be made, or stored runs are not comparable.
     """
-    sides = lanes[0].sides
+    sides = workloads[0].sides
     stored = {side: sides[side].stored for side in SIDES if sides[side].stored}
-    differences = stored_differences(stored, lanes) if stored else []
+    differences = stored_differences(stored, workloads) if stored else []
     if differences and not options["force"]:
         raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
-    running = any(side.choice.probes for lane in lanes for side in lane.sides.values())
-    path = create_run(options["output_dir"], KIND, git_state()["short_sha"]).path
+    running = any(side.choice.probes for each in workloads for side in each.sides.values())
+    folder = CompareFolder(create_run(options["output_dir"], KIND, git_state()["short_sha"]).path, stored)
     seed = options["order_seed"]
     manifest = {
         "format": FORMAT,
@@ -80,18 +85,20 @@ def new_comparison(
         "command": ["kvbench", *sys.argv[1:]],
         "reproduce": reproduce_command(options, sides, subcommand),
         **{side: {**sides[side].facts, "name": sides[side].name} for side in SIDES},
-        "workloads": {lane.name: {side: dict(lane.sides[side].workload.resolved) for side in SIDES} for lane in lanes},
-        "given": [{"workload": dict(each.resolved), "profile": each.profile} for each in workloads],
-        "cells": cell_rows([match for lane in lanes for match in lane.matches]),
+        "workloads": {
+            each.name: {side: dict(each.sides[side].choice.workload.resolved) for side in SIDES} for each in workloads
+        },
+        "given": [{"workload": dict(each.resolved), "profile": each.profile} for each in given],
+        "cells": _cells(workloads),
         "order_seed": secrets.randbits(32) if seed is None else seed,
         "order": {},
         "options": {key: _absolute(key, value) for key, value in options.items() if key != "resume"}
         | {side: pinned(sides[side]) for side in SIDES},
         "policy": policy.to_json(),
-        "stored": {side: str(folder.resolve()) for side, folder in stored.items()},
+        "stored": {side: str(path.resolve()) for side, path in stored.items()},
         "servers": {side: {} for side in SIDES},
         "differences": differences,
-        "notes": [*notes, *(note for lane in lanes for note in lane.notes), *([_STORED_RUNS] if stored else [])],
+        "notes": [*notes, *(note for each in workloads for note in each.notes), *([_STORED_RUNS] if stored else [])],
         "doubt": _NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
         "resumed": [],
         "voids": [],  # attempts at pairs that were no measurement
@@ -103,48 +110,38 @@ def new_comparison(
         "started": utc_now(),
         "ended": None,
     }
-    folder = CompareFolder(path, stored)
     write_json(folder.manifest_path, manifest)
     return folder
 
 
 def reproduce_command(options: Mapping[str, Any], sides: Mapping[str, OpenSide], subcommand: str) -> str:
-    """The command that does it again, with the commits in the place of names that move."""
+    """The command that does it again, with the commits in place of names that move."""
     words = ["kvbench", subcommand]
-    words += [_readable(sides[side], options) for side in (SIDES if subcommand == "compare" else (BASE,))]
-    for name in ("workloads", *_REPEATED):
-        value = options.get(name)
-        if value in (None, False, ()):
-            continue
-        flag = _FLAG.get(name, f"--{name.replace('_', '-')}")
+    for side in SIDES if subcommand == "compare" else (BASE,):
+        words.append(pinned(sides[side]) if _is_commit(sides[side]) else sides[side].side.given)
+    for name in _REPEATED:
+        value, flag = options.get(name), _FLAG.get(name, f"--{name.replace('_', '-')}")
         if value is True:
             words.append(flag)
-            continue
-        for each in value if isinstance(value, tuple | list) else (value,):
-            words += [flag, str(each)]
+        elif value is not None and value is not False:
+            for each in value if isinstance(value, tuple | list) else (value,):
+                words += [flag, str(each)]
     return shlex.join(words)
 
 
 def pinned(side: OpenSide) -> str:
-    """The side in a way that means one thing in any folder; a ref as its commit, but for a working tree with changes.
+    """The side as a text that means the same in any folder: a ref as its commit.
 
-    Such a tree has no commit that would bring its files back.
+    A working tree with changes has no commit that would bring its files back, so it stays as it was given.
     """
-    if side.build is not None and side.build.commit.changes is None:
+    if _is_commit(side):
         return side.build.commit.sha[:12]
     text = str(Path(side.side.text).expanduser().resolve()) if side.side.kind == RUN else side.side.text
     return f"{side.side.kind}:{text}"
 
 
-def _readable(side: OpenSide, options: Mapping[str, Any]) -> str:
-    """As ``pinned``, as it was given where that means the same."""
-    if side.build is not None and side.build.commit.changes is None:
-        return pinned(side)
-    try:
-        alone = parse_side(side.side.text, Path(options.get("repo") or HOUSE)).kind == side.side.kind
-    except UsageError:
-        alone = False
-    return side.side.text if alone else f"{side.side.kind}:{side.side.text}"
+def _is_commit(side: OpenSide) -> bool:
+    return side.build is not None and side.build.commit.changes is None
 
 
 def _absolute(name: str, value: Any) -> Any:
@@ -153,18 +150,22 @@ def _absolute(name: str, value: Any) -> Any:
     return str(Path(value).resolve()) if name in PATHS and value else value
 
 
-def go_on(manifest: dict[str, Any], lanes: Sequence[Lane], *, force: bool) -> list[str]:
-    """Ready a manifest to be measured further; remarks for the user.
+def _cells(workloads: Sequence[PairedWorkload]) -> list[dict[str, str]]:
+    return cell_rows([match for each in workloads for match in each.matches])
 
-    Raises UsageError where code, environment, versions or machine are others than were measured so far, unless
-    ``force``: it is put down then. Other cells than were begun with are always refused.
+
+def resume(manifest: dict[str, Any], workloads: Sequence[PairedWorkload], *, force: bool) -> list[str]:
+    """Readies a manifest to be measured further; returns remarks for the user.
+
+    Raises UsageError where code, environment, versions or machine differ from what was measured so far, unless
+    ``force``: the manifest then says so. Other cells than it began with are always refused.
     """
-    if cell_rows([match for lane in lanes for match in lane.matches]) != manifest["cells"]:
+    if _cells(workloads) != manifest["cells"]:
         raise UsageError("this kvbench makes other cells of the workload than it began with: start a new comparison")
     now = environment()
     found, remarks = environment_differences(manifest, now)
     for side in SIDES:
-        then, here = manifest[side], lanes[0].sides[side].facts
+        then, here = manifest[side], workloads[0].sides[side].facts
         changed = [key for key in _OF_A_BUILD if key in then and then[key] != here.get(key)]
         if "changes" in changed:
             found.append(f"{side} is a working tree whose files have changed since")
@@ -177,53 +178,121 @@ def go_on(manifest: dict[str, Any], lanes: Sequence[Lane], *, force: bool) -> li
         )
     manifest["options"]["force"] = manifest["options"]["force"] or force
     manifest["resumed"] += [{"at": utc_now(), **now, "forced": force, "differences": found, "remarks": remarks}]
+    edited = [
+        f"{path} is not what it was when the comparison began, which goes on as it was then"
+        for path, given in zip(manifest["options"]["workloads"], manifest["given"], strict=True)
+        if not _is_unchanged(path, given["workload"], manifest["options"])
+    ]
     mixed = [f"--force: pairs were measured under different conditions: {each}" for each in found]
-    manifest["notes"] += [note for note in mixed if note not in manifest["notes"]]
-    return remarks
+    manifest["notes"] += [note for note in (*mixed, *edited) if note not in manifest["notes"]]
+    return edited + remarks
 
 
-def edited(manifest: dict[str, Any]) -> list[str]:
-    """Puts down, and tells, which workload files hold something else now than when the comparison began."""
-    options = manifest["options"]
-    how = {name: options[name] for name in ("profile", "overrides", "seed")}
-    found = []
-    for path, given in zip(options["workloads"], manifest["given"], strict=False):  # stored runs have no files
-        try:
-            same = json.loads(json.dumps(load_workload(path, **how).resolved, default=str)) == given["workload"]
-        except UsageError:
-            same = False
-        if not same:
-            found.append(f"{path} is not what it was when the comparison began, which goes on as it was then")
-    manifest["notes"] += [note for note in found if note not in manifest["notes"]]
-    return found
+def _is_unchanged(path: str, workload: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    try:
+        now = load_workload(path, **{name: options[name] for name in ("profile", "overrides", "seed")})
+    except UsageError:
+        return False
+    return json.loads(json.dumps(now.resolved, default=str)) == workload
 
 
-def unusable_repeat(folder: CompareFolder, manifest: Mapping[str, Any]) -> str | None:
-    """Of stored runs: why the first repeat that does not count does not, where it was measured."""
-    repeat = whole_pairs(folder, manifest) + 1
-    for cell in manifest["cells"]:
-        for side in SIDES:
-            run = folder.run(side, cell["workload"])
-            if run.is_done(cell[side], repeat):
-                done = read_json(run.load(cell[side], repeat) / DONE)
-                if not done["valid"]:
-                    why = "; ".join(done["invalid_reasons"])
-                    return f"repeat {repeat} of {cell[side]} of {side} is invalid ({why}), and ends what can be paired"
-    return None
-
-
-def stored_differences(stored: Mapping[str, Path], lanes: Sequence[Lane]) -> list[str]:
+def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
     """What two runs differ in that must be equal: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     found, _ = environment_differences({**then, "git": {}}, now)
-    matches = [match for lane in lanes for match in lane.matches]
-    for match in matches:
-        told = [
+    for match in (match for each in workloads for match in each.matches):
+        servers = [
             (manifest.get("servers") or {}).get(match.of(side).config_id) or {}
             for side, manifest in zip(SIDES, (then, now), strict=True)
         ]
-        found += server_differences(*told, varied_settings(match))
-    folder, rows = CompareFolder(Path(), stored), cell_rows(matches)
-    for repeat in range(1, whole_pairs(folder, {"cells": rows}) + 1):
-        found += request_differences(folder, rows, repeat)
+        found += server_differences(*servers, varied_settings(match))
+    folder, cells = CompareFolder(Path(), stored), _cells(workloads)
+    for repeat in range(1, folder.whole_pairs(cells) + 1):
+        found += request_differences(folder, cells, repeat)
     return list(dict.fromkeys(found))
+
+
+def server_differences(
+    left: Mapping[str, Any], right: Mapping[str, Any], varied: frozenset[str] = frozenset()
+) -> list[str]:
+    """What two servers say of themselves that differs; not settings in ``varied``, which differ on purpose.
+
+    All versions of packages are compared, and the names of the models where not both tell a fingerprint of the weights.
+    """
+    servers, found = (left, right), []
+
+    def compare(name: str, section: str, key: str) -> None:
+        values = [(server.get(section) or {}).get(key) for server in servers]
+        if None not in values and values[0] != values[1]:
+            found.append(f"{name} ({values[0]} and {values[1]})")
+
+    for section, keys in _FACTS.items():
+        for key, setting in keys.items():
+            if setting not in varied:
+                compare(key, section, key)
+    names = [_model_name(server) for server in servers]
+    fingerprints = all((server.get("model") or {}).get("weights_fingerprint") for server in servers)
+    if not fingerprints and all(names) and names[0] != names[1] and "model" not in varied:
+        found.append(f"model ({names[0]} and {names[1]})")
+    for name in sorted(left.get("versions") or {}):
+        compare(f"version of {name}", "versions", name)
+    return found
+
+
+def _model_name(server: Mapping[str, Any]) -> str | None:
+    """What the model is called, without the folders that it lies in."""
+    name = (server.get("model") or {}).get("name") or (server.get("served_model") or {}).get("name")
+    return PurePosixPath(str(name)).name if name else None
+
+
+def varied_settings(match: Match) -> frozenset[str]:
+    """The engine settings in which the sides of a comparison are meant to differ."""
+    a, b = match.base.settings, match.candidate.settings
+    return frozenset(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
+
+
+def record_server(
+    manifest: dict[str, Any], match: Match, side: str, info: Mapping[str, Any], *, alone: bool, force: bool
+) -> None:
+    """Stores what the first server of a configuration says of itself, and compares every later one with it.
+
+    The first is also compared with the other side's. ``alone``: it was launched for one load, since its prefix cache
+    could not be emptied. Raises UsageError for a difference, unless ``force``: the manifest then says so.
+    """
+    names = {each: f"{match.workload}/{match.of(each).config_id}" for each in SIDES}
+    servers = {each: manifest["servers"][each].get(names[each]) for each in SIDES}
+    if servers[side] is None:
+        servers[side] = manifest["servers"][side][names[side]] = dict(info)
+    if alone and side not in (apart := manifest.setdefault("apart", {}).setdefault(match.key, [])):
+        apart.append(side)
+    if changed := server_differences(servers[side], info):
+        what = f"the server of {side} is not the one that was launched before for {names[side]}: {'; '.join(changed)}"
+        _refuse_or_store(manifest, [what], "serve the same again, or start a new comparison", force=force)
+    if None not in servers.values():
+        found = server_differences(*(servers[each] for each in SIDES), varied_settings(match))
+        _refuse_or_store(manifest, found, "make them the same", force=force)
+
+
+def request_differences(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], pair: int) -> list[str]:
+    """The cells whose two loads of a pair were not given the same requests. ``cells``: rows of the manifest."""
+    found = []
+    for cell in cells:
+        given = [(folder.done(cell, side, pair) or {}).get("requests_sha256") for side in SIDES]
+        if all(given) and given[0] != given[1]:
+            found.append(f"requests of {cell['name']}")
+    return found
+
+
+def require_same_requests(folder: CompareFolder, manifest: dict[str, Any], pair: int, *, force: bool) -> None:
+    """Raises UsageError where the two loads of a pair had other requests; with ``force`` the manifest says so."""
+    found = request_differences(folder, manifest["cells"], pair)
+    _refuse_or_store(manifest, found, "give both the same vocabulary, length and kind of server", force=force)
+
+
+def _refuse_or_store(manifest: dict[str, Any], found: Sequence[str], way_out: str, *, force: bool) -> None:
+    if found and not force:
+        raise UsageError(
+            f"base and candidate are not the same in what must be equal: {'; '.join(found)}. Either {way_out}, or add "
+            "--force to judge them all the same: the verdict then says what differed"
+        )
+    manifest["differences"] = sorted({*manifest["differences"], *found})

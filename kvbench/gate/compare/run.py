@@ -1,71 +1,239 @@
-"""A comparison from its plan to its verdict: pair after pair, a look after some of them, an end in time."""
+"""``kvbench compare`` and ``kvbench calibrate``: pair after pair, a look after some of them, an end in time."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 
 from kvbench.calibration.cache import Calibrator
-from kvbench.common.console import Speaker
-from kvbench.common.errors import Interrupted, MeasurementError, storage_sentence
-from kvbench.common.files import utc_now, write_json
-from kvbench.common.signals import Interruption
+from kvbench.common.console import print_plain, status_line
+from kvbench.common.errors import EXIT_INTERRUPTED, MeasurementError, UsageError
+from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.common.git import git_state
+from kvbench.common.packages import HOUSE
 from kvbench.common.text import clock, plural
-from kvbench.gate.compare.conclude import conclude, look_points, pair_line
-from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.lanes import Lane
-from kvbench.gate.compare.pair_runner import PairRunner, PairVoid, Void
-from kvbench.gate.compare.same_server import hear_server, require_same_requests
-from kvbench.gate.compare.values import whole_pairs
-from kvbench.gate.policy import Policy
-from kvbench.gate.timing.plan import SIDES, Match, Turn, turns
-from kvbench.gate.verdict.verdict import INCONCLUSIVE, Verdict
+from kvbench.gate.compare.builds import Builds
+from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
+from kvbench.gate.compare.folder import KIND, CompareFolder
+from kvbench.gate.compare.manifest import PATHS, new_comparison, record_server, require_same_requests, resume
+from kvbench.gate.compare.pair_runner import FailedAttempt, PairNotMeasured, PairRunner
+from kvbench.gate.compare.runner_noise import noise_notes, store_noise
+from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads, parse_side
+from kvbench.gate.policy import Policy, load_policy
+from kvbench.gate.timing.noise import FEWEST_PAIRS
+from kvbench.gate.timing.plan import BASE, SIDES, Turn, turns
+from kvbench.gate.verdict.github import publish
+from kvbench.gate.verdict.outputs import report_verdict, write_outputs
+from kvbench.gate.verdict.terminal import print_verdict
+from kvbench.gate.verdict.verdict import INCONCLUSIVE, INVALID, Finding, Verdict
+from kvbench.runs.folder import MANIFEST, RunFolder, create_run
+from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell
+from kvbench.workload.file import Workload, load_workload, resolve
 
+COMPARE, CALIBRATE = "compare", "calibrate"
+_WITH_RESUME = ("resume", "max_minutes", "output_dir", "force")  # options of an execution, not of its comparison
 # A reading of /metrics takes the engine's thread from its steps. Four a second, as a sweep takes them, delay one gap in
 # twenty on a small machine, which is where p95 lies; what changed over a load is exact however few there are.
 POLL_S = 1.0
 
 
-@dataclass
-class _Quiet:
-    """What a BlockRunner tells of its loads: kept for the line that says where a comparison is."""
+@dataclass(frozen=True)
+class _Request:
+    """What is to be compared, by the command line or by the folder that is resumed (``folder`` None: a new one)."""
 
-    text: str = "starting"
+    subcommand: str
+    options: Mapping[str, Any]
+    policy: Policy
+    sides: Mapping[str, Side]
+    workloads: Sequence[Workload]
+    folder: CompareFolder | None = None
+
+
+def compare_command(**options: Any) -> int:
+    """``kvbench compare``. Raises UsageError and MeasurementError."""
+    with ExitStack() as held:
+        request = _read_request(options, COMPARE, held)
+        folder, verdict = _run(request, Console(), held)
+        if verdict is None:
+            return EXIT_INTERRUPTED
+        code = report_verdict(verdict, folder.path)
+        write_pairs(folder, folder.manifest(), request.policy.timing.metrics)
+        return code
+
+
+def calibrate_pairs_command(*, side: str | None, **options: Any) -> int:
+    """``kvbench calibrate``. Raises UsageError and MeasurementError."""
+    console, side = Console(), side or "HEAD"
+    with ExitStack() as held:
+        request = _read_request({"base": side, "candidate": side, **options}, CALIBRATE, held)
+        folder, verdict = _run(request, console, held)
+        if verdict is None:
+            return EXIT_INTERRUPTED
+        if verdict.facts["pairs"] < FEWEST_PAIRS:
+            print_verdict(verdict, console)
+        return store_noise(folder, request.policy.timing, request.options, _printer(console))
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    return lambda text: print_plain(console, text)
+
+
+def _read_request(options: dict[str, Any], subcommand: str, held: ExitStack) -> _Request:
+    """Refuses everything that can be wrong before anything is built, with UsageError.
+
+    A folder that is resumed is locked in ``held``. It says all: its workloads and policy are those that it began with,
+    whatever their files hold now.
+    """
+    if options["resume"] is None:
+        if not options["base"] or not options["candidate"]:
+            raise UsageError("two sides are needed: write for example `kvbench compare main HEAD --workload FILE`")
+        sides = _sides(options)
+        return _Request(subcommand, options, load_policy(options["policy"]), sides, _workloads(options, sides[BASE]))
+    folder = CompareFolder.open(options["resume"])
+    held.enter_context(folder.locked())
+    manifest = folder.manifest()
+    if manifest["subcommand"] != subcommand:
+        raise UsageError(f"{folder.path} was begun by `kvbench {manifest['subcommand']}`: go on with that")
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        if given and parameter.name not in _WITH_RESUME:
+            name = parameter.human_readable_name if isinstance(parameter, click.Argument) else parameter.opts[0]
+            raise UsageError(
+                f"{name} cannot change a comparison that has begun ({folder.path}): leave it out, or start a new one "
+                "without --resume"
+            )
+    stored = manifest["options"]
+    options = stored | {name: options[name] for name in _WITH_RESUME}
+    options |= {name: Path(stored[name]) for name in PATHS if stored.get(name)}
+    options["force"] = options["force"] or stored["force"]
+    workloads = [resolve(each["workload"], profile=each["profile"], source=None) for each in manifest["given"]]
+    policy = Policy.from_json(manifest["policy"])
+    return _Request(subcommand, options, policy, _sides(options), workloads, folder)
+
+
+def _sides(options: Mapping[str, Any]) -> dict[str, Side]:
+    return {side: parse_side(options[side], Path(options["repo"] or HOUSE)) for side in SIDES}
+
+
+def _workloads(options: Mapping[str, Any], base: Side) -> list[Workload]:
+    """The files of --workload; of a stored run its own workload. Raises UsageError."""
+    if base.kind == RUN:
+        if options["workloads"]:
+            raise UsageError("--workload does not go with stored runs, which have their own: leave it out")
+        manifest = RunFolder(Path(base.text).expanduser()).manifest()
+        return [resolve(manifest["workload"], profile=manifest["profile"], source=None)]
+    if not options["workloads"]:
+        raise UsageError("--workload is missing: write for example --workload workloads/mixed.yaml")
+    given = {name: options[name] for name in ("profile", "overrides", "seed")}
+    return [load_workload(path, **given) for path in options["workloads"]]
+
+
+def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareFolder, Verdict | None]:
+    """Opens both sides and measures; no verdict when it was interrupted. The folder stays locked in ``held``."""
+    options, folder, say = request.options, request.folder, _printer(console)
+    if folder is not None and (finished := finished_verdict(folder, request.policy)):
+        say(f"{folder.path} is finished: nothing is measured, and this is its verdict")
+        return folder, finished
+    builds = held.enter_context(Builds(rebuild=options["rebuild"], build_cmd=options["build_cmd"], say=say))
+    try:
+        workloads = open_workloads(request.sides, request.workloads, {**options, "port": 0}, builds, held)
+    except MeasurementError as error:  # a build that fails
+        if folder is None:
+            _write_invalid(request, create_run(options["output_dir"], KIND, git_state()["short_sha"]).path, error, say)
+        raise
+    if folder is None:
+        names = [each.name for each in workloads]
+        notes = noise_notes(options, names, request.policy.timing) if request.subcommand == COMPARE else []
+        folder = new_comparison(options, request.workloads, workloads, request.policy, request.subcommand, notes)
+        held.enter_context(folder.locked())
+    manifest = folder.manifest()
+    if request.folder is not None and not folder.stored:
+        for remark in resume(manifest, workloads, force=options["force"]):
+            say(f"note: {remark}")
+    say(f"results: {folder.path}")
+    for note in manifest["notes"]:
+        say(f"note: {note}")
+    comparison = Comparison(
+        folder,
+        manifest,
+        workloads,
+        request.policy,
+        console,
+        pairs=options.get("pairs") or request.policy.timing.looks[-1].pairs,
+        max_minutes=options["max_minutes"],
+        stop_early=request.subcommand == COMPARE,
+        calibrate=not options["no_calibration"],
+        force=options["force"],
+    )
+    try:
+        return folder, comparison.judge_stored() if folder.stored else comparison.execute()
+    except MeasurementError as error:
+        _write_invalid(request, folder.path, error, say)
+        raise
+    except UsageError:
+        if request.folder is None and folder.remove_unmeasured():
+            say(f"removed: {folder.path}, since nothing was measured")
+        raise
+
+
+def _write_invalid(request: _Request, folder: Path, error: Exception, say: Callable[[str], None]) -> None:
+    """Writes the files of a verdict that says that nothing could be judged, for CI; they may not fit on the disk."""
+    if request.subcommand != COMPARE:
+        return
+    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+    sides = {side: manifest.get(side) or request.sides[side].to_json() for side in SIDES}
+    reproduce = manifest.get("reproduce") or shlex.join(["kvbench", *sys.argv[1:]])
+    found = Finding("measured/comparison", "measured", "the comparison is measured", INVALID, str(error))
+    verdict = Verdict("compare", INVALID, str(error), (found,), **sides, reproduce=reproduce)
+    with suppress(OSError):
+        for path in write_outputs(verdict, folder):
+            say(f"written: {path}")
+    publish(verdict, folder)
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """Shows what the block runner of a pair is doing; ``status`` replaces the text that is shown."""
+
+    status: Callable[[str], None]
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
-        self.text = f"pair {repeat}: {cell.cell_id}"
+        self.status(f"pair {repeat}: {cell.cell_id}")
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None: ...
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None: ...
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
-        self.text = f"pair {repeat}: {cell.cell_id} failed: {reason}"
-
-    def status(self, text: str) -> None:
-        self.text = text
+        self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
 
 
 @dataclass
 class Comparison:
-    """One execution in one folder, which holds its manifest already and is locked by the caller (``run_lock``).
+    """One execution in one folder, which holds its manifest already and is locked by the caller.
 
-    ``stop_early`` False: all pairs are measured whatever they say, as A/A pairs that calibrate a gate are.
+    ``stop_early`` False: all pairs are measured whatever they show, as A/A pairs that calibrate a gate are.
     ``max_minutes``: of measuring, counted from here; None: no limit.
     """
 
     folder: CompareFolder
     manifest: dict[str, Any]
-    lanes: Sequence[Lane]
+    workloads: Sequence[PairedWorkload]
     policy: Policy
     console: Console
     pairs: int
@@ -73,146 +241,139 @@ class Comparison:
     stop_early: bool = True
     calibrate: bool = True
     force: bool = False
-    _listener: _Quiet = field(default_factory=_Quiet, init=False)
 
     def execute(self) -> Verdict | None:
-        """Measure what is not there yet; the verdict, None when it was interrupted (``resume_command`` goes on)."""
-        self._write("incomplete")
-        try:
-            with Interruption() as interruption, Speaker(self.console, lambda: self._listener.text):
-                stopped = self._measure(interruption.check)
-            return self._conclude(stopped)
-        except (Interrupted, KeyboardInterrupt) as interrupt:
-            name = getattr(interrupt, "signal_name", "SIGINT")
-            self.say(f"stopped by {name}; what was measured is kept. Go on with:\n  {self.resume_command()}")
-            return None
-        except OSError as error:
-            sentence = storage_sentence(error, self.folder.path)
-            if sentence is None:
-                raise
-            way = f"what was measured is kept. Go on then with:\n  {self.resume_command()}"
-            raise MeasurementError(f"{sentence}; {way}") from error
+        """Measures what is not there yet; the verdict, None when it was interrupted."""
+        self.write("incomplete")
+        next_step = kept(self.folder.resume_command(self.manifest["subcommand"]))
+        with orderly_end(self.folder.path, next_step, self._say) as work:
+            with status_line(self.console, "starting") as show:
+                for each in self.workloads:
+                    each.compile(self.folder.path, self._say)
+                stopped = self._measure(work.check, show)
+            return self.finish(stopped)
+        return None
 
     def judge_stored(self) -> Verdict:
-        """The verdict on runs that were measured before."""
-        return self._conclude(None)
+        """The verdict on runs that were measured before.
 
-    def resume_command(self) -> str:
-        return self.folder.resume_command(self.manifest["subcommand"])
+        Raises MeasurementError where they have repeats, and not one that is valid on both sides.
+        """
+        folder, cells, notes = self.folder, self.manifest["cells"], self.manifest["notes"]
+        repeat = folder.whole_pairs(cells) + 1
+        for cell, side in itertools.product(cells, SIDES):
+            done = folder.done(cell, side, repeat)
+            if done is not None and not done["valid"]:
+                why = "; ".join(done["invalid_reasons"])
+                text = f"repeat {repeat} of {cell[side]} of {side} is invalid ({why}), and ends what can be paired"
+                if repeat == 1:
+                    raise MeasurementError(f"{text}: measure that run again")
+                notes += [text] if text not in notes else []
+                break
+        return self.finish(None)
 
-    def say(self, text: str) -> None:
-        """As it is, unwrapped: commands are copied from it."""
+    def finish(self, stopped: str | None) -> Verdict:
+        """Marks the comparison as complete; its verdict. ``stopped``: why it ended before a look decided."""
+        early, pairs = self.manifest["early_looks"], self.folder.whole_pairs(self.manifest["cells"])
+        self.manifest["stopped"] = stopped
+        if stopped and pairs and pairs not in look_points(self.policy.timing, early):
+            early.append(pairs)
+        self.write("complete")  # first: what is judged again later says the same, the time of its end too
+        return conclude(self.folder, self.manifest, self.policy)
+
+    def write(self, status: str) -> None:
+        calibration = Calibrator(self.folder.path, self.calibrate).facts()
+        self.manifest |= {"status": status, "ended": utc_now(), "calibration": calibration}
+        write_json(self.folder.manifest_path, self.manifest)
+
+    def _say(self, text: str) -> None:
         with suppress(OSError):
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            print_plain(self.console, text)
 
-    @property
-    def matches(self) -> tuple[Match, ...]:
-        return tuple(match for lane in self.lanes for match in lane.matches)
-
-    def _measure(self, check: Callable[[], None]) -> str | None:
+    def _measure(self, check: Callable[[], None], show: Callable[[str], None]) -> str | None:
         """Pair after pair. Why it ended before a look decided; None: a look did, or the last was taken."""
-        self.manifest["void"] = None
-        looks = look_points(self.policy.timing, self.manifest["early_looks"])
+        manifest, cells, seconds = self.manifest, self.manifest["cells"], self.manifest["seconds"]
+        manifest["void"] = None
+        looks = look_points(self.policy.timing, manifest["early_looks"])
+        matches = [match for each in self.workloads for match in each.matches]
         runner = PairRunner(
             self.folder,
-            self._runners(check),
+            self._runners(check, show),
             self.policy.timing.metrics,
-            self._on_kept,
-            self._on_void,
-            len(self.manifest["resumed"]),
+            self._on_measured,
+            self._on_failed,
+            len(manifest["resumed"]),
         )
-        began, seconds = time.monotonic(), self.manifest["seconds"]
-        known = sum(1 for pair in range(1, self.pairs + 1) if self._is_whole(pair))
+        began, up_to = time.monotonic(), "up to " if self.stop_early else ""
+        known = sum(self.folder.is_whole(cells, pair) for pair in range(1, self.pairs + 1))
         for pair in range(1, self.pairs + 1):
-            if not self._is_whole(pair):
+            if not self.folder.is_whole(cells, pair):
                 elapsed = time.monotonic() - began
                 # The first pair takes longer than all others: it calibrates the client.
                 expected = max(seconds[1:] or seconds, default=0.0)
                 if self.max_minutes is not None and elapsed + expected > self.max_minutes * 60:
-                    most = f"{'up to ' if self.stop_early else ''}{plural(self.pairs, 'pair')}"
+                    most = f"{up_to}{plural(self.pairs, 'pair')}"
                     return f"--max-minutes {self.max_minutes:g} were over after {pair - 1} of {most}"
                 try:
-                    runner.run(turns(self.matches, pair, self.manifest["order_seed"]), pair)
-                except PairVoid as void:
-                    self.manifest["void"] = {"pair": void.pair, "turn": void.turn}
+                    runner.run(turns(matches, pair, manifest["order_seed"]), pair)
+                except PairNotMeasured as error:
+                    manifest["void"] = {"pair": pair, "turn": error.attempt.turn}
                     return f"pair {pair} could not be measured"
                 seconds.append(time.monotonic() - began - elapsed)
-                self.manifest["pairs"] = pair
-                self._write("incomplete")
-                self._tell(pair, looks, time.monotonic() - began)
-            require_same_requests(self.folder, self.manifest, pair, force=self.force)
-            if self.stop_early and pair in looks and pair >= known:
-                found = conclude(self.folder, self.manifest, self.policy, pairs=pair)
-                if found.outcome != INCONCLUSIVE:
-                    return None
+                manifest["pairs"] = pair
+                self.write("incomplete")
+                ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
+                left = clock((ahead - pair) * sum(seconds) / len(seconds))
+                until = f", {f'the next look, after {ahead},' if self.stop_early else 'the end'} in about {left}"
+                self._say(
+                    f"pair {pair} of {up_to}{self.pairs}: {pair_line(self.folder, manifest, self.policy, pair)}  "
+                    f"(elapsed {clock(time.monotonic() - began)}{until if ahead > pair else ''})"
+                )
+            require_same_requests(self.folder, manifest, pair, force=self.force)
+            is_look = self.stop_early and pair in looks and pair >= known
+            if is_look and conclude(self.folder, manifest, self.policy, pairs=pair).outcome != INCONCLUSIVE:
+                return None
         return None
 
-    def _tell(self, pair: int, looks: Sequence[int], elapsed_s: float) -> None:
-        """One line on a pair: what it says, and how long it may still take."""
-        seconds = self.manifest["seconds"]
-        ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
-        left = clock((ahead - pair) * sum(seconds) / len(seconds))
-        until = f", {f'the next look, after {ahead},' if self.stop_early else 'the end'} in about {left}"
-        self.say(
-            f"pair {pair} of {'up to ' if self.stop_early else ''}{self.pairs}: "
-            f"{pair_line(self.folder, self.manifest, self.policy, pair)}  "
-            f"(elapsed {clock(elapsed_s)}{until if ahead > pair else ''})"
-        )
-
-    def _on_kept(self, turn: Turn, first: str) -> None:
+    def _on_measured(self, turn: Turn, first: str) -> None:
         self.manifest["order"].setdefault(str(turn.pair), {})[turn.match.key] = first
-        self._write("incomplete")
+        self.write("incomplete")
 
-    def _on_void(self, void: Void, most: int) -> None:
-        self.manifest["voids"].append(void.to_json())
-        self._write("incomplete")
-        again = "" if void.attempt == most else ", and is measured again"
-        counted = f"attempt {void.attempt} of up to {most}"
-        self.say(f"pair {void.pair} of {void.turn} is no measurement{again} ({counted}): {void.words()}")
+    def _on_failed(self, attempt: FailedAttempt, most: int) -> None:
+        self.manifest["voids"].append(attempt.to_json())
+        self.write("incomplete")
+        again = "" if attempt.attempt == most else ", and is measured again"
+        counted = f"attempt {attempt.attempt} of up to {most}"
+        self._say(f"pair {attempt.pair} of {attempt.turn} is no measurement{again} ({counted}): {attempt}")
 
-    def _is_whole(self, pair: int) -> bool:
-        return all(self.folder.is_whole(match, pair) for match in self.matches)
-
-    def _conclude(self, stopped: str | None) -> Verdict:
-        early, pairs = self.manifest["early_looks"], whole_pairs(self.folder, self.manifest)
-        self.manifest["stopped"] = stopped
-        if stopped and pairs and pairs not in look_points(self.policy.timing, early):
-            early.append(pairs)
-        self._write("complete")  # first: what is judged again later says the same, the time of its end too
-        return conclude(self.folder, self.manifest, self.policy)
-
-    def _write(self, status: str) -> None:
-        calibrator = Calibrator(self.folder.path, self.calibrate)
-        self.manifest |= {"status": status, "ended": utc_now(), "calibration": calibrator.facts()}
-        write_json(self.folder.manifest_path, self.manifest)
-
-    def _runners(self, check: Callable[[], None]) -> dict[tuple[str, str], BlockRunner]:
-        calibrator = Calibrator(self.folder.path, self.calibrate, self._listener.status, self.say)
+    def _runners(self, check: Callable[[], None], show: Callable[[str], None]) -> dict[tuple[str, str], BlockRunner]:
+        calibrator = Calibrator(self.folder.path, self.calibrate, show, self._say)
         runners = {}
-        for lane in self.lanes:
+        for each in self.workloads:
             for side in SIDES:
-                run = self.folder.run(side, lane.name)
+                run, choice = self.folder.run(side, each.name), each.sides[side].choice
                 run.path.mkdir(parents=True, exist_ok=True)
-                opened = lane.sides[side]
-                runners[side, lane.name] = BlockRunner(
-                    opened.workload,
+                runners[side, each.name] = BlockRunner(
+                    choice.workload,
                     run,
-                    opened.new_target,
-                    self._listener,
-                    self._on_server(side, lane),
+                    choice.new_target,
+                    _Progress(show),
+                    self._on_server(side, each),
                     check,
                     calibrate=calibrator,
-                    capacity=lane.capacity[side],
+                    capacity=each.capacity[side],
                     poll_s=POLL_S,
                 )
         return runners
 
-    def _on_server(self, side: str, lane: Lane) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
-        """Keeps what the first server of each configuration says; refuses another one, and one unlike its partner."""
+    def _on_server(
+        self, side: str, workload: PairedWorkload
+    ) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
+        """Stores what the first server of each configuration says of itself; refuses another one."""
 
-        def hear(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
-            told = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
-            match = next(m for m in lane.matches if m.of(side) == block.configuration)
-            hear_server(self.manifest, match, side, told, alone=block.alone, force=self.force)
+        def on_server(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
+            facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
+            match = next(m for m in workload.matches if m.of(side) == block.configuration)
+            record_server(self.manifest, match, side, facts, alone=block.alone, force=self.force)
 
-        return hear
+        return on_server

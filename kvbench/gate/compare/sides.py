@@ -1,27 +1,41 @@
-"""A side of a comparison made ready: built where it is a ref, with its settings, its target and its facts."""
+"""BASE and CANDIDATE of ``kvbench compare``: what their texts mean, and what is launched for them.
+
+    main, v1.2, 3fe141a, HEAD, .        a git ref: built in a folder and an environment of its own (. = as it is now)
+    'vllm serve {model} --port {port}'  a command that launches a server; without {port}: with the built-in one's flags
+    http://127.0.0.1:8000               a server that runs already
+    page_size=16,kv_cache_dtype=auto    settings of one engine, laid on the workload's
+    results/mixed/20260101T120000Z-1a2  a run that was stored, with its manifest.json
+
+A text that could be two of these is refused; ``ref:``, ``cmd:``, ``url:``, ``set:`` and ``run:`` in front say which.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.common.errors import UsageError
-from kvbench.common.git import git_state
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import read_json
+from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
 from kvbench.common.packages import HOUSE
-from kvbench.gate.compare import environments, worktrees
-from kvbench.gate.compare.builds import Build, Builds
-from kvbench.gate.compare.side_text import CMD, REF, RUN, SET, URL, Side
-from kvbench.runs.folder import RunFolder
+from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
+from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
+from kvbench.gate.verdict.wording import shortened
+from kvbench.runs.folder import MANIFEST, RunFolder
+from kvbench.sweep.plan import SweepOptions, preflight
 from kvbench.targets.base import Target
-from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
+from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, ServerRefusedError, check_configuration
 from kvbench.targets.choose import (
     BUILTIN,
     KINDS_OF,
@@ -34,22 +48,170 @@ from kvbench.targets.choose import (
     kind_of,
 )
 from kvbench.targets.launch_plan import is_template
-from kvbench.targets.launched import free_port
 from kvbench.targets.presets import PRESETS
+from kvbench.workload.design import Cell, Configuration, Design, make_design, select
 from kvbench.workload.file import Workload, differing_keys, resolve
+from kvbench.workload.layers import apply_override
 
+REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
+_TITLES = {
+    REF: "a git ref",
+    CMD: "a launch command",
+    URL: "a URL",
+    SET: "settings",
+    RUN: "a folder of results",
+}
+_KINDS_OF = {  # option -> the kinds of side that it means something for
+    "target": (SET,),
+    "serve_cmd": (REF, SET),
+    "repo": (REF,),
+    "build_cmd": (REF,),
+    "rebuild": (REF,),
+}
+_CHOICES = (
+    "give a git ref (`.`: the working tree), a launch command with {port}, a URL, settings (page_size=16), or the "
+    f"folder of a stored run; {', '.join(f'{kind}:' for kind in _TITLES)} in front says which"
+)
+_NO_PORT = "A command without {port} gets the built-in server's flags: any other needs it in it (such as --port {port})"
+_SETTING = r"(?:engine\.)?[A-Za-z_]\w*\s*="
+_NEXT_SETTING = re.compile(rf",\s*(?={_SETTING})")  # a comma inside a value is part of it
+_LONGEST_NAME = 60
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")
-_STORED_RUN = "a folder of results"
-_NO_PORT = "A command without {port} gets the built-in server's flags: any other needs it in it (such as --port {port})"
 _FREE = ("engine", "sweep", "description")  # of the workload: what two stored runs may differ in
+_NOT_FRESH = (
+    "a server that runs already is not launched anew for each pair: what its one launch differs in from another launch "
+    "counts as a change"
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """BASE or CANDIDATE as it was given: ``kind``, ``text`` without its prefix, ``given`` with it."""
+
+    kind: str
+    text: str
+    given: str
+
+    @property
+    def name(self) -> str:
+        """For a table."""
+        if self.kind == REF and self.text == WORKING_TREE:
+            return "working tree"
+        if self.kind == RUN:
+            return "/".join(Path(self.text).parts[-2:])
+        return shortened(self.text, _LONGEST_NAME)  # with both ends: two commands may differ in their last word
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return parse_settings(self.text) if self.kind == SET else {}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "text": self.text, "name": self.name, "settings": self.settings}
+
+
+def parse_side(text: str, repo: Path = HOUSE) -> Side:
+    """What ``text`` means; refs are looked for in ``repo``. UsageError where it means nothing, or two things."""
+    if not text.strip():
+        raise UsageError(f"a side of the comparison is empty: {_CHOICES}")
+    prefix, _, rest = text.partition(":")
+    if prefix in _TITLES:
+        return _checked(Side(prefix, rest.strip(), text), repo)
+    kinds = _possible_kinds(text, repo)
+    if not kinds:
+        raise UsageError(f"{text!r} is {_why_nothing(text, repo)}: {_CHOICES}")
+    if len(kinds) > 1:
+        titles = " and ".join(_TITLES[kind] for kind in kinds)
+        raise UsageError(f"{text!r} could be {titles}: write {' or '.join(f'{kind}:{text}' for kind in kinds)}")
+    return _checked(Side(kinds[0], text, text), repo)
+
+
+def _possible_kinds(text: str, repo: Path) -> list[str]:
+    if re.match(r"https?://\S+$", text, re.IGNORECASE):
+        return [URL]
+    program = _program(text) if re.search(r"\s", text.strip()) else None
+    possible = {
+        REF: _is_ref(text, repo),
+        RUN: text != WORKING_TREE and _is_run(text),
+        SET: re.match(_SETTING, text.strip()),
+        CMD: "{port}" in text or (program and shutil.which(program)),
+    }
+    return [kind for kind, fits in possible.items() if fits]
+
+
+def _checked(side: Side, repo: Path) -> Side:
+    """A side whose kind is settled. UsageError where its text cannot be that."""
+    text = side.text
+    if not text:
+        raise UsageError(f"{side.kind}: has nothing behind it: give {_TITLES[side.kind]}")
+    if side.kind == REF and not _is_ref(text, repo):
+        find_commit(repo, text)  # says why
+    if side.kind == RUN and not _is_run(text):
+        raise UsageError(f"{text!r} is no folder of results: it has no {MANIFEST}; give the folder of one run")
+    if side.kind == SET:
+        parse_settings(text)
+    if side.kind == CMD:
+        if (program := _program(text)) is None:
+            raise UsageError(f"{text!r} is not a command line: mend the quotes")
+        if "{" not in program and shutil.which(program) is None:
+            raise UsageError(f"{text!r}: there is no program {program!r}; give its path")
+    return side
+
+
+def _is_ref(text: str, repo: Path) -> bool:
+    top = top_folder(repo)
+    return top is not None and (text == WORKING_TREE or find_sha(top, text) is not None)
+
+
+def _is_run(text: str) -> bool:
+    return (Path(text).expanduser() / MANIFEST).is_file()
+
+
+def _program(text: str) -> str | None:
+    """The first word of a command line; None where its quotes are wrong."""
+    try:
+        return (shlex.split(text) or [""])[0]
+    except ValueError:
+        return None
+
+
+def _why_nothing(text: str, repo: Path) -> str:
+    """Why none of the kinds fits, with what was probably meant."""
+    if Path(text).expanduser().exists():
+        return f"a file or folder without {MANIFEST}, so no stored run, and no git ref"
+    if re.search(r"\s", text):
+        return f"no command that can be launched (there is no program {_program(text) or text!r})"
+    if (top := top_folder(repo)) is None:
+        return f"not a git ref, since {repo} is no git repository (--repo PATH names one)"
+    refs = git(top, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes", "refs/tags").split()
+    near = difflib.get_close_matches(text, refs, n=1)
+    return f"no git ref of {top}" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """``page_size=16,engine.swap_space=1GiB`` with values as in YAML, as ``-o`` takes them. Raises UsageError."""
+    found: dict[str, Any] = {}
+    for part in _NEXT_SETTING.split(text.strip()):
+        key, sign, value = part.partition("=")
+        name = key.strip().removeprefix("engine.")
+        if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise UsageError(f"{part!r} is no setting of the engine: write NAME=VALUE,NAME=VALUE (page_size=16)")
+        if name in found:
+            raise UsageError(f"{text!r} sets {name} twice: give it once")
+        data: dict[str, Any] = {"engine": {}}
+        apply_override(data, f"engine.{name}={value}")
+        found |= data["engine"]
+        if isinstance(found[name], dict | list):
+            raise UsageError(f"{part!r}: a side has one value a setting; give a number, a text, true or false")
+    return found
 
 
 @dataclass(frozen=True)
 class OpenSide:
-    """``choice``: as a sweep's target is chosen (its workload, ``new_target``, ``check`` ...).
+    """A side with what is launched for it.
 
-    ``facts``: for the manifest. ``build``: of a ref. ``stored``: the folder of a run that was measured before.
+    ``choice``: as a sweep's target is chosen (its workload, ``new_target``, ``check`` ...). ``facts``: for the
+    manifest. ``build``: of a ref. ``stored``: the folder of a run that was measured before.
     """
 
     side: Side
@@ -60,63 +222,30 @@ class OpenSide:
 
     @property
     def name(self) -> str:
-        """What it is, in a table; a ref with its commit."""
-        return self.side.name if self.build is None else f"{self.side.name} ({_short(self.build)})"
-
-    @property
-    def workload(self) -> Workload:
-        return self.choice.workload
-
-    @property
-    def new_target(self) -> Callable[[], Target]:
-        return self.choice.new_target
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.choice.notes
-
-    @property
-    def needs_first_launch(self) -> bool:
-        """Whether a launch compiles what later ones find compiled, so that the first must not be measured."""
-        return self.stored is None and not self.choice.probes
-
-    @property
-    def refusal_hint(self) -> str:
-        """To a command's own sentence when it refuses how it was launched."""
-        return f". {_NO_PORT}" if self.side.kind == CMD and not is_template(self.side.text) else ""
-
-    def first_launch(self, settings: Mapping[str, Any], log: Path) -> None:
-        """Starts the server once and stops it. Errors as of ``Target.start``.
-
-        After that the kernels of ``settings`` are compiled and the files of both sides have been read once.
-        """
-        target = self.new_target()
-        try:
-            target.start(settings, log)
-        finally:
-            target.stop()
-
-    def close(self) -> None:
-        self.choice.close()
+        """For a table; a ref with its commit."""
+        if self.build is None:
+            return self.side.name
+        commit = self.build.commit
+        return f"{self.side.name} ({commit.sha[:7]}{' with changes' if commit.changes else ''})"
 
 
 def open_side(side: Side, workload: Workload, options: Mapping[str, Any], builds: Builds | None = None) -> OpenSide:
-    """``options``: the command line's (those of a sweep's target; ``repo``, ``serve_cmd``); ``builds``: of refs.
+    """``options``: the command line's; ``builds``: of refs.
 
-    Options that mean nothing for this side are left out: ``require_used`` says which mean nothing at all. Raises
-    UsageError, and MeasurementError where a build fails.
+    Options that mean nothing for this side are left out: ``require_used`` refuses those that mean nothing for either.
+    Raises UsageError, and MeasurementError where a build fails.
     """
-    kept = _options_of(side, options)
+    kind = _target_kind(side, options)
+    kept = {name: options.get(name) if kind in kinds else None for name, kinds in KINDS_OF.items()}
+    kept |= {name: options.get(name) if side.kind in kinds else None for name, kinds in _KINDS_OF.items()}
     if side.kind == RUN:
         return _open_run(side, workload)
     if side.kind == REF:
         return _open_ref(side, workload, kept, builds or Builds())
-    if side.kind == URL:
-        choice = choose(workload, kept | {"target": side.text}, {})
-    elif side.kind == CMD:
-        choice = choose(workload, kept | {"serve_cmd": side.text}, {})
-    else:
+    if side.kind == SET:
         choice = _with_settings(side, workload, kept)
+    else:
+        choice = choose(workload, kept | {"target" if side.kind == URL else "serve_cmd": side.text}, {})
     facts = {**side.to_json(), "command": _command(choice), "target": dict(choice.manifest)}
     if choice.manifest.get("backend") == "kvbench":
         facts |= {"git": git_state(HOUSE), "versions": versions()}
@@ -125,64 +254,34 @@ def open_side(side: Side, workload: Workload, options: Mapping[str, Any], builds
 
 def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
     """UsageError for an option that means nothing for either side, and for sides that cannot be measured in pairs."""
-    if len({side.kind == RUN for side in sides}) > 1:
+    kinds = {side.kind for side in sides}
+    if RUN in kinds and len(kinds) > 1:
         raise UsageError(
             f"{' and '.join(side.text for side in sides)}: a stored run is compared only with another stored one, "
             "since pairs are measured side by side; give the ref or the command that it was made with"
         )
-    bare = [s for s in sides if s.kind == CMD and not is_template(s.text) and _SERVER[-1] not in s.text.split()]
-    if bare and any(side.kind == CMD and is_template(side.text) for side in sides):
-        raise UsageError(f"{bare[0].text!r} has no {{port}}, which must be in it. {_NO_PORT}")
-    check_target_options([_place(side, options) for side in sides], {name: options.get(name) for name in KINDS_OF})
-    ref, own = any(side.kind == REF for side in sides), any(side.kind in (SET, REF) for side in sides)
-    for name, used, what in (
-        ("target", any(side.kind == SET for side in sides), "settings (page_size=16)"),
-        ("serve_cmd", own, "a git ref or settings"),
-        ("repo", ref, "a git ref"),
-        ("build_cmd", ref, "a git ref"),
-        ("rebuild", ref, "a git ref"),
-    ):
-        if options.get(name) and not used:
+    commands = [side.text for side in sides if side.kind == CMD]
+    bare = [text for text in commands if not is_template(text) and _SERVER[-1] not in text.split()]
+    if bare and any(is_template(text) for text in commands):
+        raise UsageError(f"{bare[0]!r} has no {{port}}, which must be in it. {_NO_PORT}")
+    targets = [_target_kind(side, options) for side in sides]
+    check_target_options(targets, {name: options.get(name) for name in KINDS_OF})
+    for name, used_by in _KINDS_OF.items():
+        if options.get(name) and not kinds.intersection(used_by):
+            what = " or ".join(_TITLES[kind] for kind in used_by)
             raise UsageError(f"--{name.replace('_', '-')} goes with a side that is {what}: leave it out")
 
 
-def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
-    """A note where both are the same thing: what is found then is noise. None: they differ."""
-    if dict(base.workload.engine) != dict(candidate.workload.engine):
-        return None
-    if base.build and candidate.build:
-        same = base.build.commit.name == candidate.build.commit.name and base.build.digest == candidate.build.digest
-        what = f"{base.name} and {candidate.name} are the same commit in the same environment"
-    else:
-        same = (base.side.kind, base.side.text) == (candidate.side.kind, candidate.side.text) or (
-            base.side.kind == candidate.side.kind == SET
-        )
-        what = f"both sides are {base.name}"
-    return f"{what}: this is an A/A comparison, and any difference is noise" if same else None
-
-
-def _options_of(side: Side, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options that choose() asks for, those that mean nothing for this side as if they were not given."""
-    place = _place(side, options)
-    kept = {name: options.get(name) if place in where else None for name, where in KINDS_OF.items()}
-    of_side = {"target": side.kind == SET, "serve_cmd": side.kind in (SET, REF)}
-    return (
-        kept
-        | {name: options.get(name) if used else None for name, used in of_side.items()}
-        | {"repo": options.get("repo")}
-    )
-
-
-def _place(side: Side, options: Mapping[str, Any]) -> str:
-    target, command = options.get("target"), options.get("serve_cmd")
+def _target_kind(side: Side, options: Mapping[str, Any]) -> str:
     if side.kind == RUN:
-        return _STORED_RUN
+        return _TITLES[RUN]
     if side.kind == URL:
         return RUNNING
     if side.kind == CMD:
         return TEMPLATE if is_template(side.text) else BUILTIN
-    command = environments.filled(command, Path("python"), Path("source")) if command else command
-    return kind_of(target if side.kind == SET else None, command)
+    command = options.get("serve_cmd")
+    command = fill(command, Path("python"), Path("source")) if command else None
+    return kind_of(options.get("target") if side.kind == SET else None, command)
 
 
 def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -> Choice:
@@ -191,12 +290,15 @@ def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -
         raise UsageError(
             f"{side.text!r} sets {swept[0]}, which the workload sweeps: leave it out, or add -o 'sweep={{}}'"
         )
-    if options.get("target") and options["target"] not in PRESETS:
+    if options["target"] and options["target"] not in PRESETS:
         raise UsageError(
             f"{side.text!r} cannot be given to a server that runs already ({options['target']}): launch it with "
             "--target NAME or --serve-cmd"
         )
-    choice = choose(_laid_on(workload, side.settings), options, {})
+    data = copy.deepcopy(dict(workload.resolved))
+    data["engine"] = {**(data.get("engine") or {}), **side.settings}
+    changed = dataclasses.replace(resolve(data, profile=workload.profile, source=None), source=workload.source)
+    choice = choose(changed, options, {})
     for name, value in side.settings.items():
         if value is not None and choice.workload.engine.get(name) != value:
             raise UsageError(f"{side.text!r} cannot be measured: {'; '.join(choice.notes)}")
@@ -207,20 +309,19 @@ def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -
     return choice
 
 
-def _laid_on(workload: Workload, settings: Mapping[str, Any]) -> Workload:
-    """As if each setting had been given with ``-o engine.NAME=VALUE``."""
-    data = copy.deepcopy(dict(workload.resolved))
-    data["engine"] = {**(data.get("engine") or {}), **settings}
-    return dataclasses.replace(resolve(data, profile=workload.profile, source=None), source=workload.source)
-
-
 def _open_ref(side: Side, workload: Workload, options: Mapping[str, Any], builds: Builds) -> OpenSide:
-    repo = Path(options.get("repo") or HOUSE)
-    build = builds.build(worktrees.find_commit(repo, side.text))
+    build = builds.build(find_commit(Path(options["repo"] or HOUSE), side.text))
     if options["serve_cmd"]:
         choice = choose(workload, {**options, "serve_cmd": built_command(options["serve_cmd"], build)}, {})
-    elif environments.is_kvbench(build.source):
-        choice = _builtin(workload, options, build)
+    elif is_kvbench(build.source):
+        command, limit = (str(build.python), *_SERVER), options["start_timeout"] or _START_S
+        manifest = {**dict.fromkeys(STORED), "backend": "kvbench", "shared_machine": True}
+        choice = Choice(
+            workload,
+            lambda: BuiltinTarget(command=command, start_timeout_s=limit, env=build.env),
+            check_configuration,
+            manifest,
+        )
     else:
         raise UsageError(
             f"{build.commit.repo} is not kvbench's own engine, so how it is launched has to be said: --serve-cmd with "
@@ -230,33 +331,17 @@ def _open_ref(side: Side, workload: Workload, options: Mapping[str, Any], builds
     return OpenSide(side, choice, facts, build)
 
 
-def _builtin(workload: Workload, options: Mapping[str, Any], build: Build) -> Choice:
-    port = options["port"] or 0
-    if port:
-        free_port(port)
-
-    def make() -> Target:
-        limit = options["start_timeout"] or _START_S
-        return BuiltinTarget(command=(str(build.python), *_SERVER), port=port, start_timeout_s=limit, env=build.env)
-
-    manifest = {**dict.fromkeys(STORED), "backend": "kvbench", "shared_machine": True}
-    return Choice(workload, make, check_configuration, manifest)
-
-
 def built_command(text: str, build: Build) -> str:
-    """``text`` with what was built in the place of {python} and {worktree}, in the build's environment. UsageError."""
+    """``text`` with what was built in place of {python} and {worktree}, in the build's environment. UsageError."""
     if "{python}" not in text and "{worktree}" not in text:
         raise UsageError(
             f"--serve-cmd {text!r} has neither {{python}} nor {{worktree}}, so it would launch the same program "
             "whatever was built: put one of them where the build's Python or folder belongs"
         )
-    escaped = str.maketrans({"{": "{{", "}": "}}"})
-    paths = [Path(str(path).translate(escaped)) for path in (build.python, build.source)]
-    filled = environments.filled(text, *paths, quote=shlex.quote)
-    try:
-        program = shlex.split(filled)[0]
-    except (ValueError, IndexError):
-        raise UsageError(f"--serve-cmd {text!r} is not a command line: mend the quotes") from None
+    braces = str.maketrans({"{": "{{", "}": "}}"})
+    filled = fill(text, *(Path(str(path).translate(braces)) for path in (build.python, build.source)))
+    if not (program := _program(filled)):
+        raise UsageError(f"--serve-cmd {text!r} is not a command line: mend the quotes")
     if shutil.which(program) is None:
         raise UsageError(f"--serve-cmd {text!r}: the build has no program {program}; its log is {build.log}")
     return f"{_env_words(build)} {filled}"
@@ -289,15 +374,136 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     if keys := [key for key in differing_keys(manifest["workload"], now) if key.split(".")[0] not in _FREE]:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
     stored = resolve(manifest["workload"], profile=manifest["profile"], source=None)
-
-    def no_target() -> Target:
-        raise UsageError(f"{side.text} is a stored run, which cannot be measured again: give its ref or its command")
-
     facts = {**side.to_json(), "folder": str(run.path)}
     facts |= {key: manifest.get(key) for key in ("git", "versions", "command", "started", "ended", "target")}
-    choice = Choice(stored, no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
+    choice = Choice(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
     return OpenSide(side, choice, facts, stored=run.path)
 
 
-def _short(build: Build) -> str:
-    return build.commit.sha[:7] + (" with changes" if build.commit.changes else "")
+def _no_target() -> Target:
+    raise UsageError("a stored run cannot be measured again: give the ref or the command that it was made with")
+
+
+@dataclass(frozen=True)
+class PairedWorkload:
+    """One workload on both sides, cell by cell. ``capacity``: by side and configuration id."""
+
+    name: str
+    sides: Mapping[str, OpenSide]
+    matches: tuple[Match, ...]
+    capacity: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    @property
+    def notes(self) -> list[str]:
+        found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].choice.notes]
+        if any(side.choice.probes for side in self.sides.values()):
+            found.append(_NOT_FRESH)
+        if same := same_sides(*(self.sides[side] for side in SIDES)):
+            found.append(same)
+        return found
+
+    def compile(self, folder: Path, say: Callable[[str], None]) -> None:
+        """Launches each configuration of a side once, if that may compile: the first pair must not pay for it.
+
+        A launch that fails is reported and left to the pairs: they tell a server that always fails from one that
+        failed once. Raises UsageError for a command that does not take the settings.
+        """
+        for side, opened in self.sides.items():
+            if opened.choice.probes or (opened.build is not None and not opened.build.fresh):
+                continue
+            for configuration in (match.of(side) for match in self.matches):
+                say(f"starting {side} ({opened.name}, {configuration.label}) once, unmeasured: it compiles then")
+                log = folder / side / self.name / "logs" / f"first-launch-{configuration.config_id}.log"
+                target = opened.choice.new_target()
+                try:
+                    target.start(configuration.settings, log)
+                except ServerRefusedError as error:
+                    hint = f". {_NO_PORT}" if opened.side.kind == CMD and not is_template(opened.side.text) else ""
+                    raise UsageError(f"{side} ({opened.name}) did not start: {error}{hint}") from None
+                except MeasurementError as error:
+                    say(f"note: {side} did not start: {error}; the pairs will tell whether it ever does")
+                finally:
+                    target.stop()
+
+
+def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
+    """A note where both are the same thing: what is found then is noise. None: they differ."""
+    if dict(base.choice.workload.engine) != dict(candidate.choice.workload.engine):
+        return None
+    if base.build and candidate.build:
+        same = base.build.commit.name == candidate.build.commit.name and base.build.digest == candidate.build.digest
+        what = f"{base.name} and {candidate.name} are the same commit in the same environment"
+    else:
+        kinds, texts = {base.side.kind, candidate.side.kind}, {base.side.text, candidate.side.text}
+        same = kinds == {SET} or len(kinds) == len(texts) == 1
+        what = f"both sides are {base.name}"
+    return f"{what}: this is an A/A comparison, and any difference is noise" if same else None
+
+
+def open_workloads(
+    sides: Mapping[str, Side],
+    workloads: Sequence[Workload],
+    options: Mapping[str, Any],
+    builds: Builds,
+    held: ExitStack,
+) -> tuple[PairedWorkload, ...]:
+    """Builds what has to be built and pairs the cells; ``held`` closes both sides in the end.
+
+    Raises UsageError, and MeasurementError where a build fails.
+    """
+    require_used(list(sides.values()), options)
+    names = [workload.name for workload in workloads]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(
+            f"two workloads are called {doubled[0]!r}: they need different names, so change `name:` in one"
+        )
+    found = []
+    for workload in workloads:
+        opened, designs, capacity = {}, {}, {}
+        for name in SIDES:
+            # Its own copy: what one side's target settles must not reach the other's.
+            own = dataclasses.replace(workload, resolved=copy.deepcopy(dict(workload.resolved)))
+            opened[name] = open_side(sides[name], own, options, builds)
+            held.callback(opened[name].choice.close)
+        for name, side in opened.items():
+            designs[name], capacity[name] = _design(side, options["only"])
+        matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])
+        found.append(PairedWorkload(workload.name, opened, matches, capacity))
+    if not any(each.matches for each in found):
+        raise UsageError(f"{' and '.join(names)}: there is no cell to compare")
+    return tuple(found)
+
+
+def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Mapping[str, Any]]]:
+    """The side's cells, and what each configuration holds. Raises UsageError for one that cannot be."""
+    choice = side.choice
+    if side.stored is not None:
+        return select(measured_design(RunFolder(side.stored), choice.workload), only), {}
+    sweep = SweepOptions(
+        only=tuple(only), check=choice.check, refuses=choice.refuses, fresh=choice.fresh, require=choice.require
+    )
+    design, _ = sweep.plan(choice.workload)
+    return design, preflight(choice.workload, design, sweep)[0]
+
+
+def measured_design(run: RunFolder, workload: Workload) -> Design:
+    """What a run measured: its workload's cells or, with --only, some of them, or what its target made of them.
+
+    A URL has one configuration, whatever the workload sweeps. Those of the workload come first, in its order.
+    """
+    known = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
+    ids = [configuration.config_id for configuration in known.configurations]
+    planned: dict[str, set[str]] = {}
+    for block in run.manifest()["plan"]:
+        planned.setdefault(block["configuration"], set()).update(block["cells"])
+    cells: list[Cell] = []
+    for config_id in sorted(planned, key=lambda each: ids.index(each) if each in ids else len(ids)):
+        path = run.cell(min(planned[config_id])) / "summary.json"
+        summary = read_json(path) if path.is_file() else {}
+        facts = {"label": config_id, "settings": {}, "varied": {}, "is_baseline": False} | summary
+        configuration = Configuration(
+            config_id, *(facts[key] for key in ("label", "settings", "varied", "is_baseline"))
+        )
+        made = [Cell(f"{config_id}-{load.load_id}", configuration, load) for load in workload.load_points]
+        cells += [cell for cell in made if cell.cell_id in planned[config_id]]
+    return Design(tuple({cell.configuration.config_id: cell.configuration for cell in cells}.values()), tuple(cells))

@@ -1,14 +1,14 @@
-"""Builds of git refs: made once, checked, shared, bounded in number; every way in which one cannot be made."""
+"""Builds of git refs: the right files and environment, made once, checked and shared; the user's checkout as it was."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy
@@ -18,10 +18,18 @@ import pytest
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.packages import HOUSE
 from kvbench.gate.compare import builds as module
-from kvbench.gate.compare import environments
-from kvbench.gate.compare.builds import Builds, builds_folder
-from kvbench.gate.compare.environments import ask, is_kvbench, require_source, running_layers, same_dependencies
-from kvbench.gate.compare.worktrees import find_commit
+from kvbench.gate.compare.builds import (
+    Builds,
+    builds_folder,
+    check_out,
+    find_commit,
+    installed_versions,
+    is_intact,
+    is_kvbench,
+    remove_source,
+    running_layers,
+    same_dependencies,
+)
 from tests.support.git_repo import commit_all, git, make_repo, make_tiny_kvbench, write
 
 
@@ -30,241 +38,216 @@ def tiny(tmp_path_factory):
     return make_tiny_kvbench(tmp_path_factory.mktemp("tiny") / "repo")
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Shared by the tests, so that the HEAD of ``tiny`` is built once."""
+    return tmp_path_factory.mktemp("builds")
+
+
 @pytest.fixture
-def other(tmp_path):
-    """A project that is not kvbench, and is built by a command."""
+def build(tiny, cache):
+    with Builds(cache) as builds:
+        return builds.build(find_commit(tiny, "HEAD"))
+
+
+@pytest.fixture
+def other(tmp_path, monkeypatch):
+    """A project that is not kvbench and is built by a command, in an environment without pip."""
+    make = module._make_venv
+    monkeypatch.setattr(module, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
     return make_repo(tmp_path / "other", {"serve.py": "print('hello')\n"})
 
 
 @pytest.fixture
-def without_pip(monkeypatch):
-    make = environments._make_venv
-    monkeypatch.setattr(environments, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
+def repo(tmp_path):
+    made = make_repo(tmp_path / "repo", {"a.txt": "one\n", "deep/b.txt": "b\n", ".gitignore": "*.log\n"})
+    git(made, "tag", "v1")
+    write(made, {"a.txt": "two\n"})
+    commit_all(made, "second")
+    return made
 
 
-def imported(build, code):
-    """What the build's Python prints, started as a server of it is, in a folder that has another kvbench."""
+def test_a_layered_build_runs_its_own_source_with_our_dependencies(build, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HOUSE))  # what the user has there does not win
     env = {k: v for k, v in {**os.environ, **build.env}.items() if v is not None}
+    code = "import engine, kvbench, numpy, sys; print(engine.__file__, kvbench.__file__, numpy.__file__, sys.prefix)"
     done = subprocess.run([build.python, "-c", code], cwd=HOUSE, env=env, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    *ours, dependency, prefix = done.stdout.split()
+    assert all(Path(place).is_relative_to(build.source) for place in ours)
+    assert (dependency, prefix) == (numpy.__file__, str(build.folder / "env"))
+    assert build.how == "layered" and build.versions["numpy"] == numpy.__version__
 
 
-def test_a_layered_build_runs_its_own_source_with_our_dependencies(tiny, tmp_path):
-    with Builds(tmp_path) as builds:
-        build = builds.build(find_commit(tiny, "HEAD"))
-        assert build.how == "layered" and build.fresh
-        places = imported(build, "import engine, kernels, kvbench; print(engine.__file__, kvbench.__file__)").split()
-        assert all(Path(place).is_relative_to(build.source) for place in places)
-        assert imported(build, "import numpy; print(numpy.__file__)") == numpy.__file__
-        assert imported(build, "import sys; print(sys.prefix)") == str(build.folder / "env")
-        assert imported(build, "import sys; print(sys.flags.safe_path)") == "True"
-        assert build.versions["numpy"] == numpy.__version__
+def test_a_build_is_kept_and_found_again(tiny, cache, build):
+    (build.folder / "numba").mkdir()
+    os.utime(build.folder / "build.json", (1, 1))
+    with Builds(cache) as builds:
+        again = builds.build(build.commit)
+        assert builds.build(build.commit) is again
+    assert (build.folder / "build.json").stat().st_mtime > 1  # its last use: by that the oldest goes
+    assert not again.fresh and (again.folder, again.digest) == (build.folder, build.digest)
+    with Builds(cache, rebuild=True) as builds:
+        assert builds.build(build.commit).fresh
+    assert not (build.folder / "numba").exists()
 
 
-def test_a_pythonpath_of_the_user_does_not_win(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HOUSE))
-    with Builds(tmp_path) as builds:
-        build = builds.build(find_commit(tiny, "HEAD"))
-        assert Path(imported(build, "import engine; print(engine.__file__)")).is_relative_to(build.source)
-
-
-def test_a_build_is_kept_and_found_again(tiny, tmp_path):
-    commit = find_commit(tiny, "HEAD")
-    with Builds(tmp_path) as builds:
-        first = builds.build(commit)
-        assert builds.build(commit) is first
-    (first.folder / "numba").mkdir()
-    os.utime(first.folder / "build.json", (1, 1))
-    with Builds(tmp_path) as builds:
-        again = builds.build(commit)
-    assert (first.folder / "build.json").stat().st_mtime > 1  # its last use: by that the oldest goes
-    assert not again.fresh and again.folder == first.folder and again.digest == first.digest
-    assert (first.folder / "numba").is_dir()
-    with Builds(tmp_path, rebuild=True) as builds:
-        anew = builds.build(commit)
-        assert anew.fresh and builds.build(commit) is anew
-    assert not (first.folder / "numba").exists()
-
-
-def test_two_sides_have_two_folders_and_one_environment(tiny, tmp_path):
+def test_two_sides_have_two_folders_and_one_environment(tiny, cache, build):
     write(tiny, {"engine/new.py": "x = 1\n"})
     try:
-        with Builds(tmp_path) as builds:
-            base, candidate = (builds.build(find_commit(tiny, ref)) for ref in ("HEAD", "."))
+        with Builds(cache) as builds:
+            candidate = builds.build(find_commit(tiny, "."))
     finally:
         (tiny / "engine" / "new.py").unlink()
-    assert base.folder != candidate.folder and base.digest == candidate.digest
-    assert base.env["NUMBA_CACHE_DIR"] != candidate.env["NUMBA_CACHE_DIR"]
-    assert (candidate.source / "engine" / "new.py").is_file() and not (base.source / "engine" / "new.py").exists()
-    facts = candidate.facts()
-    assert facts["dirty"] and facts["ref"] == "." and facts["sha"] == base.commit.sha
-    assert json.dumps(facts) and not base.facts()["dirty"]
+    assert candidate.fresh and build.folder != candidate.folder and build.digest == candidate.digest
+    assert build.env["NUMBA_CACHE_DIR"] != candidate.env["NUMBA_CACHE_DIR"]
+    assert (candidate.source / "engine" / "new.py").is_file() and not (build.source / "engine" / "new.py").exists()
+    facts = json.loads(json.dumps(candidate.facts()))
+    assert facts["dirty"] and facts["ref"] == "." and facts["sha"] == build.commit.sha
 
 
-@pytest.mark.parametrize("damage", ["half", "meddled", "no_python", "other_format"])
-def test_a_stale_or_half_built_one_is_built_anew(tiny, tmp_path, damage):
-    commit = find_commit(tiny, "HEAD")
-    with Builds(tmp_path) as builds:
-        build = builds.build(commit)
+@pytest.mark.parametrize("damage", ["half", "changed", "no_python", "other_format"])
+def test_a_stale_or_half_built_one_is_built_anew(cache, build, damage):
     state = build.folder / "build.json"
     if damage == "half":
         state.unlink()
-    elif damage == "meddled":
+    elif damage == "changed":
         (build.source / "engine" / "__init__.py").write_text("x = 1\n")
     elif damage == "no_python":
         build.python.unlink()
     else:
         state.write_text(json.dumps({**json.loads(state.read_text()), "format": -1}))
-    with Builds(tmp_path) as builds:
-        again = builds.build(commit)
+    with Builds(cache) as builds:
+        again = builds.build(build.commit)
     assert again.fresh and (again.source / "engine" / "__init__.py").read_text() == ""
 
 
-def test_an_older_build_goes_and_one_in_use_stays(tiny, tmp_path, monkeypatch):
+def test_an_older_build_goes_and_one_in_use_stays(other, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 1)
-    commits = []
-    for name in ("one", "two"):
-        write(tiny, {f"engine/{name}.py": ""})
-        commit_all(tiny, name)
-        commits.append(find_commit(tiny, "HEAD"))
-    with Builds(tmp_path) as builds:
-        first = builds.build(commits[0])
+    first_commit = find_commit(other, "HEAD")
+    commit_all(other, "second")
+    with Builds(tmp_path / "b", build_cmd="true") as builds:
+        first = builds.build(first_commit)
         os.utime(first.folder / "build.json", (1, 1))
-        with Builds(tmp_path) as others:
-            second = others.build(commits[1])
-            assert first.folder.is_dir() and second.folder.is_dir()
-    os.utime(first.folder / "build.json", (1, 1))
-    with Builds(tmp_path) as builds:
-        builds.build(commits[1])
+        with Builds(tmp_path / "b", build_cmd="true") as others:
+            second = others.build(find_commit(other, "HEAD"))
+        assert first.folder.is_dir() and second.folder.is_dir()
+    with Builds(tmp_path / "b", build_cmd="true") as builds:
+        builds.build(second.commit)
     assert not first.folder.exists() and second.folder.is_dir()
-    assert str(first.source) not in git(tiny, "worktree", "list")
+    assert str(first.source) not in git(other, "worktree", "list")
 
 
-def test_a_build_that_another_kvbench_makes_is_waited_for(tiny, tmp_path):
-    commit, said = find_commit(tiny, "HEAD"), []
-    with Builds(tmp_path) as builds:
-        build = builds.build(commit)
-    with (tmp_path / f"{build.folder.name}.lock").open("ab") as held:
+def test_a_build_that_another_kvbench_makes_is_waited_for(cache, build):
+    waits = threading.Event()
+    with (cache / f"{build.folder.name}.lock").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        release = threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN))
-        release.start()
-        began = time.monotonic()
-        with Builds(tmp_path, say=said.append) as builds:
-            assert not builds.build(commit).fresh
-        assert time.monotonic() - began >= 0.4
-        release.join()
-    assert any("another kvbench" in line for line in said)
+
+        def say(text):
+            if "another kvbench" in text:
+                waits.set()
+                fcntl.flock(held, fcntl.LOCK_UN)
+
+        with Builds(cache, say=say) as builds:
+            assert not builds.build(build.commit).fresh
+    assert waits.is_set()
 
 
-def test_a_lock_is_not_waited_for_for_ever(tiny, tmp_path):
-    commit = find_commit(tiny, "HEAD")
-    with Builds(tmp_path) as user, Builds(tmp_path, rebuild=True, limit_s=0.1) as builds:
-        user.build(commit)
-        with pytest.raises(MeasurementError, match="another kvbench has held"):
-            builds.build(commit)
+def test_a_lock_is_not_waited_for_for_ever(cache, build):
+    with Builds(cache) as user, Builds(cache, rebuild=True, limit_s=0.1) as builds:
+        user.build(build.commit)
+        with pytest.raises(MeasurementError, match="another kvbench"):
+            builds.build(build.commit)
 
 
-def test_a_build_command_makes_the_environment(other, tmp_path, without_pip):
+def test_a_build_command_makes_the_environment(other, tmp_path):
     command = 'test "$VIRTUAL_ENV" && echo "{worktree}" > built && {python} -c "print(1)" && ls > listing'
     with Builds(tmp_path / "b", build_cmd=command) as builds:
         build = builds.build(find_commit(other, "HEAD"))
-        assert build.how == "command" and (build.source / "built").read_text().strip() == str(build.source)
-        assert "serve.py" in (build.source / "listing").read_text()
-        assert "PYTHONPATH" in build.env and build.env["PYTHONPATH"] is None and "NUMBA_CACHE_DIR" not in build.env
-        assert build.env["PATH"].startswith(str(build.folder / "env" / "bin"))
+    assert build.how == "command" and (build.source / "built").read_text().strip() == str(build.source)
+    assert "serve.py" in (build.source / "listing").read_text()
+    assert build.env["PYTHONPATH"] is None and "NUMBA_CACHE_DIR" not in build.env
+    assert build.env["PATH"].startswith(str(build.folder / "env" / "bin"))
     with Builds(tmp_path / "b", build_cmd=command) as builds:
-        assert not builds.build(find_commit(other, "HEAD")).fresh
-    with Builds(tmp_path / "b", build_cmd="true") as builds:  # another command is another build
-        assert builds.build(find_commit(other, "HEAD")).folder != build.folder
+        assert not builds.build(build.commit).fresh
+    with Builds(tmp_path / "b", build_cmd="true") as builds:
+        assert builds.build(build.commit).folder != build.folder
 
 
-def test_a_build_command_that_fails_says_why(other, tmp_path, without_pip):
-    with Builds(tmp_path / "b", build_cmd="echo no compiler here; exit 3") as builds:
-        with pytest.raises(
-            MeasurementError, match=r"(?s)--build-cmd ended with exit code 3.*\nno compiler here"
-        ) as error:
-            builds.build(find_commit(other, "HEAD"))
-        log = Path(str(error.value).split("its log is ")[1].split(",")[0])
-        assert "no compiler here" in log.read_text()
-    with Builds(tmp_path / "b", build_cmd="echo no compiler here; exit 3") as builds, pytest.raises(MeasurementError):
-        builds.build(find_commit(other, "HEAD"))  # what failed is not taken for a build
+def test_a_build_command_that_fails_shows_its_log_and_is_no_build(other, tmp_path):
+    commit, said = find_commit(other, "HEAD"), r"(?s)code 3.*\nno compiler here"
+    for _ in range(2):
+        with Builds(tmp_path, build_cmd="echo no compiler here; exit 3") as builds, \
+                pytest.raises(MeasurementError, match=said) as error:  # fmt: skip
+            builds.build(commit)
+    log = Path(str(error.value).split("its log is ")[1].split(",")[0])
+    assert "no compiler here" in log.read_text()
 
 
-def test_a_build_command_that_hangs_is_stopped(other, tmp_path, without_pip):
+def test_a_build_command_that_hangs_is_stopped(other, tmp_path):
     command = "sleep 61 & echo $! > pid; wait"
-    said = r"--build-cmd took more than 0\.5 s and was stopped"
+    commit, said = find_commit(other, "HEAD"), r"more than 0\.5 s"
     with Builds(tmp_path / "b", build_cmd=command, limit_s=0.5) as builds, pytest.raises(MeasurementError, match=said):
-        builds.build(find_commit(other, "HEAD"))
-    (pid,) = (tmp_path / "b").glob("*/source/pid")
-    number = int(pid.read_text())
+        builds.build(commit)
+    number = int(next((tmp_path / "b").glob("*/source/pid")).read_text())
     assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_pip_cannot_build_is_refused(other, tmp_path):
-    with Builds(tmp_path / "b") as builds, pytest.raises(UsageError, match=r"neither pyproject\.toml nor setup\.py"):
+    with Builds(tmp_path / "b") as builds, pytest.raises(UsageError, match="--build-cmd"):
         builds.build(find_commit(other, "HEAD"))
 
 
-def test_other_dependencies_are_installed_by_pip_with_the_pins(tiny, tmp_path, monkeypatch):
-    """pip itself is not run: what it is asked is."""
-    asked = []
+def test_other_dependencies_are_installed_by_pip_with_the_pins(other, tmp_path, monkeypatch):
+    """pip itself is not run: its command line is checked."""
+    commands, run = [], module._run
 
-    def run(command, log, limit_s, title, **rest):
-        asked.append(command)
+    def no_pip(command, log, limit_s, title, **rest):
+        if "pip" not in command:
+            return run(command, log, limit_s, title, **rest)
+        commands.append(command)
         raise MeasurementError("stop here")
 
-    write(tiny, {"constraints.txt": (HOUSE / "constraints.txt").read_text() + "left-pad==1.0\n"})
-    commit_all(tiny, "another pin")
-    make = environments._make_venv
-    monkeypatch.setattr(environments, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
-    try:
-        with Builds(tmp_path) as builds:
-            commit = find_commit(tiny, "HEAD")
-            real = environments._run
-            monkeypatch.setattr(environments, "_run", lambda c, *a, **k: (run if "pip" in c else real)(c, *a, **k))
-            with pytest.raises(MeasurementError, match="stop here"):
-                builds.build(commit)
-    finally:
-        git(tiny, "reset", "-q", "--hard", "HEAD~1")
-    source = next(p for p in tmp_path.glob("*/source"))
-    ((*_, constraint, pins, editable, place),) = asked
-    assert (constraint, editable) == ("-c", "-e") and pins == str(source / "constraints.txt") and place == str(source)
+    write(other, {"pyproject.toml": "", "constraints.txt": ""})
+    commit_all(other, "a project")
+    monkeypatch.setattr(module, "_run", no_pip)
+    with Builds(tmp_path / "b") as builds, pytest.raises(MeasurementError, match="stop here"):
+        builds.build(find_commit(other, "HEAD"))
+    source = next((tmp_path / "b").glob("*/source"))
+    assert commands[0][-4:] == ["-c", str(source / "constraints.txt"), "-e", str(source)]
 
 
-def test_same_dependencies(tmp_path):
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).write_text((HOUSE / name).read_text())
-    assert same_dependencies(tmp_path)
-    pins = (tmp_path / "constraints.txt").read_text()
-    (tmp_path / "constraints.txt").write_text("# another comment\n" + "\n".join(reversed(pins.splitlines())))
-    assert same_dependencies(tmp_path)
-    (tmp_path / "constraints.txt").write_text(pins.replace("numpy==", "numpy==9"))
-    assert not same_dependencies(tmp_path)
-    (tmp_path / "constraints.txt").write_text(pins)
-    project = (tmp_path / "pyproject.toml").read_text()
-    (tmp_path / "pyproject.toml").write_text(project.replace('"numpy>=2.0"', '"numpy>=2.1"'))
-    assert not same_dependencies(tmp_path)
-    (tmp_path / "pyproject.toml").write_text(project.replace('name = "kvbench"', 'name = "kvbench2"'))
-    assert same_dependencies(tmp_path)
-    (tmp_path / "pyproject.toml").unlink()
-    assert not same_dependencies(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "old", "new", "same"),
+    [
+        ("constraints.txt", "numpy==", "# another comment\nnumpy==", True),
+        ("constraints.txt", "numpy==", "numpy==9", False),
+        ("pyproject.toml", '"numpy>=2.0"', '"numpy>=2.1"', False),
+        ("pyproject.toml", 'name = "kvbench"', 'name = "kvbench2"', True),
+        ("pyproject.toml", "[project]", "", False),
+    ],
+)
+def test_same_dependencies(tmp_path, name, old, new, same):
+    for each in ("pyproject.toml", "constraints.txt"):
+        text = (HOUSE / each).read_text()
+        (tmp_path / each).write_text(text.replace(old, new) if each == name else text)
+    assert same_dependencies(tmp_path) == same
 
 
-def test_a_package_from_elsewhere_is_refused(tiny, tmp_path):
-    """As if an installed kvbench won over the source: then another engine would be measured."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text("")
-    found = ask(Path(sys.executable), {"PYTHONPATH": f"{tmp_path}{os.pathsep}{tiny}", "PYTHONSAFEPATH": "1"})
-    assert found.packages["engine"] == str(tiny / "engine" / "__init__.py")
-    with pytest.raises(MeasurementError, match=f"would import 'kernels' from {tmp_path}"):
-        require_source(found, tiny)
-    with pytest.raises(MeasurementError, match="would import 'engine' from nowhere"):
-        require_source(environments.Environment(Path("p"), {"engine": None}, {}), tiny)
-
-
-def test_a_python_that_does_not_start_says_so(tmp_path):
+def test_a_package_from_elsewhere_or_a_python_that_does_not_start_is_refused(tmp_path):
+    """Otherwise another engine would be measured."""
+    for name in module.PACKAGES:
+        write(tmp_path / "source", {f"{name}/__init__.py": ""})
     with pytest.raises(MeasurementError, match="does not start"):
-        ask(tmp_path / "none", {})
+        installed_versions(tmp_path, "layered")
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={HOUSE} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(MeasurementError, match=f"would import 'kvbench' from {HOUSE}"):
+        installed_versions(tmp_path, "layered")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    with pytest.raises(MeasurementError, match="would import 'kvbench' from nowhere"):
+        installed_versions(tmp_path, "layered")
 
 
 def test_no_kvbench_is_among_the_layers(monkeypatch, tiny):
@@ -274,14 +257,106 @@ def test_no_kvbench_is_among_the_layers(monkeypatch, tiny):
     assert Path(numpy.__file__).parent.parent in layers
 
 
-def test_a_cache_that_cannot_be_written_says_where(tiny, tmp_path):
-    (tmp_path / "file").write_text("")
-    with Builds(tmp_path / "file" / "builds") as builds, pytest.raises(MeasurementError, match="builds"):
-        builds.build(find_commit(tiny, "HEAD"))
-
-
-def test_where_builds_are_kept(monkeypatch, tmp_path):
+def test_where_builds_are_kept(monkeypatch, tmp_path, tiny):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert builds_folder() == tmp_path / "kvbench" / "builds"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard: to be ignored
     assert builds_folder() == Path.home() / ".cache" / "kvbench" / "builds"
+    (tmp_path / "file").write_text("")
+    with Builds(tmp_path / "file" / "builds") as builds, pytest.raises(MeasurementError, match=str(tmp_path)):
+        builds.build(find_commit(tiny, "HEAD"))
+
+
+# --- source
+
+
+@pytest.mark.parametrize("ref", ["v1", "main~1", "HEAD^"])
+def test_a_ref_becomes_a_folder_with_its_files(repo, tmp_path, ref):
+    commit, folder = find_commit(repo / "deep", ref), tmp_path / "out" / "source"
+    assert not is_intact(commit, folder)
+    check_out(commit, folder)
+    assert (folder / "a.txt").read_text() == "one\n" and is_intact(commit, folder)
+    assert commit.repo == repo and commit.sha == git(repo, "rev-parse", "v1")
+    assert (commit.subject, commit.changes, commit.name) == ("first", None, commit.sha[:10])
+    assert not is_intact(find_commit(repo, "HEAD"), folder)
+    (folder / "a.txt").write_text("changed\n")
+    assert not is_intact(commit, folder)
+
+
+def test_the_users_checkout_index_and_hooks_are_left_alone(repo, tmp_path, monkeypatch):
+    hook = repo / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/hooked\n")
+    hook.chmod(0o755)
+    write(repo, {"a.txt": "staged\n"})
+    git(repo, "add", "a.txt")
+    write(repo, {"a.txt": "edited\n", "new.txt": "n\n"})
+    index = (repo / ".git" / "index").read_bytes()
+    os.utime(repo / "deep" / "b.txt", (1, 1))  # a plain `git status` would now write the index anew
+    other = make_repo(tmp_path / "other", {"c.txt": "c\n"})
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))  # as in a hook of the other repository
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
+    for ref in ("v1", "HEAD", "."):
+        check_out(find_commit(repo, ref), tmp_path / "out" / (ref.strip(".") or "tree"))
+    assert (repo / ".git" / "index").read_bytes() == index
+    assert (repo / "a.txt").read_text() == "edited\n"
+    assert (tmp_path / "out" / "v1" / "a.txt").read_text() == "one\n"
+    assert git(repo, "rev-parse", "--abbrev-ref", "HEAD") == "main" and not (tmp_path / "hooked").exists()
+
+
+def test_the_working_tree_is_copied_as_it_is_and_named_after_its_contents(repo, tmp_path):
+    assert find_commit(repo, ".").name == find_commit(repo, "HEAD").name
+    write(repo, {"a.txt": "edited\n", "new/n.txt": "n\n", "noise.log": "ignored\n"})
+    (repo / "deep" / "b.txt").unlink()
+    (repo / "link").symlink_to("a.txt")
+    commit = find_commit(repo, ".")
+    assert commit.changes and commit.sha == git(repo, "rev-parse", "HEAD")
+    assert commit.name.startswith(f"{commit.sha[:10]}-dirty-")
+    check_out(commit, tmp_path / "out")
+    found = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if not p.is_dir())
+    assert found == [".gitignore", "a.txt", "link", "new/n.txt"]
+    assert (tmp_path / "out" / "a.txt").read_text() == "edited\n"
+    assert os.readlink(tmp_path / "out" / "link") == "a.txt" and is_intact(commit, tmp_path / "out")
+    write(repo, {"a.txt": "again\n"})
+    assert find_commit(repo, ".").name != commit.name
+    with pytest.raises(UsageError, match="changed while it was copied"):
+        check_out(commit, tmp_path / "late")
+    write(repo, {"a.txt": "edited\n"})
+    assert find_commit(repo, ".").name == commit.name
+
+
+def test_a_working_tree_with_huge_files_is_refused(repo, monkeypatch):
+    monkeypatch.setattr(module, "_LARGEST_COPY", 3)
+    write(repo, {"a.txt": "more than three bytes\n"})
+    with pytest.raises(UsageError, match="gitignore"):
+        find_commit(repo, ".")
+
+
+def test_a_folder_is_made_again_after_somebody_removed_it_and_removing_leaves_nothing(repo, tmp_path):
+    commit, folder = find_commit(repo, "v1"), tmp_path / "out"
+    check_out(commit, folder)
+    shutil.rmtree(folder)  # git has it registered still
+    check_out(commit, folder)
+    assert is_intact(commit, folder) and len(git(repo, "worktree", "list").splitlines()) == 2
+    remove_source(folder)
+    assert not folder.exists() and len(git(repo, "worktree", "list").splitlines()) == 1
+
+
+def test_a_shallow_clone_serves_for_what_it_has(repo, tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{repo}", str(clone)], check=True)
+    check_out(find_commit(clone, "HEAD"), tmp_path / "out")
+    assert (tmp_path / "out" / "a.txt").read_text() == "two\n"
+    with pytest.raises(UsageError, match="shallow clone"):
+        find_commit(clone, "v1~0")
+
+
+@pytest.mark.parametrize("ref", ["nonsense", "-h", "a b", ""])
+def test_what_is_no_commit_is_refused(repo, ref):
+    with pytest.raises(UsageError, match="is no commit of"):
+        find_commit(repo, ref)
+
+
+def test_a_folder_without_git_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="--repo"):
+        find_commit(tmp_path, "HEAD")

@@ -7,9 +7,8 @@ import pytest
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.common.files import write_json
-from kvbench.gate.compare.conclude import conclude, judge_again, look_points
-from kvbench.gate.compare.pair_runner import Void
-from kvbench.gate.compare.values import read_values, whole_pairs, write_pairs
+from kvbench.gate.compare.conclude import conclude, judge_again, look_points, read_values, write_pairs
+from kvbench.gate.compare.pair_runner import FailedAttempt
 from kvbench.gate.policy import load_policy
 from kvbench.gate.timing.plan import SIDES
 from tests.support.compare_folders import noisy_pairs, stored_comparison, write_load
@@ -56,10 +55,10 @@ def test_without_a_pair_nothing_was_compared(tmp_path):
 def test_a_pair_counts_only_with_all_its_cells_valid_on_both_sides(tmp_path):
     folder = stored_comparison(tmp_path, *noisy_pairs(9, 3, 5), CELLS)
     manifest = folder.manifest()
-    assert whole_pairs(folder, manifest) == 9
+    assert folder.whole_pairs(manifest["cells"]) == 9
     path = folder.run("candidate", "uniform").load("a-c4", 6)
     write_load(path, "a-c4", (1.0, 1.0, 1.0), valid=False)
-    assert whole_pairs(folder, manifest) == 5
+    assert folder.whole_pairs(manifest["cells"]) == 5
     (path / "done.json").unlink()
     assert conclude(folder, manifest, POLICY).facts["pairs"] == 5
 
@@ -79,10 +78,10 @@ def test_a_metric_that_is_there_now_and_then_is_refused(tmp_path):
         verdict_of(tmp_path, base, candidate)
 
 
-def void(attempt, pair=9, base=(), candidate=(), machine=(), resume=0):
+def failed(attempt, pair=9, base=(), candidate=(), machine=(), resume=0):
     reasons = {"base": [*base, *machine], "candidate": [*candidate, *machine]}
     faults = {"base": list(base), "candidate": list(candidate)}
-    return Void(pair, attempt, "mixed/a", SIDES[attempt % 2], reasons, faults, resume).to_json()
+    return FailedAttempt(pair, attempt, "mixed/a", SIDES[attempt % 2], reasons, faults, resume).to_json()
 
 
 DIED = {"candidate": ["died"]}
@@ -91,14 +90,14 @@ DIED = {"candidate": ["died"]}
 @pytest.mark.parametrize(
     ("voids", "given_up", "outcome", "words"),
     [
-        ([void(n, **DIED) for n in range(1, 9)], True, "fail", "failed alone in 8 attempts and base's in 0"),
-        ([void(1, pair=p, **DIED) for p in range(1, 9)], False, "fail", "failed alone in 8 attempts"),
-        ([void(1, **DIED), void(2, **DIED)], False, "inconclusive", "too few to tell it from chance"),
-        ([void(1, **DIED), void(2, base=["died"])], False, "pass", None),
-        ([void(n, base=["died"]) for n in (1, 2, 3)], True, "invalid", "could not be measured in 3 attempts"),
-        ([void(n, machine=["others used it"]) for n in (1, 2, 3)], True, "invalid", "others used it"),
-        ([void(1, machine=["noise"]), void(2, **DIED), void(3, **DIED)], True, "invalid", "in 3 attempts"),
-        ([void(n, base=["died"], **DIED) for n in (1, 2, 3)], True, "invalid", "in 3 attempts"),
+        ([failed(n, **DIED) for n in range(1, 9)], True, "fail", "failed alone in 8 attempts and base's in 0"),
+        ([failed(1, pair=p, **DIED) for p in range(1, 9)], False, "fail", "failed alone in 8 attempts"),
+        ([failed(1, **DIED), failed(2, **DIED)], False, "inconclusive", "too few to tell it from chance"),
+        ([failed(1, **DIED), failed(2, base=["died"])], False, "pass", None),
+        ([failed(n, base=["died"]) for n in (1, 2, 3)], True, "invalid", "could not be measured in 3 attempts"),
+        ([failed(n, machine=["others used it"]) for n in (1, 2, 3)], True, "invalid", "others used it"),
+        ([failed(1, machine=["noise"]), failed(2, **DIED), failed(3, **DIED)], True, "invalid", "in 3 attempts"),
+        ([failed(n, base=["died"], **DIED) for n in (1, 2, 3)], True, "invalid", "in 3 attempts"),
     ],
 )
 def test_a_server_that_fails_alone_is_a_regression_once_chance_is_ruled_out(tmp_path, voids, given_up, outcome, words):
@@ -113,13 +112,20 @@ def test_a_server_that_fails_alone_is_a_regression_once_chance_is_ruled_out(tmp_
 
 def test_attempts_after_going_on_are_told_apart_and_those_before_were_not_what_gave_it_up(tmp_path):
     folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 8), CELLS)
-    voids = [void(n, machine=["others used it"], resume=r) for r, n in ((0, 1), (0, 2), (1, 1), (1, 2), (1, 3))]
+    voids = [failed(n, machine=["others used it"], resume=r) for r, n in ((0, 1), (0, 2), (1, 1), (1, 2), (1, 3))]
     manifest = folder.manifest() | {"voids": voids, "void": {"pair": 9, "turn": "mixed/a"}}
     (gave_up, *_) = conclude(folder, manifest, POLICY).findings
     assert "in 3 attempts" in gave_up.sentence
     assert [words.split(" (")[0] for words in gave_up.details] == [
         f"pair 9, attempt {n} after resume 1" for n in (1, 2, 3)
     ]
+
+
+@pytest.mark.parametrize(("apart", "notes"), [(["base"], 1), (["base", "candidate"], 0)])
+def test_a_side_whose_loads_alone_had_a_server_each_is_said(tmp_path, apart, notes):
+    folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 2), CELLS)
+    verdict = conclude(folder, folder.manifest() | {"apart": {"mixed/a": apart}}, POLICY)
+    assert sum("prefix cache of base" in note for note in verdict.notes) == notes
 
 
 def test_the_pairs_are_written_as_a_table(tmp_path):
@@ -130,7 +136,7 @@ def test_the_pairs_are_written_as_a_table(tmp_path):
     assert lines[0] == "pair,cell,first,metric,unit,base,candidate,log_ratio"
     row = lines[1].split(",")
     assert float(row[-1]) == pytest.approx(np.log(candidate[0, 0, 0] / base[0, 0, 0]), rel=1e-4)
-    values = read_values(folder, folder.manifest(), POLICY.timing.metrics, [2])
+    values = read_values(folder, folder.manifest()["cells"], POLICY.timing.metrics, [2])
     np.testing.assert_allclose(values["base"][0], base[1])
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairRunner, PairVoid
+from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairNotMeasured, PairRunner
 from kvbench.gate.timing.plan import SIDES, match_designs, turns
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.sweep.block import Failure
@@ -62,19 +62,19 @@ def matches():
 def run(tmp_path, matches, **told):
     folder = CompareFolder(tmp_path)
     sides = Sides(folder, **told)
-    sides.kept, sides.voids, sides.most = [], [], []
+    sides.kept, sides.failed, sides.most = [], [], []
     sides.runner = PairRunner(
         folder,
         sides.runners,
         DEFAULT_RULES.metrics,
         lambda turn, first: sides.kept.append((turn.match.key, first)),
-        lambda void, most: (sides.voids.append(void), sides.most.append(most)),
+        lambda attempt, most: (sides.failed.append(attempt), sides.most.append(most)),
         resume=2,
     )
     try:
         sides.runner.run(turns(matches, 1, 5), 1)
-    except PairVoid as void:
-        sides.gave_up = void
+    except PairNotMeasured as error:
+        sides.gave_up = error.attempt
     return sides
 
 
@@ -96,7 +96,7 @@ def test_both_halves_of_a_disturbed_pair_are_measured_again_the_other_side_first
         kept = tmp_path / "set-aside" / side / "w"
         assert (kept / cell / "1-1" / "done.json").is_file()
         assert len(list((kept / "logs").iterdir())) == 1
-    assert [(void.attempt, void.guilty) for void in sides.voids] == [(1, None)]
+    assert [(each.attempt, each.blamed) for each in sides.failed] == [(1, None)]
 
 
 def test_a_half_that_an_interruption_left_is_measured_anew_with_its_other_half(tmp_path, matches):
@@ -110,7 +110,7 @@ MANY = ATTEMPTS_TO_BLAME
 
 
 @pytest.mark.parametrize(
-    ("told", "guilty"),
+    ("told", "blamed"),
     [
         ({"candidate": ["dead"] * MANY}, ["candidate"] * MANY),
         ({"candidate": ["!requests failed"] * MANY}, ["candidate"] * MANY),
@@ -123,17 +123,17 @@ MANY = ATTEMPTS_TO_BLAME
         ({"candidate": ["others", "dead", "dead"]}, [None, "candidate", "candidate"]),
     ],
 )
-def test_a_pair_that_is_never_measured_is_given_up_and_says_whose_fault_it_is(tmp_path, matches, told, guilty):
+def test_a_pair_that_is_never_measured_is_given_up_and_says_whose_fault_it_is(tmp_path, matches, told, blamed):
     sides = run(tmp_path, matches[:1], **told)
-    assert [void.guilty for void in sides.voids] == guilty
-    assert [(void.attempt, void.resume) for void in sides.voids] == [(n, 2) for n in range(1, len(guilty) + 1)]
-    blamed = [set(guilty[:n]) == {"candidate"} for n in range(1, len(guilty) + 1)]
-    assert sides.most == [MANY if each else ATTEMPTS for each in blamed]
+    assert [each.blamed for each in sides.failed] == blamed
+    assert [(each.attempt, each.resume) for each in sides.failed] == [(n, 2) for n in range(1, len(blamed) + 1)]
+    alone = [set(blamed[:n]) == {"candidate"} for n in range(1, len(blamed) + 1)]
+    assert sides.most == [MANY if each else ATTEMPTS for each in alone]
     assert (sides.gave_up.pair, sides.gave_up.turn) == (1, matches[0].key)
     assert not sides.kept
 
 
 def test_what_always_fails_in_second_place_is_nobodys_fault(tmp_path, matches):
     sides = run(tmp_path, matches[:1], second="dead")
-    assert sorted({void.guilty for void in sides.voids}) == ["base", "candidate"]
-    assert len(sides.voids) == ATTEMPTS
+    assert sorted({each.blamed for each in sides.failed}) == ["base", "candidate"]
+    assert len(sides.failed) == ATTEMPTS

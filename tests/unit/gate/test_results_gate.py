@@ -220,7 +220,7 @@ def test_sides_that_differ_in_what_must_be_equal_are_judged_with_force_only(comp
 
 def test_a_comparison_that_is_not_finished_is_not_looked_at(compared, capsys):
     """A look at the pairs so far would spend what a later look may err."""
-    with CompareFolder(compared).run_lock():  # somebody measures
+    with CompareFolder(compared).locked():  # somebody measures
         assert command(compared) == 2
     assert "another kvbench" in capsys.readouterr().err
     changed(compared, "manifest.json", status="incomplete", subcommand="compare")

@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
-from kvbench.gate.compare.same_server import cache_notes, differences, hear_server, require_same_requests
+from kvbench.gate.compare.manifest import record_server, require_same_requests, server_differences
 from kvbench.gate.timing.plan import match_designs
 from kvbench.workload.design import load_point, make_design
 from tests.support.compare_folders import noisy_pairs, stored_comparison
@@ -34,8 +34,8 @@ def manifest():
     return {"servers": {"base": {}, "candidate": {}}, "differences": []}
 
 
-def hear(manifest, side, told=OURS, *, match=None, alone=False, force=False):
-    hear_server(manifest, match or matched(), side, told, alone=alone, force=force)
+def record(manifest, side, info=OURS, *, match=None, alone=False, force=False):
+    record_server(manifest, match or matched(), side, info, alone=alone, force=force)
 
 
 @pytest.mark.parametrize(
@@ -55,42 +55,40 @@ def hear(manifest, side, told=OURS, *, match=None, alone=False, force=False):
     ],
 )
 def test_what_two_servers_differ_in(left, right, found):
-    for expected, said in zip(found, differences(left, right), strict=True):
+    for expected, said in zip(found, server_differences(left, right), strict=True):
         assert said.startswith(expected)
 
 
 def test_a_name_is_not_asked_where_both_tell_their_weights():
-    assert differences(OURS, other("model", name="copy of tiny")) == []
+    assert server_differences(OURS, other("model", name="copy of tiny")) == []
 
 
 def test_the_other_side_is_held_to_the_first_and_its_own_settings_may_differ(manifest):
-    hear(manifest, "base")
+    record(manifest, "base")
     with pytest.raises(UsageError, match=r"dtype \(float32 and bfloat16\).*--force"):
-        hear(manifest, "candidate", other("resolved", dtype="bfloat16"))
+        record(manifest, "candidate", other("resolved", dtype="bfloat16"))
     varied = matched(candidate={"dtype": "bfloat16"})
     fresh = {"servers": {"base": {}, "candidate": {}}, "differences": []}
-    hear(fresh, "base", match=varied)
-    hear(fresh, "candidate", other("resolved", dtype="bfloat16"), match=varied)
+    record(fresh, "base", match=varied)
+    record(fresh, "candidate", other("resolved", dtype="bfloat16"), match=varied)
     assert fresh["differences"] == []
 
 
 def test_every_later_launch_is_held_to_the_first_of_its_side(manifest):
     for side in ("base", "candidate", "candidate", "base"):
-        hear(manifest, side)
+        record(manifest, side)
     changed = other("versions", torch="2.1")
     with pytest.raises(UsageError, match=r"the server of candidate is not the one .* version of torch \(2 and 2.1\)"):
-        hear(manifest, "candidate", changed)
-    hear(manifest, "candidate", changed, force=True)
+        record(manifest, "candidate", changed)
+    record(manifest, "candidate", changed, force=True)
     assert ["torch" in each for each in manifest["differences"]] == [True]
     assert list(manifest["servers"]["candidate"].values()) == [OURS]
 
 
-def test_a_side_whose_loads_had_a_server_each_is_said_where_the_other_side_had_not(manifest):
-    hear(manifest, "base", alone=True)
-    hear(manifest, "base", alone=True)
-    assert "prefix cache of base" in cache_notes(manifest)[0]
-    hear(manifest, "candidate", alone=True)
-    assert cache_notes(manifest) == []
+def test_sides_whose_loads_had_a_server_each_are_kept_once(manifest):
+    for side in ("base", "base", "candidate"):
+        record(manifest, side, alone=True)
+    assert manifest["apart"] == {"w/paged": ["base", "candidate"]}
 
 
 def test_both_halves_of_a_pair_need_the_same_requests(tmp_path):

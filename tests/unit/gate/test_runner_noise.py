@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-from rich.console import Console
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
 from kvbench.common.files import read_json, write_json
-from kvbench.gate.compare import command as compare_main
-from kvbench.gate.compare.conclude import conclude
-from kvbench.gate.compare.runner_class import noise_notes
+from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.policy import load_policy
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 
-POLICY = load_policy(None)
+RULES = load_policy(None).timing
 
 
-def calibrated(tmp_path, pairs: int, void: object = None) -> tuple[int, object]:
+def calibrated(tmp_path, pairs, void=None):
     """The exit code of a calibration of 20 pairs that ended after so many, and what it stored."""
     folder = stored_comparison(tmp_path / "run", *noisy_pairs(pairs, 1, 3), ["mixed/a-c4"])
-    manifest = folder.manifest() | {"workloads": {"mixed": {}}}
-    write_json(folder.manifest_path, manifest)
-    verdict = conclude(folder, manifest, POLICY)
-    write_json(folder.manifest_path, manifest | {"void": void})
+    write_json(folder.manifest_path, folder.manifest() | {"workloads": {"mixed": {}}, "void": void})
     options = {"pairs": 20, "runner_class": "here", "store": str(tmp_path / "noise")}
-    job = SimpleNamespace(options=options, policy=POLICY)
-    code = compare_main._store_noise(job, folder, verdict, Console(quiet=True))
+    code = store_noise(folder, RULES, options, lambda text: None)
     path = tmp_path / "noise" / "here.json"
     return code, path if path.is_file() else None
+
+
+def notes(path, *workloads):
+    return noise_notes({"noise": path, "runner_class": None}, workloads, RULES)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +35,7 @@ def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_p
     left, path = calibrated(tmp_path, pairs, void)
     assert left == code
     assert read_json(path)["pairs"] == pairs
-    few = [note for note in noise_notes(path, ["mixed"], POLICY.timing) if "is known from 20 or more" in note]
+    few = [note for note in notes(path, "mixed") if "is known from 20 or more" in note]
     assert len(few) == (pairs < 20)
 
 
@@ -50,7 +45,7 @@ def test_too_few_pairs_are_not_stored(tmp_path):
 
 def test_the_noise_under_other_workloads_says_nothing(tmp_path):
     _, path = calibrated(tmp_path, 12)
-    assert noise_notes(path, ["prefix", "mixed"], POLICY.timing) == [
+    assert notes(path, "prefix", "mixed") == [
         "what this runner can show of prefix, mixed is not known: here.json is its noise under mixed; "
         "`kvbench calibrate` measures it"
     ]
@@ -59,4 +54,4 @@ def test_the_noise_under_other_workloads_says_nothing(tmp_path):
 def test_a_file_that_is_no_noise_is_refused(tmp_path):
     write_json(tmp_path / "x.json", {"format": "kvbench-noise/1"})
     with pytest.raises(UsageError, match=r"x\.json is no noise of a runner .*kvbench-noise/1"):
-        noise_notes(tmp_path / "x.json", ["mixed"], POLICY.timing)
+        notes(tmp_path / "x.json", "mixed")

@@ -1,0 +1,79 @@
+"""The noise of a class of machines: measured by ``kvbench calibrate``, kept in ci/noise/<class>.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.common.machine import environment
+from kvbench.gate.compare.conclude import read_table, write_pairs
+from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.timing.noise import FEWEST_PAIRS, RunnerNoise, noise_of, warnings_of
+from kvbench.gate.timing.rules import TimingRules
+
+FOLDER = Path("ci/noise")
+
+
+def runner_class(facts: Mapping[str, Any]) -> str:
+    """A name made of processor, cores and GPUs; ``facts`` as of ``kvbench.common.machine.environment``."""
+    cpu, gpus = facts["cpu"], [gpu["name"] for gpu in facts.get("gpus") or ()]
+    words = [str(cpu["model"]), f"{cpu['cores']} cores", *sorted(set(gpus)), *([f"x{len(gpus)}"] if gpus else [])]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
+
+
+def store_noise(
+    folder: CompareFolder, rules: TimingRules, options: Mapping[str, Any], say: Callable[[str], None]
+) -> int:
+    """Stores the noise that the pairs of a calibration show, and prints it. The command's exit code."""
+    manifest = folder.manifest()
+    cells = manifest["cells"]
+    write_pairs(folder, manifest, rules.metrics)
+    pairs = folder.whole_pairs(cells)
+    rest = f"{pairs} of {options['pairs']} pairs were measured. Go on with --resume {folder.path}"
+    if pairs < FEWEST_PAIRS:
+        say(f"no noise is stored: {rest}")
+        return EXIT_INVALID
+    noise = noise_of(read_table(folder, cells, rules, pairs), rules)
+    name = options["runner_class"] or runner_class(environment())
+    facts = {"runner_class": name, "side": manifest["base"]["name"], "workloads": list(manifest["workloads"])}
+    facts |= {key: manifest[key] for key in ("started", "ended")}
+    path = Path(options["store"]) / f"{name}.json"
+    write_json(path, {**noise.to_json(), **facts})
+    last = rules.looks[-1].pairs
+    for line in noise.each:
+        seen = line.detectable[last]
+        say(
+            f"{line.metric} {', '.join(line.stands_for)}: pairs scatter by {100 * line.sd:.2g} % (sd); a slowdown of "
+            f"{'no size' if seen is None else f'{100 * seen:.2g} %'} is seen in {last} pairs"
+        )
+    for warning in warnings_of(noise, rules):
+        say(f"warning: {warning}")
+    say(f"stored: {path}")
+    if pairs < options["pairs"]:
+        say(rest)
+    return EXIT_INVALID if manifest["void"] else EXIT_OK  # given up, or ended by --max-minutes
+
+
+def noise_notes(options: Mapping[str, Any], workloads: Collection[str], rules: TimingRules) -> list[str]:
+    """What the stored noise of this class of machines says of the limits of ``rules`` for these workloads.
+
+    Measured with other workloads it says nothing. Raises UsageError for a file that holds no noise.
+    """
+    path = options["noise"] or FOLDER / f"{options['runner_class'] or runner_class(environment())}.json"
+    if not path.is_file():
+        return []
+    data = read_json(path)
+    try:
+        noise, known = RunnerNoise.from_json(data), list(data["workloads"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench calibrate`") from None
+    if set(known) != set(workloads):
+        return [
+            f"what this runner can show of {', '.join(workloads)} is not known: {path.name} is its noise under "
+            f"{', '.join(known)}; `kvbench calibrate` measures it"
+        ]
+    return [f"{text} (noise of {path.name})" for text in warnings_of(noise, rules)]

@@ -1,0 +1,307 @@
+"""``kvbench compare`` without servers: what it keeps, how it is resumed, stored runs, and what is left of failures.
+
+Measuring is replaced; everything before and after it is real.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shlex
+import shutil
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench.cli import main as cli
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.gate.compare import builds, manifest, run
+from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.run import Comparison
+from kvbench.gate.verdict.verdict import Verdict
+from kvbench.workload.file import load_workload
+from tests.support.compare_folders import HERE, POLICY, stored_run, write_load
+from tests.support.git_repo import make_repo
+from tests.support.sweep_parts import TINY
+
+SIDES = ("page_size=16", "page_size=32")
+WORDS = ("--workload", "tiny.yaml", "--policy", "gates.yaml", "--profile", "cpu")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The machine and the code, to be changed."""
+    now = json.loads(json.dumps(HERE))
+    monkeypatch.setattr(manifest, "environment", lambda: json.loads(json.dumps(now)))
+    return now
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch, capfd, here):
+    """Runs the command: (exit code, its folder, stderr). Every Comparison that would have measured is in ``begun``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    (tmp_path / "gates.yaml").write_text(POLICY)
+    begun = []
+
+    def interrupted(comparison):
+        begun.append(comparison)
+        comparison.write("incomplete")
+
+    def command(*words, measure=interrupted):
+        monkeypatch.setattr(Comparison, "execute", measure)
+        known = set(tmp_path.glob("results/compare/*"))
+        with pytest.raises(SystemExit) as left:
+            cli.main(["compare", *words])
+        new = set(tmp_path.glob("results/compare/*")) - known
+        return left.value.code, new.pop() if new else None, capfd.readouterr().err
+
+    command.begun = begun
+    return command
+
+
+@pytest.fixture
+def opens_nothing(monkeypatch):
+    return lambda: monkeypatch.setattr(run, "open_workloads", lambda *_: pytest.fail("opened"))
+
+
+@pytest.fixture
+def swept(tmp_path):
+    (tmp_path / "swept.yaml").write_text(yaml.safe_dump(TINY))
+    return load_workload(tmp_path / "swept.yaml", profile="cpu")
+
+
+def test_it_is_resumed_by_what_it_began_with_whatever_the_files_hold_now(compare, tmp_path, monkeypatch):
+    code, folder, err = compare(*SIDES, *WORDS)
+    assert code == 130, err
+    changed = TINY | {"load": TINY["load"] | {"num_requests": 60}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(changed))
+    (tmp_path / "gates.yaml").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, other, err = compare("--resume", str(folder))
+    assert (code, other) == (130, None), err
+    assert [note for note in read_json(folder / "manifest.json")["notes"] if str(tmp_path / "tiny.yaml") in note]
+    first, second = compare.begun
+    points = [each.workloads[0].sides["base"].choice.workload.load_points for each in compare.begun]
+    assert points[0] == points[1]
+    assert second.workloads[0].sides["candidate"].choice.workload.engine["page_size"] == 32
+    assert second.policy.timing == first.policy.timing and second.pairs == 10
+    assert Path(second.manifest["options"]["workloads"][0]) == tmp_path / "tiny.yaml"
+    assert "page_size=16 page_size=32 " in second.manifest["reproduce"]
+    assert "--policy gates.yaml" in second.manifest["reproduce"]  # as it was given
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("git", {"sha": "2" * 40, "short_sha": "2222222"}, "commit (1111111 then, 2222222 now)"),
+        ("cpu", {"model": "another"}, "processor model (a processor then, another now)"),
+        ("versions", {"torch": "3"}, "torch (2 then, 3 now)"),
+        ("gpus", [{"name": "another GPU", "driver_version": "1"}], "GPUs (a GPU with driver 1 then, another GPU"),
+    ],
+)
+def test_other_conditions_need_force_which_is_kept(compare, here, section, change, said):
+    _, folder, _ = compare(*SIDES, *WORDS)
+    here[section] = {**here[section], **change} if isinstance(change, dict) else change
+    code, _, err = compare("--resume", str(folder))
+    assert code == 2 and said in err and "--force" in err
+    assert compare("--resume", str(folder), "--force")[0] == 130
+    assert len(compare.begun) == 2 and compare.begun[-1].force
+    kept = read_json(folder / "manifest.json")
+    assert said in " ".join(kept["notes"]) and kept["resumed"][0]["differences"]
+    # What is printed to go on with has no --force: it is kept.
+    assert compare(*shlex.split(compare.begun[-1].folder.resume_command("compare"))[2:])[0] == 130
+    assert compare.begun[-1].force
+
+
+def test_another_build_needs_force_and_other_cells_are_refused_with_it(compare):
+    _, folder, _ = compare(*SIDES, *WORDS)
+    kept = read_json(folder / "manifest.json")
+    for change, words, said in (
+        ({"base": kept["base"] | {"environment": "before"}}, (), "base has another environment"),
+        ({"candidate": kept["candidate"] | {"changes": "before"}}, (), "candidate is a working tree"),
+        ({"cells": kept["cells"][:1]}, ("--force",), "other cells"),
+    ):
+        write_json(folder / "manifest.json", kept | change)
+        code, _, err = compare("--resume", str(folder), *words)
+        assert code == 2 and said in err
+    assert len(compare.begun) == 1
+
+
+def test_the_folder_is_locked_while_it_is_measured_and_free_afterwards(compare, opens_nothing):
+    def measure(comparison):
+        with pytest.raises(UsageError, match="being written"), comparison.folder.locked():
+            pass
+
+    _, folder, _ = compare(*SIDES, *WORDS, measure=measure)
+    opens_nothing()
+    with CompareFolder(folder).locked():
+        code, _, err = compare("--resume", str(folder))
+    assert code == 2 and "another kvbench" in err
+
+
+def raises(error):
+    def measure(comparison):
+        raise error
+
+    return measure
+
+
+def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp_path):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
+    code, folder, err = compare(*SIDES, *WORDS, measure=raises(MeasurementError("a full disk")))
+    assert code == 4 and "a full disk" in err
+    verdict = read_json(folder / "verdict.json")
+    assert (verdict["outcome"], verdict["exit_code"], verdict["sentence"]) == ("invalid", code, "a full disk")
+    assert verdict["base"]["text"] == "page_size=16" and verdict["reproduce"].startswith("kvbench compare page_size")
+    assert "a full disk" in ET.parse(folder / "junit.xml").find(".//error").get("message")
+    assert "a full disk" in (tmp_path / "step.md").read_text()
+
+
+def test_bad_input_leaves_no_verdict_and_nothing_at_all_where_nothing_was_measured(compare):
+    refused = raises(UsageError("the URL does not serve"))
+    assert compare(*SIDES, *WORDS, measure=refused)[:2] == (2, None)
+
+    def unlike(comparison):
+        path = comparison.folder.run("base", "tiny").load("paged-p16-c2", 1)
+        write_load(path, "paged-p16-c2", (1.0, 1.0, 1.0))
+        raise UsageError("dtype differs")
+
+    code, folder, err = compare(*SIDES, *WORDS, measure=unlike)
+    assert code == 2 and "dtype differs" in err
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "base", "manifest.json"]
+    _, begun, _ = compare(*SIDES, *WORDS)
+    assert compare("--resume", str(begun), measure=refused)[0] == 2 and begun.is_dir()  # it was there before
+
+
+WIDE = 101.0  # throughput of a candidate whose pairs scatter too much to be judged
+
+
+def end(comparison, pairs, stopped=None, candidate=100.0):
+    """As if so many pairs had been measured."""
+    for cell, side in itertools.product(comparison.manifest["cells"], ("base", "candidate")):
+        for pair in range(1, pairs + 1):
+            noise = 1 + 0.001 * (pair * 7 % 5) + (candidate == WIDE) * 0.3 * ((pair + (side == "base")) % 2)
+            values = ((candidate if side == "candidate" else 100.0) * noise, 100.0 * noise, 10.0)
+            write_load(comparison.folder.load(cell, side, pair), cell[side], values)
+    comparison.manifest["seconds"] = [30.0] * pairs
+    return comparison.finish(stopped)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "stopped", "candidate", "code"),
+    [(10, None, 50.0, 1), (10, None, 100.0, 0), (10, None, WIDE, 3), (8, "--max-minutes 1 were over", 50.0, 1)],
+)
+def test_resuming_a_finished_comparison_shows_its_verdict_and_opens_nothing(
+    compare, opens_nothing, pairs, stopped, candidate, code
+):
+    left, folder, err = compare(*SIDES, *WORDS, measure=lambda each: end(each, pairs, stopped, candidate))
+    assert left == code, err
+    verdict = read_json(folder / "verdict.json")
+    opens_nothing()
+    assert compare("--resume", str(folder))[0] == code
+    assert read_json(folder / "verdict.json") == verdict
+
+
+def test_a_comparison_that_the_clock_ended_says_so_first_and_how_it_goes_on(compare):
+    stopped = "--max-minutes 1 were over after 2 of up to 10 pairs"
+    code, folder, _ = compare(*SIDES, *WORDS, measure=lambda each: end(each, 2, stopped))
+    verdict = read_json(folder / "verdict.json")
+    assert (code, verdict["exit_code"]) == (3, 3) and verdict["sentence"].startswith(f"{stopped}. ")
+    (way,) = [note for note in verdict["notes"] if note.startswith("go on with: ")]
+    words = shlex.split(way.removeprefix("go on with: "))
+    assert words == ["kvbench", "compare", "--resume", f"results/compare/{folder.name}", "--max-minutes", "4"]
+    assert compare(*words[2:])[0] == 130 and len(compare.begun) == 1  # it is not finished
+
+
+def test_what_cannot_be_changed_is_called_as_it_was_given(compare):
+    _, folder, _ = compare(*SIDES, *WORDS)
+    for words, name in ((WORDS[:2], "--workload"), (("-o", "seed=4"), "-o"), (SIDES, "BASE")):
+        code, _, err = compare(*words, "--resume", str(folder))
+        assert code == 2 and f"error: {name} cannot change" in err
+
+
+def test_a_build_that_fails_leaves_a_verdict_for_ci(compare, tmp_path, monkeypatch):
+    make = builds._make_venv
+    monkeypatch.setattr(builds, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    repo = make_repo(tmp_path / "repo", {"serve.py": ""})
+    how = ("--repo", str(repo), "--build-cmd", "false", "--serve-cmd", "{python} serve.py {port}")
+    code, folder, err = compare("main", "HEAD", *WORDS, *how)
+    assert code == 4, err
+    verdict = read_json(folder / "verdict.json")
+    assert verdict["outcome"] == "invalid" and "false" in verdict["sentence"]
+    assert (verdict["base"]["name"], verdict["candidate"]["name"]) == ("main", "HEAD")
+
+
+def test_the_verdict_is_shown_though_the_pairs_cannot_be_written(compare, monkeypatch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device", "pairs.csv")
+
+    monkeypatch.setattr(run, "write_pairs", no_room)
+    code, folder, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
+    assert code == 4 and "pairs.csv" in err
+    assert read_json(folder / "verdict.json")["sentence"] == "it is slower"
+
+
+# --- runs that were measured before
+
+
+def test_stored_runs_that_were_measured_with_only(compare, tmp_path, swept):
+    runs = [stored_run(tmp_path / n, swept, [v] * 8, cells="contiguous") for n, v in (("a", 100.0), ("b", 80.0))]
+    code, folder, err = compare(*(f"run:{each.name}" for each in runs))
+    assert code == 1, err
+    verdict, kept = read_json(folder / "verdict.json"), read_json(folder / "manifest.json")
+    assert "order was not random" in verdict["sentence"] and verdict["facts"]["pairs"] == 8
+    assert len(kept["cells"]) == 1 and kept["options"]["base"] == f"run:{tmp_path / 'a'}"
+
+
+def test_stored_runs_of_running_servers_are_paired_by_what_they_measured(compare, tmp_path, swept):
+    for name, port, value in (("a", 8001, 100.0), ("b", 8002, 80.0)):
+        of = dataclasses.replace(swept, engine={"target": f"http://127.0.0.1:{port}"}, sweep={})
+        stored_run(tmp_path / name, of, [value] * 8)
+    code, folder, err = compare("run:a", "run:b")
+    assert code == 1, err
+    (cell,) = read_json(folder / "manifest.json")["cells"]
+    assert (cell["name"], cell["base"], cell["candidate"]) == ("tiny/target-c2", "target-c2", "target-c2")
+
+
+def test_stored_runs_without_their_loads_or_with_a_workload_file_say_what_is_wrong(compare, tmp_path, swept):
+    stored = stored_run(tmp_path / "a", swept, [])
+    code, folder, _ = compare(str(stored), str(stored))
+    verdict = read_json(folder / "verdict.json")
+    assert (code, verdict["exit_code"]) == (5, 5)
+    assert f"{stored}/cells/paged-p16-c2/loads/1/done.json" in verdict["sentence"]
+    code, _, err = compare(str(stored), str(stored), *WORDS)
+    assert code == 2 and "--workload" in err
+
+
+def test_stored_runs_whose_first_repeat_is_invalid_are_no_measurement(compare, tmp_path, swept):
+    good = stored_run(tmp_path / "a", swept, [100.0] * 4)
+    bad = stored_run(tmp_path / "b", swept, [100.0] * 4, invalid=(1,))
+    code, folder, err = compare(str(good), str(bad))
+    assert code == 4 and "repeat 1 of " in err and "others used the machine" in err
+    assert read_json(folder / "verdict.json")["outcome"] == "invalid"
+    shutil.rmtree(bad)
+    stored_run(bad, swept, [100.0] * 4, invalid=(3,))
+    code, folder, err = compare(str(good), str(bad))
+    assert code == 3, err
+    assert any("repeat 3 of " in note for note in read_json(folder / "verdict.json")["notes"])
+
+
+def test_stored_runs_of_other_servers_or_requests_need_force(compare, tmp_path, swept):
+    one = stored_run(tmp_path / "a", swept, [100.0] * 3, resolved={"dtype": "float32"})
+    two = stored_run(tmp_path / "b", swept, [100.0] * 3, resolved={"dtype": "bfloat16"})
+    for each in (one, two):
+        for path in each.glob("cells/*/loads/2/done.json"):
+            write_json(path, read_json(path) | {"requests_sha256": each.name})
+    code, folder, err = compare(str(one), str(two))
+    assert (code, folder) == (2, None)
+    assert "dtype (float32 and bfloat16)" in err and "requests of tiny/" in err
+    code, folder, err = compare(str(one), str(two), "--force")
+    assert code == 3 and any("dtype" in note for note in read_json(folder / "verdict.json")["notes"])
