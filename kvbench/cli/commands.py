@@ -132,7 +132,7 @@ def plan_command(workload: str, profile: str | None, overrides: tuple[str, ...])
     """``kvbench plan``. Raises UsageError for an impossible configuration."""
     from kvbench.sweep.capacity import capacity_table
     from kvbench.targets.builtin import check_configuration
-    from kvbench.workload.plan import capacities, plan_sweep
+    from kvbench.workload.design import capacities, plan_sweep
 
     loaded = load_workload(workload, profile=profile, overrides=overrides)
     design, _ = plan_sweep(loaded, (), check_configuration)

@@ -48,7 +48,7 @@ def cache_sim(**options: Any) -> int:
     \b
     Exit codes: 0 shown, 2 bad input. No files are written but --html's.
     """
-    from kvbench.trace_analysis.hit_curve import cache_sim_command
+    from kvbench.trace_analysis.commands import cache_sim_command
 
     return cache_sim_command(**options)
 

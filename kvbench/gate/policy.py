@@ -26,7 +26,7 @@ from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import parse_bytes
 from kvbench.gate.timing.rules import DEFAULT_RULES, LEVELS, MOST_PAIRS, Look, MetricRule, TimingRules
 from kvbench.runs.metric_names import check_name
-from kvbench.workload.layers import parse_yaml
+from kvbench.workload.file import parse_yaml
 
 MAX_ALPHA = 0.05  # false alarms of all looks together: a gate that fails more often without a reason is ignored
 MAX_ALPHA_PASS = 0.05

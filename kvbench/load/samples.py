@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from kvbench.load.completion import Completion
 from kvbench.load.validity import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
-from kvbench.metrics.request_rows import SESSION_BROKEN
+from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestList, RequestSpec
 

@@ -26,29 +26,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvbench.metrics.request_rows import (
-    MS,
-    chunk_weights,
-    ends_of,
-    inter_token_latencies,
-    longest_gaps,
-    multi_token_chunks,
-    request_latencies,
-    sessions_of,
-    successful,
-    times_of,
-    unsent,
-)
 from kvbench.metrics.steady_window import Plateau, SteadyState, comes_at, steady_state
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    Slo = Mapping[str, float | None] | None
+    Window = tuple[float, float] | None
+
+MS = 1000.0
+SESSION_BROKEN = "session_broken"  # the error kind of a turn that was not sent because an earlier one failed
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 CONFIDENCE = 0.99
 MAX_FAILED_SHARE = 0.01  # of the requests sent: a server that answers fewer does less work
-CLIENT_QUEUE = "client_queue_ms"
 LATENCIES = ("ttft_ms", "ttft_send_ms", "tpot_ms", "itl_ms", "e2el_ms")
+_THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
 
 
 @lru_cache(maxsize=64)
@@ -60,8 +52,6 @@ def samples_needed(quantile: float, confidence: float = CONFIDENCE) -> int:
     <= 1 - confidence. This is the second-order one-sided tolerance limit of Wilks (Annals of Mathematical
     Statistics 12, 1941): 130 for the 95th and 662 for the 99th percentile at 99 % confidence.
     """
-    if not 0 < quantile < 1 or not 0 < confidence < 1:
-        raise ValueError(f"quantile {quantile} and confidence {confidence} must lie between 0 and 1.")
     n = 2
     while quantile**n + n * quantile ** (n - 1) * (1 - quantile) > 1 - confidence:
         n += 1
@@ -74,9 +64,8 @@ def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     All figures are None when there is no sample.
     """
     data = np.asarray(values, dtype=np.float64)
-    names = ["mean", "std", *QUANTILES, "min", "max"]
     if data.size == 0:
-        return dict.fromkeys(names) | {"n": 0, "uncertain": list(QUANTILES)}
+        return dict.fromkeys(["mean", "std", *QUANTILES, "min", "max"]) | {"n": 0, "uncertain": list(QUANTILES)}
     points = np.quantile(data, list(QUANTILES.values()), method="linear")
     return {
         "mean": float(data.mean()),
@@ -89,49 +78,129 @@ def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     }
 
 
-def steady_state_of(requests: pd.DataFrame, load: Mapping[str, Any]) -> SteadyState:
-    """``steady_window.steady_state`` of the rows given, failed ones among them; ``load``: load.json as a dict."""
-    return steady_state(
-        requests["t0"].to_numpy(dtype=float),
-        requests["ts"].to_numpy(dtype=float),
-        ends_of(requests),
-        load,
-        sessions_of(requests),
+def _chunk_times(requests: pd.DataFrame) -> list[np.ndarray]:
+    """Arrivals [s] of the chunks of each row that carry tokens. [requests] of float64 [chunks]"""
+    return [np.empty(0) if t is None else np.asarray(t, dtype=float) for t in requests["chunk_times"]]
+
+
+def _chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
+    """Tokens of each of those chunks; None where the server did not tell them. [requests]"""
+    times = _chunk_times(requests)
+    known = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
+    return [
+        np.asarray(tokens, dtype=float) if tokens is not None and len(tokens) == len(t) else None
+        for tokens, t in zip(known, times, strict=True)
+    ]
+
+
+def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
+    """Per-request ttft_ms, ttft_send_ms, tpot_ms, e2el_ms [ms] of the rows given (NaN: undefined)."""
+    import pandas as pd
+
+    begin = np.array([t[0] if len(t) else np.nan for t in _chunk_times(requests)], dtype=float)
+    first, last, t0, ts, tokens = (
+        requests[name].to_numpy(dtype=float) for name in ("first", "last", "t0", "ts", "output_tokens")
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tpot = np.where(tokens > 1, (last - begin) / (tokens - 1), np.nan)
+    return pd.DataFrame(
+        {
+            "ttft_ms": (first - t0) * MS,
+            "ttft_send_ms": (first - ts) * MS,
+            "tpot_ms": tpot * MS,
+            "e2el_ms": (last - t0) * MS,
+        },
+        index=requests.index,
     )
 
 
-def in_steady(requests: pd.DataFrame, window: tuple[float, float] | None) -> pd.DataFrame:
+def inter_token_latencies(requests: pd.DataFrame) -> np.ndarray:
+    """All gaps [ms] between token-carrying chunks of the rows given, pooled. [gaps] float64"""
+    gaps = [np.diff(t) for t in _chunk_times(requests) if len(t) > 1]
+    return np.concatenate(gaps) * MS if gaps else np.empty(0)
+
+
+def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Arrival time [s] and tokens of every chunk: ``([chunks], [chunks])`` float64.
+
+    Known counts are used (``chunk_tokens``); otherwise a request's output tokens are shared out evenly over
+    its chunks, so that a chunk of several tokens is neither one token nor lost.
+    """
+    times = _chunk_times(requests)
+    weights = [
+        np.full(len(t), float(total) / max(len(t), 1)) if tokens is None else tokens
+        for t, tokens, total in zip(times, _chunk_tokens(requests), requests["output_tokens"], strict=True)
+    ]
+    return np.concatenate([np.empty(0), *times]), np.concatenate([np.empty(0), *weights])
+
+
+def _multi_token_chunks(requests: pd.DataFrame) -> int:
+    """Chunks that carried more than one token; where counts are unknown, tokens beyond one a chunk."""
+    rows = zip(_chunk_times(requests), _chunk_tokens(requests), requests["output_tokens"], strict=True)
+    return sum(
+        max(0, int(total) - len(times)) if tokens is None else int((tokens > 1).sum()) for times, tokens, total in rows
+    )
+
+
+def _sessions(requests: pd.DataFrame) -> np.ndarray | None:
+    """The session of each row (NaN: of none); None when there are no sessions. float64 [requests]"""
+    if "session" not in requests or not requests["session"].notna().any():
+        return None
+    return requests["session"].to_numpy(dtype=float)
+
+
+def _successful(requests: pd.DataFrame) -> pd.DataFrame:
+    return requests[requests["ok"].astype(bool)]
+
+
+def _ends(requests: pd.DataFrame) -> np.ndarray:
+    """When each request left the server's hands [s]: its end, or its last chunk where no end is stored."""
+    last = requests["last"].to_numpy(dtype=float)
+    if "end" not in requests:
+        return last
+    end = requests["end"].to_numpy(dtype=float)
+    return np.where(np.isfinite(end), end, last)
+
+
+def _steady_state(requests: pd.DataFrame, load: Mapping[str, Any]) -> SteadyState:
+    """Of the rows given, failed ones among them; ``load``: load.json as a dict."""
+    t0, ts = (requests[name].to_numpy(dtype=float) for name in ("t0", "ts"))
+    return steady_state(t0, ts, _ends(requests), load, _sessions(requests))
+
+
+def in_steady(requests: pd.DataFrame, window: Window) -> pd.DataFrame:
     """Those of one load's rows that came within its steady ``window`` [s] (``steady_window.comes_at``)."""
     if window is None:
         return requests.iloc[:0]
     t0, ts = (requests[name].to_numpy(dtype=float) for name in ("t0", "ts"))
-    moments = comes_at(t0, ts, sessions_of(requests))
+    moments = comes_at(t0, ts, _sessions(requests))
     return requests[(moments >= window[0]) & (moments <= window[1])]
 
 
-def throughput(requests: pd.DataFrame, window: tuple[float, float] | None, prefix: str = "") -> dict[str, float | None]:
+def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None]:
     """Requests, output tokens and total tokens per second of successful rows inside ``window`` [s].
 
     An output token counts when its chunk arrives, a prompt when its first token arrives (it has been read
     then), a request when it ends. ``None`` for a window that does not exist.
     """
-    names = [f"{prefix}{n}" for n in ("request_throughput", "output_throughput", "total_token_throughput")]
     if window is None or window[1] <= window[0]:
-        return dict.fromkeys(names)
+        return dict.fromkeys(_THROUGHPUTS)
     begin, end = window
-    good = successful(requests)
+    good = _successful(requests)
+
+    def inside(times: np.ndarray) -> np.ndarray:
+        return (times > begin) & (times <= end)
+
     times, weights = chunk_weights(good)
-    output = float(weights[(times > begin) & (times <= end)].sum())
-    first = np.array([t[0] if len(t) else np.nan for t in map(times_of, good["chunk_times"])], dtype=float)
-    read = (first > begin) & (first <= end)
-    prompts = float(good["prompt_tokens"].to_numpy(dtype=float)[read].sum())
-    done = ends_of(good)
-    finished = int(((done > begin) & (done <= end)).sum())
+    output = float(weights[inside(times)].sum())
+    first = np.array([t[0] if len(t) else np.nan for t in _chunk_times(good)], dtype=float)
+    prompts = float(good["prompt_tokens"].to_numpy(dtype=float)[inside(first)].sum())
+    finished = int(inside(_ends(good)).sum())
     span = end - begin
-    return dict(zip(names, (finished / span, output / span, (output + prompts) / span), strict=True))
+    return dict(zip(_THROUGHPUTS, (finished / span, output / span, (output + prompts) / span), strict=True))
 
 
-def goodput(requests: pd.DataFrame, slo: Mapping[str, float | None] | None, duration_s: float) -> float | None:
+def goodput(requests: pd.DataFrame, slo: Slo, duration_s: float) -> float | None:
     """Successful requests per second that met every limit of ``slo`` [ms] (None without an SLO).
 
     ``itl_ms`` limits a request's longest gap between chunks. A request of one token has no tpot and one of one chunk no
@@ -140,8 +209,9 @@ def goodput(requests: pd.DataFrame, slo: Mapping[str, float | None] | None, dura
     limits = {k: v for k, v in (slo or {}).items() if v is not None}
     if not limits or duration_s <= 0:
         return None
-    good = successful(requests)
-    values = request_latencies(good).assign(itl_ms=longest_gaps(good))
+    good = _successful(requests)
+    longest = [np.diff(t).max() if len(t) > 1 else np.nan for t in _chunk_times(good)]
+    values = request_latencies(good).assign(itl_ms=np.asarray(longest, dtype=float) * MS)
     met = np.ones(len(values), dtype=bool)
     for name, limit in limits.items():
         if name not in values:
@@ -151,29 +221,24 @@ def goodput(requests: pd.DataFrame, slo: Mapping[str, float | None] | None, dura
     return float(met.sum() / duration_s)
 
 
-def in_window(
-    requests: pd.DataFrame, window: tuple[float, float] | None, slo: Mapping[str, float | None] | None
-) -> dict[str, float | None]:
-    """Throughput and goodput inside ``window`` [s]: of what arrived, and of requests that ended, in it."""
-    if window is None or window[1] <= window[0]:
-        return {**throughput(requests, None), "goodput": None}
-    ends = ends_of(requests)
-    ended = requests[(ends > window[0]) & (ends <= window[1])]
-    return {**throughput(requests, window), "goodput": goodput(ended, slo, window[1] - window[0])}
+def _in_window(requests: pd.DataFrame, window: Window, slo: Slo) -> dict[str, float | None]:
+    """``steady_`` throughput and goodput: of what arrived, and of requests that ended, inside ``window`` [s]."""
+    found = {**throughput(requests, window), "goodput": None}
+    if window is not None and window[1] > window[0]:
+        ends = _ends(requests)
+        ended = requests[(ends > window[0]) & (ends <= window[1])]
+        found["goodput"] = goodput(ended, slo, window[1] - window[0])
+    return {f"steady_{name}": value for name, value in found.items()}
 
 
-def latency_summary(requests: pd.DataFrame) -> dict[str, Any]:
-    """``{ttft_ms: distribution, ..., per_class: {name: {n, priority, ttft_ms, ...}}}`` of the successful rows.
-
-    ``client_queue_ms``, the part of ttft for which a request waited in the client for a place under max_concurrency, is
-    there where any waited. ``per_turn`` (``first``, ``later``) is there where conversations are.
-    """
-    good = successful(requests)
-    out: dict[str, Any] = _latencies(good)
-    out["per_class"] = {str(name): _with_count(rows) for name, rows in good.groupby("class", sort=True)}
-    if sessions_of(good) is not None:
-        first = good["turn"].to_numpy() == 0
-        out["per_turn"] = {"first": _with_count(good[first]), "later": _with_count(good[~first])}
+def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """``client_queue_ms``, the wait in the client for a place under max_concurrency, is there where any waited."""
+    values = request_latencies(rows)
+    out = {name: distribution(values[name].dropna().to_numpy()) for name in values}
+    out["itl_ms"] = distribution(inter_token_latencies(rows))
+    out = {name: out[name] for name in LATENCIES}
+    if "queued_s" in rows and (rows["queued_s"] > 0).any():
+        out["client_queue_ms"] = distribution(rows["queued_s"].to_numpy(dtype=float) * MS)
     return out
 
 
@@ -181,6 +246,20 @@ def _with_count(rows: pd.DataFrame) -> dict[str, Any]:
     """Latencies of one group, with its size and its priority, where it has one."""
     urgency = set(rows["priority"].dropna().astype(int)) if "priority" in rows else set()
     return {"n": len(rows), **({"priority": urgency.pop()} if len(urgency) == 1 else {}), **_latencies(rows)}
+
+
+def latency_summary(requests: pd.DataFrame) -> dict[str, Any]:
+    """``{ttft_ms: distribution, ..., per_class: {name: {n, priority, ttft_ms, ...}}}`` of the successful rows.
+
+    ``per_turn`` (``first``, ``later``) is there where conversations are.
+    """
+    good = _successful(requests)
+    out: dict[str, Any] = _latencies(good)
+    out["per_class"] = {str(name): _with_count(rows) for name, rows in good.groupby("class", sort=True)}
+    if _sessions(good) is not None:
+        first = good["turn"].to_numpy() == 0
+        out["per_turn"] = {"first": _with_count(good[first]), "later": _with_count(good[~first])}
+    return out
 
 
 def pooled(loads: Sequence[pd.DataFrame]) -> dict[str, Any]:
@@ -193,43 +272,40 @@ def pooled(loads: Sequence[pd.DataFrame]) -> dict[str, Any]:
     return latency_summary(pd.concat(frames, ignore_index=True))
 
 
-def summarise(
-    requests: pd.DataFrame, load: Mapping[str, Any], slo: Mapping[str, float | None] | None = None
-) -> dict[str, Any]:
+def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) -> dict[str, Any]:
     """All metrics of one load. ``requests``: rows of requests.parquet; ``load``: load.json as a dict.
 
     Times [s since load start], results in ms and per second; see the module's docstring for definitions. ``failed``
     counts requests that were sent; ``not_sent`` the turns of a conversation after one of its turns had failed.
     """
-    good = successful(requests)
-    failed = requests[~requests["ok"].astype(bool) & ~unsent(requests)]
-    ends = ends_of(requests)
+    good = _successful(requests)
+    unsent = requests["error_kind"] == SESSION_BROKEN
+    failed = requests[~requests["ok"].astype(bool) & ~unsent]
+    ends = _ends(requests)
     finish = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
     begin = float(requests["ts"].min()) if len(requests) else 0.0
-    steady = steady_state_of(requests, load)
-    window = steady.window
+    steady = _steady_state(requests, load)
     duration = finish - begin
     whole = (float(np.nextafter(begin, -np.inf)), finish) if duration > 0 else None
     return {
         "completed": len(good),
         "failed": len(failed),
-        "not_sent": int(unsent(requests).sum()),
+        "not_sent": int(unsent.sum()),
         "failure_kinds": {str(k): int(v) for k, v in failed["error_kind"].value_counts().items()},
         "first_failure": _first_failure(failed),
         "incomplete": bool(load.get("incomplete", False)),
         "duration_s": duration,
-        "steady_start_s": window[0] if window else None,
-        "steady_end_s": window[1] if window else None,
+        **_bounds(steady.window),
         "steady_note": steady.why,
         **throughput(requests, whole),
-        **{f"steady_{name}": value for name, value in in_window(requests, window, slo).items()},
+        **_in_window(requests, steady.window, slo),
         **latency_summary(requests),
-        "steady_latency": _latencies(successful(in_steady(requests, window))),
+        "steady_latency": _latencies(_successful(in_steady(requests, steady.window))),
         **({"plateaus": [_plateau(requests, p, slo) for p in steady.plateaus]} if steady.plateaus else {}),
         "total_input_tokens": int(good["prompt_tokens"].sum()),
         "total_cached_tokens": int(good["cached_tokens"].fillna(0).sum()) if "cached_tokens" in good else 0,
         "total_output_tokens": int(good["output_tokens"].sum()),
-        "multi_token_chunks": multi_token_chunks(good),
+        "multi_token_chunks": _multi_token_chunks(good),
         "goodput": goodput(requests, slo, duration),
         "client": dict(load.get("client") or {}),
     }
@@ -243,35 +319,27 @@ def _first_failure(failed: pd.DataFrame) -> str | None:
     return f"{row['error_kind']}: {row['error']}"
 
 
-def too_many_failed(metrics: Mapping[str, Any]) -> bool:
-    """Whether more than ``MAX_FAILED_SHARE`` of the requests sent failed; ``metrics``: of ``summarise``."""
-    failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
-    return failed > MAX_FAILED_SHARE * (failed + completed)
+def _bounds(window: Window) -> dict[str, float | None]:
+    begin, end = window or (None, None)
+    return {"steady_start_s": begin, "steady_end_s": end}
 
 
-def _plateau(requests: pd.DataFrame, plateau: Plateau, slo: Mapping[str, float | None] | None) -> dict[str, Any]:
+def _plateau(requests: pd.DataFrame, plateau: Plateau, slo: Slo) -> dict[str, Any]:
     """What one plateau of a changing rate came to, in its steady part."""
-    window = plateau.window
-    rows = in_steady(requests, window)
     return {
         "start_s": plateau.start,
         "end_s": plateau.end,
         "request_rate": plateau.rate,
-        "steady_start_s": window[0] if window else None,
-        "steady_end_s": window[1] if window else None,
-        **{f"steady_{name}": value for name, value in in_window(requests, window, slo).items()},
-        **_with_count(successful(rows)),
+        **_bounds(plateau.window),
+        **_in_window(requests, plateau.window, slo),
+        **_with_count(_successful(in_steady(requests, plateau.window))),
     }
 
 
-def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    values = request_latencies(rows)
-    out = {name: distribution(values[name].dropna().to_numpy()) for name in values}
-    out["itl_ms"] = distribution(inter_token_latencies(rows))
-    queued = {}
-    if "queued_s" in rows and (rows["queued_s"] > 0).any():
-        queued = {CLIENT_QUEUE: distribution(rows["queued_s"].to_numpy(dtype=float) * MS)}
-    return {name: out[name] for name in LATENCIES} | queued
+def too_many_failed(metrics: Mapping[str, Any]) -> bool:
+    """Whether more than ``MAX_FAILED_SHARE`` of the requests sent failed; ``metrics``: of ``summarise``."""
+    failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
+    return failed > MAX_FAILED_SHARE * (failed + completed)
 
 
 def goodput_share(metrics: Mapping[str, Any]) -> float | None:

@@ -14,9 +14,8 @@ from kvbench.common.machine import versions
 from kvbench.load.launch import make_requests
 from kvbench.quality.result import QualityResult
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload.design import Configuration
+from kvbench.workload.design import Configuration, plan_sweep
 from kvbench.workload.file import Workload
-from kvbench.workload.plan import plan_sweep
 from kvbench.workload.settings import effective
 
 if TYPE_CHECKING:

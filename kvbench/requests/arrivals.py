@@ -13,13 +13,111 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from kvbench.workload.arrivals_section import Segment
+from kvbench.requests.request import RequestSpec
+from kvbench.workload.load_section import LoadConfig
 
+Strategy = Literal["linear", "exponential"]
 _MOST_ARRIVALS = 10_000_000  # a request is drawn and stored for each
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``seconds`` (may be inf) during which the rate goes from ``start_rps`` to ``end_rps`` [requests/s].
+
+    ``linear``: at a constant slope in time. ``exponential``: by a constant factor a second.
+    """
+
+    seconds: float
+    start_rps: float
+    end_rps: float
+    strategy: Strategy = "linear"
+
+    @property
+    def constant(self) -> bool:
+        """Whether the rate stays the same."""
+        return self.start_rps == self.end_rps
+
+    @property
+    def mean_rps(self) -> float:
+        """Mean rate over the segment."""
+        if self.constant:
+            return self.start_rps
+        if self.strategy == "linear":
+            return (self.start_rps + self.end_rps) / 2
+        return (self.end_rps - self.start_rps) / math.log(self.end_rps / self.start_rps)
+
+    @property
+    def mass(self) -> float:
+        """Expected arrivals over the segment: the integral of the rate."""
+        return 0.0 if self.mean_rps == 0 else self.seconds * self.mean_rps
+
+    def first(self, seconds: float) -> Segment:
+        """Its beginning, of at most so many seconds."""
+        if seconds >= self.seconds:
+            return self
+        part = seconds / self.seconds
+        if self.constant:
+            end = self.start_rps
+        elif self.strategy == "linear":
+            end = self.start_rps + part * (self.end_rps - self.start_rps)
+        else:
+            end = self.start_rps * (self.end_rps / self.start_rps) ** part
+        return Segment(seconds, self.start_rps, end, self.strategy)
+
+    def inverse(self, mass: np.ndarray) -> np.ndarray:
+        """Seconds from the segment's start until ``mass`` arrivals [0, ``mass``] are due. float64 [n]"""
+        if self.constant:
+            return mass / self.start_rps
+        if self.strategy == "linear":  # s t + a t^2 / 2 = mass, in the form that does not cancel for small a
+            slope = (self.end_rps - self.start_rps) / self.seconds
+            root = np.sqrt(np.maximum(self.start_rps**2 + 2 * slope * mass, 0.0))
+            return np.divide(2 * mass, self.start_rps + root, out=np.zeros_like(mass), where=mass > 0)
+        growth = math.log(self.end_rps / self.start_rps) / self.seconds
+        return np.log1p(mass * growth / self.start_rps) / growth
+
+
+def ramp(
+    start_rps: float, end_rps: float, strategy: Strategy, *, seconds: float | None = None, count: int | None = None
+) -> tuple[Segment, ...]:
+    """A rate that changes over ``seconds``, or until ``count`` arrivals are expected, and then stays.
+
+    The rate is a function of time. vLLM's ``--ramp-up-strategy`` of the same names makes it one of the request's
+    number, so that its ``linear`` is exponential in time and its ``exponential`` steeper still.
+    """
+    if seconds is None:
+        assert count is not None
+        seconds = count / Segment(1.0, start_rps, end_rps, strategy).mean_rps
+    return (Segment(seconds, start_rps, end_rps, strategy), Segment(math.inf, end_rps, end_rps))
+
+
+def profile_of(load: LoadConfig, rate: float | None, count: int | None) -> tuple[Segment, ...]:
+    """The rate over time of a load that is no trace and of finite ``rate``; ``count``: its requests, where known."""
+    if load.arrivals == "step":
+        return tuple(Segment(step.seconds, step.rate, step.rate) for step in load.steps or ())
+    if load.arrivals == "ramp":
+        seconds = load.ramp_up_s or load.duration_s
+        start, end = float(load.ramp_up_start_rps or 0.0), float(load.ramp_up_end_rps or 0.0)
+        return ramp(start, end, load.ramp_up_strategy or "linear", seconds=seconds, count=count)
+    assert rate is not None
+    return (Segment(math.inf, rate, rate),)
+
+
+def draw_times(load: LoadConfig, rate: float | None, count: int | None, rng: np.random.Generator) -> np.ndarray:
+    """Arrivals [s] of an open-loop load that is no trace; ``count`` of them unless time says how many. float64 [n]"""
+    if rate is not None and math.isinf(rate):
+        return np.zeros(count or 0)
+    return draw_arrivals(
+        profile_of(load, rate, count),
+        rng,
+        count=None if load.counted_by_time else count,
+        duration_s=load.duration_s,
+        burstiness=math.inf if load.arrivals == "constant" else load.burstiness or 1.0,
+    )
 
 
 def draw_arrivals(
@@ -36,24 +134,35 @@ def draw_arrivals(
     below 1 comes in bursts, above 1 is more regular (coefficient of variation 1/sqrt(burstiness)), inf is evenly
     spaced. ValueError when nothing arrives or the profile has no room for ``count``. float64 [n]
     """
-    masses = np.array([segment.mass for segment in profile])
-    ends = np.cumsum(masses)
-    total = float(ends[-1])
+
+    def gaps(number: int) -> np.ndarray:
+        """Of mean 1."""
+        return np.ones(number) if math.isinf(burstiness) else rng.gamma(burstiness, 1.0 / burstiness, size=number)
+
+    ends = np.cumsum([segment.mass for segment in profile])
+    starts = np.concatenate([[0.0], np.cumsum([segment.seconds for segment in profile])[:-1]])
     if count is None:
-        horizon = _mass_before(profile, math.inf if duration_s is None else duration_s)
+        last = math.inf if duration_s is None else duration_s
+        horizon = sum(s.first(last - start).mass for s, start in zip(profile, starts, strict=True) if start < last)
         if not 0 < horizon < math.inf:
             raise ValueError(
                 f"{horizon:g} arrivals are expected of these rates; give rates above 0 and an end: duration_s or steps."
             )
         if horizon > _MOST_ARRIVALS:
             raise ValueError(f"about {horizon:.3g} arrivals are more than {_MOST_ARRIVALS:,}, the limit; end earlier.")
-        mass = _renewals_before(horizon, burstiness, rng)
+        mass = np.zeros(1)
+        while mass[-1] < horizon:
+            mass = np.concatenate([mass, mass[-1] + np.cumsum(gaps(int(horizon - mass[-1]) + 16))])
+        mass = mass[mass < horizon * (1 - 1e-12)]  # not one more for a horizon such as 3 * 0.1 * 10: 3 but for rounding
     else:
-        mass = _renewals(count, burstiness, rng)
-        if mass[-1] >= total:
-            raise ValueError(f"the rates end after about {total:g} arrivals, before the {count} asked for.")
+        if count < 1:
+            raise ValueError(f"{count} arrivals are too few; the least is 1.")
+        steps = gaps(count)
+        steps[0] = 0.0
+        mass = np.cumsum(steps)
+        if mass[-1] >= ends[-1]:
+            raise ValueError(f"the rates end after about {ends[-1]:g} arrivals, before the {count} asked for.")
     which = np.searchsorted(ends, mass, side="right")
-    starts = np.concatenate([[0.0], np.cumsum([segment.seconds for segment in profile])[:-1]])
     out = np.empty(len(mass))
     for number, segment in enumerate(profile):
         inside = which == number
@@ -70,11 +179,29 @@ def plateaus(profile: Sequence[Segment], last_s: float) -> list[tuple[float, flo
         end = min(start + segment.seconds, last_s)
         if segment.constant and segment.start_rps > 0 and end > start:
             if found and found[-1][1:] == (start, segment.start_rps):
-                found[-1] = (found[-1][0], end, segment.start_rps)
-            else:
-                found.append((start, end, segment.start_rps))
-        start += segment.seconds
+                start, _, _ = found.pop()
+            found.append((start, end, segment.start_rps))
+        start = end
     return found
+
+
+def notes_of(load: LoadConfig, rate: float | None, times: Sequence[float] | np.ndarray) -> dict[str, Any]:
+    """What the metrics must know of a rate that changes: ``plateaus``, each [start_s, end_s, requests/s]."""
+    if load.arrivals not in ("ramp", "step") or not len(times):
+        return {}
+    last = sum(step.seconds for step in load.steps or ()) or load.duration_s or float(times[-1])
+    profile = profile_of(load, rate, len(times))
+    return {"arrivals": load.arrivals, "plateaus": [list(p) for p in plateaus(profile, last)]}
+
+
+def recorded_times(load: LoadConfig, requests: Sequence[RequestSpec], rng: np.random.Generator) -> np.ndarray:
+    """The times that a trace's requests bring, ticks spread where the workload says so. float64 [n]"""
+    if any(r.arrival_s is None for r in requests):
+        raise ValueError("arrivals: trace, but the trace has no arrival times; use e.g. poisson and request_rate.")
+    times = np.array([float(r.arrival_s or 0.0) for r in requests if not r.turn])
+    if not load.spread_ticks:
+        return times
+    return spread_ticks(times, "uniform" if load.spread_ticks is True else load.spread_ticks, rng)
 
 
 def spread_ticks(times: np.ndarray, how: Literal["even", "uniform"], rng: np.random.Generator) -> np.ndarray:
@@ -91,59 +218,9 @@ def spread_ticks(times: np.ndarray, how: Literal["even", "uniform"], rng: np.ran
     gaps = np.diff(stamps)
     tick = float(np.quantile(gaps, 0.1, method="lower"))
     widths = np.minimum(tick, np.append(gaps, tick))
-    rank = np.arange(len(times)) - np.repeat(first, counts)
-    share = rank / np.repeat(counts, counts)
+    share = (np.arange(len(times)) - np.repeat(first, counts)) / np.repeat(counts, counts)
     if how == "uniform":
         draws = rng.random(len(times))
         share = draws[np.lexsort((draws, np.repeat(stamps, counts)))]
         share[np.repeat(counts, counts) == 1] = 0.0  # a time of its own stays what was recorded
     return times + share * np.repeat(widths, counts)
-
-
-def _mass_before(profile: Sequence[Segment], duration_s: float) -> float:
-    """Expected arrivals before ``duration_s``."""
-    total, start = 0.0, 0.0
-    for segment in profile:
-        seconds = min(segment.seconds, max(0.0, duration_s - start))
-        if seconds == segment.seconds:
-            total += segment.mass
-        elif seconds > 0:
-            end = _rate_at(segment, seconds)
-            total += Segment(seconds, segment.start_rps, end, segment.strategy).mass
-        start += segment.seconds
-    return total
-
-
-def _rate_at(segment: Segment, seconds: float) -> float:
-    if segment.constant:
-        return segment.start_rps
-    part = seconds / segment.seconds
-    if segment.strategy == "linear":
-        return segment.start_rps + part * (segment.end_rps - segment.start_rps)
-    return segment.start_rps * (segment.end_rps / segment.start_rps) ** part
-
-
-def _gaps(count: int, burstiness: float, rng: np.random.Generator) -> np.ndarray:
-    """Gaps of mean 1. float64 [count]"""
-    if math.isinf(burstiness):
-        return np.ones(count)
-    return rng.gamma(burstiness, 1.0 / burstiness, size=count)
-
-
-def _renewals(count: int, burstiness: float, rng: np.random.Generator) -> np.ndarray:
-    """``count`` events of the process of rate 1, the first at 0. float64 [count]"""
-    if count < 1:
-        raise ValueError(f"{count} arrivals are too few; the least is 1.")
-    gaps = _gaps(count, burstiness, rng)
-    gaps[0] = 0.0
-    return np.cumsum(gaps)
-
-
-def _renewals_before(horizon: float, burstiness: float, rng: np.random.Generator) -> np.ndarray:
-    """The events of the process of rate 1 in [0, horizon), the first at 0. float64 [n]"""
-    times = np.zeros(1)
-    while times[-1] < horizon:
-        more = _gaps(int(horizon - times[-1]) + 16, burstiness, rng)
-        times = np.concatenate([times, times[-1] + np.cumsum(more)])
-    # Not one more for a horizon such as 3 * 0.1 * 10, which is 3 but for rounding.
-    return times[times < horizon * (1 - 1e-12)]

@@ -15,23 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
+from kvbench.requests.arrivals import draw_times, notes_of, recorded_times
 from kvbench.requests.conversations import draw_conversations
-from kvbench.requests.draw import draw_lengths, draw_prefixes, largest_remainder, random_tokens
+from kvbench.requests.draw import draw_lengths, draw_prefixes, largest_remainder, random_tokens, scale_of
 from kvbench.requests.from_trace import draw_trace
-from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes, read_requests, write_requests
-from kvbench.requests.schedule import draw_times, notes_of, recorded_times, with_times
+from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.traces.tokenizer import find_file, load_tokenizer
-from kvbench.workload.length import fit_scale, scale_lengths
 from kvbench.workload.load_section import LoadConfig, SyntheticPrompts, TextPrompts
-
-__all__ = [
-    "RequestList",
-    "RequestSpec",
-    "build_requests",
-    "distinct_prefixes",
-    "read_requests",
-    "write_requests",
-]
+from kvbench.workload.prompts_section import scale_lengths
 
 _ARRIVALS = 1  # arrivals have a stream of random numbers of their own
 
@@ -50,39 +41,39 @@ def build_requests(
 
     Token ids lie in [16, vocab_size). ValueError when a request cannot fit max_model_len or a file is missing.
     """
-    value = concurrency if load.mode == "closed" else rate
+    is_open = load.mode == "open"
+    value = rate if is_open else concurrency
     count = load.count_for(value)
-    key = [seed, repeat, 0 if value in (None, math.inf) else round(value * 1_000_000), load.mode == "open"]
+    key = [seed, repeat, 0 if value in (None, math.inf) else round(value * 1_000_000), is_open]
     rng, clock = np.random.default_rng(key), np.random.default_rng([*key, _ARRIVALS])
     times = None
     if load.counted_by_time:
         times = draw_times(load, rate, None, clock)
         count = len(times)
     prompts = load.prompts
-    if load.sessions is not None and isinstance(prompts, SyntheticPrompts):
-        requests, notes = draw_conversations(prompts, load.sessions, count or 0, vocab_size, max_model_len, rng)
-    elif isinstance(prompts, SyntheticPrompts):
-        requests, notes = _synthetic(prompts, count or 0, vocab_size, max_model_len, rng)
-    elif isinstance(prompts, TextPrompts):
+    if isinstance(prompts, TextPrompts):
         requests, notes = _text(prompts, count or 0, vocab_size, rng)
-    else:
+    elif not isinstance(prompts, SyntheticPrompts):
         requests, notes = draw_trace(
             prompts, count, vocab_size, max_model_len, rng, count_sessions=load.counted_by_time
         )
-    if load.mode == "open":
-        if load.arrivals == "trace":
-            if any(r.arrival_s is None for r in requests):
-                raise ValueError(
-                    "arrivals: trace, but the trace has no arrival times; use e.g. poisson and request_rate."
-                )
-            times = recorded_times(load, requests, clock)
-        elif times is None:
-            times = draw_times(load, rate, sum(not r.turn for r in requests), clock)
+    elif load.sessions is None:
+        requests, notes = _synthetic(prompts, count or 0, vocab_size, max_model_len, rng)
+    else:
+        requests, notes = draw_conversations(prompts, load.sessions, count or 0, vocab_size, max_model_len, rng)
+    recorded = is_open and load.arrivals == "trace"
+    if recorded:
+        times = recorded_times(load, requests, clock)
+    elif is_open and times is None:
+        times = draw_times(load, rate, sum(not r.turn for r in requests), clock)
+    if times is not None:
         notes |= notes_of(load, rate, times)
-    recorded = load.mode == "open" and load.arrivals == "trace"
     if not recorded and not any(r.think_s for r in requests):
         notes.pop("rate_scale", None)  # a speed that nothing was played at
-    requests = with_times(requests, times)
+    left = iter(() if times is None else times)  # later turns start when the one before has ended; some may be left
+    requests = [
+        dataclasses.replace(r, arrival_s=None if times is None or r.turn else float(next(left))) for r in requests
+    ]
     _check_fit(requests, max_model_len)
     _check_primed(load, requests)
     return RequestList(requests, notes)
@@ -92,9 +83,10 @@ def _synthetic(
     prompts: SyntheticPrompts, count: int, vocab_size: int, max_model_len: int, rng: np.random.Generator
 ) -> tuple[list[RequestSpec], dict]:
     classes = prompts.classes
-    scale = _synthetic_scale(prompts, max_model_len - prompts.longest_prefix)
+    longest = max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in classes)
+    scale = scale_of(prompts, longest, max_model_len)
     counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefixes, counts, vocab_size, rng)
+    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng)
     drawn: list[RequestSpec] = []
     for which, item in enumerate(classes):
         lengths = scale_lengths(draw_lengths(item.prompt_tokens, counts[which], rng), scale)
@@ -109,12 +101,6 @@ def _synthetic(
             )  # fmt: skip
     requests = [dataclasses.replace(drawn[j], index=i) for i, j in enumerate(rng.permutation(len(drawn)))]
     return requests, {"length_scale": scale} if scale != 1.0 else {}
-
-
-def _synthetic_scale(prompts: SyntheticPrompts, room: int) -> float:
-    if prompts.length_scale != "auto":
-        return float(prompts.length_scale)
-    return fit_scale(max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in prompts.classes), room)
 
 
 def _text(
@@ -163,7 +149,7 @@ def _read_lines(file: str) -> list[str]:
 
 def _check_primed(load: LoadConfig, requests: list[RequestSpec]) -> None:
     """A synthetic load that shares prefixes may by its shares have none in a few requests."""
-    may_share = isinstance(load.prompts, SyntheticPrompts) and load.prompts.shared_prefixes
+    may_share = isinstance(load.prompts, SyntheticPrompts) and load.prompts.shared_prefix
     if load.cache_state == "primed" and not may_share and not any(r.prefix_tokens for r in requests):
         raise ValueError(
             f"cache_state primed has nothing to prime: no two of the {len(requests)} prompts begin alike; write "

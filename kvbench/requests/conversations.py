@@ -7,11 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.requests.draw import draw_lengths, draw_prefixes, even_quantiles, largest_remainder, random_tokens
+from kvbench.requests.draw import (
+    draw_lengths,
+    draw_prefixes,
+    even_quantiles,
+    largest_remainder,
+    random_tokens,
+    scale_of,
+)
 from kvbench.requests.request import RequestSpec
-from kvbench.workload.length import fit_scale, scale_lengths
-from kvbench.workload.prompts_section import PromptClass, SyntheticPrompts
-from kvbench.workload.sessions_section import Sessions, Think, Turns
+from kvbench.workload.prompts_section import PromptClass, Sessions, SyntheticPrompts, Think, Turns, scale_lengths
 
 
 def draw_conversations(
@@ -28,10 +33,16 @@ def draw_conversations(
     its answer (``max_tokens`` random ids) and new tokens of the user. Shares of the classes are met exactly in
     conversations, lengths are even quantiles of their distributions over all turns of a class.
     """
-    scale = _scale(prompts, sessions, max_model_len)
-    classes = prompts.classes
+    classes, turns = prompts.classes, sessions.turns.high
+    longest = max(
+        c.prompt_tokens.maximum
+        + (turns - 1) * (sessions.user_tokens or c.prompt_tokens).maximum
+        + turns * c.output_tokens.maximum
+        for c in classes
+    )
+    scale = scale_of(prompts, longest, max_model_len)
     counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefixes, counts, vocab_size, rng)
+    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng)
     drawn: list[list[RequestSpec]] = []
     for which, item in enumerate(classes):
         drawn += _of_class(item, give(which), sessions, scale, vocab_size, rng)
@@ -88,17 +99,3 @@ def _of_class(
             ids += random_tokens(output, vocab_size, rng)
         found.append(conversation)
     return found
-
-
-def _scale(prompts: SyntheticPrompts, sessions: Sessions, max_model_len: int) -> float:
-    if prompts.length_scale != "auto":
-        return float(prompts.length_scale)
-    room = max_model_len - prompts.longest_prefix
-    turns = sessions.turns.high
-    longest = max(
-        c.prompt_tokens.maximum
-        + (turns - 1) * (sessions.user_tokens or c.prompt_tokens).maximum
-        + turns * c.output_tokens.maximum
-        for c in prompts.classes
-    )
-    return fit_scale(longest, room)

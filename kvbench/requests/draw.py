@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from kvbench.requests.request import compact
-from kvbench.workload.length import Length
+from kvbench.workload.prompts_section import PERCENTILES, Length, SharedPrefix, SyntheticPrompts, fit_scale
 
 LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
-_QUANTILE_OF = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+
+
+def scale_of(prompts: SyntheticPrompts, longest: int, max_model_len: int) -> float:
+    """The factor of all lengths; ``longest``: tokens that the longest request has beside a shared prefix."""
+    if prompts.length_scale != "auto":
+        return float(prompts.length_scale)
+    return fit_scale(longest, max_model_len - max((prefix.tokens for prefix in prompts.shared_prefix), default=0))
 
 
 def largest_remainder(shares: list[float], total: int) -> list[int]:
@@ -25,15 +30,7 @@ def largest_remainder(shares: list[float], total: int) -> list[int]:
     return counts
 
 
-class Family(Protocol):
-    """Prefixes of one length: ``families`` different ones share out ``share`` of the prompts."""
-
-    tokens: int
-    share: float
-    families: int
-
-
-def shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]]:
+def _shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]]:
     """How many of each class each share gets: exact in total, in proportion to the classes. [shares][classes]"""
     left, given, found = list(counts), 0, []
     for upto in itertools.accumulate(shares):
@@ -46,7 +43,7 @@ def shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]]
 
 
 def draw_prefixes(
-    families: Sequence[Family], counts: list[int], vocab_size: int, rng: np.random.Generator
+    families: Sequence[SharedPrefix], counts: list[int], vocab_size: int, rng: np.random.Generator
 ) -> Callable[[int], list[tuple[int, ...]]]:
     """Draws the shared prefixes, and gives for a class (its place in ``counts``) one for each prompt, () for none.
 
@@ -54,7 +51,7 @@ def draw_prefixes(
     classes, so that they are used equally often. Each class is asked for once.
     """
     turns = [itertools.cycle([random_tokens(f.tokens, vocab_size, rng) for _ in range(f.families)]) for f in families]
-    shared = shared_counts([f.share for f in families], counts)
+    shared = _shared_counts([f.share for f in families], counts)
 
     def give(which: int) -> list[tuple[int, ...]]:
         labels = np.full(counts[which], -1)
@@ -74,12 +71,11 @@ def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.nda
     u = (np.arange(count) + 0.5) / max(count, 1)
     if length.percentiles is not None:
         given = {"min": 1.0, **length.percentiles}
-        points = sorted((_QUANTILE_OF[name], value) for name, value in given.items())
+        points = sorted((PERCENTILES[name], value) for name, value in given.items())
         values = np.interp(u, [p for p, _ in points], [v for _, v in points])
         lengths = np.maximum(1, np.rint(values)).astype(np.int64)
     else:
-        low, high = int(length.low or 1), int(length.high or 1)
-        lengths = (low + np.floor(u * (high - low + 1))).astype(np.int64)
+        lengths = (length.low + np.floor(u * (length.high - length.low + 1))).astype(np.int64)
     return rng.permutation(lengths)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from kvbench.requests.draw import draw_lengths, random_tokens
 from kvbench.requests.prefix_hits import shared_beginnings
 from kvbench.requests.request import RequestSpec, compact
 from kvbench.requests.shared_pages import page_prompts
-from kvbench.traces.model import UNKNOWN, Trace, known_times, select
+from kvbench.traces.model import UNKNOWN, Trace, file_names, known_times, select
 from kvbench.traces.read import read_trace
-from kvbench.traces.tokenizer import find_file, load_tokenizer, tokenised, written
-from kvbench.workload.length import fit_scale, scale_lengths
-from kvbench.workload.prompts_section import TracePrompts
+from kvbench.traces.tokenizer import find_file, load_tokenizer, texts_sent, tokenised
+from kvbench.workload.prompts_section import TracePrompts, fit_scale, scale_lengths
 
 Ids = tuple[int, ...]
 
@@ -43,20 +41,52 @@ def draw_trace(
         ValueError: a trace that cannot be read or that does not say what the workload needs.
     """
     paths = _paths(prompts.path)
-    part = _select(
-        prompts, _read(tuple((p, Path(p).stat().st_mtime_ns) for p in paths), prompts.format, prompts.page_size)
+    part = _read(tuple((p, Path(p).stat().st_mtime_ns) for p in paths), prompts.format, prompts.page_size)
+    if prompts.turns == "first" and part.turn is not None:
+        part = part.take(np.flatnonzero(part.turn == 0))
+    part = select(
+        part,
+        start_s=prompts.start_s,
+        duration_s=prompts.duration_s,
+        rate_scale=prompts.rate_scale,
+        max_requests=prompts.max_requests,
     )
     in_sessions = _in_sessions(prompts, part)
-    part = _first(part, count, by_session=count_sessions and in_sessions)
+    if count is not None and count_sessions and in_sessions:
+        part = part.take(np.flatnonzero(np.isin(part.session, np.unique(part.session)[:count])))
+    elif count is not None:
+        part = part.take(np.arange(min(count, len(part))))
     part = _with_outputs(prompts, part, rng)
-    if prompts.send_text and part.prompts is None:
-        raise ValueError(f"send_text has nothing to send: {paths[0]} (format {part.format}) has no texts; remove it.")
-    if prompts.page_size is not None and part.page_ids is None:
-        raise ValueError(f"page_size has no meaning: {paths[0]} (format {part.format}) has no page ids; remove it.")
-    drawn = _drawn(prompts, part, vocab_size, max_model_len, rng, in_sessions)
-    part = drawn.part
+    for key, what, there in (("send_text", "texts", part.prompts), ("page_size", "page ids", part.page_ids)):
+        if getattr(prompts, key) and there is None:
+            raise ValueError(f"{key} has no meaning: {paths[0]} (format {part.format}) has no {what}; remove it.")
+    if part.prompts is not None:
+        part, ids, outputs, notes = _of_texts(prompts, part, vocab_size, max_model_len, rng)
+        owners = part.session.tolist() if in_sessions and part.session is not None else range(len(part))
+        shared = shared_beginnings(ids, owners)  # what only turns of one session have is not shared
+    elif part.page_ids is not None:
+        ids, shared, outputs, notes = page_prompts(
+            part, prompts.length_scale, vocab_size, max_model_len, rng, by_session=in_sessions
+        )
+    else:
+        ids, outputs, notes = _of_lengths(prompts, part, vocab_size, max_model_len, rng)
+        shared = [0] * len(ids)
+    times = None if part.arrival_s is None else known_times(part)
+    requests = [
+        RequestSpec(
+            i,
+            "trace",
+            ids[i],
+            "".join(texts) if prompts.send_text and (texts := texts_sent(part, i)) else None,
+            int(outputs[i]),
+            arrival_s=None if times is None else float(times[i]),
+            prefix_tokens=shared[i],
+            **_turn(part, i) if in_sessions else {},
+        )
+        for i in range(len(part))
+    ]
     told = {
-        "trace": paths[0].split("/")[-1] + (f" and {len(paths) - 1} more" if len(paths) > 1 else ""),
+        "trace": file_names(paths),
         "trace_format": part.format,
         "trace_requests": len(part),
         "trace_start_s": prompts.start_s,
@@ -64,58 +94,7 @@ def draw_trace(
         **({"trace_sessions": len(np.unique(part.session))} if in_sessions else {}),
         **({"trace_left_out": part.left_out} if part.left_out else {}),
     }
-    return _requests(prompts, drawn, in_sessions), told | drawn.notes
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """Of each request of ``part``: its token ids, how many leading ones others have too, its output length."""
-
-    part: Trace
-    ids: list[Ids]
-    shared: list[int]
-    outputs: np.ndarray
-    notes: dict[str, Any]
-
-
-def _drawn(
-    prompts: TracePrompts,
-    part: Trace,
-    vocab_size: int,
-    max_model_len: int,
-    rng: np.random.Generator,
-    in_sessions: bool,
-) -> _Drawn:
-    """What is had of a session by itself is not shared."""
-    if part.prompts is not None:
-        ids, outputs, part, notes = _of_texts(prompts, part, vocab_size, max_model_len, rng)
-        owners = part.session.tolist() if in_sessions and part.session is not None else range(len(part))
-        return _Drawn(part, ids, shared_beginnings(ids, owners), outputs, notes)
-    if part.page_ids is not None:
-        ids, shared, outputs, notes = page_prompts(
-            part, prompts.length_scale, vocab_size, max_model_len, rng, by_session=in_sessions
-        )
-        return _Drawn(part, ids, shared, outputs, notes)
-    ids, outputs, notes = _of_lengths(prompts, part, vocab_size, max_model_len, rng)
-    return _Drawn(part, ids, [0] * len(ids), outputs, notes)
-
-
-def _requests(prompts: TracePrompts, drawn: _Drawn, in_sessions: bool) -> list[RequestSpec]:
-    part = drawn.part
-    times = None if part.arrival_s is None else known_times(part)
-    return [
-        RequestSpec(
-            i,
-            "trace",
-            drawn.ids[i],
-            "".join(written(part, i)) if prompts.send_text and _is_text(part, i) else None,
-            int(drawn.outputs[i]),
-            arrival_s=None if times is None else float(times[i]),
-            prefix_tokens=drawn.shared[i],
-            **_turn(part, i) if in_sessions else {},
-        )
-        for i in range(len(part))
-    ]
+    return requests, told | notes
 
 
 @functools.lru_cache(maxsize=1)
@@ -124,10 +103,10 @@ def _read(files: tuple[tuple[str, int], ...], name: str, page_size: int | None) 
     return read_trace([path for path, _ in files], name, page_size)
 
 
-def _paths(given: str | list[str]) -> list[str]:
+def _paths(given: Sequence[str]) -> list[str]:
     """Files, patterns expanded in alphabetical order. ValueError for a pattern that nothing matches."""
     found: list[str] = []
-    for name in [given] if isinstance(given, str) else given:
+    for name in given:
         path = find_file(name)
         matched = [str(path)] if path is not None else sorted(glob.glob(name))
         if not matched:
@@ -137,27 +116,6 @@ def _paths(given: str | list[str]) -> list[str]:
             )
         found += matched
     return found
-
-
-def _select(prompts: TracePrompts, trace: Trace) -> Trace:
-    if prompts.turns == "first" and trace.turn is not None:
-        trace = trace.take(np.flatnonzero(trace.turn == 0))
-    return select(
-        trace,
-        start_s=prompts.start_s,
-        duration_s=prompts.duration_s,
-        rate_scale=prompts.rate_scale,
-        max_requests=prompts.max_requests,
-    )
-
-
-def _first(trace: Trace, count: int | None, *, by_session: bool) -> Trace:
-    if count is None:
-        return trace
-    if not by_session:
-        return trace.take(np.arange(min(count, len(trace))))
-    begun = np.unique(trace.session)[:count]
-    return trace.take(np.flatnonzero(np.isin(trace.session, begun)))
 
 
 def _in_sessions(prompts: TracePrompts, trace: Trace) -> bool:
@@ -174,10 +132,18 @@ def _in_sessions(prompts: TracePrompts, trace: Trace) -> bool:
     return prompts.sessions
 
 
+def _turn(trace: Trace, row: int) -> dict[str, Any]:
+    assert trace.session is not None and trace.turn is not None
+    turn = int(trace.turn[row])
+    think = 0.0 if trace.think_s is None or not turn else float(trace.think_s[row])
+    return {"session": int(trace.session[row]), "turn": turn, "think_s": think}
+
+
 def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator) -> Trace:
     """Output lengths that the trace does not tell are drawn as the workload says; replies tell theirs later."""
-    replies = trace.replies or (None,) * len(trace)
-    unknown = np.array([n == UNKNOWN and r is None for n, r in zip(trace.output_tokens, replies, strict=True)])
+    unknown = trace.output_tokens == UNKNOWN
+    if trace.replies is not None:
+        unknown &= np.array([reply is None for reply in trace.replies])
     if not unknown.any():
         return trace
     if prompts.output_tokens is None:
@@ -204,10 +170,11 @@ def _of_lengths(
 
 def _of_texts(
     prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[list[Ids], np.ndarray, Trace, dict[str, Any]]:
-    """The trace's own texts as token ids, those that do not fit left out with all later turns of their session.
+) -> tuple[Trace, list[Ids], np.ndarray, dict[str, Any]]:
+    """The requests that fit, their texts as token ids, and their outputs.
 
-    Requests of which a trace with texts tells the length only are random tokens.
+    What does not fit is left out with all later turns of its session. Requests of which a trace with texts tells the
+    length only are random tokens.
     """
     if prompts.length_scale not in ("auto", 1.0):
         raise ValueError(
@@ -217,50 +184,33 @@ def _of_texts(
     outputs = np.maximum(1, known.output_tokens)
     lengths = np.maximum(1, known.prompt_tokens)
     fits = lengths + outputs <= max_model_len
-    if trace.session is not None:
-        ended: set[int] = set()
-        for i, session in enumerate(trace.session.tolist()):
-            if not fits[i]:
-                ended.add(session)
-            fits[i] &= session not in ended
+    ended: set[int] = set()
+    for i, session in enumerate(() if trace.session is None else trace.session.tolist()):
+        fits[i] &= session not in ended
+        if not fits[i]:
+            ended.add(session)
     keep = np.flatnonzero(fits)
     if not keep.size:
         raise ValueError(
             f"none of the trace's {len(trace)} requests fits max_model_len {max_model_len}; the shortest needs "
             f"{int((lengths + outputs).min())} tokens."
         )
-    ids = [
-        _ids(known.prompts[i], vocab_size) if trace.prompts[i] else random_tokens(int(lengths[i]), vocab_size, rng)  # type: ignore[index]
-        for i in keep
-    ]
-    part = trace.take(keep)
+    assert trace.prompts is not None and known.prompts is not None
+    ids: list[Ids] = []
+    for i in keep:
+        if not trace.prompts[i]:
+            ids.append(random_tokens(int(lengths[i]), vocab_size, rng))
+            continue
+        prompt = known.prompts[i] or (0,)  # an empty text: a model needs something to go on from
+        if max(prompt) >= vocab_size:
+            raise ValueError(
+                f"the trace has the token id {max(prompt)}, but the model's vocabulary ends before {vocab_size}; use "
+                "the model that the trace was made for."
+            )
+        ids.append(compact(prompt))  # type: ignore[arg-type]
     notes = {
         "contents": "the trace's texts",
         "trace_requests_too_long": len(trace) - len(keep),
         "longest_total_tokens_in_trace": int((lengths + outputs).max()),
     }
-    return ids, outputs[keep], part, notes
-
-
-def _ids(prompt: Any, vocab_size: int) -> Ids:
-    assert isinstance(prompt, array)
-    if not prompt:
-        return (0,)  # an empty text: a model needs something to go on from
-    if max(prompt) >= vocab_size:
-        raise ValueError(
-            f"the trace has the token id {max(prompt)}, but the model's vocabulary ends before {vocab_size}; use the "
-            "model that the trace was made for."
-        )
-    return compact(prompt)
-
-
-def _is_text(trace: Trace, row: int) -> bool:
-    assert trace.prompts is not None
-    return isinstance(trace.prompts[row], tuple) and bool(trace.prompts[row])
-
-
-def _turn(trace: Trace, row: int) -> dict[str, Any]:
-    assert trace.session is not None and trace.turn is not None
-    turn = int(trace.turn[row])
-    think = 0.0 if trace.think_s is None or not turn else float(trace.think_s[row])
-    return {"session": int(trace.session[row]), "turn": turn, "think_s": think}
+    return trace.take(keep), ids, outputs[keep], notes

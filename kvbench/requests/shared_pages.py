@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.requests.draw import LOWEST_TOKEN, random_tokens
+from kvbench.requests.prefix_hits import shared_beginnings
 from kvbench.traces.model import Trace
 
 Ids = tuple[int, ...]
@@ -38,17 +39,17 @@ def page_prompts(
     """
     assert trace.page_ids is not None and trace.page_size is not None
     size = _scaled_page(trace, length_scale, max_model_len)
-    pages = _Pages(size, vocab_size, _distinct(trace) + len(trace), int(rng.integers(2**63)))
-    full, rest = _lengths(trace, size)
+    distinct = 1 + max((max(ids) for ids in trace.page_ids if ids), default=0)
+    pages = _Pages(size, vocab_size, distinct + len(trace), int(rng.integers(2**63)))
+    full, rest, outputs = _lengths(trace, size)
     ids: list[Ids] = []
     for row, numbers in enumerate(trace.page_ids):
         count = int(full[row])
         prompt = tuple(token for number in numbers[:count] for token in pages.of(number))
-        last = numbers[count] if len(numbers) > count else _distinct(trace) + row  # its own number: nobody else's page
+        last = numbers[count] if len(numbers) > count else distinct + row  # its own number: nobody else's page
         ids.append(prompt + pages.of(last)[: int(rest[row])])
-    owners = trace.session if by_session else np.arange(len(trace))
-    assert owners is not None
-    shared = [pages_shared * size for pages_shared in _shared_pages(trace, full, owners)]
+    owners = trace.session.tolist() if by_session and trace.session is not None else range(len(trace))
+    whole = [tuple(numbers[:count]) for numbers, count in zip(trace.page_ids, full.tolist(), strict=True)]
     notes = {
         "contents": "random tokens that share the pages of the trace's page ids",
         "length_scale": size / trace.page_size,
@@ -56,29 +57,20 @@ def page_prompts(
         "page_size_of_prompts": size,
         "longest_total_tokens_in_trace": int((trace.prompt_tokens + trace.output_tokens).max()),
     }
-    return ids, shared, _outputs(trace, size), notes
+    return ids, [size * shared for shared in shared_beginnings(whole, owners)], outputs, notes
 
 
-def _distinct(trace: Trace) -> int:
-    return 1 + max((max(ids) for ids in trace.page_ids or () if ids), default=0)
-
-
-def _lengths(trace: Trace, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Full pages, and tokens in the last, partly filled one, at ``size`` tokens a page. int64 [requests] each"""
-    assert trace.page_size is not None
+def _lengths(trace: Trace, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """At ``size`` tokens a page: full pages, tokens in the last, partly filled one, output. int64 [requests] each"""
     full, rest = np.divmod(trace.prompt_tokens, trace.page_size)
     scaled = np.maximum(1, rest * size // trace.page_size)
-    return full, np.where(rest > 0, scaled, (full == 0).astype(np.int64))  # at least one token: an empty prompt is none
-
-
-def _outputs(trace: Trace, size: int) -> np.ndarray:
-    assert trace.page_size is not None
-    return np.maximum(1, trace.output_tokens * size // trace.page_size)
+    rest = np.where(rest > 0, scaled, (full == 0).astype(np.int64))  # at least one token: an empty prompt is none
+    return full, rest, np.maximum(1, trace.output_tokens * size // trace.page_size)
 
 
 def _longest(trace: Trace, size: int) -> int:
-    full, rest = _lengths(trace, size)
-    return int((full * size + rest + _outputs(trace, size)).max())
+    full, rest, output = _lengths(trace, size)
+    return int((full * size + rest + output).max())
 
 
 def _scaled_page(trace: Trace, length_scale: float | str, max_model_len: int) -> int:
@@ -118,38 +110,18 @@ class _Pages:
                 f"pages of {size} tokens are too short to tell {count} pages apart with {self._base} token ids: it "
                 f"takes {self._digits}; choose a larger length_scale or max_model_len, or a shorter part of the trace."
             )
-        space = self._base**self._digits
-        self._factor = next(f for f in range(salt % space or 1, 2 * space + 2) if math.gcd(f, space) == 1)
-        self._space = space
+        self._space = self._base**self._digits
+        space = range(salt % self._space or 1, 2 * self._space + 2)
+        self._factor = next(f for f in space if math.gcd(f, self._space) == 1)
         self._made: dict[int, Ids] = {}
 
     def of(self, number: int) -> Ids:
         """The page's tokens; the same for the same number and salt."""
-        page = self._made.get(number)
-        if page is None:
+        if number not in self._made:
             spelt, left = [], (number * self._factor + self._salt) % self._space
             for _ in range(self._digits):
                 left, digit = divmod(left, self._base)
                 spelt.append(self._low + digit)
             rng = np.random.default_rng([self._salt, number])
-            page = (*spelt, *random_tokens(self._size - self._digits, self._vocab_size, rng))
-            self._made[number] = page
-        return page
-
-
-def _shared_pages(trace: Trace, full: np.ndarray, owners: np.ndarray) -> list[int]:
-    """How many leading full pages of each request another owner's request has, too."""
-    first: dict[tuple[int, int], int] = {}  # (parent node, page id) -> node
-    owner_of: list[int] = []  # -1: more than one
-    paths: list[list[int]] = []
-    for numbers, count, owner in zip(trace.page_ids or (), full.tolist(), owners.tolist(), strict=True):
-        node, path = -1, []
-        for number in numbers[:count]:
-            node = first.setdefault((node, number), len(owner_of))
-            if node == len(owner_of):
-                owner_of.append(owner)
-            elif owner_of[node] != owner:
-                owner_of[node] = -1
-            path.append(node)
-        paths.append(path)
-    return [sum(owner_of[node] == -1 for node in path) for path in paths]
+            self._made[number] = (*spelt, *random_tokens(self._size - self._digits, self._vocab_size, rng))
+        return self._made[number]

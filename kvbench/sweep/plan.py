@@ -14,9 +14,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
 from kvbench.load import launch as loadrun
 from kvbench.runs.folder import RunFolder
-from kvbench.workload.design import Block, Configuration, Design
+from kvbench.workload.design import Block, Check, Configuration, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
-from kvbench.workload.plan import Check, capacities, plan_sweep
 from kvbench.workload.settings import effective
 
 START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured

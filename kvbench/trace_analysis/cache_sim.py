@@ -21,8 +21,11 @@ kept are those of plain LRU with a prompt's first page the most recent.
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +61,60 @@ class HitRates:
     full_pages: float | None
     requests: float
     median_request: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One capacity and what it hit. ``num_bytes`` of KV, where the bytes of a token are known."""
+
+    run: Replay
+    rates: HitRates
+    num_tokens: int
+    num_bytes: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints. Rates are shares, 0 to 1."""
+        rates = {f"{key}_hit_rate": value for key, value in dataclasses.asdict(self.rates).items()}
+        return {"num_pages": self.run.num_pages, "num_tokens": self.num_tokens, "kv_bytes": self.num_bytes, **rates}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """All capacities of one trace, and the cache that never evicts. ``seconds``: of the replays alone."""
+
+    trace: Trace
+    warm_up: int
+    bytes_per_token: int | None
+    points: tuple[Point, ...]
+    ceiling: Point  # a pool of the working set's size
+    seconds: float
+    replayed_pages: int
+
+
+def simulate(
+    trace: Trace, pages: list[int] | None = None, warm_up: int = 0, bytes_per_token: int | None = None
+) -> Simulation:
+    """Replay ``trace`` at each of ``pages`` (None: a ladder up to the working set) and without a limit. ValueError."""
+    hit_rates(trace, trace.pages * 0, warm_up)  # something is left to count, before the work
+    distinct = working_set(trace)
+    started = time.perf_counter()
+    unlimited = replay(trace, distinct)
+    runs = [
+        # A pool beyond the working set never evicts: the same hits, without its memory.
+        replay(trace, num_pages) if num_pages < distinct else dataclasses.replace(unlimited, num_pages=num_pages)
+        for num_pages in pages or capacities(trace, distinct)
+    ]
+    seconds = time.perf_counter() - started
+
+    def point(run: Replay) -> Point:
+        tokens = run.num_pages * trace.page_size
+        size = None if bytes_per_token is None else tokens * bytes_per_token
+        return Point(run, hit_rates(trace, run.hits, warm_up), tokens, size)
+
+    replayed = int(trace.pages.sum()) * (1 + sum(run.num_pages < distinct for run in runs))
+    return Simulation(
+        trace, warm_up, bytes_per_token, tuple(map(point, runs)), point(unlimited), seconds, replayed_pages=replayed
+    )
 
 
 def replay(trace: Trace, num_pages: int) -> Replay:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.trace_analysis.hit_curve import Point, Simulation, file_names, simulate
+from kvbench.trace_analysis.cache_sim import Simulation, simulate
 from kvbench.traces import stats
 from kvbench.traces.model import Trace
 
@@ -75,7 +75,7 @@ def describe(
         stats.memory(total) if len(total) else None,
         None if trace.arrival_s is None else stats.arrivals(trace.arrival_s),
         _sessions(trace),
-        None if why else simulate(file_names(paths), trace, pages, bytes_per_token=bytes_per_token),
+        None if why else simulate(trace, pages, bytes_per_token=bytes_per_token),
         why,
     )
 
@@ -102,6 +102,14 @@ def as_dict(found: Description) -> dict[str, Any]:
     if found.arrivals is not None:
         arrivals = dataclasses.asdict(found.arrivals) | {"fano": keyed(found.arrivals.fano, "{}s")}
         arrivals["tick_s"] = trace.tick_s
+    cache = None
+    if found.cache is not None:
+        cache = {
+            "pages": int(trace.pages.sum()),
+            "unique_pages": found.cache.ceiling.run.num_pages,
+            "infinite_cache": found.cache.ceiling.as_dict(),
+            "capacities": [point.as_dict() for point in found.cache.points],
+        }
     return {
         "files": [str(path) for path in found.paths],
         "format": trace.format,
@@ -117,19 +125,6 @@ def as_dict(found: Description) -> dict[str, Any]:
         | {"waste": keyed(memory.waste, "page_{}"), "share_up_to": keyed(memory.share_up_to, "{}_tokens")},
         "arrivals": arrivals,
         "sessions": None if found.sessions is None else dataclasses.asdict(found.sessions),
-        "prefix_cache": None if found.cache is None else _cache(found.cache),
+        "prefix_cache": cache,
         "prefix_cache_unknown": found.why_no_cache or None,
-    }
-
-
-def _cache(result: Simulation) -> dict[str, Any]:
-    def entry(point: Point) -> dict[str, Any]:
-        rates = {f"{key}_hit_rate": value for key, value in dataclasses.asdict(point.rates).items()}
-        return {"num_pages": point.run.num_pages, "num_tokens": point.num_tokens, "kv_bytes": point.num_bytes, **rates}
-
-    return {
-        "pages": int(result.trace.pages.sum()),
-        "unique_pages": result.ceiling.run.num_pages,
-        "infinite_cache": entry(result.ceiling),
-        "capacities": [entry(point) for point in result.points],
     }

@@ -13,12 +13,12 @@ from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from kvbench.report.page import figures_json
-from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish
+from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish, safe
+from kvbench.trace_analysis.cache_sim import Simulation
 from kvbench.trace_analysis.describe import Description
-from kvbench.trace_analysis.hit_curve import file_names
-from kvbench.trace_analysis.text import HEADS, cache_heads, cache_rows, facts, length_rows
+from kvbench.trace_analysis.text import LENGTH_HEADS, cache_table, facts, kv_size, length_rows
 from kvbench.traces import stats
-from kvbench.traces.model import Trace
+from kvbench.traces.model import Trace, file_names
 
 _POINTS = 400  # of a curve: more are not seen
 _BARS = 240
@@ -27,20 +27,19 @@ _LOG_TICKS = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
 
 def page(found: Description) -> str:
     """The whole page; everything that came from outside is escaped by the template."""
-    drawn = [
-        drawing
-        for drawing in (lengths_figure(found), arrivals_figure(found.trace), cache_figure(found), waste_figure(found))
-        if drawing is not None
-    ]
+    drawn = [lengths_figure(found), arrivals_figure(found.trace), waste_figure(found)]
+    if found.cache is not None:
+        drawn.insert(2, cache_figure(found.cache))
+    drawn = [drawing for drawing in drawn if drawing is not None]
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    told = facts(found)
+    heads, rows = cache_table(found.cache) if found.cache is not None else ([], [])
     return made.from_string(_asset("trace.html.j2")).render(
         title=file_names(found.paths),
-        facts=told,
-        heads=HEADS,
+        facts=facts(found),
+        heads=LENGTH_HEADS[1:-1],
         length_rows=length_rows(found),
-        cache_heads=cache_heads(found.cache) if found.cache is not None else (),
-        cache_rows=cache_rows(found.cache) if found.cache is not None else [],
+        cache_heads=heads,
+        cache_rows=rows,
         drawings=drawn,
         figures_json=Markup(figures_json(drawn)),
         css=Markup(_asset("page.css")),
@@ -143,25 +142,30 @@ def _window(span: float, tick: float | None) -> float:
     return least
 
 
-def cache_figure(found: Description) -> Drawing | None:
-    """Hit rate over capacity, and the ceiling."""
-    if found.cache is None:
-        return None
-    figure, ceiling = go.Figure(), found.cache.ceiling
+def cache_figure(result: Simulation, title: str = "") -> Drawing:
+    """Hit rate over capacity, and the ceiling. ``title``: inside the figure, for a page of its own."""
+    figure, ceiling = go.Figure(), result.ceiling
+    texts = [
+        f"{p.run.num_pages:,} pages, {p.num_tokens:,} tokens{f', {kv_size(p)}' if p.num_bytes else ''}<br>"
+        f"{p.rates.pages:.2%} of pages, {p.rates.tokens:.2%} of tokens hit<br>"
+        f"{p.run.evictions:,} pages evicted, {p.run.num_cut:,} requests longer than the pool"
+        for p in result.points
+    ]
     for name, colour, dash in (("pages", PAGED, "solid"), ("tokens", CONTIGUOUS, "dot")):
         figure.add_scatter(
-            x=[point.num_tokens for point in found.cache.points],
-            y=[getattr(point.rates, name) * 100 for point in found.cache.points],
+            x=[point.num_tokens for point in result.points],
+            y=[getattr(point.rates, name) * 100 for point in result.points],
             mode="lines+markers",
             name=f"hit rate of {name}",
             line={"color": colour, "dash": dash},
-            hovertemplate="%{y:.2f} % at %{x:,} tokens<extra></extra>",
+            hovertext=texts,
+            hoverinfo="text",
         )
     best = ceiling.rates.pages
     figure.add_hline(
         y=best * 100,
         line={"color": OTHERS[4], "dash": "dash"},
-        annotation_text=f"endless cache: {best:.2%} of pages",
+        annotation_text=f"endless cache: {best:.2%} of pages ({ceiling.run.num_pages:,} pages)",
         annotation_position="top left",
     )
     figure.update_xaxes(title_text="capacity, tokens of KV", type="log", tickvals=_LOG_TICKS, tickformat="~s")
@@ -171,7 +175,11 @@ def cache_figure(found: Description) -> Drawing | None:
         "another; a prompt that ends with a page may hit all of it, of which a server computes the last page, for its "
         f"next token. {ceiling.num_tokens:,} tokens keep everything."
     )
-    return Drawing("cache", "What could a prefix cache save?", caption, finish(figure, 400))
+    finish(figure, 480 if title else 400)
+    if title:
+        top = {"text": safe(title), "y": 0.93, "yanchor": "top"}
+        figure.update_layout(title=top, margin={"t": 96, "b": 56})
+    return Drawing("cache", "What could a prefix cache save?", caption, figure)
 
 
 def waste_figure(found: Description) -> Drawing | None:

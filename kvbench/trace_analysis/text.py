@@ -1,23 +1,25 @@
-"""A trace's description in sentences and tables, for the terminal and the page."""
+"""A trace's description and its hit rates in sentences and tables, for the terminal and the page."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from engine.config import format_bytes
+from kvbench.trace_analysis.cache_sim import Point, Simulation
 from kvbench.trace_analysis.describe import Description
-from kvbench.trace_analysis.hit_curve import Simulation, file_names
+from kvbench.traces.model import file_names
 
-HEADS = ("p50", "p90", "p99", "max", "mean", "min")
+_PERCENTILES = ("p50", "p90", "p99", "max", "mean", "min")
+LENGTH_HEADS = ("", *_PERCENTILES, "total")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Sentences about a trace, by subject."""
+class Facts(NamedTuple):
+    """Sentences about a trace, by subject; what the trace does not tell is said, too."""
 
     about: tuple[str, ...]
     arrivals: tuple[str, ...]
@@ -27,7 +29,7 @@ class Facts:
 
 
 def facts(found: Description) -> Facts:
-    """All that can be said; what the trace does not tell is said, too."""
+    """All that can be said."""
     return Facts(_about(found), _arrivals(found), _sessions(found), _memory(found), _prefixes(found))
 
 
@@ -98,9 +100,9 @@ def _prefixes(found: Description) -> tuple[str, ...]:
 
 
 def length_rows(found: Description) -> list[tuple[str, ...]]:
-    """What it is and its percentiles, mean and total: a row a kind of length."""
+    """A row a kind of length, under ``LENGTH_HEADS``."""
     return [
-        (name.replace("_", " "), *(_number(getattr(spread, head)) for head in HEADS), f"{found.totals[name]:,}")
+        (name.replace("_", " "), *(_number(getattr(spread, head)) for head in _PERCENTILES), f"{found.totals[name]:,}")
         for name, spread in found.lengths.items()
     ]
 
@@ -109,43 +111,53 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.1f}"
 
 
-def lengths_table(found: Description) -> Table:
-    """Percentiles of the lengths."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    table.add_column("")
-    for head in (*HEADS, "total"):
-        table.add_column(head, justify="right", overflow="fold")
-    for name, *cells in length_rows(found):
-        table.add_row(Text(name), *cells)
-    return table
-
-
-def cache_heads(result: Simulation) -> tuple[str, ...]:
-    """The columns of ``cache_rows``."""
-    size = ("KV",) if result.bytes_per_token is not None else ()
-    return ("capacity, tokens", *size, "hits, pages", "hits, tokens", "of ideal")
-
-
-def cache_rows(result: Simulation) -> list[tuple[str, ...]]:
-    """Capacity, hit rate of pages and of tokens, share of the ideal: a row a capacity."""
+def cache_table(result: Simulation) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of hit rate against capacity, least recently used pages evicted first; last, without a limit."""
+    points = [*result.points, result.ceiling]
     best = result.ceiling.rates.pages
+    columns = {
+        "pages": [*(f"{p.run.num_pages:,}" for p in result.points), "infinite"],
+        "tokens": [*(f"{p.num_tokens:,}" for p in result.points), ""],
+        "KV": [*map(kv_size, result.points), ""],
+        "hits, pages": [f"{p.rates.pages:.2%}" for p in points],
+        "hits, tokens": [f"{p.rates.tokens:.2%}" for p in points],
+        "of ideal": [f"{p.rates.pages / best:.2%}" if best else "-" for p in points],
+        "evicted": [f"{p.run.evictions:,}" for p in points],
+        "cut*": [f"{p.run.num_cut:,}" for p in points],
+    }
+    if result.bytes_per_token is None:
+        del columns["KV"]
+    if not any(p.run.num_cut for p in result.points):
+        del columns["cut*"]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def kv_size(point: Point) -> str:
+    """Bytes of KV; empty where those of a token are not known."""
+    return "" if point.num_bytes is None else format_bytes(point.num_bytes)
+
+
+def cache_facts(result: Simulation) -> list[str]:
+    """What stands below the table of ``cache-sim``."""
+    trace, ceiling = result.trace, result.ceiling
+    size = f", {kv_size(ceiling)}" if kv_size(ceiling) else ""
+    counted = f"; the first {result.warm_up:,} warm the cache and are not counted" if result.warm_up else ""
+    cut = "* requests longer than the pool: their first pages only are looked up and kept; an engine refuses them."
     return [
-        (
-            f"{point.num_tokens:,}",
-            *(() if point.num_bytes is None else (format_bytes(point.num_bytes),)),
-            f"{point.rates.pages:.2%}",
-            f"{point.rates.tokens:.2%}",
-            f"{point.rates.pages / best:.0%}" if best else "-",
-        )
-        for point in result.points
+        f"{len(trace):,} requests of {int(trace.prompt_tokens.sum()):,} prompt tokens, {int(trace.pages.sum()):,} "
+        f"pages of {trace.page_size} tokens, one request after another{counted}.",
+        f"Format {trace.format}; page size {trace.page_size_from}.",
+        f"{ceiling.run.num_pages:,} pages ({ceiling.num_tokens:,} tokens{size}) keep everything: the ideal.",
+        *([cut] if any(point.run.num_cut for point in result.points) else []),
+        f"Replayed {result.replayed_pages:,} pages in {result.seconds:.2f} s.",
     ]
 
 
-def cache_table(result: Simulation) -> Table:
-    """Hit rate against capacity, least recently used pages evicted first."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in cache_heads(result):
-        table.add_column(head, justify="right", overflow="fold")
-    for row in cache_rows(result):
-        table.add_row(*row)
-    return table
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table for the terminal; all columns with a head are numbers."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for head in heads:
+        made.add_column(head, justify="right" if head else "left", overflow="fold")  # never shortened
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made

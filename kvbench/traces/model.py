@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
@@ -62,14 +63,13 @@ class Trace:
 
     def take(self, rows: np.ndarray) -> Trace:
         """The requests at ``rows`` (int64), in that order. A session's turns are counted anew from 0."""
-        picked = {
-            name: values[rows]
-            for name in ("prompt_tokens", "output_tokens", "arrival_s", "session", "think_s")
-            if (values := getattr(self, name)) is not None
-        }
-        for name in ("page_ids", "prompts", "replies"):
-            if (values := getattr(self, name)) is not None:
-                picked[name] = tuple(values[i] for i in rows)
+        picked = {}
+        for column in dataclasses.fields(self):
+            values = getattr(self, column.name)
+            if isinstance(values, np.ndarray):
+                picked[column.name] = values[rows]
+            elif isinstance(values, tuple):
+                picked[column.name] = tuple(values[i] for i in rows)
         if self.session is not None:
             picked["turn"] = count_turns(picked["session"])
         return dataclasses.replace(self, **picked)
@@ -85,6 +85,11 @@ def count_turns(session: np.ndarray) -> np.ndarray:
     return turn
 
 
+def file_names(paths: Sequence[str | Path]) -> str:
+    """The first file's name, and how many more there are."""
+    return Path(paths[0]).name + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
 def select(
     trace: Trace,
     *,
@@ -96,36 +101,28 @@ def select(
     """The requests of [start_s, start_s + duration_s) of the trace, re-based to 0 and played rate_scale times as fast.
 
     ``start_s`` and ``duration_s`` count from the trace's first request, before ``rate_scale``; a turn without a time
-    goes with the turn before it. Think times pass as fast as all others. ValueError when nothing is left, or when a
-    window is asked of a trace that has no times.
+    goes with the turn before it. Think times pass as fast as all others. ValueError when nothing is left, or for a
+    window of a trace that has no times.
     """
-    whole = start_s == 0 and duration_s is None
     if trace.arrival_s is None:
-        if not whole:
+        if start_s or duration_s is not None:
             raise ValueError(
                 "the trace has no arrival times, so start_s and duration_s have no meaning; use max_requests."
             )
-        part = trace if max_requests is None else trace.take(np.arange(min(max_requests, len(trace))))
-        return _faster(part, rate_scale)
-    end = np.inf if duration_s is None else start_s + duration_s
-    times = known_times(trace)
-    keep = np.flatnonzero((times >= start_s) & (times < end))[:max_requests]
-    if not keep.size:
-        raise ValueError(
-            f"no request of the trace lies in [{start_s}, {end}) s after its first; it spans 0 to "
-            f"{times.max():.1f} s, so choose start_s and duration_s inside that."
-        )
-    part = trace.take(keep)
-    return _faster(dataclasses.replace(part, arrival_s=part.arrival_s - times[keep[0]]), rate_scale)
-
-
-def _faster(trace: Trace, rate_scale: float) -> Trace:
-    def scaled(times: Any) -> Any:
-        return None if times is None else times / rate_scale
-
-    return dataclasses.replace(
-        trace, arrival_s=scaled(trace.arrival_s), think_s=scaled(trace.think_s), tick_s=scaled(trace.tick_s)
-    )
+        part = trace.take(np.arange(len(trace))[:max_requests])
+    else:
+        end = np.inf if duration_s is None else start_s + duration_s
+        times = known_times(trace)
+        keep = np.flatnonzero((times >= start_s) & (times < end))[:max_requests]
+        if not keep.size:
+            raise ValueError(
+                f"no request of the trace lies in [{start_s}, {end}) s after its first; it spans 0 to "
+                f"{times.max():.1f} s, so choose start_s and duration_s inside that."
+            )
+        part = trace.take(keep)
+        part = dataclasses.replace(part, arrival_s=part.arrival_s - times[keep[0]])
+    scaled = {name: getattr(part, name) for name in ("arrival_s", "think_s", "tick_s")}
+    return dataclasses.replace(part, **{name: v / rate_scale for name, v in scaled.items() if v is not None})
 
 
 def known_times(trace: Trace) -> np.ndarray:
@@ -134,10 +131,10 @@ def known_times(trace: Trace) -> np.ndarray:
     times = trace.arrival_s.copy()
     if trace.session is not None and np.isnan(times).any():
         last: dict[int, float] = {}
-        for i, session in enumerate(trace.session):
+        for i, session in enumerate(trace.session.tolist()):
             if np.isnan(times[i]):
-                times[i] = last.get(int(session), 0.0)
-            last[int(session)] = times[i]
+                times[i] = last.get(session, 0.0)
+            last[session] = times[i]
     return times
 
 

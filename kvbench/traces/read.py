@@ -2,99 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.traces.formats import chats as conversations
-from kvbench.traces.formats import csv as tables
-from kvbench.traces.formats import lengths_jsonl as hashed
-from kvbench.traces.formats import servegen, weka
+from kvbench.common.text import and_more
+from kvbench.traces.formats import chats, csv, lengths_jsonl, servegen, weka
 from kvbench.traces.model import Trace
-from kvbench.traces.source import Source, open_source, short
+from kvbench.traces.source import Format, Source, open_source, short
 
 PAGE_ID_SOURCES = (
     "Traces with page ids (hash_ids) are Mooncake's (github.com/kvcache-ai/Mooncake, FAST25-release/traces), "
     "Qwen/Bailian's (github.com/alibaba-edu/qwen-bailian-usagetraces-anon) and the agent sessions of "
     "github.com/callanjfox/kv-cache-tester"
 )
-
-_SAY_UNIT = "say --format mooncake if its timestamps are in ms, "
+FORMATS = {
+    format.name: format
+    for module in (lengths_jsonl, weka, csv, servegen, chats)
+    for format in module.FORMATS
+}  # fmt: skip
 _MOST_KEYS = 6  # of a file in a sentence
+_SAY_UNIT = "say --format mooncake if its timestamps are in ms, "
 _IN_WORKLOAD = " (in a workload: load.prompts.format)"
 
-
-@dataclass(frozen=True)
-class Format:
-    """A format: how to know it, how to read it, and what it looks like in a few words."""
-
-    name: str
-    fits: Callable[[Source], bool]
-    read: Callable[[list[Source], int | None], Trace]
-    looks: str
-    accepts: Callable[[Source], bool] | None = None  # when named; None: what fits
+Paths = str | Path | Sequence[str | Path]
 
 
-def _guidellm(sources: list[Source], page_size: int | None) -> Trace:
-    if sources[0].container == "csv":
-        return _table(tables.read_guidellm_table)(sources, page_size)
-    return hashed.read_guidellm(sources, page_size)
+def check_format(name: str) -> str:
+    """``name`` again. ValueError when it is no format of traces."""
+    if name not in ("auto", *FORMATS):
+        raise ValueError(f"{name!r} is not a format of traces; write auto or one of {', '.join(FORMATS)}")
+    return name
 
 
-def _table(read: Callable[[Source], Trace]) -> Callable[[list[Source], int | None], Trace]:
-    """A reader of one CSV file."""
-
-    def read_one(sources: list[Source], page_size: int | None) -> Trace:
-        if len(sources) > 1:
-            raise ValueError(f"{len(sources)} files of a format of which one is read at a time: give one")
-        return read(sources[0])
-
-    return read_one
-
-
-def _csv(columns: tuple[str, ...]) -> Callable[[Source], bool]:
-    return lambda source: tables.has(source, columns)
-
-
-_ALL = (
-    Format(
-        "mooncake",
-        hashed.is_mooncake,
-        hashed.read_mooncake,
-        "JSONL: timestamp (ms), input_length, hash_ids",
-        hashed.is_lengths,
-    ),
-    Format(
-        "timed_trace",
-        hashed.is_plain,
-        hashed.read_timed_trace,
-        "JSONL: the same names, timestamp in seconds",
-        hashed.is_lengths,
-    ),
-    Format("qwen", hashed.is_qwen, hashed.read_qwen, "JSONL: chat_id, parent_chat_id, input_length, hash_ids"),
-    Format("weka", weka.is_weka, weka.read_weka, "JSON, a session a file: block_size, requests"),
-    Format("azure", _csv(tables.AZURE), _table(tables.read_azure), "CSV: " + ", ".join(tables.AZURE)),
-    Format("burstgpt", _csv(tables.BURSTGPT), _table(tables.read_burstgpt), "CSV: " + ", ".join(tables.BURSTGPT)),
-    Format("vidur", _csv(tables.VIDUR), _table(tables.read_vidur), "CSV: " + ", ".join(tables.VIDUR)),
-    Format(
-        "guidellm",
-        lambda source: tables.has(source, tables.GUIDELLM) or hashed.is_plain(source),
-        _guidellm,
-        "CSV or JSONL: timestamp (s), input_length, output_length",
-    ),
-    Format("servegen", servegen.is_servegen, servegen.read_servegen, "a client's CSV and JSON: a trace is drawn"),
-    Format("sharegpt", conversations.is_sharegpt, conversations.read_sharegpt, "JSON: [{conversations: [...]}]"),
-    Format("questions", conversations.is_questions, conversations.read_questions, "JSONL: turns (texts)"),
-    Format("custom", conversations.is_custom, conversations.read_custom, "JSONL: prompt, output_tokens"),
-    Format("lmcache", conversations.is_lmcache, conversations.read_lmcache, "JSONL: input, output, session_id"),
-    Format("single_turn", conversations.is_single_turn, conversations.read_single_turn, "JSONL: text or texts"),
-    Format("multi_turn", conversations.is_multi_turn, conversations.read_multi_turn, "JSONL: session_id, turns: [...]"),
-)
-FORMATS = {f.name: f for f in _ALL}
-
-
-def read_trace(paths: str | Path | Sequence[str | Path], format: str = "auto", page_size: int | None = None) -> Trace:
+def read_trace(paths: Paths, format: str = "auto", page_size: int | None = None) -> Trace:
     """Reads a trace: one file, or several of one format (sessions of agents, pieces of a long trace).
 
     Args:
@@ -106,35 +46,32 @@ def read_trace(paths: str | Path | Sequence[str | Path], format: str = "auto", p
             no page size, or more than one, can explain, or times whose unit cannot be told.
     """
     trace, source = _read(paths, format, page_size)
-    if format == "auto" and trace.format == "mooncake" and (doubt := hashed.unit_doubt(source, trace)):
+    doubt = lengths_jsonl.unit_doubt(source, trace) if format == "auto" and trace.format == "mooncake" else None
+    if doubt is not None:
         raise ValueError(f"{source.path} has page ids, but {doubt}: {_SAY_UNIT}timed_trace if in seconds{_IN_WORKLOAD}")
     return trace
 
 
-def read_page_ids(
-    paths: str | Path | Sequence[str | Path], format: str = "auto", page_size: int | None = None
-) -> Trace:
+def read_page_ids(paths: Paths, format: str = "auto", page_size: int | None = None) -> Trace:
     """``read_trace`` for those who need to know which prompts begin alike, and only in which order they come.
 
-    ValueError when the trace does not say. Times may be in any unit: where ``read_trace`` asks for it, this does not.
+    ValueError when the trace does not say. Times may be in any unit.
     """
-    trace, _ = _read(paths, format, page_size)
+    trace, source = _read(paths, format, page_size)
     if trace.page_ids is None:
-        name = paths if isinstance(paths, str | Path) else paths[0]
         raise ValueError(
-            f"{name} (format {trace.format}) has no page ids (hash_ids), so nobody knows which prompts begin alike. "
-            f"{PAGE_ID_SOURCES}; give one of them"
+            f"{source.path} (format {trace.format}) has no page ids (hash_ids), so nobody knows which prompts begin "
+            f"alike. {PAGE_ID_SOURCES}; give one of them"
         )
     return trace
 
 
-def _read(paths: str | Path | Sequence[str | Path], format: str, page_size: int | None) -> tuple[Trace, Source]:
+def _read(paths: Paths, format: str, page_size: int | None) -> tuple[Trace, Source]:
     """The trace, and its first file."""
     names = [Path(p) for p in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise ValueError("no trace is given: name at least one file")
-    if format not in ("auto", *FORMATS):
-        raise ValueError(f"{format!r} is not a format of traces that is read here: {', '.join(FORMATS)}")
+    check_format(format)
     path = names[0]
     try:
         sources = []
@@ -160,7 +97,7 @@ def _find(source: Source, name: str) -> Format:
     found = [f for f in FORMATS.values() if f.fits(source)]
     if len(found) == 1:
         return found[0]
-    if found and hashed.is_plain(source):
+    if found and lengths_jsonl.is_plain(source):
         raise ValueError(
             f"{source.path} has times and lengths but no unit: {_SAY_UNIT}"
             f"{' or '.join(f.name for f in found)} if in seconds{_IN_WORKLOAD}"
@@ -181,6 +118,5 @@ def _find(source: Source, name: str) -> Format:
 def _begins(source: Source) -> str:
     if source.container in ("csv", "other"):
         return f"its first line is {short(','.join(source.columns))}"
-    keys = [short(key) for key in itertools.islice(source.first, _MOST_KEYS)]
-    more = len(source.first) - len(keys)
-    return f"its first row has {', '.join(keys) or 'no keys'}{f' and {more} more' if more else ''}"
+    keys = [short(key) for key in source.first]
+    return f"its first row has {and_more(keys, _MOST_KEYS) or 'no keys'}"

@@ -1,4 +1,4 @@
-"""A trace's file: what container it is, by its content, and its rows, in memory one at a time."""
+"""A trace's file: what container it is, by its content, and its rows, in memory one at a time; what a format is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.traces.model import MOST_TOKENS
+from kvbench.traces.model import MOST_TOKENS, Trace
 
 _CHUNK = 1 << 20
 Row = dict[str, Any]
@@ -39,6 +39,10 @@ class Source:
             if not isinstance(row, dict):
                 raise self.error(where, f"not a JSON object ({short(row)}): mend or remove it")
             yield where, row
+
+    def has(self, *keys: str) -> bool:
+        """Whether it is JSON lines of which the first has all these keys."""
+        return self.container == "jsonl" and set(keys) <= self.first.keys()
 
     def table(self, names: tuple[str, ...]) -> pd.DataFrame:
         """The named columns of a CSV file, as texts. Raises ValueError."""
@@ -87,6 +91,20 @@ class Source:
     def error(self, where: str, what: object) -> ValueError:
         """A mistake with its place."""
         return ValueError(f"{self.path}, {where}: {what}")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: what it looks like in a few words, how to know it, and how to read it (None: no page size is given).
+
+    ``accepts``: files that may be of it when the user names it (None: those that fit).
+    """
+
+    name: str
+    looks: str
+    fits: Callable[[Source], bool]
+    read: Callable[[list[Source], int | None], Trace]
+    accepts: Callable[[Source], bool] | None = None
 
 
 def open_source(path: Path) -> Source:

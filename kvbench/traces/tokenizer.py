@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from kvbench.common.packages import HOUSE
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
 
-SHIPPED_TOKENIZER = "engine/tokenizer/bpe8k"
-_REPO_ROOT = Path(__file__).resolve().parents[2]
+_SHIPPED = "engine/tokenizer/bpe8k"
 _BATCH = 1024
 
 
 def find_file(name: str) -> Path | None:
     """A path as given, or below the repository when a workload is run from elsewhere."""
-    return next((p for p in (Path(name).expanduser(), _REPO_ROOT / name) if p.exists()), None)
+    return next((p for p in (Path(name).expanduser(), HOUSE / name) if p.exists()), None)
 
 
 def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokenizer:
@@ -27,7 +26,7 @@ def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokeniz
 
     Raises ValueError; ``vocab_size`` None: of no model.
     """
-    path = find_file(folder or SHIPPED_TOKENIZER)
+    path = find_file(folder or _SHIPPED)
     file = path / "tokenizer.json" if path is not None and path.is_dir() else path
     if file is None or not file.is_file():
         raise ValueError(f"no tokenizer.json in {folder}; give the tokenizer's folder in load.prompts.tokenizer.")
@@ -49,16 +48,16 @@ def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokeniz
     return tokenizer
 
 
-def written(trace: Trace, row: int) -> tuple[str, ...]:
-    """The texts of a prompt as they are sent: those of a conversation each end with a line break.
+def texts_sent(trace: Trace, row: int) -> tuple[str, ...]:
+    """The texts of a prompt as they are sent (none for token ids): those of a conversation each end with a line break.
 
     So a turn begins, byte by byte and token by token, with the whole of the turn before it.
     """
     assert trace.prompts is not None
     texts = trace.prompts[row]
-    assert isinstance(texts, tuple)
-    alone = trace.session is None and len(texts) == 1
-    return texts if alone else tuple(f"{text}\n" for text in texts)
+    if not isinstance(texts, tuple):
+        return ()
+    return texts if trace.session is None and len(texts) == 1 else tuple(f"{text}\n" for text in texts)
 
 
 def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
@@ -67,15 +66,20 @@ def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
     Every text is tokenised by itself, so that prompts share the tokens of the texts that they share.
     """
     assert trace.prompts is not None
-    texts = [written(trace, i) if isinstance(p, tuple) else () for i, p in enumerate(trace.prompts)]
-    replies = [reply for reply in trace.replies or () if reply is not None]
-    ids = _encode(tokenizer, {*(text for parts in texts for text in parts), *replies})
+    texts = [texts_sent(trace, i) for i in range(len(trace))]
+    replies = trace.replies or ()
+    todo = sorted({text for parts in texts for text in parts} | {reply for reply in replies if reply is not None})
+    ids: dict[str, list[int]] = {}
+    for start in range(0, len(todo), _BATCH):
+        part = todo[start : start + _BATCH]
+        encoded = tokenizer.encode_batch(part, add_special_tokens=False)
+        ids.update({text: item.ids for text, item in zip(part, encoded, strict=True)})
     prompts: list[Prompt] = []
     for prompt, parts in zip(trace.prompts, texts, strict=True):
         prompts.append(array("q", [i for part in parts for i in ids[part]]) if isinstance(prompt, tuple) else prompt)
     prompt_tokens = np.where(trace.prompt_tokens == UNKNOWN, [len(p) for p in prompts], trace.prompt_tokens)
     output_tokens = trace.output_tokens.copy()
-    for i, reply in enumerate(trace.replies or ()):
+    for i, reply in enumerate(replies):
         if reply is not None and output_tokens[i] == UNKNOWN:
             output_tokens[i] = len(ids[reply])
     told = all(len(p) == n for p, n in zip(prompts, prompt_tokens, strict=True))
@@ -90,26 +94,11 @@ def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
     )
 
 
-def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, list[int]]:
-    todo = sorted(texts)
-    found: dict[str, list[int]] = {}
-    for start in range(0, len(todo), _BATCH):
-        part = todo[start : start + _BATCH]
-        encoded = tokenizer.encode_batch(part, add_special_tokens=False)
-        found.update({text: item.ids for text, item in zip(part, encoded, strict=True)})
-    return found
-
-
 def _pages(prompts: list[Prompt], page_size: int) -> tuple[array, ...]:
     """Equal full pages have equal ids, numbered as they come."""
     numbers: dict[bytes, int] = {}
-    return tuple(
-        array(
-            "q",
-            [
-                numbers.setdefault(prompt[at : at + page_size].tobytes(), len(numbers))
-                for at in range(0, len(prompt) - page_size + 1, page_size)
-            ],
-        )
-        for prompt in prompts
-    )
+    found = []
+    for prompt in prompts:
+        pages = (prompt[at : at + page_size].tobytes() for at in range(0, len(prompt) - page_size + 1, page_size))
+        found.append(array("q", [numbers.setdefault(page, len(numbers)) for page in pages]))
+    return tuple(found)

@@ -7,17 +7,21 @@ A *block* is one fresh server of one configuration in one repeat, with the loads
 from __future__ import annotations
 
 import fnmatch
-import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
 from kvbench.workload.naming import config_id_of, label_of, slug
 from kvbench.workload.settings import DEFAULTS, ONLY_WITH, applies, effective
+
+if TYPE_CHECKING:
+    from kvbench.workload.file import Workload
+
+Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # of settings: their capacity; ValueError: they cannot be
 
 
 @dataclass(frozen=True)
@@ -80,24 +84,12 @@ class Design:
 
     configurations: tuple[Configuration, ...]
     cells: tuple[Cell, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def normalise(settings: Mapping[str, Any]) -> dict[str, Any]:
     """``settings`` without those that mean nothing beside the others, and without None, which is the default."""
     return {k: v for k, v in settings.items() if v is not None and applies(k, settings)}
-
-
-def _settled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the engine makes of normalised ``settings``: equal for two that name one default and leave it out."""
-    return normalise({**DEFAULTS, **settings})
-
-
-def _changed(settings: Mapping[str, Any], baseline: Mapping[str, Any], swept: Sequence[str]) -> dict[str, Any]:
-    """The swept settings that mean something here and differ from the baseline; None: back to the default."""
-    return {
-        k: settings.get(k) for k in swept if applies(k, settings) and effective(settings, k) != effective(baseline, k)
-    }
 
 
 def make_design(
@@ -120,26 +112,21 @@ def make_design(
     if design == "one_at_a_time":
         candidates += [{**baseline, key: value} for key, listed in values.items() for value in listed]
     else:
-        keys = list(values)
         candidates += [
-            {**baseline, **dict(zip(keys, combo, strict=True))} for combo in itertools.product(*values.values())
+            {**baseline, **dict(zip(values, combo, strict=True))} for combo in itertools.product(*values.values())
         ]
-    base = normalise(baseline)
-    unique: dict[str, dict[str, Any]] = {}
-    twice: list[dict[str, Any]] = []
+    unique: dict[str, dict[str, Any]] = {}  # by what the engine makes of it
+    repeated: list[dict[str, Any]] = []
     for candidate in candidates:
         settings = normalise(candidate)
-        kept = unique.setdefault(_key(_settled(settings)), settings)
-        if kept is not settings and kept is not unique[_key(_settled(base))]:
-            twice.append(candidate)
-    notes = [_twice_note(twice, values)] if twice else []
-    notes += _useless_values(base, values, list(unique.values()))
-    configurations = _name(list(unique.values()), tuple(sweep))
-    cells = tuple(
-        Cell(f"{configuration.config_id}-{load.load_id}", configuration, load)
-        for configuration in configurations
-        for load in loads
-    )
+        kept = unique.setdefault(_key(normalise({**DEFAULTS, **settings})), settings)
+        if kept is not settings and kept is not next(iter(unique.values())):
+            repeated.append(candidate)
+    kept_settings = list(unique.values())
+    notes = [_repeated_note(repeated, values)] if repeated else []
+    notes += _useless_values(kept_settings, values)
+    configurations = _name(kept_settings, tuple(sweep))
+    cells = tuple(Cell(f"{c.config_id}-{load.load_id}", c, load) for c in configurations for load in loads)
     return Design(configurations, cells, tuple(notes))
 
 
@@ -148,36 +135,32 @@ def _key(settings: Mapping[str, Any]) -> str:
     return repr(sorted(settings.items()))
 
 
-def _twice_note(twice: Sequence[Mapping[str, Any]], swept: Mapping[str, Sequence[Any]]) -> str:
-    """Why configurations that were asked for are not run; ``twice``: before they were normalised."""
-    reasons = [
-        f"{key} (only with {ONLY_WITH[key][0]} {_yaml(ONLY_WITH[key][1])})"
-        for key in swept
-        if any(not applies(key, settings) for settings in twice)
-    ]
-    what = f"settings that mean nothing there: {', '.join(reasons)}" if reasons else "naming a default"
-    return f"{len(twice)} of the configurations asked for differ from others only in {what}; each is run once"
-
-
 def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _useless_values(
-    baseline: Mapping[str, Any], values: Mapping[str, Sequence[Any]], unique: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """A swept value that no configuration ends up with; say so rather than stay silent."""
+def _repeated_note(repeated: Sequence[Mapping[str, Any]], swept: Mapping[str, Sequence[Any]]) -> str:
+    """Why configurations are not run; ``repeated``: before they were normalised."""
+    reasons = [
+        f"{key} (only with {ONLY_WITH[key][0]} {_yaml(ONLY_WITH[key][1])})"
+        for key in swept
+        if any(not applies(key, settings) for settings in repeated)
+    ]
+    what = f"settings that mean nothing there: {', '.join(reasons)}" if reasons else "naming a default"
+    return f"{len(repeated)} of the configurations asked for differ from others only in {what}; each is run once"
+
+
+def _useless_values(unique: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]]) -> list[str]:
+    """A sentence for each setting with a swept value that no configuration ends up with; the baseline is the first."""
     notes = []
-    for key in values:
-        if key not in ONLY_WITH:
-            continue
+    for key in (key for key in values if key in ONLY_WITH):
         had = [effective(settings, key) for settings in unique if applies(key, settings)]
         lost = [_yaml(v) for v in values[key] if v is not None and v not in had]
         if lost:
             other, needed = ONLY_WITH[key]
             notes.append(
                 f"sweeping {key} changes nothing ({', '.join(lost)}): it needs {other} {_yaml(needed)} and the "
-                f"baseline has {_yaml(effective(baseline, other))}"
+                f"baseline has {_yaml(effective(unique[0], other))}"
             )
     return notes
 
@@ -187,11 +170,14 @@ def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Co
     taken: set[str] = set()
     named = []
     for settings in unique:
-        varied = _changed(settings, baseline, swept)
+        varied = {  # None: back to the default
+            key: settings.get(key)
+            for key in swept
+            if applies(key, settings) and effective(settings, key) != effective(baseline, key)
+        }
         config_id = config_id_of(settings, varied)
         if config_id.lower() in taken:  # also on file systems that fold case
-            digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
-            config_id = f"{config_id}-{digest}"
+            config_id = f"{config_id}-{hashlib.sha256(_key(settings).encode()).hexdigest()[:6]}"
         taken.add(config_id.lower())
         named.append(Configuration(config_id, label_of(settings, varied), dict(settings), varied, settings is baseline))
     return tuple(named)
@@ -226,13 +212,78 @@ def select(design: Design, patterns: Sequence[str]) -> Design:
     return Design(tuple(c for c in design.configurations if c.config_id in kept), cells, design.notes)
 
 
-def without(design: Design, config_ids: Container[str], notes: Sequence[str]) -> Design:
-    """``design`` less some configurations, with the notes that say why."""
+def plan_sweep(
+    workload: Workload,
+    only: Sequence[str] = (),
+    check: Check | None = None,
+    *,
+    refuses: Callable[[Mapping[str, Any]], str | None] | None = None,
+    fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False,
+) -> tuple[Design, tuple[Block, ...]]:
+    """Cells and blocks in the order in which they run; ``only``, ``check`` and the rest: of ``SweepOptions``."""
+    design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
+    if refuses is not None:
+        design = without_refused(design, refuses)
+    elif check is not None and workload.design == "full":
+        design = _without_impossible(design, check)
+    design = select(design, only)
+    blocks = plan_blocks(design, workload.load.repeats, workload.seed)
+    if workload.load.cache_state != "steady":
+        blocks = tuple(part for b in blocks for part in (b.split() if fresh(b.configuration.settings) else (b,)))
+    return design, blocks
+
+
+def _without(design: Design, config_ids: Container[str], notes: Sequence[str]) -> Design:
     return Design(
         tuple(c for c in design.configurations if c.config_id not in config_ids),
         tuple(c for c in design.cells if c.configuration.config_id not in config_ids),
         (*design.notes, *notes),
     )
+
+
+def without_refused(design: Design, refuses: Callable[[Mapping[str, Any]], str | None]) -> Design:
+    """A design without the configurations that the target cannot have, each named with the reason.
+
+    The baseline stays: whether it can be had is settled before there is a design.
+    """
+    found = {c.config_id: refuses(c.settings) for c in design.configurations if not c.is_baseline}
+    skipped = {config_id: reason for config_id, reason in found.items() if reason is not None}
+    return _without(design, skipped, [f"skipped {config_id}: {reason}" for config_id, reason in skipped.items()])
+
+
+def _without_impossible(design: Design, check: Check) -> Design:
+    """A full design without the combinations that the engine refuses, each named with the engine's reason.
+
+    A refusal is skipped only where all swept values of the combination are accepted in others: it is the combination
+    that cannot be. A value that is refused everywhere is a mistake of the file, and stays, for ``preflight`` to raise.
+    """
+    refused: dict[str, str] = {}
+    accepted: set[tuple[str, str]] = set()
+    for configuration in design.configurations:
+        try:
+            check(configuration.settings)
+        except ValueError as error:
+            refused[configuration.config_id] = str(error)
+        else:
+            accepted |= {(key, repr(value)) for key, value in configuration.settings.items()}
+    reasons: dict[str, list[str]] = {}
+    for configuration in design.configurations:
+        values = {(key, repr(value)) for key, value in configuration.settings.items()}
+        if configuration.config_id in refused and values <= accepted and not configuration.is_baseline:
+            reasons.setdefault(refused[configuration.config_id], []).append(configuration.config_id)
+    notes = [f"skipped {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
+    return _without(design, {one for ids in reasons.values() for one in ids}, notes)
+
+
+def capacities(design: Design, check: Check) -> dict[str, dict[str, Any]]:
+    """What ``check`` tells of each configuration, by its id. Raises UsageError for one that cannot be."""
+    found = {}
+    for configuration in design.configurations:
+        try:
+            found[configuration.config_id] = dict(check(configuration.settings))
+        except ValueError as error:
+            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
+    return found
 
 
 def plan_blocks(design: Design, repeats: int, seed: int) -> tuple[Block, ...]:
@@ -241,20 +292,20 @@ def plan_blocks(design: Design, repeats: int, seed: int) -> tuple[Block, ...]:
     The order is random within each repeat, so that drift of the machine spreads over the configurations, and
     repeats follow each other, so that an interrupted sweep has whole repeats. Within a repeat all configurations get
     their loads in the same order: what an earlier load left behind (a cache in the state ``steady``, a warm
-    processor) is then the same for both sides of a paired comparison.
+    processor) is then the same for both sides of a paired comparison. A load's place is drawn by its own name, so that
+    ``--only`` keeps the order of the rest.
     """
     blocks = []
     for repeat in range(1, repeats + 1):
         rng = random.Random(f"kvbench-order/{seed}/{repeat}")
         configurations = list(design.configurations)
         rng.shuffle(configurations)
-        ordered = sorted(design.cells, key=functools.partial(_rank, seed, repeat))
+        places = {
+            cell.load.load_id: random.Random(f"kvbench-loads/{seed}/{repeat}/{cell.load.load_id}").random()
+            for cell in design.cells
+        }
+        ordered = sorted(design.cells, key=lambda cell: places[cell.load.load_id])
         for configuration in configurations:
             cells = [c for c in ordered if c.configuration.config_id == configuration.config_id]
             blocks.append(Block(repeat, configuration, tuple(cells)))
     return tuple(blocks)
-
-
-def _rank(seed: int, repeat: int, cell: Cell) -> float:
-    """A random place for the cell's load, of its own and not drawn in turn: ``--only`` keeps the order of the rest."""
-    return random.Random(f"kvbench-loads/{seed}/{repeat}/{cell.load.load_id}").random()

@@ -6,21 +6,145 @@ engine alone can judge (does the KV budget hold a sequence?) is asked of the tar
 
 from __future__ import annotations
 
+import difflib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import HOUSE
+from kvbench.common.schema import StrictModel, explain
 from kvbench.workload.design import LoadPoint
-from kvbench.workload.layers import apply_override, apply_profile, read_yaml, section_of
-from kvbench.workload.load_section import LoadConfig, StrictModel, explain
+from kvbench.workload.load_section import LoadConfig
 
-_PATH_KEYS = (("prompts", "file"), ("prompts", "path"), ("prompts", "tokenizer"))
+PROFILES = ("cpu", "gpu")
+_PROMPT_PATHS = ("file", "path", "tokenizer")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys without a word; a benchmark must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, list | dict):
+                continue  # SafeLoader reports unhashable keys itself
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice in one mapping", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a workload file. Raises UsageError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"there is no workload file {str(path)!r}: {_other_workloads(path)}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{str(path)!r} is a folder: give a workload file, {_other_workloads(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the workload file {str(path)!r} cannot be read: {error}") from None
+    data = parse_yaml(text, path)
+    if not isinstance(data, dict):
+        kind = "empty" if data is None else f"a {type(data).__name__}"
+        raise UsageError(f"{path}: a workload is a mapping of name, model, engine, load ...; this file is {kind}")
+    return data
+
+
+def parse_yaml(text: str, path: Path) -> Any:
+    """``text`` of the file ``path`` as plain data. Raises UsageError, also for a key that stands twice."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it does not parse"
+        raise UsageError(f"{path}{at}: not valid YAML: {problem}") from None
+
+
+def _other_workloads(path: Path) -> str:
+    folder = path if path.is_dir() else path.parent if path.parent.is_dir() else Path("workloads")
+    found = sorted(str(p) for p in folder.glob("*.yaml"))
+    near = difflib.get_close_matches(str(path), found, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"there are {', '.join(found)}" if found else "give the path of a YAML file"
+
+
+def _apply_profile(data: dict[str, Any], profile: str, source: Path, *, by_user: bool) -> dict[str, Any]:
+    profiles = data.pop("profiles", None) or {}
+    if not isinstance(profiles, dict) or not all(isinstance(p, dict | None) for p in profiles.values()):
+        raise UsageError(f"{source}: profiles must be a mapping of profile name to settings, such as `cpu: {{...}}`")
+    if profile not in profiles and by_user and profile not in PROFILES:
+        known = ", ".join(profiles) or "none"
+        raise UsageError(f"there is no profile {profile!r} in {source}: the profiles are {known}")
+    return _merge(data, profiles.get(profile) or {})
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` laid on ``base``: mappings merge, everything else replaces.
+
+    A mapping with another ``kind``, ``config`` or ``path`` is another thing, and replaces too.
+    """
+    merged = dict(base)
+    for key, new in over.items():
+        old = merged.get(key)
+        same = isinstance(old, Mapping) and isinstance(new, Mapping)
+        if same and "kind" in old and "kind" in new:
+            same = old["kind"] == new["kind"]
+        elif same:
+            same = not ("config" in new and "path" in old) and not ("path" in new and "config" in old)
+        merged[key] = _merge(old, new) if same else new
+    return merged
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Sets what ``key=value`` says (a dotted key, a YAML value) in ``data``. Raises UsageError."""
+    key, sign, text = override.partition("=")
+    key = key.strip()
+    if not sign or not key:
+        raise UsageError(f"-o {override!r} is not key=value: write for example -o engine.kv_budget=64MiB")
+    try:
+        value = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError:
+        raise UsageError(f"-o {key}: {text!r} is not a YAML value: quote it or mend the brackets") from None
+    *parents, last = key.split(".")
+    node: Any = data
+    for depth, part in enumerate(parents):
+        part = _index(node, part, override)
+        if isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict | list):
+            so_far = ".".join(parents[: depth + 1])
+            raise UsageError(
+                f"-o {override!r}: {so_far} is {node!r}, which has no settings below it; set it as a whole"
+            )
+    node[_index(node, last, override)] = value
+    if key == "model.path" and value is not None:  # takes the place of the file's model, random weights included
+        for name in ("config", "load_format"):
+            node.pop(name, None)
+    elif key == "model.config" and value is not None:
+        node.pop("path", None)
+
+
+def _index(node: Any, part: str, override: str) -> Any:
+    if not isinstance(node, list):
+        return part
+    if not part.isdigit() or int(part) >= len(node):
+        raise UsageError(f"-o {override!r}: {part!r} is not an item of that list: use 0 to {len(node) - 1}")
+    return int(part)
 
 
 class ModelSection(StrictModel):
@@ -59,17 +183,14 @@ class WorkloadFile(StrictModel):
         return {} if value is None else value
 
     @model_validator(mode="after")
-    def _lists(self) -> WorkloadFile:
-        for key, value in self.engine.items():
+    def _single_values(self) -> WorkloadFile:
+        swept = [(f"sweep.{key}", value) for key, values in self.sweep.items() for value in values]
+        for key, value in [*((f"engine.{key}", value) for key, value in self.engine.items()), *swept]:
             if isinstance(value, dict | list):
-                raise ValueError(
-                    f"engine.{key} is {value!r}; give one number, text, true or false (lists: sweep.{key})."
-                )
+                raise ValueError(f"{key} is {value!r}; give one number, text, true or false (lists: sweep).")
         for key, values in self.sweep.items():
             if not values:
                 raise ValueError(f"sweep.{key} is an empty list; give at least one value or remove the line.")
-            if any(isinstance(v, dict | list) for v in values):
-                raise ValueError(f"sweep.{key} holds {values!r}; each value is a number, a text, true or false.")
         return self
 
 
@@ -119,13 +240,13 @@ def load_workload(
             "workloads/mixed.yaml"
         )
     chosen = profile or default_profile()
-    data = apply_profile(data, chosen, source, asked=profile is not None)
+    data = _apply_profile(data, chosen, source, by_user=profile is not None)
     for override in overrides:
         apply_override(data, override)
     if seed is not None:
         data["seed"] = seed
     if repeats is not None:
-        section_of(data, "load")["repeats"] = repeats
+        apply_override(data, f"load.repeats={repeats}")
     return resolve(data, profile=chosen, source=source)
 
 
@@ -136,17 +257,18 @@ def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Wo
     relative paths start where kvbench lies.
     """
     where = str(source) if source else "the stored workload"
+    folder = source.parent if source else HOUSE
+    prefix = ""
     try:
         file = WorkloadFile.model_validate(dict(data))
-    except ValidationError as error:
-        raise UsageError(f"{where}: {_sentences(error, '')}") from None
-    folder = source.parent if source else HOUSE
-    load_data = _with_paths(file.load, folder)
-    try:
+        prefix = "load"
+        load_data = _change_paths(file.load, lambda text: str(_find_path(text, folder) or text))
         load = LoadConfig.model_validate(load_data)
-    except ValidationError as error:
-        raise UsageError(f"{where}: {_sentences(error, 'load')}") from None
+    except ValidationError as error:  # all mistakes, so that a user mends the file once
+        raise UsageError(f"{where}: {' '.join(dict.fromkeys(explain(error, prefix)))}") from None
     engine = _engine_settings(file, folder, where)
+    stored = file.model.model_dump(mode="json", exclude_none=True)
+    found = {"path": engine["model"], "config": engine["model"], "tokenizer": engine.get("tokenizer")}
     return Workload(
         name=file.name,
         description=file.description,
@@ -160,15 +282,10 @@ def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Wo
         load=load,
         resolved={
             **file.model_dump(mode="json", exclude={"load", "model"}),
-            "model": _stored_model(file.model, engine),
-            "load": _stored_load(load_data),
+            "model": stored | {key: portable(Path(path)) for key, path in found.items() if key in stored},
+            "load": _change_paths(load_data, lambda text: portable(Path(text))),
         },
     )
-
-
-def _sentences(error: ValidationError, prefix: str) -> str:
-    """All mistakes, so that a user mends the file once; the first line is enough to act on."""
-    return " ".join(dict.fromkeys(explain(error, prefix)))
 
 
 def default_profile() -> str:
@@ -188,7 +305,7 @@ def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "")
     return different
 
 
-def find_path(text: str, folder: Path) -> Path | None:
+def _find_path(text: str, folder: Path) -> Path | None:
     """A path of the YAML: absolute, or relative to the YAML's folder, then to the working folder."""
     given = Path(text).expanduser()
     for candidate in (given,) if given.is_absolute() else (folder / given, Path.cwd() / given):
@@ -202,31 +319,13 @@ def portable(path: Path) -> str:
     return path.relative_to(HOUSE).as_posix() if path.is_relative_to(HOUSE) else str(path)
 
 
-def _stored_load(load: Mapping[str, Any]) -> dict[str, Any]:
-    """The load section with paths that a resumed run finds; ``load`` as ``_with_paths`` gives it."""
-    stored = dict(load)
-    for section, key in _PATH_KEYS:
-        part = stored.get(section)
-        if isinstance(part, dict) and isinstance(part.get(key), str):
-            stored[section] = {**part, key: portable(Path(part[key]))}
-    return stored
-
-
-def _stored_model(model: ModelSection, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The model section with paths that a resumed run finds; ``settings`` holds what was found."""
-    stored = model.model_dump(mode="json", exclude_none=True)
-    found = {"path": settings["model"], "config": settings["model"], "tokenizer": settings.get("tokenizer")}
-    return stored | {key: portable(Path(path)) for key, path in found.items() if key in stored}
-
-
-def _with_paths(load: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A copy of the load section whose files are absolute where they exist."""
-    resolved = dict(load)
-    for section, key in _PATH_KEYS:
-        part = resolved.get(section)
-        if isinstance(part, dict) and isinstance(part.get(key), str) and (found := find_path(part[key], folder)):
-            resolved[section] = {**part, key: str(found)}
-    return resolved
+def _change_paths(load: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A copy of the load section with each file of its prompts changed."""
+    prompts = load.get("prompts")
+    if not isinstance(prompts, dict):
+        return dict(load)
+    changed = {k: change(v) if k in _PROMPT_PATHS and isinstance(v, str) else v for k, v in prompts.items()}
+    return {**load, "prompts": changed}
 
 
 def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, Any]:
@@ -234,7 +333,7 @@ def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, 
     model = file.model
     settings: dict[str, Any] = {"layout": "paged", "seed": model.seed}
     if model.path is not None:
-        found = find_path(model.path, folder)
+        found = _find_path(model.path, folder)
         if found is None:
             raise UsageError(
                 f"{where}: the model folder {model.path!r} does not exist: give the folder that holds config.json, "
@@ -242,12 +341,12 @@ def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, 
             )
         settings |= {"model": str(found), "load_format": model.load_format or "auto"}
     else:
-        named = find_path(model.config or "", folder) if (model.config or "").endswith(".json") else None
+        named = _find_path(model.config or "", folder) if (model.config or "").endswith(".json") else None
         settings |= {"model": str(named or model.config), "load_format": model.load_format or "dummy"}
     if model.dtype is not None:
         settings["dtype"] = model.dtype
     if model.tokenizer is not None:
-        settings["tokenizer"] = str(find_path(model.tokenizer, folder) or model.tokenizer)
+        settings["tokenizer"] = str(_find_path(model.tokenizer, folder) or model.tokenizer)
     clash = sorted({"model", "load_format", "seed", "dtype", "tokenizer"} & set(file.engine))
     if clash:
         raise UsageError(f"{where}: engine.{clash[0]} belongs under `model:`; move it there")

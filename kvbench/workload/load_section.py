@@ -1,29 +1,32 @@
-"""The ``load:`` section of a workload file, as pydantic models.
+"""The ``load:`` section of a workload file; names are those of ``vllm bench serve`` where it has the same thing.
 
-Strict on purpose: an unknown key or a value of the wrong type is refused with a sentence that names the
-value, the limit and the way out. ``explain(error)`` turns pydantic's ValidationError into such sentences.
+Strict on purpose: an unknown key or a value of the wrong type is refused with a sentence that names the value, the
+limit and the way out (``common.schema.explain``). What keys need of each other stands in ``_ONLY_WITH``, ``_NEEDED``
+and ``LoadConfig._mistakes``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
-from kvbench.common.schema import StrictModel, explain
-from kvbench.workload.arrivals_section import ArrivalFields, IntTuple, RateTuple
+from kvbench.common.schema import StrictModel
 from kvbench.workload.design import LoadPoint, load_point
-from kvbench.workload.length import Length
 from kvbench.workload.prompts_section import (
+    Counts,
+    Length,
     PromptClass,
     Prompts,
+    Sessions,
     SharedPrefix,
     SyntheticPrompts,
     TextPrompts,
     TracePrompts,
+    as_tuple,
 )
-from kvbench.workload.sessions_section import Sessions
 
 __all__ = [
     "Length",
@@ -34,8 +37,56 @@ __all__ = [
     "SyntheticPrompts",
     "TextPrompts",
     "TracePrompts",
-    "explain",
 ]
+
+# A key that means something only beside certain values of another key: key -> (the other key, those values).
+_OPEN, _RAMP = ("mode", ("open",)), ("arrivals", ("ramp",))
+_ONLY_WITH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "concurrency": (("mode", ("closed",)),),
+    "request_rate": (_OPEN, ("arrivals", ("poisson", "constant", "gamma"))),
+    "burstiness": (_OPEN, ("arrivals", ("gamma", "ramp", "step"))),
+    "max_concurrency": (_OPEN,),
+    "duration_s": (_OPEN, ("arrivals", ("poisson", "constant", "gamma", "ramp"))),
+    "ramp_up_strategy": (_OPEN, _RAMP),
+    "ramp_up_start_rps": (_OPEN, _RAMP),
+    "ramp_up_end_rps": (_OPEN, _RAMP),
+    "ramp_up_s": (_OPEN, _RAMP),
+    "steps": (_OPEN, ("arrivals", ("step",))),
+    "spread_ticks": (_OPEN, ("arrivals", ("trace",))),
+}
+_INSTEAD = {  # what says the same there
+    ("concurrency", "open"): "a cap on the requests in flight is max_concurrency",
+    ("request_rate", "ramp"): "the rates are ramp_up_start_rps and ramp_up_end_rps",
+    ("request_rate", "step"): "the rates are those of steps",
+    ("request_rate", "trace"): "a trace is played faster with prompts.rate_scale",
+    ("burstiness", "poisson"): "set arrivals: gamma (1 is poisson, less is burstier, more is more regular)",
+    ("duration_s", "step"): "the end is that of the seconds of its steps",
+    ("duration_s", "trace"): "the end is that of prompts.duration_s",
+}
+# What a mode, or in open loop a kind of arrivals, cannot do without, with an example.
+_NEEDED = {
+    "closed": {"concurrency": "[3, 24]"},
+    "poisson": {"request_rate": "[4]"},
+    "constant": {"request_rate": "[4]"},
+    "gamma": {"request_rate": "[4]", "burstiness": "0.5"},
+    "ramp": {"ramp_up_strategy": "linear", "ramp_up_start_rps": "1", "ramp_up_end_rps": "8"},
+    "step": {"steps": "[{rate: 2, seconds: 30}, {rate: 8, seconds: 9}]"},
+    "trace": {},
+}
+
+
+def _rates(value: Any) -> Any:
+    """The word ``inf`` becomes the number, which JSON, and so a manifest, could not hold."""
+    given = as_tuple(value)
+    if not isinstance(given, tuple):
+        return given
+    if math.inf in given:
+        raise ValueError("request_rate .inf is a number that a manifest cannot hold; write the word inf.")
+    return tuple(math.inf if item == "inf" else item for item in given)
+
+
+Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_rates), Field(min_length=1)]
+TimeOut = Annotated[float, Field(gt=0, le=86400)]
 
 
 class Slo(StrictModel):
@@ -56,97 +107,137 @@ class Slo(StrictModel):
         return self
 
 
-class LoadConfig(ArrivalFields):
+class Step(StrictModel):
+    """``rate`` [requests/s] for ``seconds``; a rate of 0 is a pause."""
+
+    rate: float = Field(ge=0, lt=math.inf)
+    seconds: float = Field(gt=0, lt=math.inf)
+
+
+class LoadConfig(StrictModel):
     """The ``load:`` section. ``processes``: how many load processes of this machine share each load.
+
+    ``arrivals``: ``poisson``, ``constant`` and ``gamma`` (gaps of shape ``burstiness``) at ``request_rate``; ``ramp``:
+    from ``ramp_up_start_rps`` to ``ramp_up_end_rps`` in ``ramp_up_s`` seconds (None: over the whole load), then on at
+    the latter; ``step``: the ``steps`` one after the other; ``trace``: as recorded, where ``spread_ticks`` spreads what
+    a coarse clock put onto one tick (``even``, ``uniform``; true: ``uniform``). Ramps and steps take ``burstiness``
+    too. ``request_rate: inf``: all at once. ``duration_s``: as many requests as arrive in it, instead of num_requests.
+    ``max_concurrency``: most requests in flight; the others wait in the client, and their ttft goes on.
 
     Time-outs of a request [s]: ``timeout_s`` in all, ``connect_timeout_s`` for name, TCP and TLS together,
     ``first_byte_timeout_s`` from its send, ``idle_timeout_s`` between bytes (the last two: ``timeout_s`` unless given).
     """
 
+    request_rate: Rates | None = None
+    arrivals: Literal["poisson", "constant", "gamma", "ramp", "step", "trace"] = "poisson"
+    burstiness: float | None = Field(default=None, gt=0, lt=math.inf)
+    max_concurrency: int | None = Field(default=None, ge=1)
+    duration_s: float | None = Field(default=None, gt=0, lt=math.inf)
+    ramp_up_strategy: Literal["linear", "exponential"] | None = None
+    ramp_up_start_rps: float | None = Field(default=None, ge=0, lt=math.inf)
+    ramp_up_end_rps: float | None = Field(default=None, gt=0, lt=math.inf)
+    ramp_up_s: float | None = Field(default=None, gt=0, lt=math.inf)
+    steps: list[Step] | None = Field(default=None, min_length=1)
+    spread_ticks: bool | Literal["even", "uniform"] = False
     mode: Literal["closed", "open"] = "closed"
-    concurrency: IntTuple | None = None
-    num_requests: IntTuple | None = None
+    concurrency: Counts | None = None
+    num_requests: Counts | None = None
     sessions: Sessions | None = None
     repeats: int = Field(default=3, ge=1, le=1000)
     cache_state: Literal["cold", "primed", "steady"] = "cold"
     ignore_eos: bool = True
     temperature: float = Field(default=0.0, ge=0)
-    timeout_s: float = Field(default=120.0, gt=0, le=86400)
-    connect_timeout_s: float = Field(default=5.0, gt=0, le=86400)
-    first_byte_timeout_s: float | None = Field(default=None, gt=0, le=86400)
-    idle_timeout_s: float | None = Field(default=None, gt=0, le=86400)
+    timeout_s: TimeOut = 120.0
+    connect_timeout_s: TimeOut = 5.0
+    first_byte_timeout_s: TimeOut | None = None
+    idle_timeout_s: TimeOut | None = None
     processes: int = Field(default=1, ge=1, le=1000)
     prompts: Prompts
     slo: Slo | None = None
 
     @field_serializer("request_rate", when_used="json")
-    def _finite(self, rates: RateTuple | None) -> list[float | str] | None:
+    def _finite(self, rates: tuple[float, ...] | None) -> list[float | str] | None:
         return None if rates is None else ["inf" if rate == math.inf else rate for rate in rates]
 
     @model_validator(mode="after")
     def _consistent(self) -> LoadConfig:
-        _check_numbers("concurrency", self.concurrency, "1 user", 1)
-        _check_numbers("num_requests", self.num_requests, "1 request", 1)
-        _check_numbers("request_rate", self.request_rate, "more than 0 requests/s", None)
-        if self.mode == "closed":
-            if not self.concurrency:
-                raise ValueError("mode closed needs concurrency, e.g. `concurrency: [3, 24]`.")
-            self.check_closed_loop()
-        else:
-            self._check_open()
-        if self.sessions is not None:
-            self._check_sessions(self.sessions)
-        self._check_counts()
+        if (mistake := next(self._mistakes(), None)) is not None:
+            raise ValueError(mistake)
         return self
 
-    def _check_open(self) -> None:
-        if self.concurrency is not None:
-            given = list(self.concurrency)
-            raise ValueError(
-                f"concurrency {given} has no meaning in mode open; remove it or set mode: closed (a cap on the "
-                "requests in flight is max_concurrency)."
-            )
+    def _mistakes(self) -> Iterator[str]:
+        """A sentence for each thing that contradicts another, is missing or makes no load."""
+        if self.mode == "closed" and self.arrivals not in ("poisson", "constant"):  # of these files of old say one
+            yield f"arrivals: {self.arrivals} has no meaning with mode: closed; set mode: open."
+        for key, conditions in _ONLY_WITH.items():
+            given = getattr(self, key)
+            for other, fitting in conditions if given not in (None, False) else ():
+                if (value := getattr(self, other)) not in fitting:
+                    shown = list(given) if isinstance(given, tuple) else "..." if key == "steps" else given
+                    instead = _INSTEAD.get((key, value))
+                    way_out = f" ({instead})" if instead else f", or set {other}: {' or '.join(fitting)}"
+                    yield f"{key} {shown} has no meaning with {other}: {value}; remove it{way_out}."
+        kind = "closed" if self.mode == "closed" else self.arrivals
+        for key, example in _NEEDED[kind].items():
+            if getattr(self, key) is None:
+                what = "mode" if kind == "closed" else "arrivals"
+                yield f"{what}: {kind} needs {key}; write for example `{key}: {example}`."
+        for key in ("concurrency", "request_rate"):
+            values = getattr(self, key) or ()
+            if len(set(values)) != len(values):
+                yield f"{key} {list(values)} lists a value twice; remove one."
+        yield from self._mistakes_of_arrivals()
+        yield from self._mistakes_of_counts()
+
+    def _mistakes_of_arrivals(self) -> Iterator[str]:
         if self.arrivals == "trace" and not isinstance(self.prompts, TracePrompts):
-            raise ValueError(
-                f"arrivals: trace needs prompts of kind trace, not {self.prompts.kind}; use poisson or constant."
-            )
-        self.check_open_loop()
-
-    def _check_sessions(self, sessions: Sessions) -> None:
-        _check_numbers("sessions.num_sessions", sessions.num_sessions, "1 session", 1)
-        if not isinstance(self.prompts, SyntheticPrompts):
-            raise ValueError(
-                f"sessions are made of prompts of kind synthetic, not {self.prompts.kind}; change the kind or remove "
-                "sessions."
-            )
-        if self.num_requests is not None:
-            raise ValueError(
-                f"num_requests {list(self.num_requests)} contradicts sessions, which end with their own last turn; "
-                "give sessions.num_sessions."
+            yield f"arrivals: trace needs prompts of kind trace, not {self.prompts.kind}; use poisson or constant."
+        if self.request_rate is not None and math.inf in self.request_rate:
+            if self.duration_s is not None:
+                yield "request_rate inf sends all at once, so duration_s has no meaning; give num_requests."
+            if self.burstiness is not None and set(self.request_rate) == {math.inf}:
+                yield f"burstiness {self.burstiness:g} has no meaning with request_rate inf, all at once; remove one."
+        if self.steps is not None and not any(step.rate for step in self.steps):
+            yield "the rates of all steps are 0, so that nothing arrives; give one above 0."
+        if self.ramp_up_strategy == "exponential" and not self.ramp_up_start_rps:
+            yield "an exponential ramp cannot start at ramp_up_start_rps 0; start above 0 or use linear."
+        if self.ramp_up_s is not None and self.duration_s is not None and self.ramp_up_s > self.duration_s:
+            yield (
+                f"ramp_up_s {self.ramp_up_s:g} is longer than duration_s {self.duration_s:g}: the ramp would never "
+                "end; shorten it."
             )
 
-    def _check_counts(self) -> None:
+    def _mistakes_of_counts(self) -> Iterator[str]:
         """How many requests or sessions a load holds must be said once, for each load."""
         name, counts = "num_requests", self.num_requests
         if self.sessions is not None:
+            if not isinstance(self.prompts, SyntheticPrompts):
+                yield (
+                    f"sessions are made of prompts of kind synthetic, not {self.prompts.kind}; change the kind or "
+                    "remove sessions."
+                )
+            if counts is not None:
+                yield (
+                    f"num_requests {list(counts)} contradicts sessions, which end with their own last turn; give "
+                    "sessions.num_sessions."
+                )
             name, counts = "sessions.num_sessions", self.sessions.num_sessions
         if counts is not None and self.counted_by_time:
             other = "duration_s" if self.duration_s is not None else "the seconds of the steps"
-            raise ValueError(f"{name} {list(counts)} contradicts {other}, which say how many there are; remove one.")
+            yield f"{name} {list(counts)} contradicts {other}, which say how many there are; remove one."
         if counts is None and not self.counted_by_time and not isinstance(self.prompts, TracePrompts):
-            what = "sessions one load holds" if self.sessions is not None else "requests one load sends"
-            raise ValueError(f"{name} is missing; say how many {what}, e.g. 48.")
+            yield f"{name} is missing; say how many one load sends, e.g. 48."
         swept = self.swept_values()
         if counts is not None and len(counts) not in (1, len(swept)):
-            raise ValueError(
-                f"{name} has {len(counts)} values for {len(swept)} loads {list(swept)}; give one number, or one for "
-                "each."
-            )
-        for value, count in zip(swept, self._counts(), strict=True):
-            if self.mode == "closed" and count is not None and count < (value or 0):
-                raise ValueError(
-                    f"{name} {count} never reaches concurrency {value}; send at least as many as there are users."
-                )
+            yield f"{name} has {len(counts)} values for {len(swept)} loads {list(swept)}; give one, or one for each."
+        for users, count in zip(self.concurrency or (), self._counts(), strict=False):
+            if count is not None and count < users:
+                yield f"{name} {count} never reaches concurrency {users}; send at least as many as there are users."
+
+    @property
+    def counted_by_time(self) -> bool:
+        """Whether the arrivals' times say how many there are, and nobody else."""
+        return self.duration_s is not None or self.arrivals == "step"
 
     def _counts(self) -> tuple[int | None, ...]:
         """Requests, or sessions where there are such, of each load."""
@@ -156,9 +247,7 @@ class LoadConfig(ArrivalFields):
 
     def swept_values(self) -> tuple[int | float | None, ...]:
         """The swept load values: concurrencies, rates, or (None,) where the arrivals have no one rate."""
-        if self.mode == "closed":
-            return self.concurrency or ()
-        return self.request_rate if self.request_rate is not None else (None,)
+        return self.concurrency or self.request_rate or (None,)
 
     def points(self) -> list[LoadPoint]:
         """One LoadPoint for each swept value, in the order of the file."""
@@ -183,15 +272,3 @@ class LoadConfig(ArrivalFields):
             if swept == value:
                 return count
         raise ValueError(f"no load of {value}; this workload has {list(self.swept_values())}.")
-
-
-def _check_numbers(name: str, values: tuple[float, ...] | None, least: str, minimum: int | None) -> None:
-    if values is None:
-        return
-    if not values:
-        raise ValueError(f"{name} is an empty list; give at least one value.")
-    for value in values:
-        if math.isnan(value) or (value < minimum if minimum is not None else value <= 0):
-            raise ValueError(f"{name} {value} is too small; the least is {least}.")
-    if name != "num_requests" and len(set(values)) != len(values):
-        raise ValueError(f"{name} {list(values)} lists a value twice; remove one.")

@@ -1,16 +1,127 @@
-"""The ``load.prompts`` section of a workload file: where prompts come from."""
+"""``load.prompts`` and ``load.sessions`` of a workload file: where prompts come from, and how long they are."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+import numpy as np
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_serializer, model_validator
 
 from kvbench.common.schema import StrictModel
-from kvbench.workload.length import Length
 
-_MAX_PRIORITY = 2**63 - 1  # what a server and a Parquet column hold
+PERCENTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+
+
+def as_tuple(value: Any) -> Any:
+    """A single value or a list becomes a tuple, so that YAML may give either."""
+    if value is None or isinstance(value, tuple):
+        return value
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
+
+
+class Range(StrictModel):
+    """A number in YAML, or ``[low, high]`` (uniform), or a mapping with the key ``OTHER`` for another distribution."""
+
+    WANTED: ClassVar[str]
+    LEAST: ClassVar[float]
+    MOST: ClassVar[float] = math.inf
+    KIND: ClassVar[Any] = int
+    OTHER: ClassVar[str] = ""
+
+    low: Any = None
+    high: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_yaml(cls, data: Any) -> Any:
+        if isinstance(data, Range) or (isinstance(data, dict) and len(data) == 1 and data.get(cls.OTHER) is not None):
+            return data
+        pair = data if isinstance(data, list | tuple) else (data, data)
+        numbers = len(pair) == 2 and all(isinstance(x, cls.KIND) and not isinstance(x, bool) for x in pair)
+        if not numbers or not cls.LEAST <= pair[0] <= pair[1] <= cls.MOST or pair[1] == math.inf:
+            raise ValueError(f"{data!r} is not {cls.WANTED}.")
+        return {"low": pair[0], "high": pair[1]}
+
+    @model_serializer
+    def _to_yaml(self) -> Any:
+        if self.OTHER and (other := getattr(self, self.OTHER)) is not None:
+            return {self.OTHER: other}
+        return self.low if self.low == self.high else [self.low, self.high]
+
+
+class Length(Range):
+    """A token count."""
+
+    WANTED = "a length; write a whole number from 1 on, [low, high] or {percentiles: {p50: .., max: ..}}"
+    LEAST = 1
+    OTHER = "percentiles"
+
+    percentiles: dict[str, float] | None = None
+
+    @field_validator("percentiles")
+    @classmethod
+    def _rising(cls, given: dict[str, float] | None) -> dict[str, float] | None:
+        if given is not None:
+            values = [given[name] for name in PERCENTILES if name in given]
+            if set(given) - set(PERCENTILES) or not {"p50", "max"} <= set(given):
+                raise ValueError(f"{given} needs p50 and max, and knows {', '.join(PERCENTILES)}; write those.")
+            if values != sorted(values) or values[0] < 1:
+                raise ValueError(f"{given} must be at least 1 and must not fall from min to max.")
+        return given
+
+    @property
+    def maximum(self) -> int:
+        """The largest token count this length can give, before any scaling."""
+        return self.high if self.percentiles is None else math.ceil(self.percentiles["max"])
+
+
+class Turns(Range):
+    """How many turns a conversation has."""
+
+    WANTED = "a number of turns; write a whole number from 1 to 1000, or [low, high] with low before high"
+    LEAST = 1
+    MOST = 1000
+
+
+class Think(Range):
+    """Seconds between an answer and the next turn."""
+
+    WANTED = "a think time; write seconds >= 0, [low, high] or {exponential: mean}"
+    LEAST = 0
+    KIND = int | float
+    OTHER = "exponential"
+
+    exponential: float | None = Field(default=None, ge=0, lt=math.inf)
+
+
+def fit_scale(longest_total: int, max_model_len: int) -> float:
+    """The factor (at most 1) by which lengths shrink so that the longest prompt + output fits max_model_len."""
+    return min(1.0, max_model_len / longest_total)
+
+
+def scale_lengths(lengths: np.ndarray, scale: float) -> np.ndarray:
+    """Token counts times ``scale``, rounded down, at least 1. int64 [n]"""
+    return np.maximum(1, np.floor(lengths * scale + 1e-9)).astype(np.int64)
+
+
+class Sessions(StrictModel):
+    """Conversations: turn 1 is a prompt of the class, each later one the whole history and ``user_tokens`` new ones.
+
+    ``num_sessions``: how many one load holds, instead of num_requests (one number, or one for each load); open loop
+    may give ``duration_s`` instead. ``think_s``: from an answer's end to the next turn. ``user_tokens``: None: as long
+    as the class's prompts. ``history``: ``recorded`` puts answers drawn beforehand into it, so that every byte sent is
+    known before the run, ``actual`` the server's own, for which it must return token ids.
+    """
+
+    num_sessions: Counts | None = None
+    turns: Turns
+    think_s: Think = Think.model_validate(0.0)
+    user_tokens: Length | None = None
+    history: Literal["recorded", "actual"] = "recorded"
 
 
 class SharedPrefix(StrictModel):
@@ -35,14 +146,16 @@ class PromptClass(StrictModel):
     share: float = Field(gt=0, le=1)
     prompt_tokens: Length
     output_tokens: Length
-    priority: int = 0
+    priority: int = Field(default=0, ge=0, le=2**63 - 1)  # what a server and a Parquet column hold
 
-    @field_validator("priority")
-    @classmethod
-    def _urgency(cls, value: int) -> int:
-        if not 0 <= value <= _MAX_PRIORITY:
-            raise ValueError(f"priority cannot be {value}; write 0 (the most urgent) to {_MAX_PRIORITY}.")
-        return value
+
+def _positive(value: float | str) -> float | str:
+    if value != "auto" and not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ValueError(f"{value} must be above 0; write a number or `auto`.")
+    return value
+
+
+LengthScale = Annotated[float | Literal["auto"], AfterValidator(_positive)]
 
 
 class SyntheticPrompts(StrictModel):
@@ -52,9 +165,9 @@ class SyntheticPrompts(StrictModel):
     """
 
     kind: Literal["synthetic"]
-    shared_prefix: SharedPrefix | list[SharedPrefix] | None = None
+    shared_prefix: Annotated[tuple[SharedPrefix, ...], BeforeValidator(lambda value: as_tuple(value) or ())] = ()
     classes: list[PromptClass] = Field(min_length=1)
-    length_scale: float | Literal["auto"] = 1.0
+    length_scale: LengthScale = 1.0
 
     @field_validator("classes")
     @classmethod
@@ -67,40 +180,12 @@ class SyntheticPrompts(StrictModel):
             raise ValueError(f"class names {names} are not all different; rename one.")
         return classes
 
-    @field_validator("shared_prefix", mode="before")
-    @classmethod
-    def _one_kind(cls, value: Any) -> Any:
-        """Validated here, so that a mistake is told once and not for each way to write it."""
-        return [SharedPrefix.model_validate(item) for item in value] if isinstance(value, list) else value
-
     @field_validator("shared_prefix")
     @classmethod
-    def _prefix_shares(
-        cls, value: SharedPrefix | list[SharedPrefix] | None
-    ) -> SharedPrefix | list[SharedPrefix] | None:
-        if isinstance(value, list) and (not value or sum(item.share for item in value) > 1 + 1e-9):
-            total = sum(item.share for item in value)
-            raise ValueError(
-                f"the shares of {len(value)} shared prefixes add up to {total:g}; give some, at most 1 in all."
-            )
-        return value
-
-    @field_validator("length_scale")
-    @classmethod
-    def _scale(cls, value: float | str) -> float | str:
-        return _positive_scale(value)
-
-    @property
-    def shared_prefixes(self) -> tuple[SharedPrefix, ...]:
-        """All of them; empty without any."""
-        if self.shared_prefix is None:
-            return ()
-        return tuple(self.shared_prefix) if isinstance(self.shared_prefix, list) else (self.shared_prefix,)
-
-    @property
-    def longest_prefix(self) -> int:
-        """Tokens of the longest shared prefix; 0 without any."""
-        return max((item.tokens for item in self.shared_prefixes), default=0)
+    def _prefix_shares(cls, prefixes: tuple[SharedPrefix, ...]) -> tuple[SharedPrefix, ...]:
+        if (total := sum(item.share for item in prefixes)) > 1 + 1e-9:
+            raise ValueError(f"the shares of {len(prefixes)} shared prefixes add up to {total:g}; the most is 1.")
+        return prefixes
 
 
 class TextPrompts(StrictModel):
@@ -134,7 +219,7 @@ class TracePrompts(StrictModel):
 
     kind: Literal["trace"]
     format: str = "auto"
-    path: str | list[str]
+    path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
     page_size: int | None = Field(default=None, ge=1)
     tokenizer: str | None = None
     send_text: bool = False
@@ -144,35 +229,15 @@ class TracePrompts(StrictModel):
     start_s: float = Field(default=0.0, ge=0)
     duration_s: float | None = Field(default=None, gt=0)
     rate_scale: float = Field(default=1.0, gt=0)
-    length_scale: float | Literal["auto"] = "auto"
+    length_scale: LengthScale = "auto"
     max_requests: int | None = Field(default=None, ge=1)
 
     @field_validator("format")
     @classmethod
     def _known_format(cls, value: str) -> str:
-        from kvbench.traces.read import FORMATS
+        from kvbench.traces.read import check_format
 
-        if value not in ("auto", *FORMATS):
-            raise ValueError(f"{value!r} is not a format of traces; write auto or one of {', '.join(FORMATS)}.")
-        return value
-
-    @field_validator("path")
-    @classmethod
-    def _some_path(cls, value: str | list[str]) -> str | list[str]:
-        if not value:
-            raise ValueError("path is empty; name the trace's file.")
-        return value
-
-    @field_validator("length_scale")
-    @classmethod
-    def _scale(cls, value: float | str) -> float | str:
-        return _positive_scale(value)
-
-
-def _positive_scale(value: float | str) -> float | str:
-    if value != "auto" and not (isinstance(value, int | float) and 0 < value < math.inf):
-        raise ValueError(f"length_scale {value} must be above 0; write a number or `auto`.")
-    return value
+        return check_format(value)
 
 
 Prompts = Annotated[SyntheticPrompts | TextPrompts | TracePrompts, Field(discriminator="kind")]

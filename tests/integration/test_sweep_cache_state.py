@@ -20,8 +20,8 @@ from kvbench.measure import warm_up as warming
 from kvbench.runs.folder import create_run
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.running import OpenAITarget
+from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
-from kvbench.workload.plan import plan_sweep
 from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, Bench, complaints, finished, manifest
 
 CACHING = ("--enable-prefix-caching", "--page-size", "4")

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import pytest
+
 from kvbench.traces.model import Trace
+
+TRACES = Path(os.environ.get("KVBENCH_TRACES", Path(__file__).resolve().parents[3] / "shared" / "traces"))
+_EXPECTED = TRACES / "expected_stats.json"
+SLICES = json.loads(_EXPECTED.read_text()) if _EXPECTED.is_file() else {}  # the expected statistics of each
+needs_slices = pytest.mark.skipif(not SLICES, reason=f"no trace slices in {TRACES}; set KVBENCH_TRACES to their folder")
 
 
 def lines(*rows: dict) -> str:
@@ -23,6 +31,11 @@ def write(folder: Path, text: str, name: str = "trace.txt") -> Path:
 def arrivals(trace: Trace) -> list[float]:
     """Seconds after the first request, to the microsecond."""
     return [round(float(t), 6) for t in trace.arrival_s]
+
+
+def page_row(ids: list, tokens: int | None = None, **more: object) -> dict:
+    """A row with page ids, of 16 tokens each unless ``tokens`` says how many in all."""
+    return {"input_length": len(ids) * 16 if tokens is None else tokens, "hash_ids": ids, **more}
 
 
 AZURE = (

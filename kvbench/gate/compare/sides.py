@@ -50,8 +50,7 @@ from kvbench.targets.choose import (
 from kvbench.targets.launch_plan import is_template
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select
-from kvbench.workload.file import Workload, differing_keys, resolve
-from kvbench.workload.layers import apply_override
+from kvbench.workload.file import Workload, apply_override, differing_keys, resolve
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
 _TITLES = {

@@ -25,7 +25,7 @@ from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
 from kvbench.common.errors import UsageError
 from kvbench.common.schema import StrictModel, explain
-from kvbench.workload.layers import read_yaml
+from kvbench.workload.file import read_yaml
 from kvbench.workload.naming import config_id_of
 
 _PROMPT, _OUTPUT, _OWN, _SHARED = range(4)  # what a number is drawn for

@@ -11,87 +11,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvbench.traces.formats.chat_text import no_media, prompt_of
 from kvbench.traces.model import UNKNOWN, Trace
-from kvbench.traces.rows import Rows
-from kvbench.traces.source import Row, Source, seconds, short, text, tokens
+from kvbench.traces.rows import Rows, read_rows
+from kvbench.traces.source import Format, Row, Source, seconds, short, text, tokens
 
 _USERS = ("human", "user")
 _MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
-_SYSTEM = ("system",)
+_SPEAKERS = (*_USERS, *_MODELS, "system")
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 
 
-def is_sharegpt(source: Source) -> bool:
-    return source.container in ("array", "jsonl") and any(
-        isinstance(source.first.get(key), list) for key in ("conversations", "conversation")
-    )
+def message_texts(messages: Any) -> tuple[str, ...]:
+    """The contents of messages, one text each. Raises ValueError."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages {short(messages)} is no list of messages: mend or remove the request")
+    return tuple(_content(message) for message in messages)
 
 
-def is_questions(source: Source) -> bool:
-    turns = source.first.get("turns")
-    return source.container == "jsonl" and isinstance(turns, list) and all(isinstance(t, str) for t in turns)
+def _content(message: Any) -> str:
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list):  # OpenAI's parts
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if content and all(isinstance(part, str) for part in parts):
+            return "".join(parts)
+    elif isinstance(content, str):
+        return content
+    elif content is None and isinstance(message, dict) and message.get("tool_calls"):
+        return ""
+    raise ValueError(f"{short(message)} is no message with a text; kvbench sends text only: mend or remove the request")
 
 
-def is_custom(source: Source) -> bool:
-    return source.container == "jsonl" and "prompt" in source.first
+def payload_texts(payload: Any) -> tuple[str, ...] | array:
+    """The texts or token ids of an OpenAI request body. Raises ValueError."""
+    if isinstance(payload, dict) and "messages" in payload:
+        return message_texts(payload["messages"])
+    if isinstance(payload, dict) and "prompt" in payload:
+        return _prompt(payload["prompt"])
+    raise ValueError(f"payload {short(payload)} has neither messages nor a prompt: mend or remove the request")
 
 
-def is_lmcache(source: Source) -> bool:
-    return source.container == "jsonl" and {"input", "output", "session_id"} <= source.first.keys()
+def _prompt(value: Any) -> tuple[str, ...] | array:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value and all(type(i) is int and 0 <= i < 2**31 for i in value):
+        return array("q", value)
+    raise ValueError(f"prompt {short(value)} is neither a text nor token ids: mend or remove the request")
 
 
-def is_single_turn(source: Source) -> bool:
-    row = source.first
-    return source.container == "jsonl" and ("text" in row or "texts" in row) and "turns" not in row
-
-
-def is_multi_turn(source: Source) -> bool:
-    turns = source.first.get("turns")
-    return source.container == "jsonl" and isinstance(turns, list) and any(isinstance(t, dict) for t in turns)
-
-
-def _read(sources: list[Source], name: str, add: Any) -> Trace:
-    rows = Rows()
-    for number, source in enumerate(sources):
-        for where, row in source.rows():
-            try:
-                add(rows, row, (number, where))
-            except ValueError as error:
-                raise source.error(where, error) from None
-    return rows.trace(name, sources[0].path)
-
-
-def read_sharegpt(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, "sharegpt", _sharegpt)
-
-
-def read_questions(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, "questions", _questions)
-
-
-def read_custom(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, "custom", _custom)
-
-
-def read_lmcache(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, "lmcache", _lmcache)
-
-
-def read_single_turn(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, "single_turn", lambda rows, row, where: _turn(rows, row, None, ()))
-
-
-def read_multi_turn(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, "multi_turn", _multi_turn)
+def _texts(value: Any, what: str) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(t, str) for t in value):
+        raise ValueError(f"{what} {short(value)} is no list of texts: mend or remove the request")
+    return value
 
 
 def _sharegpt(rows: Rows, row: Row, where: Any) -> None:
@@ -105,7 +79,8 @@ def _sharegpt(rows: Rows, row: Row, where: Any) -> None:
             continue
         waiting = speaker in _USERS
         said = (*said, words)
-    rows.left_out += {"questions without a reply": 1} if waiting else {}
+    if waiting:
+        rows.left_out["questions without a reply"] += 1
 
 
 def _messages(row: Row) -> Iterator[tuple[str, str]]:
@@ -116,24 +91,22 @@ def _messages(row: Row) -> Iterator[tuple[str, str]]:
         if not isinstance(message, dict):
             raise ValueError(f"{short(message)} is no message: mend or remove it")
         speaker = message.get("from", message.get("role"))
-        if speaker not in (*_USERS, *_MODELS, *_SYSTEM):
-            known = ", ".join((*_USERS, *_MODELS, *_SYSTEM))
+        if speaker not in _SPEAKERS:
+            known = ", ".join(_SPEAKERS)
             raise ValueError(f"a message from {short(speaker)}, who is not known ({known}): mend or remove it")
         yield speaker, text(message, "value" if "value" in message else "content")
 
 
 def _questions(rows: Rows, row: Row, where: Any) -> None:
-    turns = row.get("turns")
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-        raise ValueError(f"turns {short(turns)} is no list of texts: mend or remove the request")
+    turns = _texts(row.get("turns"), "turns")
     for index in range(len(turns)):
         rows.add(session=where if len(turns) > 1 else None, prompt=tuple(turns[: index + 1]))
 
 
 def _custom(rows: Rows, row: Row, where: Any) -> None:
-    prompt = prompt_of(row.get("prompt"))
+    prompt = _prompt(row.get("prompt"))
     length = UNKNOWN if isinstance(prompt, tuple) else len(prompt)
-    wanted = -1 if row.get("output_tokens") == -1 else tokens(row, "output_tokens", UNKNOWN)  # -1: left to the run
+    wanted = UNKNOWN if row.get("output_tokens") == -1 else tokens(row, "output_tokens", UNKNOWN)  # -1: left to the run
     rows.add(length, wanted, prompt=prompt)
 
 
@@ -142,23 +115,26 @@ def _lmcache(rows: Rows, row: Row, where: Any) -> None:
     rows.add(time_s=time, session=text(row, "session_id"), prompt=(text(row, "input"),), reply=text(row, "output"))
 
 
-def _turn(rows: Rows, row: Any, session: Any, before: tuple[str, ...]) -> tuple[str, ...]:
+def _turn(rows: Rows, row: Any, session: Any, before: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Adds a turn of AIPerf; everything said so far. Earlier replies are not in the file, and so not in the prompt."""
     if not isinstance(row, dict):
         raise ValueError(f"{short(row)} is not a turn: mend or remove it")
-    no_media(row)
-    texts = row.get("texts") if row.get("text") is None else [row["text"]]
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        raise ValueError(f"text {short(row.get('text'))} and texts {short(row.get('texts'))}: no text: mend it")
-    said = (*before, *texts)
+    for key in _MEDIA:
+        if row.get(key):
+            raise ValueError(f"{key} {short(row[key])}: kvbench sends text only: remove the request")
+    said = (*before, *_texts(row.get("texts") if row.get("text") is None else [row["text"]], "texts"))
     rows.add(
         output_tokens=tokens(row, "output_length", UNKNOWN),
         time_s=seconds(row, "timestamp", 1e-3),
-        session=row.get("session_id") if session is None else session,
+        session=session,
         think_s=seconds(row, "delay", 1e-3),
         prompt=said,
     )
     return said
+
+
+def _single_turn(rows: Rows, row: Row, where: Any) -> None:
+    _turn(rows, row, row.get("session_id"))
 
 
 def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
@@ -168,3 +144,48 @@ def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
     said: tuple[str, ...] = ()
     for turn in turns:
         said = _turn(rows, turn, where, said)
+
+
+def _is_sharegpt(source: Source) -> bool:
+    lists = (source.first.get(key) for key in ("conversations", "conversation"))
+    return source.container in ("array", "jsonl") and any(isinstance(value, list) for value in lists)
+
+
+def _turns_of(source: Source) -> Any:
+    return source.first.get("turns") if source.container == "jsonl" else None
+
+
+def _is_questions(source: Source) -> bool:
+    turns = _turns_of(source)
+    return isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+
+
+def _is_multi_turn(source: Source) -> bool:
+    turns = _turns_of(source)
+    return isinstance(turns, list) and any(isinstance(turn, dict) for turn in turns)
+
+
+def _is_single_turn(source: Source) -> bool:
+    return (source.has("text") or source.has("texts")) and "turns" not in source.first
+
+
+def _format(name: str, looks: str, fits: Callable[[Source], bool], add: Callable[[Rows, Row, Any], Any]) -> Format:
+    def read(sources: list[Source], page_size: int | None) -> Trace:
+        return read_rows(name, sources, add)
+
+    return Format(name, looks, fits, read)
+
+
+FORMATS = (
+    _format("sharegpt", "JSON: [{conversations: [...]}]", _is_sharegpt, _sharegpt),
+    _format("questions", "JSONL: turns (texts)", _is_questions, _questions),
+    _format("custom", "JSONL: prompt, output_tokens", lambda source: source.has("prompt"), _custom),
+    _format(
+        "lmcache",
+        "JSONL: input, output, session_id",
+        lambda source: source.has("input", "output", "session_id"),
+        _lmcache,
+    ),
+    _format("single_turn", "JSONL: text or texts", _is_single_turn, _single_turn),
+    _format("multi_turn", "JSONL: session_id, turns: [...]", _is_multi_turn, _multi_turn),
+)

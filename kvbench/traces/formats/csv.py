@@ -11,87 +11,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 
 from kvbench.traces.model import Trace, find_tick
-from kvbench.traces.source import Source
+from kvbench.traces.source import Format, Source
 
-AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
-VIDUR = ("num_prefill_tokens", "num_decode_tokens")
-GUIDELLM = ("timestamp", "input_length", "output_length")
+_COLUMNS = {  # time, prompt and output
+    "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    "burstgpt": ("Timestamp", "Request tokens", "Response tokens"),
+    "vidur": ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
+    "guidellm": ("timestamp", "input_length", "output_length"),
+}
 _FAILED = "failed requests (Response tokens 0)"
 
 
-def has(source: Source, names: tuple[str, ...]) -> bool:
-    """Whether it is a CSV file with these columns."""
-    return source.container == "csv" and set(names) <= set(source.columns)
+def fits(name: str) -> Callable[[Source], bool]:
+    """Whether a file is a CSV file with the columns of the format; vidur's may lack the time."""
+    columns = set(_COLUMNS[name][name == "vidur" :])
+    return lambda source: source.container == "csv" and columns <= set(source.columns)
 
 
-def read_azure(source: Source) -> Trace:
-    """Raises ValueError."""
-    table = source.table(AZURE)
-    times = pd.to_datetime(table["TIMESTAMP"], utc=True, format="ISO8601", errors="coerce")
-    if times.isna().any():
-        row = int(np.flatnonzero(times.isna())[0])
-        raise source.error(source.line(row + 1), f"TIMESTAMP {table['TIMESTAMP'].iloc[row]!r} is not a time: mend it")
-    stamps = times.dt.tz_convert(None).to_numpy().astype("datetime64[ns]").astype(np.int64)
-    seconds = (stamps - stamps.min()) / 1e9
-    return _trace("azure", seconds, *(source.numbers(table, name) for name in AZURE[1:]))
+def reader(name: str) -> Callable[[list[Source], int | None], Trace]:
+    """Reads one file of the format."""
+
+    def read(sources: list[Source], page_size: int | None) -> Trace:
+        if len(sources) > 1:
+            raise ValueError(f"{len(sources)} files of a format of which one is read at a time: give one")
+        return _read(sources[0], name)
+
+    return read
 
 
-def read_vidur(source: Source) -> Trace:
-    """Raises ValueError."""
-    timed = "arrived_at" in source.columns
-    table = source.table((*VIDUR, "arrived_at") if timed else VIDUR)
-    times = source.numbers(table, "arrived_at", whole=False) if timed else None
-    return _trace("vidur", times, *(source.numbers(table, name) for name in VIDUR))
-
-
-def read_guidellm_table(source: Source) -> Trace:
-    """Raises ValueError."""
-    table = source.table(GUIDELLM)
-    times = source.numbers(table, GUIDELLM[0], whole=False)
-    return _trace("guidellm", times, *(source.numbers(table, name) for name in GUIDELLM[1:]))
-
-
-def read_burstgpt(source: Source) -> Trace:
-    """Raises ValueError."""
-    extra = tuple(name for name in ("Session ID", "Elapsed time") if name in source.columns)
-    table = source.table((*BURSTGPT, *extra))
-    times = source.numbers(table, "Timestamp", whole=False)
-    prompt, output = (source.numbers(table, name) for name in BURSTGPT[1:])
-    answered = output > 0
-    if not answered.any():
-        raise ValueError(f"{source.path} has no request to send: {len(output):,} {_FAILED}")
-    elapsed = source.numbers(table, "Elapsed time", whole=False, empty=True) if "Elapsed time" in extra else None
-    keys = table["Session ID"].str.strip().to_numpy() if "Session ID" in extra else None
-    return _trace(
-        "burstgpt",
-        times[answered],
-        prompt[answered],
-        output[answered],
-        sessions=None if keys is None else keys[answered],
-        elapsed=None if elapsed is None else elapsed[answered],
-        left_out={_FAILED: int((~answered).sum())} if not answered.all() else {},
-    )
-
-
-def _trace(
-    name: str,
-    times: np.ndarray | None,
-    prompt: np.ndarray,
-    output: np.ndarray,
-    *,
-    sessions: np.ndarray | None = None,
-    elapsed: np.ndarray | None = None,
-    left_out: dict[str, int] | None = None,
-) -> Trace:
-    order = np.arange(len(prompt)) if times is None else np.argsort(times, kind="stable")
-    arrival = None if times is None else times[order] - times[order[0]]
+def _read(source: Source, name: str) -> Trace:
+    time, *lengths = _COLUMNS[name]
+    timed = name != "vidur" or time in source.columns
+    extra = [key for key in ("Session ID", "Elapsed time") if name == "burstgpt" and key in source.columns]
+    table = source.table((*([time] if timed else []), *lengths, *extra))
+    prompt, output = (source.numbers(table, column) for column in lengths)
+    seconds = elapsed = sessions = None
+    if name == "azure":
+        seconds = _seconds(source, table, time)
+    elif timed:
+        seconds = source.numbers(table, time, whole=False)
+    if "Session ID" in extra:
+        sessions = table["Session ID"].str.strip().to_numpy()
+    if "Elapsed time" in extra:
+        elapsed = source.numbers(table, "Elapsed time", whole=False, empty=True)
+    order = np.arange(len(prompt)) if seconds is None else np.argsort(seconds, kind="stable")
+    left_out = {}
+    if name == "burstgpt" and (failed := int((output == 0).sum())):
+        if failed == len(output):
+            raise ValueError(f"{source.path} has no request to send: {failed:,} {_FAILED}")
+        order = order[output[order] > 0]
+        left_out = {_FAILED: failed}
+    arrival = None if seconds is None else seconds[order] - seconds[order[0]]
     session = turn = think = None
-    if sessions is not None and (sessions != "").any():
+    if sessions is not None and (sessions[order] != "").any():
         keys = pd.Series(np.where(sessions == "", [f"\0{i}" for i in range(len(sessions))], sessions)[order])
         session = pd.factorize(keys)[0].astype(np.int64)
         turn = keys.groupby(session).cumcount().to_numpy(dtype=np.int64)
@@ -107,5 +85,21 @@ def _trace(
         turn=turn,
         think_s=think,
         tick_s=None if arrival is None else find_tick(arrival),
-        left_out=left_out or {},
+        left_out=left_out,
     )
+
+
+def _seconds(source: Source, table: pd.DataFrame, column: str) -> np.ndarray:
+    """Azure's timestamps after the first one. float64 [requests]"""
+    times = pd.to_datetime(table[column], utc=True, format="ISO8601", errors="coerce")
+    if times.isna().any():
+        row = int(np.flatnonzero(times.isna())[0])
+        raise source.error(source.line(row + 1), f"{column} {table[column].iloc[row]!r} is not a time: mend it")
+    stamps = times.dt.tz_convert(None).to_numpy().astype("datetime64[ns]").astype(np.int64)
+    return (stamps - stamps.min()) / 1e9
+
+
+FORMATS = tuple(
+    Format(name, "CSV: " + ", ".join(_COLUMNS[name][name == "vidur" :]), fits(name), reader(name))
+    for name in ("azure", "burstgpt", "vidur")
+)

@@ -11,45 +11,40 @@ GuideLLM.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from kvbench.traces.formats.chat_text import message_texts, payload_texts
+from kvbench.traces.formats import csv
+from kvbench.traces.formats.chats import message_texts, payload_texts
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
-from kvbench.traces.page_size import PageSize
-from kvbench.traces.rows import Rows
-from kvbench.traces.source import Row, Source, seconds, short, text, tokens
+from kvbench.traces.rows import PageSize, Rows, read_rows
+from kvbench.traces.source import Format, Row, Source, seconds, short, text, tokens
 
 _CONTENT = ("input_length", "text_input", "messages", "payload")
 _AIPERF = ("text_input", "messages", "payload", "delay", "message_mode", "session_id")
 _MOONCAKE_PAGE = 512
 
 
-def is_qwen(source: Source) -> bool:
-    return source.container == "jsonl" and {"chat_id", "parent_chat_id", "hash_ids"} <= source.first.keys()
+def _is_qwen(source: Source) -> bool:
+    return source.has("chat_id", "parent_chat_id", "hash_ids")
 
 
-def is_mooncake(source: Source) -> bool:
+def _is_mooncake(source: Source) -> bool:
     """By what others of these names seldom have: AIPerf's own keys, or page ids (then ``unit_doubt`` has a say)."""
     own = {"hash_ids", *_AIPERF}
-    return not is_qwen(source) and is_lengths(source) and bool(own & source.first.keys())
+    return not _is_qwen(source) and _has_lengths(source) and bool(own & source.first.keys())
 
 
-def is_lengths(source: Source) -> bool:
+def _has_lengths(source: Source) -> bool:
     """Whether its rows may be Mooncake's or AIPerf's."""
-    return source.container == "jsonl" and any(key in source.first for key in (*_CONTENT, "hash_ids"))
+    return any(source.has(key) for key in (*_CONTENT, "hash_ids"))
 
 
 def is_plain(source: Source) -> bool:
     """Lengths and times only: in ms for AIPerf, in seconds for vLLM and GuideLLM. Nobody can tell from the file."""
-    row = source.first
-    return source.container == "jsonl" and "input_length" in row and not is_qwen(source) and not is_mooncake(source)
-
-
-def read_mooncake(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, page_size, "mooncake", 1e-3, _MOONCAKE_PAGE)
+    return source.has("input_length") and not _is_qwen(source) and not _is_mooncake(source)
 
 
 def unit_doubt(source: Source, trace: Trace) -> str | None:
@@ -65,36 +60,25 @@ def unit_doubt(source: Source, trace: Trace) -> str | None:
     return "its timestamps are not whole numbers, as Mooncake's are" if np.abs(ms - np.round(ms)).max() > 1e-3 else None
 
 
-def read_timed_trace(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, page_size, "timed_trace", 1.0, None)
+def _reader(name: str, unit: float = 1.0, usual: int | None = None) -> Callable[[list[Source], int | None], Trace]:
+    """``unit`` [s] of its times, ``usual`` size of its pages."""
 
+    def read(sources: list[Source], page_size: int | None) -> Trace:
+        history: dict[Any, tuple[str, ...]] = {}
+        fit = PageSize(page_size, usual=usual) if "hash_ids" in sources[0].first else None
+        # Files are pieces of one trace: page ids mean the same in all.
+        return read_rows(name, sources, lambda rows, row, where: _add(rows, row, unit, history), fit)
 
-def read_guidellm(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    return _read(sources, page_size, "guidellm", 1.0, None)
-
-
-def _read(sources: list[Source], page_size: int | None, name: str, unit: float, usual: int | None) -> Trace:
-    with_ids = "hash_ids" in sources[0].first
-    rows = Rows(PageSize(page_size, usual=usual) if with_ids else None)
-    history: dict[Any, tuple[str, ...]] = {}
-    for source in sources:  # pieces of one trace: page ids mean the same in all
-        for where, row in source.rows():
-            try:
-                _add(rows, row, unit, history)
-            except ValueError as error:
-                raise source.error(where, error) from None
-    return rows.trace(name, _name(sources))
+    return read
 
 
 def _add(rows: Rows, row: Row, unit: float, history: dict[Any, tuple[str, ...]]) -> None:
     given = [key for key in _CONTENT if row.get(key) is not None]
-    if rows.fit is not None and given not in ([], ["input_length"]):
+    if rows.page_size is not None and given not in ([], ["input_length"]):
         raise ValueError(f"page ids go with input_length, not with {given[0]}: mend or remove the request")
     if len(given) > 1:
         raise ValueError(f"both {given[0]} and {given[1]}, which may not agree: keep one of them")
-    if rows.fit is None and row.get("hash_ids") is not None:
+    if rows.page_size is None and row.get("hash_ids") is not None:
         raise ValueError("page ids, which the first request has not: give every request its hash_ids, or none")
     session = row.get("session_id")
     prompt = None if given in ([], ["input_length"]) else _prompt(row, given[0], session, history)
@@ -125,28 +109,50 @@ def _prompt(row: Row, key: str, session: Any, history: dict[Any, tuple[str, ...]
     return texts
 
 
-def read_qwen(sources: list[Source], page_size: int | None) -> Trace:
-    """Raises ValueError."""
-    rows = Rows(PageSize(page_size, usual=16))
+def _read_qwen(sources: list[Source], page_size: int | None) -> Trace:
     sessions: dict[Any, Any] = {}  # chat -> the first chat of its conversation
-    for source in sources:
-        for where, row in source.rows():
-            try:
-                chat, parent = row.get("chat_id"), row.get("parent_chat_id")
-                if type(chat) is not int or type(parent) is not int:
-                    raise ValueError(f"chat_id {short(chat)} and parent_chat_id {short(parent)} are not whole numbers")
-                sessions[chat] = sessions.get(parent, chat)
-                rows.add(
-                    tokens(row, "input_length"),
-                    tokens(row, "output_length", UNKNOWN),
-                    time_s=seconds(row, "timestamp"),
-                    page_ids=row.get("hash_ids"),
-                    session=sessions[chat],
-                )
-            except ValueError as error:
-                raise source.error(where, error) from None
-    return rows.trace("qwen", _name(sources))
+
+    def add(rows: Rows, row: Row, where: Any) -> None:
+        chat, parent = row.get("chat_id"), row.get("parent_chat_id")
+        if type(chat) is not int or type(parent) is not int:
+            raise ValueError(f"chat_id {short(chat)} and parent_chat_id {short(parent)} are not whole numbers")
+        sessions[chat] = sessions.get(parent, chat)
+        rows.add(
+            tokens(row, "input_length"),
+            tokens(row, "output_length", UNKNOWN),
+            time_s=seconds(row, "timestamp"),
+            page_ids=row.get("hash_ids"),
+            session=sessions[chat],
+        )
+
+    return read_rows("qwen", sources, add, PageSize(page_size, usual=16))
 
 
-def _name(sources: list[Source]) -> str:
-    return str(sources[0].path) if len(sources) == 1 else f"{sources[0].path} and {len(sources) - 1} more"
+def _read_guidellm(sources: list[Source], page_size: int | None) -> Trace:
+    read = csv.reader("guidellm") if sources[0].container == "csv" else _reader("guidellm")
+    return read(sources, page_size)
+
+
+FORMATS = (
+    Format(
+        "mooncake",
+        "JSONL: timestamp (ms), input_length, hash_ids",
+        _is_mooncake,
+        _reader("mooncake", 1e-3, _MOONCAKE_PAGE),
+        _has_lengths,
+    ),
+    Format(
+        "timed_trace",
+        "JSONL: the same names, timestamp in seconds",
+        is_plain,
+        _reader("timed_trace"),
+        _has_lengths,
+    ),
+    Format("qwen", "JSONL: chat_id, parent_chat_id, input_length, hash_ids", _is_qwen, _read_qwen),
+    Format(
+        "guidellm",
+        "CSV or JSONL: timestamp (s), input_length, output_length",
+        lambda source: csv.fits("guidellm")(source) or is_plain(source),
+        _read_guidellm,
+    ),
+)

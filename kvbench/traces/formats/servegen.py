@@ -11,23 +11,18 @@ from __future__ import annotations
 import ast
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from kvbench.traces.model import MOST_TOKENS, Trace, find_tick
-from kvbench.traces.source import Source, short
+from kvbench.traces.source import Format, Source, short
 
 _SEED = 0  # the same trace on every machine
 _MOST_REQUESTS = 1_000_000  # clients of a week have a hundred times as many
 _COLUMNS = ("start", "rate", "cv", "distribution", "shape", "scale")
 _LAST_WINDOW_S = 600.0
-
-
-def is_servegen(source: Source) -> bool:
-    return _is_arrivals(source) or _is_lengths(source)
 
 
 def _is_arrivals(source: Source) -> bool:
@@ -42,7 +37,7 @@ def _is_lengths(source: Source) -> bool:
     )
 
 
-def read_servegen(sources: list[Source], page_size: int | None) -> Trace:
+def _read(sources: list[Source], page_size: int | None) -> Trace:
     """The first million requests of one client. Raises ValueError."""
     arrivals = [s for s in sources if _is_arrivals(s)]
     lengths = [s for s in sources if _is_lengths(s)]
@@ -66,8 +61,8 @@ def read_servegen(sources: list[Source], page_size: int | None) -> Trace:
         came = _arrivals(start, end, rate, name, shape, rng)[: _MOST_REQUESTS - drawn]
         inputs, replies = tables[starts[max(0, bisect_right(starts, start) - 1)]]
         times.append(came)
-        prompts.append(rng.choice(inputs.lengths, len(came), p=inputs.shares))
-        outputs.append(rng.choice(replies.lengths, len(came), p=replies.shares))
+        for drawn_lengths, (values, shares) in ((prompts, inputs), (outputs, replies)):
+            drawn_lengths.append(rng.choice(values, len(came), p=shares))
         drawn += len(came)
     if not drawn:
         raise ValueError(f"{arrivals[0].path} has no window with a rate above 0: it has no requests")
@@ -87,15 +82,12 @@ def _arrivals(start: float, end: float, rate: float, name: str, shape: float, rn
     times = np.array([start])
     while times[-1] < end:
         count = int((end - times[-1]) * rate * 1.1) + 64
-        gaps = (
-            rng.gamma(shape, 1 / shape, count) if name == "Gamma" else rng.weibull(shape, count) / _weibull_mean(shape)
-        )
+        if name == "Gamma":
+            gaps = rng.gamma(shape, 1 / shape, count)
+        else:
+            gaps = rng.weibull(shape, count) / math.gamma(1 + 1 / shape)
         times = np.concatenate([times, times[-1] + np.cumsum(gaps) / rate])
     return times[1:][times[1:] < end]
-
-
-def _weibull_mean(shape: float) -> float:
-    return math.gamma(1 + 1 / shape)
 
 
 def _windows(source: Source) -> list[tuple[float, float, float, str, float]]:
@@ -114,12 +106,7 @@ def _windows(source: Source) -> list[tuple[float, float, float, str, float]]:
     return [(start, end, *rest) for (start, *rest), end in zip(found, ends, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Token counts, int64, and their probabilities."""
-
-    lengths: np.ndarray
-    shares: np.ndarray
+_Table = tuple[np.ndarray, np.ndarray]  # token counts, int64, and their probabilities
 
 
 def _length_windows(source: Source) -> dict[float, tuple[_Table, _Table]]:
@@ -150,7 +137,7 @@ def _table(source: Source, start: str, column: str, given: Any) -> _Table | None
         raise source.error(
             f"window {start}", f"{column} {short(given)} is no table of lengths and their shares: mend it"
         ) from None
-    return _Table(lengths, shares / shares.sum())
+    return lengths, shares / shares.sum()
 
 
 def _number(text: str) -> float | None:
@@ -159,3 +146,8 @@ def _number(text: str) -> float | None:
     except (TypeError, ValueError):
         return None
     return value if math.isfinite(value) else None
+
+
+FORMATS = (
+    Format("servegen", "a client's CSV and JSON: a trace is drawn", lambda s: _is_arrivals(s) or _is_lengths(s), _read),
+)

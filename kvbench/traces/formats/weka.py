@@ -11,40 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvbench.traces.model import MOST_TOKENS, UNKNOWN, Trace
-from kvbench.traces.page_size import PageSize
-from kvbench.traces.rows import Rows
-from kvbench.traces.source import Row, Source, seconds, short, tokens
-
-_Place = tuple[str, Row, float, str]  # where, the request, when, which (sub-)agent
+from kvbench.traces.rows import PageSize, Rows, read_rows
+from kvbench.traces.source import Format, Row, Source, seconds, short, tokens
 
 
-def is_weka(source: Source) -> bool:
-    return source.container == "object" and isinstance(source.first.get("requests"), list)
-
-
-def read_weka(sources: list[Source], page_size: int | None) -> Trace:
+def _read(sources: list[Source], page_size: int | None) -> Trace:
     """Sessions of several files share no clock: they come one after another, without times. Raises ValueError."""
-    told = {_block_size(source) for source in sources}
-    if len(told) > 1:
-        raise ValueError(
-            f"the sessions' block sizes differ ({', '.join(map(str, sorted(told, key=str)))}): give one kind"
-        )
-    rows = Rows(PageSize(page_size, told.pop()))
-    for number, source in enumerate(sources):
-        for where, row, time, agent in _requests(source, source.first["requests"], "requests", 0.0, ""):
-            try:
-                rows.add(
-                    tokens(row, "in"),
-                    tokens(row, "out", UNKNOWN),
-                    time_s=time,
-                    page_ids=row.get("hash_ids"),
-                    scope=number,
-                    session=(number, agent),
-                    think_s=seconds(row, "think_time"),
-                )
-            except ValueError as error:
-                raise source.error(where, error) from None
-    return rows.trace("weka", sources[0].path, same_clock=len(sources) == 1)
+    sizes = {_block_size(source) for source in sources}
+    if len(sizes) > 1:
+        different = ", ".join(map(str, sorted(sizes, key=str)))
+        raise ValueError(f"the sessions' block sizes differ ({different}): give one kind")
+    fit = PageSize(page_size, sizes.pop())
+    return read_rows("weka", sources, _add, fit, _requests_of, same_clock=len(sources) == 1)
 
 
 def _block_size(source: Source) -> int | None:
@@ -54,7 +32,24 @@ def _block_size(source: Source) -> int | None:
     return size
 
 
-def _requests(source: Source, requests: list[Any], where: str, start: float, agent: str) -> Iterator[_Place]:
+def _add(rows: Rows, row: Row, where: tuple[int, str]) -> None:
+    rows.add(
+        tokens(row, "in"),
+        tokens(row, "out", UNKNOWN),
+        time_s=row["t"],
+        page_ids=row.get("hash_ids"),
+        scope=where[0],
+        session=(where[0], row["agent"]),
+        think_s=seconds(row, "think_time"),
+    )
+
+
+def _requests_of(source: Source) -> Iterator[tuple[str, Row]]:
+    return _requests(source, source.first["requests"], "requests", 0.0, "")
+
+
+def _requests(source: Source, requests: list[Any], where: str, start: float, agent: str) -> Iterator[tuple[str, Row]]:
+    """The requests of an agent and of those it called, with ``t`` from the session's start and their ``agent``."""
     for index, row in enumerate(requests):
         place = f"{where}[{index}]"
         if not isinstance(row, dict):
@@ -66,8 +61,18 @@ def _requests(source: Source, requests: list[Any], where: str, start: float, age
         if time is None:
             raise source.error(place, f"t {short(row.get('t'))} is not a time in seconds: mend it")
         if row.get("type") != "subagent":
-            yield place, row, start + time, agent
+            yield place, row | {"t": start + time, "agent": agent}
         elif isinstance(row.get("requests"), list):
             yield from _requests(source, row["requests"], f"{place}.requests", start + time, place)
         else:
             raise source.error(place, "a sub-agent without a list of requests: mend or remove it")
+
+
+FORMATS = (
+    Format(
+        "weka",
+        "JSON, a session a file: block_size, requests",
+        lambda source: source.container == "object" and isinstance(source.first.get("requests"), list),
+        _read,
+    ),
+)

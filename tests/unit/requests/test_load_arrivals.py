@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from kvbench.requests.arrivals import draw_arrivals, plateaus, spread_ticks
-from kvbench.workload.arrivals_section import Segment, ramp
+from kvbench.requests.arrivals import Segment, draw_arrivals, plateaus, ramp, spread_ticks
 
 
 def rng(seed: int = 1) -> np.random.Generator:

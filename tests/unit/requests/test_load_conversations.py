@@ -21,7 +21,7 @@ from kvbench.requests.build import build_requests
 from kvbench.requests.conversations import draw_thinks, draw_turns
 from kvbench.requests.request import RequestList, RequestSpec, conversations, read_requests, write_requests
 from kvbench.workload.load_section import LoadConfig
-from kvbench.workload.sessions_section import Think, Turns
+from kvbench.workload.prompts_section import Think, Turns
 
 PROMPTS = {
     "kind": "synthetic",

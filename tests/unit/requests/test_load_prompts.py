@@ -10,15 +10,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from kvbench.requests.build import (
-    RequestList,
-    RequestSpec,
-    build_requests,
-    distinct_prefixes,
-    read_requests,
-    write_requests,
-)
+from kvbench.requests.build import build_requests
 from kvbench.requests.draw import draw_lengths, largest_remainder, random_tokens
+from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes, read_requests, write_requests
 from kvbench.workload.load_section import Length, LoadConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,19 +105,6 @@ def test_shares_of_prefixes_that_fill_everything_leave_nobody_out() -> None:
         )
         had = Counter(r.prefix_tokens for r in requests)
         assert had[0] == 0 and all(abs(had[g["tokens"]] - number / 3) < 1 for g in groups)
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        ([], "add up to 0"),
-        ([{"tokens": 4, "share": 0.6}, {"tokens": 5, "share": 0.6}], "2 shared prefixes add up to 1.2"),
-        ([{"tokens": 4, "shar": 0.6}], "did you mean `share`"),
-    ],
-)
-def test_impossible_prefixes_are_refused(groups: list, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        mix(prompts={"kind": "synthetic", "shared_prefix": groups, "classes": CLASSES})
 
 
 @pytest.mark.parametrize("load", [{}, {"mode": "open", "concurrency": None, "request_rate": 4.0}])

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-from pathlib import Path
 
 import pytest
 
-from kvbench.requests.build import distinct_prefixes
 from kvbench.requests.prefix_hits import predict_hits
-from kvbench.requests.request import RequestSpec
+from kvbench.requests.request import RequestSpec, distinct_prefixes
 from tests.support.trace_loads import CLOSED, build, jsonl, lengths, shared_tokens
+from tests.support.trace_samples import SLICES, TRACES, needs_slices
 
-ROOT = Path(__file__).resolve().parents[3]
-TRACES = Path(os.environ.get("KVBENCH_TRACES", ROOT.parent / "shared" / "traces"))
-EXPECTED = TRACES / "expected_stats.json"
-SLICES = json.loads(EXPECTED.read_text()) if EXPECTED.is_file() else {}
 IN_MS = {"format": "mooncake"}  # in pages of 16, so that it has to be said
 
 
@@ -38,10 +32,9 @@ def ideal(requests: list[RequestSpec], page: int) -> tuple[float, float]:
     return hits / pages, hit_tokens / tokens
 
 
-@pytest.mark.parametrize("name", [n for n in SLICES if "prefix_infinite_cache_cold" in SLICES[n]] or ["none"])
+@needs_slices
+@pytest.mark.parametrize("name", [n for n in SLICES if "prefix_infinite_cache_cold" in SLICES[n]])
 def test_prompts_of_a_public_slice_hit_what_its_page_ids_hit(name):
-    if name == "none":
-        pytest.skip(f"no trace slices in {TRACES}; set KVBENCH_TRACES to their folder")
     cold = SLICES[name]["prefix_infinite_cache_cold"]
     scale = 0.0625 if cold["block"] == 512 else 1.0
     load = CLOSED | {"build": {"concurrency": 1, "max_model_len": 2**20}}

@@ -13,9 +13,8 @@ from kvbench.targets.choose import arithmetic
 from kvbench.targets.launch_plan import Launcher
 from kvbench.targets.preset import OF_THE_MODEL, Context
 from kvbench.targets.presets import PRESETS
-from kvbench.workload.design import make_design
+from kvbench.workload.design import make_design, without_refused
 from kvbench.workload.file import load_workload
-from kvbench.workload.plan import without_refused
 
 SETTINGS = {"model": "llama-32m", "layout": "paged", "device": "cpu", "page_size": 32, "max_num_seqs": 8}
 ON_GPU = {"layout": "paged", "device": "auto", "max_num_seqs": 8, "max_model_len": 2048, "kv_budget": "97MiB"}

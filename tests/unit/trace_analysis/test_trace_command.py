@@ -59,8 +59,8 @@ def test_the_terminal_has_lengths_rate_burstiness_memory_and_prefixes(capsys, pa
         "25.00% of pages of 16",
         "90.62% of pages, 92.50% of tokens, 93.75% of full pages",
         "3 of 32 pages are distinct: 48 tokens keep everything.",
-        "32 32 KiB 46.88% 75.00% 52%",
-        "48 48 KiB 90.62% 92.50% 100%",
+        "2 32 32 KiB 46.88% 75.00% 51.72% 15",
+        "3 48 48 KiB 90.62% 92.50% 100.00% 0",
     ):
         assert words in text, words
 
@@ -122,7 +122,7 @@ def test_the_figures_draw_what_was_counted(pages):
     requests, tokens = arrivals_figure(found.trace).figure.data
     assert sum(requests.y) * requests.width == pytest.approx(16) and sum(tokens.y) * tokens.width == pytest.approx(320)
     assert requests.x[0] == requests.width / 2 and requests.x[-1] < 7.5 + requests.width
-    of_pages, of_tokens = cache_figure(found).figure.data
+    of_pages, of_tokens = cache_figure(found.cache).figure.data
     assert list(of_pages.x) == [32, 48] and list(of_pages.y) == pytest.approx([1500 / 32, 2900 / 32])
     assert list(of_tokens.y) == pytest.approx([75, 92.5])
     (bars,) = waste_figure(found).figure.data

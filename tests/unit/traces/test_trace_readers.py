@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvbench.traces.model import UNKNOWN, find_tick, select
-from kvbench.traces.read import FORMATS, read_trace
+from kvbench.traces.read import FORMATS, read_page_ids, read_trace
 from tests.support.trace_samples import (
     AZURE,
     BURSTGPT,
@@ -21,14 +19,14 @@ from tests.support.trace_samples import (
     SERVEGEN,
     SERVEGEN_LENGTHS,
     SHAREGPT,
+    TRACES,
     WEKA,
     arrivals,
     lines,
+    page_row,
     write,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
-TRACES = Path(os.environ.get("KVBENCH_TRACES", ROOT.parent / "shared" / "traces"))
 SERVEGEN_FILES = TRACES / "servegen"
 
 
@@ -58,8 +56,6 @@ def test_burstgpt_is_read_by_name_and_failed_requests_are_counted(tmp_path):
     assert untold.session.tolist() == [0, 1, 0] and untold.think_s.tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match=r"line 2: Elapsed time 'x' is not a number"):
         read_trace(write(tmp_path, BURSTGPT_3.replace("a,2.5", "a,x")))
-    with pytest.raises(ValueError, match="2 failed requests"):
-        read_trace(write(tmp_path, BURSTGPT.split("5,Chat")[0] + "1,a,2,0,2,x\n2,a,2,0,2,x\n"))
 
 
 def test_mooncake_is_in_milliseconds_and_timed_trace_in_seconds(tmp_path):
@@ -106,8 +102,35 @@ def test_weka_counts_sub_agents_as_sessions_and_files_as_worlds_of_their_own(tmp
     two = read_trace([one, write(tmp_path, WEKA, "again")])
     assert two.arrival_s is None and two.session.tolist() == [0, 1, 0, 2, 3, 2]
     assert [list(ids) for ids in two.page_ids] == [[0], [0, 1], [0, 2], [3], [3, 4], [3, 5]]
-    with pytest.raises(ValueError, match="block sizes differ"):
+    deep = {"type": "subagent", "t": 1.0, "requests": [json.loads(WEKA)["requests"][1]]}
+    nested = read_trace(write(tmp_path, json.dumps({"block_size": 8, "requests": [deep]}), "nested"))
+    assert arrivals(nested) == [0] and nested.prompt_tokens.tolist() == [16]
+    with pytest.raises(ValueError, match="16, 8"):
         read_trace([one, write(tmp_path, WEKA.replace('"block_size": 8', '"block_size": 16'), "other")])
+
+
+def test_page_ids_are_of_any_kind_and_rows_in_order_of_arrival(tmp_path):
+    text = lines(
+        page_row([2**70, "a", -1], 45, timestamp=3000),
+        page_row(["a", 2**70], timestamp=1.5, extra=1),
+        page_row([-1, 5], timestamp=3000),
+        page_row([], 0, timestamp=0),
+    )
+    trace = read_page_ids(write(tmp_path, "\ufeff" + text.replace("\n", "\n\n", 1)))
+    assert trace.page_size == 16 and trace.prompt_tokens.tolist() == [0, 32, 45, 32]
+    assert [list(ids) for ids in trace.page_ids] == [[], [1, 0], [0, 1, 2], [2, 3]]
+    rows = (page_row([1, 2, 3, 4], timestamp=9), page_row([1, 2, 3, 5]), page_row([7], timestamp=0))
+    untimed = read_page_ids(write(tmp_path, lines(*rows)))  # without all timestamps the file's order holds
+    assert [len(ids) for ids in untimed.page_ids] == [4, 4, 1]
+
+
+@pytest.mark.parametrize("pages", [lambda n: -(-n // 48), lambda n: n // 48])
+def test_a_page_size_that_is_no_power_of_two_is_given(tmp_path, pages):
+    path = write(tmp_path, lines(*(page_row(list(range(pages(n))), n) for n in (47, 48, 49, 96, 480, 500))))
+    assert read_page_ids(path, page_size=48).page_size == 48
+    for size, words in ((None, "--page-size"), (64, "--page-size 64")):
+        with pytest.raises(ValueError, match=words):
+            read_page_ids(path, page_size=size)
 
 
 def test_a_conversation_gives_a_request_for_each_answered_turn(tmp_path):
@@ -184,9 +207,7 @@ def test_a_coarse_clock_is_noticed():
     exact = np.sort(rng.uniform(0, 300, 900))
     assert find_tick(exact) is None
     assert find_tick(np.floor(exact / 3) * 3) == 3.0
-    ticks = (
-        np.arange(100) * 3 - rng.integers(0, 2, 100) * 0.001
-    )  # as Mooncake's, which are a millisecond early at times
+    ticks = np.arange(100) * 3 - rng.integers(0, 2, 100) * 0.001  # Mooncake's are a millisecond early at times
     assert find_tick(np.repeat(ticks, 9)) == pytest.approx(3, abs=0.002)
     assert find_tick(np.array([0.0, 0.0, 1.0, 1.0])) is None
     assert find_tick(np.repeat(exact[::5], 5)) is None  # five at a time, but at no clock's times

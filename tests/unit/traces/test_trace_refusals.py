@@ -18,43 +18,94 @@ from tests.support.trace_samples import (
     SERVEGEN_LENGTHS,
     SHAREGPT,
     lines,
+    page_row,
     write,
 )
 
+PAGES = lines(page_row([1, 2, 3, 4]))
+
+
+def after_good(row: object) -> str:
+    return f"{PAGES}\n{row if isinstance(row, str) else json.dumps(row)}"
+
+
+def session(*requests: object, **top: object) -> str:
+    return json.dumps({"block_size": 8, "requests": requests} | top, indent=1)
+
+
+def call(ids: list[int], tokens: int, **more: object) -> dict:
+    return {"t": 0, "type": "n", "in": tokens, "hash_ids": ids} | more
+
+
+# What a file holds, and what the refusal must name: the place and the value.
 BAD = {
-    "servegen window": (SERVEGEN.replace("1200,", "100,"), ["line 3", "start '100' and rate '4.0' are no window"]),
+    "nothing": ("", ["empty"]),
+    "blank": (" \n\n", ["empty"]),
+    "unknown": ("a,b\n1,2\n", ["'a,b'", "azure (CSV: TIMESTAMP", "mooncake"]),
+    "unknown keys": ('{"timestamp": 1, "input": "x"}', ["'timestamp', 'input'"]),
+    "binary": ("\x00\x01", ["known format"]),
+    "cut": ('{"hash_ids": [1, 2', ["line 1"]),
+    "no row": (after_good("\n{broken"), ["line 3"]),
+    "list": (after_good("[1]"), ["line 2"]),
+    "deep": (after_good("[" * 100_000), ["line 2"]),
+    "no ids": (after_good({"input_length": 5}), ["line 2", "hash_ids"]),
+    "no length": (after_good({"hash_ids": [1]}), ["line 2", "input_length None"]),
+    "negative": (after_good(page_row([1], -4)), ["line 2", "input_length -4"]),
+    "too many": (after_good(page_row([1], 10**30)), ["line 2", "input_length 1000"]),
+    "fraction id": (after_good(page_row([1, 1.5])), ["line 2", "page id 1.5"]),
+    "truth id": (after_good(page_row([True])), ["line 2", "page id True"]),
+    "time": (after_good(page_row([1], timestamp="soon")), ["line 2", "timestamp 'soon'"]),
+    "nan time": (after_good('{"hash_ids": [1], "input_length": 16, "timestamp": NaN}'), ["line 2", "timestamp nan"]),
+    "huge time": (after_good(page_row([1], timestamp=10**400)), ["line 2", "timestamp"]),
+    "page size": (after_good(page_row([1, 2], 500)), ["line 2", "2 page ids for 500 tokens", "13 to 21"]),
+    "no page": (lines(page_row([], 5)), ["full page"]),
+    "any page size": (session(call([1], 5), block_size=None), ["3 or more", "--page-size", "load.prompts.page_size"]),
+    "weka row": (session(call([1], 8), 5), ["requests[1]", "5"]),
+    "weka ids": (session({"t": 0, "in": 9}), ["requests[0]", "hash_ids"]),
+    "weka time": (session(call([1], 8, t="x")), ["requests[0]", "t 'x'"]),
+    "weka agent": (session({"type": "subagent", "t": 1}), ["requests[0]", "sub-agent"]),
+    "weka nested": (session({"type": "subagent", "t": 1, "requests": [call([1], 99)]}), ["requests[0].requests[0]"]),
+    "weka zero": (session(call([1], 8), block_size=0), ["block_size 0"]),
+    "weka size": (session(call([1, 2], 11), block_size=2), ["block_size 2", "6"]),
+    "weka and more": (json.dumps(json.loads(session(call([1], 8)))) + "\n" + PAGES, ["line 2"]),
+    "servegen window": (SERVEGEN.replace("1200,", "100,"), ["line 3", "start '100' and rate '4.0'"]),
     "servegen shape": (SERVEGEN.replace("Weibull", "Cauchy"), ["line 3", "'Cauchy' of shape '0.7'"]),
-    "servegen lengths": (json.dumps({"0": {"input_tokens": "{5: -1}", "output_tokens": "{1: 1}"}}), ["window 0"]),
-    "azure": (AZURE.replace("300,8", "three hundred,8"), ["line 4", "'three hundred' is not a number of tokens"]),
-    "azure blank": ("\n" + AZURE.replace("\n", "\n \n\n").replace("300,8", "x,8"), ["line 11", "'x' is not a number"]),
-    "azure time blank": (AZURE.replace("\n2023-11-16 18:20:48", "\n\nsoon"), ["line 5", "TIMESTAMP 'soon"]),
     "servegen blank": (SERVEGEN.replace("Weibull", "Cauchy").replace("\n", "\n\n"), ["line 5", "'Cauchy'"]),
-    "azure time": (AZURE.replace("2023-11-16 18:20:48", "soon"), ["line 4", "TIMESTAMP 'soon"]),
+    "servegen lengths": (json.dumps({"0": {"input_tokens": "{5: -1}", "output_tokens": "{1: 1}"}}), ["window 0"]),
+    "azure": (AZURE.replace("300,8", "three hundred,8"), ["line 4", "ContextTokens 'three hundred'"]),
+    "azure blank": ("\n" + AZURE.replace("\n", "\n \n\n").replace("300,8", "x,8"), ["line 11", "'x'"]),
+    "azure time": (AZURE.replace("\n2023-11-16 18:20:48", "\n\nsoon"), ["line 5", "TIMESTAMP 'soon"]),
     "azure empty": (AZURE.splitlines()[0], ["no rows"]),
-    "azure ragged": (AZURE.replace("1000,500", "1000,500,3,4"), ["not a CSV file"]),
+    "azure ragged": (AZURE.replace("1000,500", "1000,500,3,4"), ["CSV"]),
     "burstgpt": (BURSTGPT.replace("417", "-1"), ["line 4", "Request tokens '-1'"]),
+    "burstgpt failed": (BURSTGPT.split("5,Chat")[0] + "1,a,2,0,2,x\n2,a,2,0,2,x\n", ["2 failed requests"]),
     "vidur": ("num_prefill_tokens,num_decode_tokens\n5,1.5\n", ["line 2", "num_decode_tokens '1.5'"]),
-    "guidellm": ("timestamp,input_length,output_length\ninf,5,5\n", ["line 2", "timestamp 'inf' is not a number"]),
-    "sharegpt": ('[{"conversations": [{"from": "cat", "value": "x"}]}]', ["item 1", "'cat', who is not known"]),
-    "sharegpt text": ('[{"conversations": [{"from": "human", "value": 5}]}]', ["item 1", "value 5 is not a text"]),
-    "sharegpt cut": (SHAREGPT[:-9], ["item 2", "not JSON"]),
-    "custom": (SAMPLES["custom"] + '\n{"prompt": 5}', ["line 3", "prompt 5 is neither"]),
-    "lmcache": (SAMPLES["lmcache"] + '\n{"input": "x", "session_id": "s"}', ["line 2", "output None is not a text"]),
-    "single_turn": (lines({"text": "a", "image": "x.png"}), ["line 1", "kvbench sends text only"]),
-    "multi_turn": (MULTI_TURN + '\n{"turns": []}', ["line 3", "no list of turns"]),
-    "questions": (SAMPLES["questions"] + '\n{"turns": ["a", 1]}', ["line 3", "no list of texts"]),
-    "qwen": (QWEN.replace('"chat_id": 7', '"chat_id": "7"'), ["line 3", "not whole numbers"]),
-    "two contents": (lines({"text_input": "a", "payload": {"prompt": "b"}}), ["line 1", "both text_input and payload"]),
-    "ids and text": (SAMPLES["mooncake"] + '\n{"text_input": "a", "hash_ids": [1]}', ["line 2", "not with text_input"]),
+    "guidellm": ("timestamp,input_length,output_length\ninf,5,5\n", ["line 2", "timestamp 'inf'"]),
+    "sharegpt": ('[{"conversations": [{"from": "cat", "value": "x"}]}]', ["item 1", "'cat'"]),
+    "sharegpt text": ('[{"conversations": [{"from": "human", "value": 5}]}]', ["item 1", "value 5"]),
+    "sharegpt cut": (SHAREGPT[:-9], ["item 2"]),
+    "sharegpt none": ('[{"conversations": []}]', ["no request"]),
+    "sharegpt no list": ('[{"conversations": []}, {"conversations": 5}]', ["item 2"]),
+    "sharegpt message": ('[{"conversations": [5]}]', ["item 1", "5"]),
+    "custom": (SAMPLES["custom"] + '\n{"prompt": 5}', ["line 3", "prompt 5"]),
+    "lmcache": (SAMPLES["lmcache"] + '\n{"input": "x", "session_id": "s"}', ["line 2", "output None"]),
+    "single_turn": (lines({"text": "a", "image": "x.png"}), ["line 1", "image 'x.png'"]),
+    "single_turn text": (lines({"text": 5}), ["line 1", "[5]"]),
+    "multi_turn": (MULTI_TURN + '\n{"turns": []}', ["line 3", "turns []"]),
+    "multi_turn turn": (MULTI_TURN + '\n{"turns": [5]}', ["line 3", "5"]),
+    "questions": (SAMPLES["questions"] + '\n{"turns": ["a", 1]}', ["line 3", "['a', 1]"]),
+    "qwen": (QWEN.replace('"chat_id": 7', '"chat_id": "7"'), ["line 3", "chat_id '7'"]),
+    "two contents": (lines({"text_input": "a", "payload": {"prompt": "b"}}), ["line 1", "text_input and payload"]),
+    "ids and text": (SAMPLES["mooncake"] + '\n{"text_input": "a", "hash_ids": [1]}', ["line 2", "text_input"]),
     "ids later": (
         lines({"input_length": 5, "session_id": "s"}, {"input_length": 5, "hash_ids": [1]}),
-        ["line 2", "which the first request has not"],
+        ["line 2", "hash_ids"],
     ),
-    "mode": (lines({"text_input": "a", "message_mode": "some"}), ["line 1", "neither history nor delta"]),
-    "delay": (lines({"text_input": "a", "delay": "long"}), ["line 1", "delay 'long' is not a time"]),
-    "part": (lines({"messages": [{"content": [{"image_url": "x"}]}]}), ["line 1", "kvbench sends text only"]),
-    "unknown": ("a,b\n1,2\n", ["no trace of a known format", "'a,b'", "azure (CSV: TIMESTAMP"]),
-    "binary": ("\x00\x01", ["no trace of a known format"]),
+    "mode": (lines({"text_input": "a", "message_mode": "some"}), ["line 1", "message_mode 'some'"]),
+    "delay": (lines({"text_input": "a", "delay": "long"}), ["line 1", "delay 'long'"]),
+    "part": (lines({"messages": [{"content": [{"image_url": "x"}]}]}), ["line 1", "image_url"]),
+    "no messages": (lines({"messages": [], "session_id": "s"}), ["line 1", "messages []"]),
+    "payload": (lines({"payload": {"model": "m"}}), ["line 1", "payload"]),
 }
 
 
@@ -66,8 +117,13 @@ def test_bad_files_are_refused_with_the_place(tmp_path, name):
         other = SERVEGEN if text.startswith("{") else json.dumps(SERVEGEN_LENGTHS)
         paths.append(write(tmp_path, other, "other"))
     with pytest.raises(ValueError, match=r"trace\.txt") as refused:
-        read_trace(paths)
+        read_page_ids(paths)
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_a_trace_without_page_ids_is_no_trace_of_prefixes(tmp_path):
+    with pytest.raises(ValueError, match=r"trace\.txt \(format azure\) has no page ids.*Mooncake"):
+        read_page_ids(write(tmp_path, AZURE))
 
 
 def test_a_named_format_must_fit_and_files_must_be_alike(tmp_path):
@@ -75,30 +131,25 @@ def test_a_named_format_must_fit_and_files_must_be_alike(tmp_path):
     for name in set(FORMATS) - {"azure"}:
         with pytest.raises(ValueError, match=f"not of the format {name} "):
             read_trace(path, name)
-    with pytest.raises(ValueError, match="'nope' is not a format"):
-        read_trace(path, "nope")
-    with pytest.raises(ValueError, match=r"different formats.*\(azure\).*\(qwen\)"):
-        read_trace([path, write(tmp_path, QWEN, "other")])
-    with pytest.raises(ValueError, match="one is read at a time"):
-        read_trace([path, path])
-    with pytest.raises(ValueError, match="does not exist"):
-        read_trace(tmp_path / "none")
+    for paths, name, words in (
+        (path, "nope", "'nope' is not a format"),
+        ([path, write(tmp_path, QWEN, "other")], "auto", r"\(azure\).*\(qwen\)"),
+        ([path, path], "auto", "2 files"),
+        (tmp_path / "none", "auto", "does not exist"),
+        ([], "auto", "no trace"),
+        (write(tmp_path, lines({"prompt": "a", "text": "b"}), "two"), "auto", "custom, single_turn: .*--format"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_trace(paths, name)
+    assert read_trace(tmp_path / "two", "custom").prompts == (("a",),)
 
 
 def test_times_and_lengths_alone_have_no_unit(tmp_path):
     path = write(tmp_path, lines({"timestamp": 4, "input_length": 5, "output_length": 6}))
     with pytest.raises(ValueError, match=r"--format mooncake .* ms, timed_trace or guidellm if in seconds"):
         read_trace(path)
-    assert [read_trace(path, name).format for name in ("mooncake", "timed_trace", "guidellm")] == [
-        "mooncake", "timed_trace", "guidellm",
-    ]  # fmt: skip
-
-
-def test_a_file_that_two_formats_fit_is_not_guessed(tmp_path):
-    path = write(tmp_path, lines({"prompt": "a", "text": "b"}))
-    with pytest.raises(ValueError, match="fits the formats custom, single_turn: say which with --format"):
-        read_trace(path)
-    assert read_trace(path, "custom").prompts == (("a",),)
+    for name in ("mooncake", "timed_trace", "guidellm"):
+        assert read_trace(path, name).format == name
 
 
 def test_page_ids_alone_do_not_tell_the_unit(tmp_path):
@@ -108,15 +159,14 @@ def test_page_ids_alone_do_not_tell_the_unit(tmp_path):
         pages = [{"timestamp": step * i, "input_length": 2 * page + 8 + i % 2, "hash_ids": [1, 2, i]} for i in range(4)]
         return lines(*pages, {"timestamp": 5 * step, "input_length": 3 * page, "hash_ids": [1, 2, 3]})
 
-    for name, text, why in (
-        ("small", rows(1.5, 16), "its pages have 16 tokens, Mooncake's 512"),
-        ("small whole", rows(3000, 16), "its pages have 16 tokens"),
-        ("fractions", rows(0.731, 512), "its timestamps are not whole numbers"),
+    for text, why in (
+        (rows(1.5, 16), "16 tokens, Mooncake's 512"),
+        (rows(3000, 16), "16 tokens, Mooncake's 512"),
+        (rows(0.731, 512), "not whole numbers"),
     ):
-        path = write(tmp_path, text, name)
-        with pytest.raises(ValueError, match=f"{why}.*--format mooncake .* in ms, timed_trace if in seconds") as said:
+        path = write(tmp_path, text)
+        with pytest.raises(ValueError, match=f"{why}.*--format mooncake .* in ms, timed_trace .*load.prompts.format"):
             read_trace(path)
-        assert "load.prompts.format" in str(said.value)
         seconds, ms = read_trace(path, "timed_trace"), read_trace(path, "mooncake")
         assert np.allclose(seconds.arrival_s, 1000 * ms.arrival_s) and seconds.arrival_s[-1] > 3
         assert len(read_page_ids(path)) == 5  # only the order counts there

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +12,7 @@ from kvbench.trace_analysis.cache_sim import hit_rates, replay, working_set
 from kvbench.traces import stats
 from kvbench.traces.model import Trace
 from kvbench.traces.read import read_trace
-
-ROOT = Path(__file__).resolve().parents[3]
-TRACES = Path(os.environ.get("KVBENCH_TRACES", ROOT.parent / "shared" / "traces"))
-EXPECTED = TRACES / "expected_stats.json"
-SLICES = json.loads(EXPECTED.read_text()) if EXPECTED.is_file() else {}
-needs_slices = pytest.mark.skipif(not SLICES, reason=f"no trace slices in {TRACES}; set KVBENCH_TRACES to their folder")
+from tests.support.trace_samples import SLICES, TRACES, needs_slices
 
 
 def printed(spread: stats.Spread) -> dict:

@@ -14,9 +14,8 @@ from engine.server.arguments import build_parser, command_line, options_of
 from kvbench.common.errors import UsageError
 from kvbench.sweep.plan import SweepOptions, planned_blocks, preflight
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload.design import load_point, make_design
+from kvbench.workload.design import load_point, make_design, plan_sweep
 from kvbench.workload.file import load_workload, resolve
-from kvbench.workload.plan import plan_sweep
 from kvbench.workload.settings import DEFAULTS, ONLY_WITH, phrase, value_words
 
 LOADS = [load_point("closed", concurrency=1, rate=None, num_requests=2)]

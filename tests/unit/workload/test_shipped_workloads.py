@@ -26,8 +26,8 @@ from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.targets.builtin import check_configuration
 from kvbench.trace_analysis.cache_sim import replay
 from kvbench.traces.read import read_page_ids
+from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
-from kvbench.workload.plan import plan_sweep
 from tests.support.engine_parts import CountingExecutor
 
 ROOT = Path(__file__).resolve().parents[3]

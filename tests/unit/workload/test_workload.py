@@ -10,9 +10,8 @@ import yaml
 from kvbench.common.errors import UsageError
 from kvbench.sweep.plan import SweepOptions, capacity_note, preflight
 from kvbench.targets.builtin import check_configuration
+from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import differing_keys, load_workload, resolve
-from kvbench.workload.layers import deep_merge
-from kvbench.workload.plan import plan_sweep
 
 WORKLOADS = Path(__file__).resolve().parents[3] / "workloads"
 GOOD = {
@@ -88,11 +87,12 @@ def test_overrides_reach_into_lists_and_make_missing_sections(tmp_path):
     assert same.resolved == workload.resolved
 
 
-def test_a_mapping_of_another_kind_replaces_instead_of_merging():
-    base = {"prompts": {"kind": "synthetic", "classes": []}, "model": {"config": "a", "dtype": "float32"}}
-    over = {"prompts": {"kind": "text", "file": "f"}, "model": {"path": "p"}}
-    assert deep_merge(base, over) == {"prompts": {"kind": "text", "file": "f"}, "model": {"path": "p"}}
-    assert deep_merge({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}}) == {"a": {"b": 1, "c": 3}}
+def test_a_mapping_of_another_kind_replaces_instead_of_merging(tmp_path):
+    text = {"kind": "text", "file": "f", "prompt_tokens": 4, "output_tokens": 4}
+    data = changed("profiles.cpu", {"load": {"prompts": text}, "model": {"path": str(tmp_path)}})
+    workload = load_workload(write(tmp_path, data), profile="cpu")
+    assert workload.load.prompts.kind == "text" and workload.engine["model"] == str(tmp_path)
+    assert load_workload(write(tmp_path, data), profile="gpu").load.prompts.kind == "synthetic"
 
 
 def test_what_is_stored_resolves_to_the_same_workload(tmp_path):
