@@ -61,32 +61,21 @@ def test_the_committed_workload_and_lock():
 
 def test_no_hash_seed_and_no_heavy_import_shows(gate):
     """The very text of the runs is the same, and nothing was imported that a machine without torch would lack."""
-    told = {}
-    for seed in ("0", "1", "random"):
+    printed = []
+    for seed in ("0", "random"):
         command = ("-X", "importtime", "-m", "kvbench.gate.counters.replay", gate.workload_path, *gate.runs)
         done = python(*command, PYTHONHASHSEED=seed)
         assert done.returncode == 0, done.stderr[-500:]
-        told[seed] = done.stdout
+        printed.append(done.stdout)
         imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
         assert "engine.scheduling.scheduler" in imported
         assert imported.isdisjoint({"torch", "numba", "triton", "scipy", "pandas", "transformers", "locust"})
-    assert told["0"] == told["1"] == told["random"]
-    assert json.loads(told["0"])["grow/paged-p4-swap"]["counters"]["preempted"] == 1
+    assert printed[0] == printed[1]
+    assert json.loads(printed[0])["grow/paged-p4-swap"]["counters"]["preempted"] == 1
 
 
-# One page copied too many with all accounts in order is a patched engine in tests/unit/gate/test_counter_gate.py
-# (test_one_page_copied_too_many); the mutant of the source here copies a page that nobody else has, and both its count
-# and the engine's own accounts tell.
+# An extra preemption or copy is a patched engine in tests/unit/gate/test_counter_gate.py.
 MUTANTS = {
-    "preempts once more": (
-        "engine/scheduling/scheduler.py",
-        "        budget, roomy = self._schedule_running(",
-        "        if len(self.running) == 4 and not self.num_preemptions:\n"
-        "            self._preempt(self.running.pop(), plan)\n"
-        "        budget, roomy = self._schedule_running(",
-        1,
-        ("preempted 1 (was 0)", "grow/paged-p4-recompute"),
-    ),
     "leaks a page": (
         "engine/kv/paged.py",
         "        for index in range(len(seq.pages) - 1, -1, -1):",
@@ -94,14 +83,7 @@ MUTANTS = {
         1,
         ("pages leaked", "freed pages"),
     ),
-    "copies where it need not": (
-        "engine/kv/paged.py",
-        "self.pool.ref_count[pages[computed // size]] > 1",
-        "self.pool.ref_count[pages[computed // size]] > (computed != 11)",
-        1,
-        ("copied pages", "(was 0)", "bookkeeping is wrong: AssertionError: used slots"),
-    ),
-    "goes by a hash of text": (
+    "depends on a hash of text": (
         "engine/scheduling/scheduler.py",
         "return min(num_tokens, budget, self._share)",
         "return min(num_tokens, budget, self._share, 4 + hash('share') % 8)",
@@ -112,7 +94,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_of_the_source_is_caught_and_explained(gate, tmp_path, name):
+def test_a_mutant_of_the_source_is_caught_and_cannot_be_accepted(gate, tmp_path, name):
     file, old, new, code, words = MUTANTS[name]
     source = tmp_path / "source"
     for package in ("engine", "kernels", "kvbench"):
@@ -127,11 +109,10 @@ def test_a_mutant_of_the_source_is_caught_and_explained(gate, tmp_path, name):
     for each in words:
         assert each in done.stdout
     assert len(done.stdout.splitlines()) < 50
-    if name in ("leaks a page", "goes by a hash of text"):
-        options = (gate.workload_path, "--lock", gate.lock_path, "--reason", "let it be")
-        refused = python("-c", ACCEPT, "counters", *options, source=source, **seed)
-        assert refused.returncode == code and "nothing was accepted" in refused.stderr
-        assert gate.lock_path.read_bytes() == before
+    options = (gate.workload_path, "--lock", gate.lock_path, "--reason", "let it be")
+    refused = python("-c", ACCEPT, "counters", *options, source=source, **seed)
+    assert refused.returncode == code and "nothing was accepted" in refused.stderr
+    assert gate.lock_path.read_bytes() == before
 
 
 def test_the_files_of_a_verdict(gate, tmp_path, monkeypatch):

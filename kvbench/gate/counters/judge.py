@@ -7,7 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.common.text import and_more
@@ -139,49 +139,16 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """One scenario. ``reasons``: why it did not pass, in clauses. ``error``: what is wrong without a comparison."""
+    """One scenario. ``step``: the first at which its history differs, or 0. ``error``: wrong without a comparison.
 
-    name: str
-    outcome: str
-    reasons: tuple[str, ...] = ()
-    details: tuple[str, ...] = ()
+    ``cause``: scenarios with an equal one are reported together.
+    """
+
+    finding: Finding
+    cause: str = ""
+    step: int = 0
     changes: tuple[Change, ...] = ()
-    difference: FirstDifference | None = None
-    error: str | None = None
-
-    @property
-    def sentence(self) -> str:
-        return f"{self.name}: {'; '.join(self.reasons) or f'all {len(COUNTERS)} counters as accepted'}"
-
-    @property
-    def step(self) -> int:
-        return self.difference.step if self.difference else 0
-
-    @property
-    def cause(self) -> str:
-        """Scenarios with an equal cause are reported together."""
-        if self.error:
-            return re.sub(r"\d+|\(.*", "", self.error).strip()
-        return self.difference.cause if self.difference else "; ".join(self.reasons)
-
-    def finding(self, commands: Commands) -> Finding:
-        """The counter that changed most stands for all where there is room for one."""
-        again = [f"reproduce: {commands.gate(self.name)}"] if self.outcome != PASS else []
-        again += [f"accept, if it is meant: {commands.accept()}"] if self.outcome == FAIL and not self.error else []
-        most = self.changes[0] if self.changes else None
-        numbers = {} if most is None else {
-            "metric": most.name, "unit": most.unit, "base": most.was, "candidate": most.now, "change": most.ratio,
-        }  # fmt: skip
-        return Finding(
-            id=f"{SUITE}/{self.name}",
-            suite=SUITE,
-            title=f"{self.name}: {most.words}" if most else self.name,
-            outcome=self.outcome,
-            sentence=self.sentence,
-            figures={"first_different_step": self.step} if self.difference else {},
-            details=(*self.details, *again),
-            **numbers,
-        )
+    error: bool = False
 
 
 def judge(
@@ -206,10 +173,10 @@ def judge(
     present = {scenario.name for scenario in workload.scenarios}
     if not present & set(lock.scenarios) and not (commands.only and present | set(lock.scenarios)):
         return Verdict(SUITE, EMPTY, f"nothing was compared: {_no_scenario(workload, commands)}", **common)
-    results = [_result(scenario, lock, first, second) for scenario in workload.scenarios]
+    results = [_result(scenario, lock, first[scenario.name], second[scenario.name]) for scenario in workload.scenarios]
     gone = "accepted, and no longer in the workload file: nothing guards it any more"
-    results += [ScenarioResult(name, FAIL, (gone,)) for name in lock.scenarios if name not in present]
-    outcomes = [each.outcome for each in results]
+    results += [ScenarioResult(_finding(name, FAIL, gone), gone) for name in lock.scenarios if name not in present]
+    outcomes = [each.finding.outcome for each in results]
     outcome = INVALID if INVALID in outcomes else worst(outcomes)
     steps = sum(run.steps for run in first.values())
     moved = _moved(results)
@@ -218,7 +185,7 @@ def judge(
         same = lock.workload_digest == workload.digest
         notes = [] if same else [f"{commands.workload} is not the accepted one, though no scenario of it changed"]
     else:
-        concerned = [each for each in results if each.outcome == outcome]
+        concerned = [each for each in results if each.finding.outcome == outcome]
         differ = f"differ from {commands.lock}" if outcome == FAIL else "differ between two runs of the same code"
         cause, *notes = _causes(concerned)
         sentence = f"{len(concerned)} of {len(results)} scenarios {differ}; {cause}"
@@ -229,7 +196,7 @@ def judge(
         SUITE,
         outcome,
         sentence,
-        tuple(each.finding(commands) for each in results),
+        tuple(_with_commands(each, commands) for each in results),
         accept=commands.accept() if outcome == FAIL and not any(each.error for each in results) else None,
         moved=moved,
         notes=tuple(notes),
@@ -246,30 +213,50 @@ def _no_scenario(workload: CounterWorkload, commands: Commands) -> str:
     return f"--only {' '.join(commands.only)} matches no scenario, there are {known}"
 
 
-def _result(
-    scenario: Scenario, lock: CounterLock, first: Mapping[str, Replayed], second: Mapping[str, Replayed]
-) -> ScenarioResult:
-    name, run, locked = scenario.name, first[scenario.name], lock.scenarios.get(scenario.name)
-    if unsteady := nondeterminism(run, second[name]):
-        return ScenarioResult(name, INVALID, (unsteady,))
-    reasons = [run.error] if run.error else []
+def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replayed) -> ScenarioResult:
+    name, locked = scenario.name, lock.scenarios.get(scenario.name)
+    if unsteady := nondeterminism(run, second):
+        return ScenarioResult(_finding(name, INVALID, unsteady), unsteady)
+    reasons, cause = [run.error] if run.error else [], re.sub(r"\d+|\(.*", "", run.error or "").strip()
     if locked is None or locked.definition != scenario.digest:
         reason = "new in the workload file: nothing was accepted to compare it with"
         if locked is not None:
             reason = "the workload file defines another scenario than the accepted one: they cannot be compared"
-        return ScenarioResult(name, FAIL, (*reasons, reason), error=run.error)
+        return ScenarioResult(_finding(name, FAIL, *reasons, reason), cause or reason, error=bool(run.error))
     changes = changed_counters(locked.counters, run.counters)
     difference = first_difference(locked.columns, run.history)
     other_tokens = locked.outputs != run.outputs
     if not (changes or difference or other_tokens or run.error):
-        return ScenarioResult(name, PASS)
+        return ScenarioResult(_finding(name, PASS, f"all {len(COUNTERS)} counters as accepted"))
     reasons.append(f"{len(changes)} of {len(COUNTERS)} counters differ: {and_more(changes)}".removesuffix(": "))
     reasons += ["the output tokens differ"] if other_tokens else []
-    reasons += [f"first difference at {difference}"] if difference else []
+    finding = _finding(name, FAIL, *reasons, *([f"first difference at {difference}"] if difference else []))
     details = [f"{change}{_unknown(change.name, lock)}" for change in changes]
-    if difference and (before := [f"{k.replace('_', ' ')} {v:,}" for k, v in difference.before.items() if v]):
-        details.append(f"the same until then; step {difference.step - 1}: {', '.join(before)}")
-    return ScenarioResult(name, FAIL, tuple(reasons), tuple(details), tuple(changes), difference, run.error)
+    step, before = 0, []
+    if difference:
+        step, cause = difference.step, cause or difference.cause
+        before = [f"{k.replace('_', ' ')} {v:,}" for k, v in difference.before.items() if v]
+    details += [f"the same until then; step {step - 1}: {', '.join(before)}"] if before else []
+    finding = replace(finding, details=tuple(details), figures={"first_different_step": step} if step else {})
+    if changes:  # the counter that changed most stands for all where there is room for one
+        most, title = changes[0], f"{name}: {changes[0].words}"
+        numbers = {"base": most.was, "candidate": most.now, "change": most.ratio}
+        finding = replace(finding, title=title, metric=most.name, unit=most.unit, **numbers)
+    return ScenarioResult(finding, cause or "; ".join(reasons), step, tuple(changes), bool(run.error))
+
+
+def _finding(name: str, outcome: str, *reasons: str) -> Finding:
+    """``reasons``: what was found, in clauses."""
+    return Finding(f"{SUITE}/{name}", SUITE, name, outcome, f"{name}: {'; '.join(reasons)}")
+
+
+def _with_commands(result: ScenarioResult, commands: Commands) -> Finding:
+    finding = result.finding
+    if finding.outcome == PASS:
+        return finding
+    again = [f"reproduce: {commands.gate(finding.id.partition('/')[2])}"]
+    again += [f"accept, if it is meant: {commands.accept()}"] if finding.outcome == FAIL and not result.error else []
+    return replace(finding, details=(*finding.details, *again))
 
 
 def _unknown(name: str, lock: CounterLock) -> str:
@@ -300,7 +287,7 @@ def _causes(results: Sequence[ScenarioResult]) -> list[str]:
     for cause, group in sorted(groups.items(), key=lambda item: -len(item[1])):
         steps = f", at steps {group[0].step} to {group[-1].step}" if group[0].step else ""
         alike = f"{len(group)} begin with {cause}{steps}; the earliest: " if len(group) > 1 else ""
-        found.append(f"{alike}{group[0].sentence}")
+        found.append(f"{alike}{group[0].finding.sentence}")
     rest = [f"{len(found) - _NOTES} more causes: see the findings"] if len(found) > _NOTES else []
     return found[:_NOTES] + rest
 

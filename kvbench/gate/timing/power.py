@@ -16,6 +16,8 @@ besides is not counted.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from scipy import special, stats
 
@@ -35,9 +37,14 @@ def power(
     ``harm`` (true), ``sd`` of pairs and ``floor`` [hypotheses], log ratios; ``sd`` above 0.
     """
     error = np.asarray(sd, dtype=float)[..., None] / np.sqrt(pairs)
-    scatter = np.sqrt(2 * special.gammaincinv((pairs - 1) / 2, _QUANTILES) / (pairs - 1))
-    limit = np.maximum(np.asarray(floor, dtype=float)[..., None], t_critical * scatter * error)
+    limit = np.maximum(np.asarray(floor, dtype=float)[..., None], t_critical * _scatter(pairs) * error)
     return special.ndtr((np.asarray(harm, dtype=float)[..., None] - limit) / error).mean(axis=-1)
+
+
+@functools.cache
+def _scatter(pairs: int) -> np.ndarray:
+    """Quantiles of S / s."""
+    return np.sqrt(2 * special.gammaincinv((pairs - 1) / 2, _QUANTILES) / (pairs - 1))
 
 
 def smallest_detectable(sd: np.ndarray, pairs: int, t_critical: float, floor: np.ndarray | float = 0.0) -> np.ndarray:

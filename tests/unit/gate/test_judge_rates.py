@@ -1,6 +1,6 @@
 """How often the gate errs, by simulation with fixed seeds; the whole tables: tests/benchmarks/gate_power.md.
 
-24 cells in 4 classes, 12 configurations or one, 3 metrics, launches in time order, three looks. Half a minute.
+24 cells in 4 classes, 12 configurations or one, 3 metrics, launches in time order, three looks.
 """
 
 import functools
@@ -38,7 +38,7 @@ from tests.support.gate_simulation import (
 RUNS = 2000
 LAST = DEFAULT_RULES.looks[-1].pairs
 EVERYWHERE, ONE_CLASS, ONE_CELL = WHERE.values()
-CASES = [(noise, INDEPENDENT) for noise in NOISES] + [("drifting", (0.5, CONFIGURATIONS)), ("normal", ONE_LAUNCH)]
+CASES = [("t4", INDEPENDENT), ("ar1", INDEPENDENT), ("drifting", (0.5, CONFIGURATIONS)), ("bimodal", ONE_LAUNCH)]
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def bounds(count: int, runs: int = RUNS) -> tuple[float, float]:
     return interval.low, interval.high
 
 
-def keeps_its_alpha(found: Decisions) -> None:
+def check_alpha(found: Decisions) -> None:
     runs = len(found.failed)
     assert bounds((found.failed > 0).sum(), runs)[1] <= 0.015
     # without the floors: the p-values themselves keep to the looks' alphas
@@ -64,15 +64,15 @@ def keeps_its_alpha(found: Decisions) -> None:
 
 @pytest.mark.parametrize(("noise", "launch"), CASES)
 def test_a_build_against_itself_fails_in_at_most_one_and_a_half_percent(noise, launch):
-    keeps_its_alpha(unchanged(noise, launch))
+    check_alpha(unchanged(noise, launch))
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_so_it_does_where_the_clock_stops_runs_that_go_on_and_slow_launches_are_repeated(noise):
+@pytest.mark.parametrize("noise", ["t4", "ar1"])
+def test_stopping_resuming_and_repeating_slow_launches_keeps_the_false_alarm_rate(noise):
     y, points = interrupted(noise, np.random.default_rng([13, NOISES.index(noise)]), 1000, 0.5)
     early = (points != [look.pairs for look in DEFAULT_RULES.looks]).any(axis=1)
     assert 0.4 < early.mean() < 0.9  # it is not the plain simulation once more
-    keeps_its_alpha(decide(y, passes=False, points=points))
+    check_alpha(decide(y, passes=False, points=points))
     means = y.mean(axis=(1, 2))  # neither side is favoured: each metric's mean is 0 within 3.5 standard errors
     assert (np.abs(means.mean(axis=0)) < 3.5 * means.std(axis=0) / np.sqrt(len(y))).all()
 
@@ -97,17 +97,17 @@ def test_p_values_alone_spend_their_alpha_and_no_more():
 
 @pytest.mark.parametrize(
     ("metric", "share", "place", "claimed"),
-    [
-        (0, 0.03, "all 24 cells", 0.99),
-        (1, 0.05, "all 24 cells", 0.99),
-        (1, 0.10, "one cell", 0.97),
-    ],
+    [(0, 0.03, "all 24 cells", 0.99), (1, 0.05, "all 24 cells", 0.99), (1, 0.10, "one cell", 0.97)],
 )
 def test_power_is_what_the_design_claims_for_noise_that_cells_do_not_share(metric, share, place, claimed):
     """99 to 100 % of -3 % throughput or +5 % TTFT everywhere, 97 % of +10 % TTFT in one cell."""
-    runs = 600
+    runs = 300
     found = caught(np.random.default_rng([6, metric]), runs, metric, share, place, INDEPENDENT) > 0
     assert stats.binomtest(int(found.sum()), runs, claimed, alternative="less").pvalue > 0.01
+
+
+TABLES = Path(gate_power.__file__).with_suffix(".md").read_text(encoding="utf-8")
+ROWS = [(m, share, place) for m in range(3) for share in SHARES for place in WHERE]
 
 
 def committed() -> dict[tuple[str, str, str], tuple[float, float]]:
@@ -120,17 +120,10 @@ def committed() -> dict[tuple[str, str, str], tuple[float, float]]:
     return rows
 
 
-TABLES = Path(gate_power.__file__).with_suffix(".md").read_text(encoding="utf-8")
-ROWS = [(m, share, place) for m in range(3) for share in SHARES for place in WHERE]
-
-
-def test_the_committed_table_has_every_effect_at_every_place():
-    assert len(committed()) == len(ROWS) == 27
-
-
-@pytest.mark.parametrize(("metric", "share", "place"), ROWS)
+@pytest.mark.parametrize(("metric", "share", "place"), ROWS[::3] + ROWS[1:9:4])  # every metric, size and place
 def test_a_slowdown_is_caught_as_often_as_the_committed_table_says(metric, share, place):
-    runs, of_table = 100, int(re.search(r"--runs (\d+)", TABLES)[1])
+    assert len(committed()) == len(ROWS) == 27
+    runs, of_table = 60, int(re.search(r"--runs (\d+)", TABLES)[1])
     told = committed()[DEFAULT_RULES.metrics[metric].title, f"{share * 100:.0f} %", place]
     for j, (launch, expected) in enumerate(zip((INDEPENDENT, ONE_LAUNCH), told, strict=True)):
         rng = np.random.default_rng([15, j, ROWS.index((metric, share, place))])
@@ -141,12 +134,12 @@ def test_a_slowdown_is_caught_as_often_as_the_committed_table_says(metric, share
 
 
 def test_a_build_against_itself_passes_and_a_slower_one_does_not():
-    y = log_ratios("normal", np.random.default_rng(8), 150, LAST, *ONE_LAUNCH)
+    y = log_ratios("normal", np.random.default_rng(8), 100, LAST, *ONE_LAUNCH)
     assert (decide(y).passed > 0).mean() >= 0.95
     assert (decide(worsened(y[:60], 0, 0.03, EVERYWHERE)).passed > 0).mean() <= 0.05
 
 
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", ["normal", "bimodal", "ar1"])
 def test_a_harm_of_its_margin_passes_in_at_most_five_percent(noise):
     count = passes_at_margin(noise, np.random.default_rng([9, NOISES.index(noise)]), RUNS)
     low, _ = bounds(count)
@@ -154,24 +147,17 @@ def test_a_harm_of_its_margin_passes_in_at_most_five_percent(noise):
     assert count / RUNS >= 0.02  # 5 of 256 patterns at the first look: a PASS is not out of reach
 
 
-@pytest.mark.parametrize("look", [0, 1])
-def test_what_is_called_detectable_is_caught_in_about_four_of_five_cases(look):
-    """The mean of what 50 comparisons say of one cell's TTFT, put into that cell in 250 others, at this one look."""
-    pairs, alpha = DEFAULT_RULES.looks[look].pairs, DEFAULT_RULES.looks[look].alpha
-    each, harm = harms(log_ratios("normal", np.random.default_rng([10, look]), 50, pairs))
+def test_what_is_called_detectable_is_caught_in_about_four_of_five_cases():
+    """The mean of what 50 comparisons say of one cell's TTFT, put into that cell in 250 others, at the first look."""
+    pairs, alpha = DEFAULT_RULES.looks[0].pairs, DEFAULT_RULES.looks[0].alpha
+    each, harm = harms(log_ratios("normal", np.random.default_rng([10, 0]), 50, pairs))
     floors = np.array([h.floor for h in each])
     place = [h.id for h in each].index("cell/w0/c0/p95_ttft_ms")
     said = np.mean([seen_by(x, floors, alpha)[0][place] for x in harm])
-    others = worsened(log_ratios("normal", np.random.default_rng([11, look]), 250, pairs), 1, np.expm1(said), ONE_CELL)
-    power = np.mean([_cell_fails(y, look, place) for y in others])
+    others = worsened(log_ratios("normal", np.random.default_rng([11, 0]), 250, pairs), 1, np.expm1(said), ONE_CELL)
+    _, harm = harms(others)
+    power = np.mean([adjusted_p(x)[place] <= alpha and x[:, place].mean() >= floors[place] for x in harm])
     assert 0.7 <= power <= 0.9
-
-
-def _cell_fails(y: np.ndarray, look: int, place: int) -> bool:
-    each, harm = harms(y[None])
-    return bool(
-        adjusted_p(harm[0])[place] <= DEFAULT_RULES.looks[look].alpha and harm[0][:, place].mean() >= each[place].floor
-    )
 
 
 def test_the_simulated_decisions_of_interrupted_runs_are_those_of_a_folder_that_is_gone_on_with():
@@ -187,22 +173,23 @@ def test_the_simulated_decisions_of_interrupted_runs_are_those_of_a_folder_that_
         assert (judgement.outcome == PASS) == (found.passed[run] > 0)
         if number := max(found.failed[run], found.passed[run]):
             assert judgement.pairs == points[run][number - 1]
-    assert len(early) == 8
-    assert len(set(found.failed[early])) > 2  # at looks of all kinds
+    assert len(early) == 8 and len(set(found.failed[early])) > 2  # at looks of all kinds
 
 
 def test_the_simulated_decisions_are_those_of_judge():
     rng = np.random.default_rng(12)
     y = np.concatenate(
-        [worsened(log_ratios("t4", rng, 5, 12), 1, share, ONE_CLASS) for share in (0.0, 0.03, 0.05, 0.10)]
+        [worsened(log_ratios("t4", rng, 4, 10), 1, share, ONE_CLASS) for share in (0.0, 0.03, 0.05, 0.10)]
     )
-    found, seen = decide(y, replace(DEFAULT_RULES, looks=DEFAULT_RULES.looks[:2])), set()
+    looks = (DEFAULT_RULES.looks[0], replace(DEFAULT_RULES.looks[1], pairs=10))
+    rules = replace(DEFAULT_RULES, looks=looks)
+    found, seen = decide(y, rules), set()
     for run, log_ratio in enumerate(y):
-        for number, look in enumerate(DEFAULT_RULES.looks[:2], start=1):
-            outcome = judge(table(log_ratio[: look.pairs]), DEFAULT_RULES, number - 1).outcome
+        for number, look in enumerate(looks, start=1):
+            outcome = judge(table(log_ratio[: look.pairs]), rules, number - 1).outcome
             assert (found.failed[run] == number) == (outcome == FAIL)
             assert (found.passed[run] == number) == (outcome == PASS)
             seen.add((number, outcome))
             if outcome in (FAIL, PASS):
                 break
-    assert len(seen) >= 4
+    assert len(seen) >= 3
