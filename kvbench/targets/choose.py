@@ -122,23 +122,22 @@ def _template(serve_cmd: str) -> CommandTemplate:
 
 
 def require_url(flag: str, url: str) -> None:
-    """Raises UsageError when ``url`` names no server that could be asked."""
+    """Raises UsageError when ``url`` names no server."""
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:  # a bracket that stays open
+        if parts.username is not None or parts.password is not None:  # the message leaves it out: it may be secret
+            raise UsageError(f"{flag} holds a user name or password: leave it out; a key goes with --api-key-env NAME")
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except UsageError:
+        raise
+    except ValueError:  # a bracket that stays open, a port beyond 65535
         good = False
     if not good:
         known = f", or the name of a preset: {', '.join(PRESETS)}" if flag == "--target" else ""
-        raise UsageError(f"{flag} {url!r} is not a URL of a server: write for example http://127.0.0.1:8000{known}")
-    if parts.username is not None or parts.password is not None:  # it is not said: it may be secret
-        raise UsageError(f"{flag} holds a user name or a password: leave it out; a key goes with --api-key-env NAME")
-    try:
-        good = parts.port != 0
-    except ValueError:
-        good = False
-    if not good:
-        raise UsageError(f"{flag} {url!r} is not a URL of a server: its port is not a number from 1 to 65535")
+        raise UsageError(
+            f"{flag} {url!r} is not a URL of a server: write for example http://127.0.0.1:8000 (http or https, a host, "
+            f"a port from 1 to 65535){known}"
+        )
 
 
 def preset_named(name: str | None) -> Preset:

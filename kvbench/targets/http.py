@@ -102,7 +102,8 @@ class HttpCalls:
                     if time.monotonic() > deadline:
                         raise httpx.ReadTimeout(f"the whole answer did not come within {limit:g} s")
         except httpx.HTTPError as error:
-            raise self.error(f"{path} did not answer ({_cause(error)}): {_way_out(error)}") from None
+            cause = str(error) or type(error).__name__
+            raise self.error(f"{path} did not answer ({cause}): {_way_out(cause)}") from None
         return Answer(response.status_code, bytes(received), response.headers.get("location"))
 
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
@@ -124,11 +125,7 @@ class HttpCalls:
         self._client.close()
 
 
-def _cause(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__
-
-
-def _way_out(error: httpx.HTTPError) -> str:
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+def _way_out(cause: str) -> str:
+    if "CERTIFICATE_VERIFY_FAILED" in cause:
         return "name a file of trusted certificates with --tls-ca-file FILE, or give --no-tls-verify"
     return "is the server running, and is this its URL (http or https, host, port)?"

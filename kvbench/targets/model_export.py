@@ -2,16 +2,13 @@
 
 Random weights of a bare config are written by ``engine.model.export``, in a process of its own; a folder with weights
 is served as it is, through links where its configs must differ. Removed when the run ends; when kvbench is killed, by
-a watchdog, and where that was killed too, by the next run.
+the watchdog of the server that has the folder.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -27,7 +24,6 @@ from kvbench.common.files import write_json
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -44,41 +40,6 @@ class ServedModel:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Scratch:
-    """A temporary folder, kept until ``remove``; those of the same ``prefix`` that killed processes left go first.
-
-    Each holds a file that its process has locked. The kernel drops the lock when the process dies in any way, so a
-    folder whose lock can be had is nobody's. The file appears under its name only once it is locked.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        _remove_stale(Path(tempfile.gettempdir()), prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        new = self.path / f"{_LOCK}.new"
-        self._lock = new.open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)
-
-    def remove(self) -> None:
-        """Everything in it, too. Does nothing the second time."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
-
-
-def _remove_stale(parent: Path, prefix: str) -> None:
-    """Removes this user's folders of that name whose process has ended; what cannot be removed stays."""
-    for folder in parent.glob(f"{prefix}*"):
-        try:
-            found = folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                continue
-            with (folder / _LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: somebody works in it
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue
-
-
 class ModelFolders:
     """The folders of one run. ``text_tokenizer``: what the load's texts were cut with, None for ids."""
 
@@ -86,19 +47,19 @@ class ModelFolders:
         self._ignore_eos = ignore_eos
         self._text_tokenizer = text_tokenizer
         self._made: dict[str, ServedModel] = {}
-        self._scratch: Scratch | None = None
+        self._scratch: Path | None = None
 
     @property
     def scratch(self) -> Path:
         """A folder of this run's own, removed by ``close``."""
         if self._scratch is None:
-            self._scratch = Scratch("kvbench-model-")
-        return self._scratch.path
+            self._scratch = Path(tempfile.mkdtemp(prefix="kvbench-model-"))
+        return self._scratch
 
     def close(self) -> None:
         """Removes everything."""
         if self._scratch is not None:
-            self._scratch.remove()
+            shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
         self._made.clear()
 

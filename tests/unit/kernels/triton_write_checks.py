@@ -64,7 +64,7 @@ def assert_same_bits(ours: QuantizedKV, theirs: QuantizedKV) -> None:
 
 
 @by_name
-@pytest.mark.parametrize("dim", [2, 7, 33, 64, 80])
+@pytest.mark.parametrize("dim", [2, 33, 80])
 def test_codes_of_hostile_values_are_the_references(format, dim):
     for scale in (1.0, 0.037) if format in FP8_MAX else (None,):
         assert_same_bits(*both(format, hostile_rows(dim), scale))
@@ -88,9 +88,8 @@ def test_half_precision_is_quantised_as_float32(format, dtype):
 
 
 @pytest.mark.parametrize("kind", ["auto", *KV_FORMATS])
-@pytest.mark.parametrize("dims", [(8, 6), (64, 33), (256, 128)])
-@pytest.mark.parametrize("heads", [1, 3, 40])
-def test_write_skips_padding_and_touches_nothing_else(kind, dims, heads):
+@pytest.mark.parametrize(("heads", "dims"), [(3, (8, 6)), (40, (64, 33)), (1, (256, 128))])
+def test_write_skips_padding_and_touches_nothing_else(kind, heads, dims):
     """K and V of different sizes, heads first in memory, more heads than a program stores."""
     rows = [torch.randn(heads, 4, dim, device=DEVICE).transpose(0, 1) for dim in dims]
     slots = torch.tensor([7, -1, 0, -5], device=DEVICE)

@@ -21,9 +21,14 @@ def problem_of(kernel: str, kind: str, page_size: int = 16) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size"), [("auto", 16), ("auto", 1), ("fp8_e4m3", 16), ("int4_per_token_head", 7)]
+    ("kernel", "kind", "page_size"),
+    [
+        ("decode", "auto", 16),
+        ("decode", "int4_per_token_head", 7),
+        ("prefill", "auto", 1),
+        ("prefill", "fp8_e4m3", 16),
+    ],
 )
-@pytest.mark.parametrize("kernel", ["decode", "prefill"])
 def test_right_tiles_pass_and_wrong_numbers_do_not(kernel, kind, page_size):
     problem = problem_of(kernel, kind, page_size)
     check, tiles = Checker(problem), default_tiles(problem.case, 0)

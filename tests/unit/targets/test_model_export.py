@@ -17,7 +17,7 @@ from engine.model.export import export_model
 from engine.model.loader import load_model
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets import model_export
-from kvbench.targets.model_export import ModelFolders, Scratch, text_tokenizer
+from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.prompt_texts import ids_as_words
 from tests.integration.test_target_transformers import MODEL
 from tests.support.sweep_parts import alive, wait_until
@@ -157,52 +157,3 @@ def test_prompts_that_are_texts_get_the_tokenizer_they_were_cut_with(prompts, na
     found = text_tokenizer(SimpleNamespace(**prompts))
     assert (found.name if found else None) == name
     assert name != "bpe8k" or (found / "tokenizer.json").is_file()
-
-
-HOLDER = """
-import sys
-from kvbench.targets.model_export import Scratch
-mine = Scratch("kvbench-model-")
-(mine.path / "weights").write_bytes(b"w")
-print(mine.path, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def holders(tmp_path):
-    made = []
-
-    def start() -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER], env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        made.append(process)
-        assert process.stdout
-        return process, process.stdout.readline().strip()
-
-    yield start
-    for process in made:
-        process.kill()
-        process.communicate()
-
-
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(holders, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    living, kept = holders()
-    killed, left = holders()
-    killed.kill()
-    killed.wait()
-    (tmp_path / "kvbench-model-foreign").mkdir()  # nobody's lock: not known to be ours
-    (tmp_path / "kvbench-model-link").symlink_to(left)
-    (tmp_path / "other").mkdir()
-    own = Scratch("kvbench-model-")
-    names = {path.name for path in tmp_path.iterdir()}
-    expected = {kept.rpartition("/")[2], own.path.name, "kvbench-model-foreign", "kvbench-model-link", "other"}
-    assert names == expected and living.poll() is None
-    again = Scratch("kvbench-model-")
-    assert own.path.is_dir() and again.path != own.path
-    for each in (own, own, again):
-        each.remove()
-    assert not own.path.exists() and not again.path.exists()
