@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvbench.cli.calibrate import NO_CALIBRATION
-from kvbench.cli.option_types import FiniteRange
-from kvbench.cli.target_options import target_options
+from kvbench.cli.options import NO_CALIBRATION, OVERRIDES, PROFILE, SEED, TARGET_OPTIONS, FiniteRange, add_options
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -18,10 +15,9 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _SHARED = (
     click.option("--workload", "workloads", multiple=True, metavar="FILE",
                  help="What is measured: a workload file. Repeatable; each is a class of its own in the verdict."),
-    click.option("--profile", metavar="NAME", help="cpu or gpu: which of the files' profiles to use."),
-    click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE",
-                 help="Set a value of every workload after the profile. Repeatable."),
-    click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of the prompts (default: the file's)."),
+    PROFILE,
+    OVERRIDES,
+    SEED,
     click.option("--only", multiple=True, metavar="GLOB", help="Only cells whose id matches. Repeatable."),
     click.option("--policy", type=_FILE, metavar="FILE",
                  help="Looks, floors, margins and classes, such as ci/gates.yaml (default: kvbench's own)."),
@@ -48,11 +44,7 @@ _SHARED = (
 )  # fmt: skip
 
 
-def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
-    function = target_options(function)
-    for option in reversed(_SHARED):
-        function = option(function)
-    return function
+_shared = add_options(*_SHARED, *TARGET_OPTIONS)
 
 
 @click.command()

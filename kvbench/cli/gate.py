@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from kvbench.cli.default_group import DefaultGroup
 from kvbench.cli.gate_counters import counters
+from kvbench.cli.options import DefaultGroup
 
 
 @click.group(cls=DefaultGroup, default="results", context_settings={"help_option_names": ["-h", "--help"]})

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from kvbench.cli.default_group import DefaultGroup
-from kvbench.cli.option_types import OutputFile
+from kvbench.cli.options import DefaultGroup, OutputFile
 
 
 @click.group(cls=DefaultGroup, default="show")

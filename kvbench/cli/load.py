@@ -8,11 +8,98 @@ from typing import Any
 
 import click
 
-from kvbench.cli.calibrate import NO_CALIBRATION
-from kvbench.cli.option_types import FiniteRange
-from kvbench.loadtest.shared import SHARING_OPTIONS
+from kvbench.cli.options import (
+    NO_CALIBRATION,
+    OVERRIDES,
+    PROFILE,
+    RUNNING_SERVER_OPTIONS,
+    SEED,
+    FiniteRange,
+    add_options,
+)
 
-_HELP = """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
+_LIMIT = re.compile(r"[a-z0-9_]+:[0-9.]+")
+_PORT = {"type": click.IntRange(1, 65535), "default": 5557, "show_default": True, "metavar": "PORT"}  # Locust's own
+_POSITIVE = FiniteRange(min=0, min_open=True)
+
+
+class _Command(click.Command):
+    """Takes ``--goodput ttft:200 tpot:50``, several words after one option, as vllm bench serve does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        for word in args:
+            if _LIMIT.fullmatch(word) and len(joined) > 1 and joined[-2] == "--goodput":
+                joined[-1] += f" {word}"
+            else:
+                joined.append(word)
+        return super().parse_args(ctx, joined)
+
+
+_LOAD_OPTIONS = (
+    click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first)."),
+    click.option("--request-rate", type=FiniteRange(min=0, min_open=True, inf=True), metavar="R",
+                 help="Open loop at R requests/s (conversations/s where the workload has them), whatever the server "
+                 "does; inf: all at once."),
+    click.option("--burstiness", type=_POSITIVE, metavar="B",
+                 help="Gamma-distributed gaps: below 1 burstier than Poisson, above 1 more regular."),
+    click.option("--max-concurrency", type=click.IntRange(1), metavar="N",
+                 help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
+                 "client is in their TTFT, and shown apart."),
+    click.option("--num-prompts", type=click.IntRange(1), metavar="N",
+                 help="Requests of the load, or conversations where the workload has them (--find-max-rate: of a run, "
+                 "at least)."),
+    click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
+                 help="Warm-up requests, never measured."),
+    click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
+    click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+                 help="Keep manifest, raw samples and metrics there; it must be new or empty (default: keep nothing)."),
+    click.option("--resume", is_flag=True,
+                 help="With --output-dir: go on with what was begun there, or measure an invalid load again."),
+)  # fmt: skip
+_SEARCH_OPTIONS = (
+    click.option("--find-max-rate", metavar="SLO",
+                 help="Search the highest request rate that meets SLO: conditions such as p95_ttft<=500ms,"
+                 "p99_itl<=50ms or goodput>=95% (of the requests, with --goodput)."),
+    click.option("--min-rate", type=_POSITIVE, metavar="R",
+                 help="--find-max-rate: lowest rate tried (default: 1/64 of the first)."),
+    click.option("--max-rate", type=_POSITIVE, metavar="R",
+                 help="--find-max-rate: highest rate tried (default: 1024 times the first)."),
+    click.option("--tolerance", type=FiniteRange(0.001, 0.5), default=0.05, show_default=True,
+                 help="--find-max-rate: how far the rates that meet and miss the SLO may lie apart at the end."),
+    click.option("--max-runs", type=click.IntRange(1, 1000), default=24, show_default=True,
+                 help="--find-max-rate: most runs."),
+    click.option("--max-minutes", type=_POSITIVE, default=60.0, show_default=True,
+                 help="--find-max-rate: its end: a run that cannot end by then is not begun, or is cut."),
+    click.option("--run-seconds", type=FiniteRange(min=0), default=20.0, show_default=True,
+                 help="--find-max-rate: least seconds of arrivals of a run. Without --num-prompts a run also "
+                 "lasts until an overload of --tolerance would show: for the limit on TTFT or E2EL over the tolerance, "
+                 "or for 3 / tolerance^2 arrivals."),
+)  # fmt: skip
+_PROCESS_OPTIONS = (
+    click.option("--processes", type=click.IntRange(1, 1000), metavar="N",
+                 help="Share the load among N processes of this machine (default: the workload's load.processes)."),
+    click.option("--master", is_flag=True, help="Share the load among workers on other machines, and wait for them."),
+    click.option("--expect-workers", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N",
+                 help="--master: how many."),
+    click.option("--bind-host", default="127.0.0.1", show_default=True, metavar="HOST",
+                 help="--master: where to listen for them, e.g. 0.0.0.0 on a network of your own."),
+    click.option("--bind-port", **_PORT, help="--master: and at which port."),
+    click.option("--worker", is_flag=True, help="Be a worker of the master at --master-host; nothing else is needed."),
+    click.option("--master-host", default="127.0.0.1", show_default=True, metavar="HOST", help="--worker: the master."),
+    click.option("--master-port", **_PORT, help="--worker: its port."),
+)  # fmt: skip
+
+
+@click.command(cls=_Command)
+@click.argument("workload", type=click.Path(), required=False)
+@click.option("--url", help="The server, e.g. http://127.0.0.1:8000 (with or without /v1).")
+@PROFILE
+@OVERRIDES
+@SEED
+@add_options(*_LOAD_OPTIONS, *RUNNING_SERVER_OPTIONS, NO_CALIBRATION, *_SEARCH_OPTIONS, *_PROCESS_OPTIONS)
+def load(**options: Any) -> int:
+    """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
 
     A few warm-up requests whose prompts are never measured go first; the cache is put into the declared state and
     checked; the load is valid or the reasons why it is not are printed.
@@ -38,7 +125,6 @@ _HELP = """Send one load of WORKLOAD to a server that runs already, and print wh
       requests-*.jsonl    what was sent; .notes.json: how it was drawn
       calibration.json    how precise the client is on this machine
       runs/, search.json  --find-max-rate: the same for each run; and the answer
-      invalid-1/          an invalid load, kept as --resume measured again
 
     \b
     Exit codes:
@@ -49,97 +135,8 @@ _HELP = """Send one load of WORKLOAD to a server that runs already, and print wh
       4    the load is invalid, or could not be driven to its end
       130  interrupted; with --output-dir go on with --resume
     """
-
-
-_FILE = click.Path(exists=True, path_type=Path)
-_LIMIT = re.compile(r"[a-z0-9_]+:[0-9.]+")
-
-
-class _Command(click.Command):
-    """Takes ``--goodput ttft:200 tpot:50``, several words after one option, as vllm bench serve does."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        joined: list[str] = []
-        for word in args:
-            if _LIMIT.fullmatch(word) and len(joined) > 1 and joined[-2] == "--goodput":
-                joined[-1] += f" {word}"
-            else:
-                joined.append(word)
-        return super().parse_args(ctx, joined)
-
-
-def _options(function: Any) -> Any:
-    """Every option, in the order of --help."""
-    for option in reversed(_ALL):
-        function = option(function)
-    return function
-
-
-_ALL = (
-    click.option("--url", help="The server, e.g. http://127.0.0.1:8000 (with or without /v1)."),
-    click.option("--profile", metavar="NAME", help="cpu or gpu: which of the file's profiles to use."),
-    click.option("-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE",
-                 help="Set a value of the workload after the profile. Repeatable."),
-    click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of the prompts (default: the file's)."),
-    click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first)."),
-    click.option("--request-rate", metavar="R", help="Open loop at R requests/s (conversations/s where the workload "
-                 "has them), whatever the server does; inf: all at once."),
-    click.option("--burstiness", type=FiniteRange(min=0, min_open=True), metavar="B",
-                 help="Gamma-distributed gaps: below 1 burstier than Poisson, above 1 more regular."),
-    click.option("--max-concurrency", type=click.IntRange(1), metavar="N",
-                 help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
-                 "client is in their TTFT, and shown apart."),
-    click.option("--num-prompts", type=click.IntRange(1), metavar="N",
-                 help="Requests of the load, or conversations where the workload has them (--find-max-rate: of a run, "
-                 "at least)."),
-    click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
-                 help="Warm-up requests, never measured."),
-    click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
-    click.option("--model", metavar="NAME",
-                 help="The model's name at the server (default: the first it lists); of kvbench mock-server with a "
-                 "query, as mock?ttft_ms=20."),
-    click.option("--vocab-size", type=click.IntRange(1), help="If the server does not tell, or to use less."),
-    click.option("--max-model-len", type=click.IntRange(1), help="If the server does not tell, or to use less."),
-    click.option("--preset", metavar="NAME",
-                 help="What kind of server it is: vllm, sglang, tgi, llamacpp or transformers (default: OpenAI's API "
-                 "as vLLM speaks it)."),
-    click.option("--tokenizer", type=_FILE, metavar="DIR", help="The model's, for a server that takes texts only."),
-    click.option("--api-key-env", metavar="NAME", help="The environment variable that holds the API key."),
-    click.option("--tls-ca-file", type=_FILE, help="https://: certificates to trust."),
-    click.option("--no-tls-verify", is_flag=True, help="https://: trust any certificate."),
-    click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-                 help="Keep manifest, raw samples and metrics there; it must be new or empty (default: keep nothing)."),
-    click.option("--resume", is_flag=True,
-                 help="With --output-dir: go on with what was begun there, or measure an invalid load again."),
-    NO_CALIBRATION,
-    click.option("--find-max-rate", metavar="SLO",
-                 help="Search the highest request rate that meets SLO: conditions such as p95_ttft<=500ms,"
-                 "p99_itl<=50ms or goodput>=95% (of the requests, with --goodput)."),
-    click.option("--min-rate", type=FiniteRange(min=0, min_open=True), metavar="R",
-                 help="--find-max-rate: lowest rate tried (default: 1/64 of the first)."),
-    click.option("--max-rate", type=FiniteRange(min=0, min_open=True), metavar="R",
-                 help="--find-max-rate: highest rate tried (default: 1024 times the first)."),
-    click.option("--tolerance", type=FiniteRange(0.001, 0.5), default=0.05, show_default=True,
-                 help="--find-max-rate: how far the rates that meet and miss the SLO may lie apart at the end."),
-    click.option("--max-runs", type=click.IntRange(1, 1000), default=24, show_default=True,
-                 help="--find-max-rate: most runs."),
-    click.option("--max-minutes", type=FiniteRange(min=0, min_open=True), default=60.0, show_default=True,
-                 help="--find-max-rate: its end: a run that cannot end by then is not begun, or is cut."),
-    click.option("--run-seconds", type=FiniteRange(min=0), default=20.0, show_default=True,
-                 help="--find-max-rate: least seconds of arrivals of a run. Without --num-prompts a run also "
-                 "lasts until an overload of --tolerance would show: for the limit on TTFT or E2EL over the tolerance, "
-                 "or for 3 / tolerance^2 arrivals."),
-    *SHARING_OPTIONS,
-)  # fmt: skip
-
-
-def load(**options: Any) -> int:
     from kvbench.loadtest.run import load_command
 
     context = click.get_current_context()
     given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
     return load_command(given=given, **options)
-
-
-load.__doc__ = _HELP
-load = click.command(cls=_Command)(click.argument("workload", type=click.Path(), required=False)(_options(load)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvbench.cli.option_types import FiniteRange
+from kvbench.cli.options import FiniteRange
 
 _RATE = FiniteRange(0, 1)
 

@@ -1,4 +1,4 @@
-"""``kvbench quality``. Imports are lazy."""
+"""``kvbench quality``."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ from typing import Any
 
 import click
 
-from kvbench.cli.option_types import OutputFile
+from kvbench.cli.options import OVERRIDES, PROFILE, OutputFile
+from kvbench.common.errors import UsageError, say
 
 
 @click.command()
 @click.argument("workload_or_run", metavar="WORKLOAD|RUN", type=click.Path(path_type=Path))
-@click.option("--profile", metavar="NAME", help="Of a workload: cpu or gpu (default: gpu if there is one).")
-@click.option(
-    "-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE", help="Of a workload, as in sweep. Repeatable."
-)
+@PROFILE
+@OVERRIDES
 @click.option("--prompts", type=click.IntRange(1, 10_000), default=16, show_default=True, help="How many are fed.")
 @click.option(
     "--output-tokens", type=click.IntRange(1, 100_000), default=64, show_default=True,
     help="Greedy tokens after each prompt, at most; no more than the workload asks for.",
 )  # fmt: skip
 @click.option("--output", type=OutputFile(), metavar="FILE", help="Where the result goes (default: RUN/quality.json).")
-def quality(**options: Any) -> int:
+def quality(
+    workload_or_run: Path,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    prompts: int,
+    output_tokens: int,
+    output: Path | None,
+) -> int:
     """Measure how far a quantised KV cache moves what the model predicts.
 
     For every configuration whose kv_cache_dtype is quantised, the built-in engine computes the same tokens twice, with
@@ -43,34 +49,31 @@ def quality(**options: Any) -> int:
     Files written: quality.json in RUN, or --output's; of a workload none without --output.
     Exit codes: 0 measured, 2 bad input, such as no quantised KV in it.
     """
-    return quality_command(**options)
-
-
-def quality_command(
-    workload_or_run: Path,
-    profile: str | None,
-    overrides: tuple[str, ...],
-    prompts: int,
-    output_tokens: int,
-    output: Path | None,
-) -> int:
-    """Measure, print and store. Raises UsageError."""
     from rich.console import Console
 
+    from kvbench.common.console import print_plain, print_table
     from kvbench.common.files import write_json
+    from kvbench.common.git import git_state
+    from kvbench.common.machine import versions
     from kvbench.common.text import plural
-    from kvbench.loadtest.max_rate.text import print_table
     from kvbench.quality.measure import measure, quantised
-    from kvbench.quality.result import QUALITY
+    from kvbench.quality.result import QUALITY, code_differences, differences_text
     from kvbench.runs.folder import open_run
     from kvbench.workload.file import load_workload, resolve
 
     only: tuple[str, ...] = ()
     if workload_or_run.is_dir():
-        _refuse_for_a_run({"--profile": profile, "-o": overrides})
+        if profile or overrides:
+            raise UsageError("a run that was measured cannot be changed: omit --profile and -o, or name the workload")
         manifest = open_run(workload_or_run).manifest()
-        _require_builtin(manifest, workload_or_run)
-        _warn_of_other_code(manifest)
+        backend = manifest.get("backend") or "kvbench"
+        if backend != "kvbench" or manifest.get("target"):
+            raise UsageError(
+                f"{workload_or_run} was measured on {manifest.get('target') or backend}, and only the built-in engine "
+                "shows its logits: remove kld from the policy of this run"
+            )
+        if different := code_differences(git_state(), versions(), manifest):  # before the minutes that it takes
+            say(f"warning: {differences_text(different)}: `kvbench gate` takes this KLD only with --force")
         workload = resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None)
         only, output = tuple(manifest.get("only") or ()), output or workload_or_run / QUALITY
     else:
@@ -81,47 +84,15 @@ def quality_command(
         f"{plural(len(configurations), 'configuration')} with a quantised KV, at most {plural(prompts, 'prompt')} each"
     )
     with console.status("loading") as status:
-        result = measure(
-            workload, configurations, prompts=prompts, output_tokens=output_tokens, say=lambda text: status.update(text)
-        )
+        result = measure(workload, configurations, prompts=prompts, output_tokens=output_tokens, say=status.update)
     print_table(console, _table(result))
     lines = [f"weights: {result.weights}", result.note]
     if output is not None:
         write_json(output, result.to_json())
         lines.append(f"written: {output}")
     for line in filter(None, lines):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, line)
     return 0
-
-
-def _refuse_for_a_run(given: dict[str, Any]) -> None:
-    from kvbench.common.errors import UsageError
-
-    for name, value in given.items():
-        if value:
-            raise UsageError(f"{name} cannot change a run that was measured: leave it out, or give the workload file")
-
-
-def _require_builtin(manifest: dict[str, Any], run: Path) -> None:
-    from kvbench.common.errors import UsageError
-
-    backend = manifest.get("backend") or "kvbench"
-    if backend != "kvbench" or manifest.get("target"):
-        raise UsageError(
-            f"{run} was measured on {manifest.get('target') or backend}, and only the built-in engine shows its "
-            "logits: remove kld from the policy of this run"
-        )
-
-
-def _warn_of_other_code(manifest: dict[str, Any]) -> None:
-    """Before the minutes that it takes, and not by the gate afterwards."""
-    from kvbench.common.errors import say
-    from kvbench.common.git import git_state
-    from kvbench.common.machine import versions
-    from kvbench.quality.result import code_differences, told
-
-    if different := code_differences(git_state(), versions(), manifest):
-        say(f"warning: {told(different)}: `kvbench gate` takes this KLD only with --force")
 
 
 def _table(result: Any) -> Any:
@@ -137,8 +108,8 @@ def _table(result: Any) -> Any:
     heads = ("configuration", "positions", "mean", "p95", "p99", "max", "prompts", "decodes", "same token")
     for head in heads:
         table.add_column(head, justify="left" if head == "configuration" else "right", no_wrap=True)
-    for config_id, told in result.configurations.items():
+    for config_id, figures in result.configurations.items():
         parts = ("mean", "p95", "p99", "max", "prompt_mean", "decode_mean")
-        values = [f"{told[part]:.2e}" for part in parts]
-        table.add_row(config_id, f"{told['positions']:,}", *values, f"{told['same_argmax']:.2%}")
+        values = [f"{figures[part]:.2e}" for part in parts]
+        table.add_row(config_id, f"{figures['positions']:,}", *values, f"{figures['same_argmax']:.2%}")
     return table

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvbench.cli.option_types import OutputFile
+from kvbench.cli.options import OutputFile
 
 
 @click.group()

@@ -7,23 +7,49 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+import click
 
-from kernels import tuning
-from kernels.kv_formats import KV_FORMATS
-from kernels.launch import Tiles
-from kernels.tune.search import Case, Outcome, candidates, entry_of, merge, search
-from kernels.tuning import Entry, Table, bucket_of
+from kvbench.cli.options import FiniteRange
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.runs import manifest
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kernels.launch import Tiles
+    from kernels.tune.search import Case, Outcome
+
 MAX_HEAD_DIM = 256
 
 
-def tune_command(
-    *,
+@click.command()
+@click.option("--kernel", multiple=True, type=click.Choice(["decode", "prefill"]), default=("decode", "prefill"))
+@click.option(
+    "--kv-cache-dtype", multiple=True, metavar="DTYPE", default=("auto", "fp8_e4m3", "int8_per_token_head"),
+    show_default=True, help="auto, fp8_e4m3, fp8_e5m2, int8_per_token_head or int4_per_token_head. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--head-dim", multiple=True, metavar="D[/DV]", default=("128", "64"), show_default=True,
+    help="Head dim, or those of K and V. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--group", multiple=True, type=click.IntRange(1, 64), default=(4,), show_default=True,
+    help="Query heads of a KV head; up to 16 are alike to the kernels. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--page-size", multiple=True, type=click.IntRange(1, 1 << 20), default=(16, 1, 256), show_default=True,
+    help="Tokens a page; others take the nearest. Repeatable.",
+)  # fmt: skip
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option(
+    "--max-minutes", type=FiniteRange(min=0, min_open=True), default=30.0, show_default=True,
+    help="When to stop; what was measured by then is written.",
+)  # fmt: skip
+@click.option(
+    "--output-dir", type=click.Path(path_type=Path), help="Where the table goes (default: where kernels look for it)."
+)
+def tune(
     kernel: tuple[str, ...],
     kv_cache_dtype: tuple[str, ...],
     head_dim: tuple[str, ...],
@@ -33,17 +59,34 @@ def tune_command(
     max_minutes: float,
     output_dir: Path | None,
 ) -> int:
-    """Raises UsageError for bad input and for a machine without a CUDA device, MeasurementError for wrong kernels."""
-    cases = make_cases(kernel, kv_cache_dtype, head_dim, group, page_size, ITEMSIZE[dtype])
-    import torch
+    """Find the fastest tiles of the GPU attention kernels on this machine's GPU and write them into a table.
 
+    Every candidate is first checked against float64, then timed with CUDA events; the fastest is timed again in turns
+    with the computed default and replaces it if it is clearly faster. The engine uses the table from its next start on;
+    commit it, and everybody with such a GPU does.
+
+    \b
+    Examples:
+      kvbench tune
+      kvbench tune --kernel decode --kv-cache-dtype auto --head-dim 128 --max-minutes 5
+    \b
+    Files written: kernels/tuned/sm_XX.json (of the GPU's architecture), added to if it is of the same GPU and versions.
+    Exit codes: 0 written, 2 bad input or no CUDA device, 4 a kernel's own default gives wrong numbers.
+    """
+    import torch
+    from rich.console import Console
+
+    from kernels import tuning
+
+    cases = make_cases(kernel, kv_cache_dtype, head_dim, group, page_size, getattr(torch, dtype).itemsize)
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}, and it finds no device" if torch.version.cuda else "for the CPU"
         raise UsageError(
             f"kvbench tune times kernels on a CUDA device, and there is none here (torch {torch.__version__} is built "
             f"{built}): run it on a machine with an NVIDIA GPU"
         )
-    return _tune(Console(), cases, time.monotonic() + 60 * max_minutes, output_dir or tuning.FOLDER)
+    _tune(Console(), cases, time.monotonic() + 60 * max_minutes, output_dir or tuning.FOLDER)
+    return 0
 
 
 def make_cases(
@@ -55,6 +98,10 @@ def make_cases(
     itemsize: int,
 ) -> list[Case]:
     """Every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
+    from kernels.kv_formats import KV_FORMATS
+    from kernels.tune.search import Case
+    from kernels.tuning import bucket_of
+
     for kind in kinds:
         if kind != "auto" and kind not in KV_FORMATS:
             raise UsageError(f"--kv-cache-dtype {kind!r} is none: use auto, {', '.join(KV_FORMATS)}")
@@ -73,20 +120,23 @@ def _dims(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) -> int:
+def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) -> None:
     import torch
     import triton
 
+    from kernels import tuning
     from kernels.tune.device import chip_of
+    from kernels.tune.search import entry_of, merge
+    from kvbench.common.machine import gpus
 
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
-    driver = next((gpu["driver_version"] for gpu in manifest.gpus()), "unknown")
+    driver = next((gpu["driver_version"] for gpu in gpus()), "unknown")
     try:
         old = tuning.read_table(chip.arch, folder)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    entries: list[Entry] = []
+    entries: list[tuning.Entry] = []
     for i, case in enumerate(cases):
         left = deadline - time.monotonic()
         if left <= 0:
@@ -97,18 +147,18 @@ def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) ->
         console.print(f"     {describe(outcome)}", highlight=False)
         entries.append(entry_of(case, outcome))
         now = datetime.now(UTC).date().isoformat()
-        new = Table(
+        new = tuning.Table(
             chip.arch, torch.cuda.get_device_name(device), chip.num_sms, driver, triton.__version__, now, tuple(entries)
         )
         path = tuning.write_table(merge(old, new), folder)  # after each: an interrupt keeps what was measured
     if entries:
         faster = [entry for entry in entries if entry.microseconds < entry.default_microseconds]
         console.print(f"{len(faster)} of {len(entries)} cases are faster than the computed tiles; written: {path}")
-    return 0
 
 
-def _tune_case(case: Case, chip, device, deadline: float) -> Outcome:
+def _tune_case(case: Case, chip: Any, device: Any, deadline: float) -> Outcome:
     from kernels.tune.device import CHECKED, CHECKED_KV_HEADS, TIMED, TIMED_KV_HEADS, Checker, Problem, event_timer
+    from kernels.tune.search import candidates, search
 
     small = Problem(case, *CHECKED[case.kernel], CHECKED_KV_HEADS, chip, device)
     large = Problem(case, *TIMED[case.kernel], TIMED_KV_HEADS, chip, device, gap=0)
@@ -122,6 +172,8 @@ def _tune_case(case: Case, chip, device, deadline: float) -> Outcome:
 
 def default_tiles(case: Case, arch: int) -> Tiles:
     """What launch.py works out, whatever a table says."""
+    from kernels import tuning
+
     _, kind, _, _, _, itemsize = case.bucket
     return tuning.computed(case.kernel, arch, kind, case.group, case.head_dim, case.v_head_dim, itemsize)
 

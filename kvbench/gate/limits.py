@@ -23,7 +23,7 @@ from kvbench.common.text import and_more, listing, plural
 from kvbench.gate.policy import Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
-from kvbench.quality.result import QualityResult, read_quality, told
+from kvbench.quality.result import QualityResult, differences_text, read_quality
 from kvbench.report.comparisons import paging_pair
 from kvbench.runs import metric_names
 from kvbench.runs.model import MeasuredCell, Run
@@ -215,8 +215,9 @@ def _code_difference(run: Run, quality: QualityResult) -> str | None:
     if not different:
         return None
     return (
-        f"measured with another {listing(list(different))} than the run ({told(different)}): run `kvbench quality "
-        f"{run.folder}` with what the run has, measure the run again with what is here, or add --force to take it"
+        f"measured with another {listing(list(different))} than the run ({differences_text(different)}): run "
+        f"`kvbench quality {run.folder}` with what the run has, measure the run again with what is here, or add "
+        "--force to take it"
     )
 
 

@@ -24,23 +24,20 @@ _WORKLOAD = Path(__file__).resolve().parents[2] / "workloads" / "mixed.yaml"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """kvbench's own options of Locust's command line."""
-    group = parser.add_argument_group(
+    add = parser.add_argument_group(
         "kvbench",
         "what is sent to --host; --users is the concurrency in closed loop; the test ends when the workload's requests "
         "are used up, or at --run-time, if that is sooner",
-    )
-    group.add_argument("--kvbench-workload", default=str(_WORKLOAD), help="workload file (default: mixed.yaml)")
-    group.add_argument("--kvbench-at", default="", help="which of the workload's loads, e.g. c32 (default: the first)")
-    group.add_argument("--kvbench-profile", default="", help="cpu or gpu (default: what this machine has)")
-    group.add_argument("--kvbench-seed", type=int, default=None, help="seed of the requests (default: the workload's)")
-    group.add_argument("--kvbench-model", default="", help="model name (default: the server's first)")
-    group.add_argument("--kvbench-vocab-size", type=int, default=None, help="where the server does not tell")
-    group.add_argument("--kvbench-max-model-len", type=int, default=None, help="where the server does not tell")
-    group.add_argument(
-        "--kvbench-spec",
-        default=os.environ.get(SPEC_VARIABLE, ""),
-        help="SPEC.json of one load, in place of a workload",
-    )
+    ).add_argument
+    add("--kvbench-workload", default=str(_WORKLOAD), help="workload file (default: mixed.yaml)")
+    add("--kvbench-at", default="", help="which of the workload's loads, e.g. c32 (default: the first)")
+    add("--kvbench-profile", default="", help="cpu or gpu (default: what this machine has)")
+    add("--kvbench-seed", type=int, default=None, help="seed of the requests (default: the workload's)")
+    add("--kvbench-model", default="", help="model name (default: the server's first)")
+    add("--kvbench-vocab-size", type=int, default=None, help="where the server does not tell")
+    add("--kvbench-max-model-len", type=int, default=None, help="where the server does not tell")
+    spec = os.environ.get(SPEC_VARIABLE, "")
+    add("--kvbench-spec", default=spec, help="SPEC.json of one load, in place of a workload")
 
 
 @dataclass(frozen=True)

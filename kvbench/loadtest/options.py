@@ -1,24 +1,61 @@
-"""What the command line of ``kvbench load`` makes of a workload: one load point, in the words of vllm bench serve."""
+"""The options of ``kvbench load``: which go together, and what they make of a workload: one load."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-from collections.abc import Sequence
+import os
+import socket
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvbench.common.errors import UsageError
+from kvbench.common.option_rules import check_exclusive, check_goes_with, flag
+from kvbench.common.text import plural
+from kvbench.load.spec import ARRIVE_S
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, load_workload
 from kvbench.workload.load_section import Slo
 
 SLO_NAMES = tuple(name.removesuffix("_ms") for name in Slo.model_fields)
 
+_DEPENDENT = {  # by option, those that do nothing without it
+    "find_max_rate": ("min_rate", "max_rate", "tolerance", "max_runs", "max_minutes", "run_seconds"),
+    "master": ("expect_workers", "bind_host", "bind_port"),
+    "worker": ("master_host", "master_port"),
+    "output_dir": ("resume",),
+}
+_EXCLUSIVE = {
+    ("worker", "master"): "start the master on one machine and the workers on others",
+    ("processes", "master"): "workers of this machine, or of others",
+    ("find_max_rate", "master"): "a worker ends with its load, and a search has many; share each with --processes",
+}
+_OF_A_WORKER = ("worker", "master_host", "master_port")
+_OF_A_LAUNCHED_SERVER = ("model", "engine", "sweep", "design")  # sections of a workload
+
+
+def check_combination(given: Collection[str], overrides: Sequence[str]) -> None:
+    """``given``: the options on the command line. Raises UsageError for some that do not go together."""
+    check_exclusive(given, _EXCLUSIVE)
+    if "worker" in given and (more := [name for name in given if name not in _OF_A_WORKER]):
+        name = "the workload" if "workload" in more else flag(more[0])
+        raise UsageError(f"--worker takes only --master-host and --master-port: give {name} to the master")
+    needs = {name: [flag(needed)] for needed, names in _DEPENDENT.items() for name in names}
+    check_goes_with(given, needs, [flag(name) for name in given])
+    for text in overrides:
+        if text.partition("=")[0].strip().partition(".")[0] in _OF_A_LAUNCHED_SERVER:
+            raise UsageError(
+                f"-o {text} says how `kvbench sweep` launches servers, and this one runs already: set it there, or "
+                "leave it out"
+            )
+
 
 @dataclass(frozen=True)
-class Asked:
+class LoadOptions:
     """The options that change the load; None: as the workload has it. ``request_rate`` [1/s] may be infinite."""
 
     at: str | None = None
@@ -28,87 +65,88 @@ class Asked:
     num_prompts: int | None = None
     goodput: tuple[str, ...] = ()
 
-    @property
-    def changes_the_load(self) -> bool:
-        return any((self.request_rate, self.burstiness, self.max_concurrency, self.num_prompts, self.goodput))
 
-
-def shaped(path: str | Path, asked: Asked, **how: Any) -> tuple[Workload, LoadPoint]:
-    """The workload with one load: the one named by ``asked.at`` (else its first), changed as asked.
+def choose_load(path: str | Path, chosen: LoadOptions, **how: Any) -> tuple[Workload, LoadPoint]:
+    """The workload with one load: the one that ``chosen.at`` names (else its first), changed as the options say.
 
     ``how``: ``profile``, ``overrides`` and ``seed`` of ``load_workload``. Raises UsageError.
     """
     workload = load_workload(path, **how)
     points = {p.load_id: p for p in workload.load_points}
-    point = workload.load_points[0] if asked.at is None else points.get(asked.at)
+    point = workload.load_points[0] if chosen.at is None else points.get(chosen.at)
     if point is None:
-        raise UsageError(f"--at {asked.at!r} is no load of this workload: its loads are {', '.join(points)}")
-    changes = _changes(workload, point, asked) if asked.changes_the_load else {}
-    if not changes:
+        raise UsageError(f"--at {chosen.at!r} is no load of this workload: its loads are {', '.join(points)}")
+    if chosen == LoadOptions(at=chosen.at):
         return workload, point
-    more = [f"load.{key}={json.dumps(value)}" for key, value in changes.items()]
-    workload = load_workload(path, **{**how, "overrides": [*(how.get("overrides") or ()), *more]})
+    changes = [f"load.{key}={json.dumps(value)}" for key, value in _changes(workload, point, chosen).items()]
+    workload = load_workload(path, **{**how, "overrides": [*(how.get("overrides") or ()), *changes]})
     (point,) = workload.load_points
     return workload, point
 
 
-def _changes(workload: Workload, point: LoadPoint, asked: Asked) -> dict[str, Any]:
+def check_named_load(path: str | Path, chosen: LoadOptions, how: Mapping[str, Any], *, searching: bool) -> None:
+    """Raises UsageError when --at names a load and other options contradict it."""
+    if chosen.at is None:
+        return
+    _, point = choose_load(path, LoadOptions(at=chosen.at), **how)
+    closed, rate, users = point.mode == "closed", chosen.request_rate, chosen.max_concurrency
+    kind = f"a closed loop of {point.concurrency} users" if closed else f"an open loop at {point.request_rate}/s"
+    contradictions = {
+        "--find-max-rate searches in open loop": closed and searching,
+        f"--request-rate is {rate}": rate is not None and (closed or point.request_rate not in (None, rate)),
+        f"--max-concurrency is {users}": closed and users not in (None, point.concurrency),
+    }
+    for option, contradicts in contradictions.items():
+        if contradicts:
+            raise UsageError(f"--at {chosen.at} is {kind}, and {option}: leave one of them out")
+
+
+def _changes(workload: Workload, point: LoadPoint, chosen: LoadOptions) -> dict[str, Any]:
     """Values under ``load:`` that leave one load point."""
-    value = point.concurrency if point.mode == "closed" else point.request_rate
-    count = asked.num_prompts or workload.load.count_for(value)
+    load, burstiness = workload.load, chosen.burstiness
+    count = chosen.num_prompts or load.count_for(point.concurrency if point.mode == "closed" else point.request_rate)
     changes: dict[str, Any] = {}
     if count:
-        changes["num_requests" if workload.load.sessions is None else "sessions.num_sessions"] = count
-    if asked.num_prompts and workload.load.duration_s is not None:
+        changes["num_requests" if load.sessions is None else "sessions.num_sessions"] = count
+    if chosen.num_prompts and load.duration_s is not None:
         changes["duration_s"] = None
-    if point.mode == "open" or asked.request_rate is not None:
-        rate = point.request_rate if asked.request_rate is None else asked.request_rate
-        changes |= {"mode": "open", "concurrency": None}
-        if rate is not None:
-            changes["request_rate"] = ["inf" if math.isinf(rate) else rate]
-        if asked.max_concurrency is not None:
-            changes["max_concurrency"] = asked.max_concurrency
-        if asked.burstiness is not None:
-            if rate is not None and math.isinf(rate):
-                raise UsageError(
-                    f"--burstiness {asked.burstiness:g} shapes gaps, and --request-rate inf has none: leave one out"
-                )
-            changes |= {"arrivals": "gamma", "burstiness": asked.burstiness}
-    else:
-        if asked.burstiness is not None:
-            raise UsageError(f"--burstiness {asked.burstiness:g} needs --request-rate: a closed loop draws no gaps")
-        users = asked.max_concurrency or point.concurrency
-        _require_enough(workload, asked, count, users)
-        changes["concurrency"] = [users]
-    if asked.goodput:
-        changes["slo"] = parse_goodput(asked.goodput)
+    if chosen.goodput:
+        changes["slo"] = parse_goodput(chosen.goodput)
+    if point.mode == "closed" and chosen.request_rate is None:
+        if burstiness is not None:
+            raise UsageError(f"--burstiness {burstiness:g} needs --request-rate: a closed loop draws no gaps")
+        users = chosen.max_concurrency or point.concurrency
+        if count and users and count < users:
+            unit = "request" if load.sessions is None else "conversation"
+            raise UsageError(
+                f"{plural(count, unit)} cannot keep {plural(users, 'user')} busy at once: give --num-prompts {users} "
+                f"or more, or --max-concurrency {count} or less"
+            )
+        return changes | {"concurrency": [users]}
+    rate = point.request_rate if chosen.request_rate is None else chosen.request_rate
+    changes |= {"mode": "open", "concurrency": None}
+    if rate is not None:
+        changes["request_rate"] = ["inf" if math.isinf(rate) else rate]
+    if chosen.max_concurrency is not None:
+        changes["max_concurrency"] = chosen.max_concurrency
+    if burstiness is not None:
+        if rate is not None and math.isinf(rate):
+            raise UsageError(f"--burstiness {burstiness:g} shapes gaps, and --request-rate inf has none: omit one")
+        changes |= {"arrivals": "gamma", "burstiness": burstiness}
     return changes
-
-
-def _require_enough(workload: Workload, asked: Asked, count: int | None, users: int | None) -> None:
-    """Raises UsageError where there are more users of a closed loop than requests, or conversations."""
-    if count is None or users is None or count >= users:
-        return
-    unit = "requests" if workload.load.sessions is None else "conversations"
-    counted = f"--num-prompts {count}: so many {unit}" if asked.num_prompts else f"{count} {unit} of the workload"
-    busy = f"--max-concurrency {users}" if asked.max_concurrency else f"the workload's {users} users"
-    raise UsageError(
-        f"{counted} never keep {busy} busy at once: give --num-prompts {users} or more, or --max-concurrency {count} "
-        "or less"
-    )
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
     """``ttft:200 tpot:50`` [ms], as vllm bench serve takes it. Raises UsageError."""
     limits: dict[str, float] = {}
     for word in " ".join(words).replace(",", " ").split():
-        name, colon, text = word.partition(":")
+        name, _, text = word.partition(":")
         name = name.removesuffix("_ms")
         try:
             value = float(text)
         except ValueError:
             value = 0.0
-        if not colon or name not in SLO_NAMES or not 0 < value < math.inf:
+        if name not in SLO_NAMES or not 0 < value < math.inf:
             raise UsageError(
                 f"--goodput {word!r} is not NAME:MS: write for example --goodput 'ttft:200 tpot:50'; the names are "
                 f"{', '.join(SLO_NAMES)}"
@@ -119,14 +157,57 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def parse_rate(text: str | None) -> float | None:
-    """``4``, ``0.5`` or ``inf`` requests/s. Raises UsageError."""
-    if text is None:
-        return None
+@dataclass(frozen=True)
+class ClientProcesses:
+    """Which processes send the load. ``spec``: fields of LoadSpec; ``arguments``: of the load process.
+
+    ``workers``: how many other machines send it, and ``notice``: how to start them; None: this machine sends it.
+    """
+
+    spec: Mapping[str, Any]
+    arguments: tuple[str, ...] = ()
+    workers: int | None = None
+    notice: str | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """``sharing`` of a manifest: processes of this machine (None: as the workload says), or workers of others."""
+        return {"processes": self.spec.get("processes"), "workers": self.workers}
+
+
+def client_processes(options: Mapping[str, Any]) -> ClientProcesses:
+    """As the options say, which go together. Raises UsageError where a master cannot listen."""
+    if not options["master"]:
+        return ClientProcesses({"processes": options["processes"]} if options["processes"] else {})
+    host, port, count = options["bind_host"], options["bind_port"], options["expect_workers"]
+    _require_free(host, port)
+    values = {"--expect-workers": count, "--bind-host": host, "--bind-port": port, "--arrive-timeout": ARRIVE_S}
+    arguments = ("--master", *(str(word) for pair in values.items() for word in pair))
+    notice = (
+        f"waiting up to {ARRIVE_S:g} s for {plural(count, 'worker')} at {host}:{port}; on each machine: kvbench load "
+        f"--worker --master-host {'HOST' if host in ('0.0.0.0', '::', '*') else host} --master-port {port}"
+    )
+    return ClientProcesses({"calibrate_workers": not options["no_calibration"]}, arguments, count, notice)
+
+
+def _require_free(host: str, port: int) -> None:
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise UsageError(f"--request-rate {text!r} is not a number of requests/s above 0, or inf (all at once)")
-    return value
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            sentence = f"--bind-port {port} cannot be used at {host} ({error.strerror}): give a free --bind-port"
+        else:
+            sentence = f"--bind-host {host} cannot be used ({error.strerror}): give an address of this machine"
+        raise UsageError(sentence) from None
+
+
+def become_worker(options: Mapping[str, Any]) -> NoReturn:
+    """Replaces this process by the load process of a worker, which ends with its load."""
+    master = ("--master-host", options["master_host"], "--master-port", str(options["master_port"]))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "kvbench.load", "--worker", *master])

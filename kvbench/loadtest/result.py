@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.common.console import print_plain, print_table
 from kvbench.common.text import slo_words
-from kvbench.loadtest.max_rate.text import print_table
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
@@ -52,38 +52,31 @@ def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result
 def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
     """``kept``: metrics.json. Latencies as a table, one line for each further matter, then why it is invalid."""
     metrics = kept["metrics"]
-    table = Table(
-        title=f"load {load_id} · ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
-    for name in ("", *_SHOWN, "samples"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    rows = []
     for name, title in _ROWS:
         values = metrics.get(name) or {}
         if name == "steady":
             values = (metrics.get("steady_latency") or {}).get("ttft_ms") or {}
         if values.get("n") and not (name == "client_queue_ms" and not values.get("max")):
-            table.add_row(title, *(_percentile(values, which) for which in _SHOWN), str(values["n"]))
-    if table.row_count:
-        console.print(table)
-    if plateaus := metrics.get("plateaus"):
-        print_table(console, _plateaus(plateaus))
+            rows.append((title, *(_percentile(values, which) for which in _SHOWN), str(values["n"])))
+    _print_table(console, f"load {load_id} · ms", ("", *_SHOWN, "samples"), rows)
+    plateaus = [plateau_row([plateau]) for plateau in metrics.get("plateaus") or ()]
+    _print_table(console, "each plateau of the rate · ms", PLATEAU_HEADS, plateaus)
     for line in lines(kept):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, line)
     for reason in kept["invalid_reasons"]:
-        console.print(f"INVALID: {reason}", highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, f"INVALID: {reason}")
 
 
-def _plateaus(plateaus: Sequence[Mapping[str, Any]]) -> Table:
-    """The steady part of each step of the rate, in the order of time."""
-    table = Table(
-        title="each plateau of the rate · ms", title_justify="left", box=SIMPLE_HEAD, pad_edge=False,
-        collapse_padding=True,
-    )  # fmt: skip
-    for name in PLATEAU_HEADS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for plateau in plateaus:
-        table.add_row(*plateau_row([plateau]))
-    return table
+def _print_table(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in heads:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    print_table(console, table)
 
 
 def _percentile(values: Mapping[str, Any], which: str) -> str:
@@ -101,8 +94,8 @@ def lines(kept: Mapping[str, Any]) -> list[str]:
             "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
         )
     said += [_client(metrics), _calibration(kept), _server(kept)]
-    uncertain = any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS)
-    said.append("* too few samples for this percentile: p95 needs 130, p99 662" if uncertain else "")
+    if any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS):
+        said.append("* too few samples for this percentile: p95 needs 130, p99 662")
     return [text for text in said if text]
 
 
@@ -162,28 +155,23 @@ def _goodput(kept: Mapping[str, Any]) -> str:
     return text + (f"; {steady:.2f} requests/s over the steady window" if steady is not None else "")
 
 
-_COUNTS = {  # of the client's figures, shown where there are any
+_COUNTS = {  # figures of the client, shown where they are not 0
     "short_outputs": "outputs ended before the length that ignore_eos asked for",
     "reopened_connections": "kept connections had been closed by the server and were opened anew",
     "prompt_token_mismatches": "prompts of which the server counted other tokens than were sent",
 }
-_LAG_NOT_JUDGED = {
-    True: "whose lag only the calibration tells",
-    False: "too few chunks to judge their lag",
-}
 
 
 def _requests(metrics: Mapping[str, Any]) -> list[str]:
-    text = f"requests: {metrics['completed']} completed, {metrics['failed']} failed"
     kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
-    text += f" ({kinds})" if kinds else ""
+    parts = [
+        f"requests: {metrics['completed']} completed, {metrics['failed']} failed" + (f" ({kinds})" if kinds else "")
+    ]
     if unsent := metrics.get("not_sent"):
-        text += f"; {unsent} later turns of their conversations were not sent"
-    client = metrics.get("client") or {}
-    for figure, words in _COUNTS.items():
-        text += f"; {client[figure]} {words}" if client.get(figure) else ""
-    first = metrics.get("first_failure")
-    return [text, f"the first failure: {first}" if first else ""]
+        parts.append(f"{unsent} later turns of their conversations were not sent")
+    client, first = metrics.get("client") or {}, metrics.get("first_failure")
+    parts += [f"{client[name]} {words}" for name, words in _COUNTS.items() if client.get(name)]
+    return ["; ".join(parts), f"the first failure: {first}" if first else ""]
 
 
 def _cache(kept: Mapping[str, Any]) -> str:
@@ -201,22 +189,23 @@ def _cache(kept: Mapping[str, Any]) -> str:
 
 def _client(metrics: Mapping[str, Any]) -> str:
     client = metrics.get("client") or {}
+    by_kernel = client.get("lag_source") == "kernel stamps"
     parts = []
     if client.get("lag_p99_ms") is not None:
         parts.append(f"timestamp lag p99 {client['lag_p99_ms']:.2f} ms ({client.get('lag_source', 'loop probe')})")
-    elif client.get("lag_source") == "kernel stamps":
+    elif by_kernel:
         parts.append(f"timestamps are the kernel's (its own loop: lag p99 {client['loop_lag_p99_ms'] or 0:.2f} ms)")
     if client.get("lag_judged") is False:
-        parts.append(_LAG_NOT_JUDGED[client.get("lag_source") == "kernel stamps"])
-    if client.get("schedule_slip_p99_ms") is not None:
-        parts.append(f"schedule slip p99 {client['schedule_slip_p99_ms']:.2f} ms")
-    if client.get("turnaround_share") is not None:
-        p50, p99, share = (client[f"turnaround_{name}"] for name in ("p50_ms", "p99_ms", "share"))
-        parts.append(f"a stream's end to the next send p50 {p50:.2f}, p99 {p99:.2f} ms ({share:.1%} of users' time)")
-    if client.get("cpu_s_per_1000_output_tokens") is not None:
-        parts.append(f"{client['cpu_s_per_1000_output_tokens']:.3f} CPU seconds per 1,000 output tokens")
-    if client.get("cpu_fraction") is not None:
-        parts.append(f"{client['cpu_fraction']:.0%} of a core")
+        parts.append("whose lag only the calibration tells" if by_kernel else "too few chunks to judge their lag")
+    figures = {
+        "schedule_slip_p99_ms": "schedule slip p99 {:.2f} ms",
+        "turnaround_p50_ms": "a stream's end to the next send p50 {:.2f} ms",
+        "turnaround_p99_ms": "p99 {:.2f} ms",
+        "turnaround_share": "{:.1%} of users' time",
+        "cpu_s_per_1000_output_tokens": "{:.3f} CPU seconds per 1,000 output tokens",
+        "cpu_fraction": "{:.0%} of a core",
+    }
+    parts += _formatted(client, figures)
     return f"client: {', '.join(parts)}" if parts else ""
 
 
@@ -226,19 +215,20 @@ def _calibration(kept: Mapping[str, Any]) -> str:
     if not every:
         return "client: not calibrated"
     worst = max(every, key=lambda each: each["figures"]["lag_p99_ms"] or 0.0)
-    figures, settings = worst["figures"], worst["settings"]
-    parts = [
-        words.format(figures[key])
-        for key, words in (
-            ("lag_p99_ms", "timestamp lag p99 {:.2f} ms"),
-            ("itl_error_p99_ms", "ITL error p99 {:.2f} ms"),
-            ("cpu_us_per_event", "{:.0f} us of CPU an event"),
-            ("coalesced_share", "{:.2%} coalesced"),
-        )
-        if figures.get(key) is not None
-    ]
+    settings = worst["settings"]
+    figures = {
+        "lag_p99_ms": "timestamp lag p99 {:.2f} ms",
+        "itl_error_p99_ms": "ITL error p99 {:.2f} ms",
+        "cpu_us_per_event": "{:.0f} us of CPU an event",
+        "coalesced_share": "{:.2%} coalesced",
+    }
     of_whom = f" of the worst of {len(every)} workers" if len(every) > 1 else ""
-    return f"calibration{of_whom} at {settings['streams']} streams of {settings['itl_ms']:g} ms ITL: {', '.join(parts)}"
+    parts = ", ".join(_formatted(worst["figures"], figures))
+    return f"calibration{of_whom} at {settings['streams']} streams of {settings['itl_ms']:g} ms ITL: {parts}"
+
+
+def _formatted(values: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
+    return [words.format(values[name]) for name, words in formats.items() if values.get(name) is not None]
 
 
 def _server(kept: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What ``kvbench load`` does, apart from parsing. Imported when the command runs."""
+"""What ``kvbench load`` does with its options: one load on a running server, or a search over rates."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.calibration.cache import Calibrator
-from kvbench.common.console import status_line
-from kvbench.common.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_INVALID,
-    EXIT_OK,
-    MeasurementError,
-    RefusedError,
-    UsageError,
-)
+from kvbench.common.console import print_plain, status_line
+from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, RefusedError, UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.load import launch as loadrun
-from kvbench.loadtest.conflicts import check_named_load, check_words
-from kvbench.loadtest.folder import COMPLETE, METRICS, LoadFolder, describe, open_folder
+from kvbench.loadtest.folder import METRICS, LoadFolder, describe, open_folder
 from kvbench.loadtest.max_rate.plan import SearchPlan, at_rate, mean_rate, plan_search
-from kvbench.loadtest.options import Asked, parse_rate, shaped
+from kvbench.loadtest.max_rate.run import RateSearch
+from kvbench.loadtest.options import (
+    LoadOptions,
+    become_worker,
+    check_combination,
+    check_named_load,
+    choose_load,
+    client_processes,
+)
 from kvbench.loadtest.result import lengths_of, show, stored
-from kvbench.loadtest.shared import Sharing, be_worker, require_free, sharing
-from kvbench.measure.load import Subject, measure_load, requests_for
+from kvbench.measure.load import LoadSetup, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.targets.base import Target
+from kvbench.targets.choose import preset_named, running_server
 from kvbench.workload.design import LoadPoint, load_point
-from kvbench.workload.file import Workload
 
 _RUN = 1  # of a single load; 0 is the warm-up's
 
@@ -52,59 +51,57 @@ def load_command(
     find_max_rate: str | None,
     **options: Any,
 ) -> int:
-    """``kvbench load``; the exit code. ``given``: which of the parameters the user gave.
-
-    Raises UsageError or MeasurementError.
-    """
-    check_words(given, options)
+    """The exit code. ``given``: which of the options stand on the command line. Raises UsageError, MeasurementError."""
+    check_combination(given, options["overrides"])
     if options["worker"]:
-        be_worker(options)
+        become_worker(options)
     if workload is None:
         raise UsageError("the workload is missing: write for example `kvbench load workloads/mixed.yaml --url URL`")
-    if options["master"]:
-        require_free(options["bind_host"], options["bind_port"])
-    shared = sharing(options)
+    clients = client_processes(options)
     how = {key: options[key] for key in ("profile", "overrides", "seed")}
-    asked = Asked(
-        at=options["at"],
-        request_rate=parse_rate(options["request_rate"]),
-        burstiness=options["burstiness"],
-        max_concurrency=options["max_concurrency"],
-        num_prompts=options["num_prompts"],
-        goodput=tuple(options["goodput"]),
-    )
-    check_named_load(workload, asked, how, searching=find_max_rate is not None)
-    search = None
+    chosen = LoadOptions(**{field.name: options[field.name] for field in dataclasses.fields(LoadOptions)})
+    check_named_load(workload, chosen, how, searching=find_max_rate is not None)
+    plan = None
     if find_max_rate is None:
-        loaded, point = shaped(workload, asked, **how)
+        loaded, point = choose_load(workload, chosen, **how)
     else:
-        loaded, point, search = plan_search(workload, find_max_rate, asked, how, options)
-    target = new_target(options)
+        loaded, point, plan = plan_search(workload, find_max_rate, chosen, how, options)
+    target = _running_target(options)
     target.start({}, Path())
     console = Console()
-    tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = partial(print_plain, console)
     try:
-        made = _requests(loaded, point, target)
-        manifest = _manifest(loaded, point, target, search, shared)
-        with _work(output_dir, manifest["command"], resume, tell) as (path, work):
+        try:
+            requests = requests_for(loaded.load, point, target, loaded.seed, _RUN)
+        except MeasurementError as error:  # nothing has been sent or written yet
+            raise UsageError(str(error)) from None
+        search = dataclasses.asdict(plan) if plan else None
+        manifest = describe(loaded, point, target_facts(target), search=search, sharing=clients.facts)
+        with _work(output_dir, manifest["command"], resume, say) as (path, work):
             folder = open_folder(path, manifest, resume=resume)
             calibrator = Calibrator(folder.path, not options["no_calibration"], console.print, console.print)
-            subject = _subject(loaded, target, work, calibrator, shared)
-            if shared.notice:
-                tell(shared.notice)
-            session = Session(
-                subject, point, folder, console, options["num_warmups"], calibrator, made, keeps=output_dir is not None
-            )
-            return session.search(search) if search else session.one()
+
+            def check() -> None:
+                work.check()
+                target.check_alive()
+
+            setup = LoadSetup(
+                loaded.load, loaded.seed, target, {"target": target.base_url}, target.server_info(), None, check,
+                client=clients.spec, arguments=clients.arguments, sends_here=clients.workers is None,
+                calibrate=calibrator if clients.workers is None else None,
+            )  # fmt: skip
+            if clients.notice:
+                say(clients.notice)
+            runner = LoadRunner(setup, point, folder, console, options["num_warmups"], calibrator, requests)
+            next_step = "give the same command and --resume" if output_dir is not None else ""
+            return runner.search(plan, next_step) if plan else runner.run(next_step)
         return EXIT_INTERRUPTED
     finally:
         target.stop()
 
 
-def new_target(options: Mapping[str, Any]) -> Target:
-    """The running server that the options name, not yet asked anything. Raises UsageError."""
-    from kvbench.targets.choose import preset_named, running_server
-
+def _running_target(options: Mapping[str, Any]) -> Target:
+    """The running server that the options name. Raises UsageError."""
     if not options["url"]:
         raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
     kind = preset_named(options["preset"])
@@ -115,155 +112,112 @@ def new_target(options: Mapping[str, Any]) -> Target:
     return running_server("--url", options["url"], options, kind)()
 
 
-def _requests(workload: Workload, point: LoadPoint, target: Target) -> list[Any]:
-    """What the load sends. Raises UsageError when this server cannot take it: nothing has been sent or written yet."""
-    try:
-        return requests_for(workload.load, point, target, workload.seed, _RUN)
-    except MeasurementError as error:
-        raise UsageError(str(error)) from None
-
-
-def _manifest(
-    workload: Workload, point: LoadPoint, target: Target, search: SearchPlan | None, shared: Sharing
-) -> dict[str, Any]:
-    asked = dataclasses.asdict(search) if search else None
-    return describe(workload, point, target_facts(target), search=asked, sharing=shared.facts)
-
-
 @contextmanager
 def _work(
-    output_dir: Path | None, command: Sequence[str], resume: bool, tell: Callable[[str], None]
+    output_dir: Path | None, command: Sequence[str], resume: bool, say: Callable[[str], None]
 ) -> Iterator[tuple[Path, Work]]:
-    """The work in the folder asked for, or in one that is gone afterwards."""
+    """The work in ``output_dir``, or in a folder that is removed afterwards."""
     if output_dir is None:
-        with tempfile.TemporaryDirectory() as scratch, work_in(Path(scratch), "nothing is kept", tell) as work:
+        with tempfile.TemporaryDirectory() as scratch, work_in(Path(scratch), "nothing is kept", say) as work:
             yield Path(scratch), work
         return
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {output_dir} cannot be made: {error.strerror}; give another folder") from None
-    go_on = shlex.join([*command, *([] if resume else ["--resume"])])
-    with work_in(output_dir, kept(go_on), tell) as work:
+    resume_command = shlex.join([*command, *([] if resume else ["--resume"])])
+    with work_in(output_dir, kept(resume_command), say) as work:
         yield output_dir, work
 
 
 def target_facts(target: Target) -> dict[str, Any]:
-    """Who was measured, for a manifest: url, model and what tells versions apart; never a key."""
+    """Which server was measured, for a manifest: url, model and what tells versions apart; never a key."""
     model = dataclasses.asdict(target.model)
-    version = target.version()
-    return {
-        "url": target.base_url,
-        "preset": target.preset.name,
-        "version": version,
-        "model": model.pop("name"),
-        **model,
-    }
-
-
-def _subject(workload: Workload, target: Target, work: Work, calibrator: Calibrator, shared: Sharing) -> Subject:
-    def check() -> None:
-        work.check()
-        target.check_alive()
-
-    settings = {"target": target.base_url}
-    return Subject(
-        workload.load, workload.seed, target, settings, target.server_info(), None, check,
-        client=shared.client, arguments=shared.arguments, streams_here=shared.streams_here,
-        calibrate=lambda demand, before: shared.calibrate(demand, before, calibrator),
-    )  # fmt: skip
+    facts = {"url": target.base_url, "preset": target.preset.name, "version": target.version()}
+    return facts | {"model": model.pop("name"), **model}
 
 
 @dataclass
-class Session:
-    """The loads of one command on one server. ``warmups``: requests before the first, never measured.
+class LoadRunner:
+    """The loads of one command on one server. ``warm_ups``: requests before the first, never measured.
 
-    ``made``: the requests of a load at ``point``; ``keeps``: whether the folder stays.
+    ``requests``: of a load at ``point``.
     """
 
-    subject: Subject
+    setup: LoadSetup
     point: LoadPoint
     folder: LoadFolder
     console: Console
-    warmups: int
+    warm_ups: int
     calibrator: Calibrator
-    made: list[Any]
-    keeps: bool = False
+    requests: list[Any]
     measured: int = 0
 
-    def one(self) -> int:
-        """A single load; the exit code."""
-        kept_at = self.folder.path / METRICS
-        if self.folder.resumed and self.folder.manifest.get("status") == COMPLETE:
-            self.console.print("this load is finished and is not run again", highlight=False)
-            kept = read_json(kept_at)
+    def run(self, next_step: str) -> int:
+        """A single load; the exit code. ``next_step``: how to measure an invalid one again; empty: not at all."""
+        metrics_file = self.folder.path / METRICS
+        if self.folder.finished:
+            print_plain(self.console, "this load is finished and is not run again")
+            result = read_json(metrics_file)
         else:
-            if aside := self.folder.aside:
-                self._print(f"the load there was invalid: it is kept as {aside}, and measured again")
-            kept = self.measure(self.subject, self.point, _RUN, self.folder.path, self.made)
-            write_json(kept_at, kept)
-            self.folder.finish(valid=kept["valid"], calibration=self.calibrator.facts())
-        show(self.console, self.point.load_id, kept)
-        if kept["valid"]:
+            result = self.measure(self.setup, self.point, _RUN, self.folder.path, self.requests)
+            write_json(metrics_file, result)
+            self.folder.finish(valid=result["valid"], calibration=self.calibrator.facts())
+        show(self.console, self.point.load_id, result)
+        if result["valid"]:
             return EXIT_OK
-        if failing := too_many_failed(kept["metrics"]):
-            self._print("the server failed requests: see what the first failure says, and its log, and mend it first")
-        if self.keeps:
-            self._print(
-                f"to measure again{' then' if failing else ''} give the same command and --resume: this load is then "
-                f"kept as {self.folder.next_aside}"
-            )
+        if too_many_failed(result["metrics"]):
+            print_plain(self.console, "the server failed requests: see the first failure and the server's log first")
+        if next_step:
+            print_plain(self.console, f"to measure again {next_step}: the new load replaces this one")
         return EXIT_INVALID
 
-    def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def search(self, plan: SearchPlan) -> int:
-        """A search over rates; the exit code."""
-        from kvbench.loadtest.max_rate.run import RateSearch
-
-        load = self.subject.load
-        native, least = None, self.point.num_requests
+    def search(self, plan: SearchPlan, next_step: str) -> int:
+        """A search over rates; the exit code. ``next_step``: how to go on with one that is not at its end."""
+        load = self.setup.load
+        native_rate, least = None, self.point.num_requests
         if load.arrivals == "trace":
-            native, least = mean_rate(self.made), len(self.made)
+            native_rate, least = mean_rate(self.requests), len(self.requests)
 
         def check() -> None:
-            self.subject.check()
+            self.setup.check()
             search.check_time()
 
         def measure(rate: float, count: int, number: int, out: Path) -> dict[str, Any]:
             point = self.point
-            if native is None:
+            if native_rate is None:
                 point = load_point("open", concurrency=None, rate=rate, num_requests=count, arrivals=load.arrivals)
-            subject = dataclasses.replace(self.subject, load=at_rate(load, rate, count, native), check=check)
-            return self.measure(subject, point, number, out, None, failures_invalidate=False)
+            setup = dataclasses.replace(self.setup, load=at_rate(load, rate, count, native_rate), check=check)
+            return self.measure(setup, point, number, out, None, failures_invalidate=False)
 
-        bounds, sizes = plan.bounds(native or self.point.request_rate), plan.sizes(load, least)
-        search = RateSearch(plan.parsed, bounds, sizes, self.folder, measure, self.console, plan.limit_s)
+        bounds, length = plan.bounds(native_rate or self.point.request_rate), plan.run_length(load, least)
+        search = RateSearch(
+            plan.conditions, bounds, length, self.folder, measure, self.console, 60.0 * plan.max_minutes
+        )
         code = search.run()
         facts = {"valid": code != EXIT_INVALID, "calibration": self.calibrator.facts()}
-        if search.goes_on:  # the server may have died, the machine been busy, or the time been over: --resume
-            self.folder.update(**facts)
-            if self.keeps:
-                self._print("to go on give the same command and --resume: runs that told something are not run again")
-        else:
+        if not search.can_continue:
             self.folder.finish(**facts)
+            return code
+        self.folder.update(**facts)
+        if next_step:
+            print_plain(self.console, f"to go on {next_step}: finished runs are not run again")
         return code
 
     def measure(
-        self, subject: Subject, point: LoadPoint, number: int, out: Path, made: list[Any] | None, **how: Any
+        self, setup: LoadSetup, point: LoadPoint, number: int, out: Path, made: list[Any] | None, **how: Any
     ) -> dict[str, Any]:
         """One load, after the warm-up if it is the first; what metrics.json holds.
 
-        ``number``: of its requests, where they are not ``made`` yet.
+        ``made``: its requests; None: those of run ``number`` are drawn.
         """
-        warm = None if self.measured else self._warm_up(subject, point)
-        requests = made or subject.requests(point, number)
+        warm = None if self.measured else self._warm_up(setup, point)
+        requests = made or setup.requests(point, number)
         path, digest = loadrun.store_requests(requests, out, "requests")
         name = point.load_id
         with status_line(self.console, f"{name}: {len(requests)} requests") as update:
             result = measure_load(
-                subject,
+                setup,
                 point,
                 requests,
                 path.resolve(),
@@ -275,18 +229,19 @@ class Session:
                 **how,
             )
         self.measured += 1
-        kept = stored(subject.load, point, self.folder.manifest["target"], result)
-        told = {"warm_up": warm.to_json()} if warm else {}
-        facts = {
-            "lengths": lengths_of(subject.load, requests, subject.target.model.max_model_len),
-            "prefix_caching": ((subject.info or {}).get("engine") or {}).get("enable_prefix_caching"),
+        return {
+            **stored(setup.load, point, self.folder.manifest["target"], result),
+            **({"warm_up": warm.to_json()} if warm else {}),
+            "lengths": lengths_of(setup.load, requests, setup.target.model.max_model_len),
+            "prefix_caching": ((setup.info or {}).get("engine") or {}).get("enable_prefix_caching"),
+            "requests_file": path.name,
+            "requests_sha256": digest,
         }
-        return kept | told | facts | {"requests_file": path.name, "requests_sha256": digest}
 
-    def _warm_up(self, subject: Subject, point: LoadPoint) -> WarmUp:
+    def _warm_up(self, setup: LoadSetup, point: LoadPoint) -> WarmUp:
         with status_line(self.console, "warming up"):
             try:
-                warm = warm_up(subject, point, self.warmups)
+                warm = warm_up(setup, point, self.warm_ups)
             except RefusedError:
                 raise
             except MeasurementError as error:

@@ -31,15 +31,14 @@ from kvbench.workload.load_section import LoadConfig
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A server that is up and the load section of the workload it is measured with.
+class LoadSetup:
+    """What the loads on one server have in common.
 
     ``settings``: the configuration under test (``{"target": url}`` for a server that ran before); ``info``: its
     /server_info; ``server_log``: where its output goes, None when that is not ours; ``check``: called twice a second,
     raises when the measurement must end; ``client``: further fields of LoadSpec; ``calibrate``: gives the load client's
-    calibration for what a load asks of it, given the one from before the load (None: nobody calibrates);
-    ``arguments``: of the load process; ``streams_here`` False: it only leads workers on other machines;
-    ``poll_s``: between two readings of /metrics.
+    calibration for a load, given the one from before the load (None: nobody calibrates); ``arguments``: of the load
+    process; ``sends_here`` False: it only leads workers on other machines; ``poll_s``: between readings of /metrics.
     """
 
     load: LoadConfig
@@ -51,7 +50,7 @@ class Subject:
     check: Callable[[], None]
     client: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    streams_here: bool = True
+    sends_here: bool = True
     poll_s: float = POLL_INTERVAL_S
     calibrate: Callable[[ClientLoad, Calibration | None], Calibration | None] | None = None
 
@@ -73,7 +72,7 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
 
 
 def measure_load(
-    subject: Subject,
+    setup: LoadSetup,
     point: LoadPoint,
     requests: list[Any],
     requests_file: Path,
@@ -94,32 +93,57 @@ def measure_load(
     Raises:
         MeasurementError: the load could not be driven to its end.
     """
-    target, load = subject.target, subject.load
-    subject.check()
-    calibration = _calibration(subject, point)
-    reasons = server_state.prepare_cache(target, load, requests, first=first)
-    log_from = _size(subject.server_log)
+    target, load = setup.target, setup.load
+    setup.check()
+    calibration = None
+    if setup.calibrate:  # for as many streams as the load may have
+        most = point.concurrency if point.mode == "closed" else load.max_concurrency
+        calibration = setup.calibrate(_client_load(setup, most or UNKNOWN_STREAMS), None)
+    cache_reasons = server_state.prepare_cache(target, load, requests, first=first)
+    log_from = _size(setup.server_log)
     started_at, began = utc_now(), time.monotonic()
     machine = MachineWatch(target.server())
     before = server_state.read_metrics(target)
-    poller = _drive(subject, point, requests, requests_file, out, on_progress, machine.on_phase)
+    spec = loadrun.load_spec(
+        load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
+        send_priority=loadrun.takes_priority(setup.settings, setup.info),
+    ) | target.client_fields() | dict(setup.client)  # fmt: skip
+    with MetricsPoller(lambda: target.metrics(), setup.poll_s) as poller:
+        loadrun.drive(
+            spec,
+            total=len(requests),
+            limit_s=loadrun.bound_s(load, point, requests),
+            on_progress=on_progress,
+            check=setup.check,
+            on_phase=machine.on_phase,
+            arguments=setup.arguments,
+        )
     after = server_state.wait_release(target)
-    _copy_tail(subject.server_log, log_from, out / "server.log")
-    told = read_json(out / "load.json")
-    metrics, unheard = _metrics(out, load, told, poller, before, after)
-    away = None if subject.streams_here else metrics["client"].get("machine") or {"with_leader": False}
+    _copy_tail(setup.server_log, log_from, out / "server.log")
+    outcome = read_json(out / "load.json")
+    metrics, unread = collect_metrics(out, load, outcome, poller, before, after)
+    away = None if setup.sends_here else metrics["client"].get("machine") or {"with_leader": False}
     report, disturbed = as_judged(machine.report(), away, machine.server)
-    calibration = _calibrated_as_it_was(subject, calibration, told, metrics)
+    calibration = recalibrated(setup, calibration, outcome, metrics)
     metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
     complete = int(metrics.get("completed") or 0) == len(requests)
-    cache = server_state.cache_use(load, requests, subject.info, before, after, complete=complete)
-    reasons = [*(calibration.reasons if calibration else ()), *reasons]
-    faults = server_state.leak_reasons(after) + _failures(metrics, failures_invalidate) + cache.reasons
-    reasons += list(told.get("invalid_reasons") or []) + faults + disturbed
-    if told.get("incomplete"):
+    cache = server_state.cache_use(load, requests, setup.info, before, after, complete=complete)
+    faults = server_state.leak_reasons(after) + cache.reasons
+    if failures_invalidate and too_many_failed(metrics):
+        failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
+        kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
+        faults.append(f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})")
+    reasons = [
+        *(calibration.reasons if calibration else ()),
+        *cache_reasons,
+        *(outcome.get("invalid_reasons") or ()),
+        *faults,
+        *disturbed,
+    ]
+    if outcome.get("incomplete"):
         reasons.append("the load client was stopped before its last request")
-    if unheard and failures_invalidate:
-        reasons.append(unheard)
+    if unread and failures_invalidate:
+        reasons.append(unread)
     return {
         "valid": not reasons,
         "invalid_reasons": reasons,
@@ -127,7 +151,7 @@ def measure_load(
         "calibration": calibration.to_json() if calibration else None,
         "metrics": metrics,
         "machine": report,
-        "prefix_cache": cache.told,
+        "prefix_cache": cache.counts,
         "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
         "started_at": started_at,
         "ended_at": utc_now(),
@@ -135,64 +159,30 @@ def measure_load(
     }
 
 
-def _drive(
-    subject: Subject,
-    point: LoadPoint,
-    requests: list[Any],
-    requests_file: Path,
-    out: Path,
-    on_progress: loadrun.Progress,
-    on_phase: loadrun.Phase,
-) -> MetricsPoller:
-    """Runs the load process; what the server's /metrics said meanwhile."""
-    target = subject.target
-    spec = loadrun.load_spec(
-        subject.load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file,
-        out_dir=out, send_priority=loadrun.takes_priority(subject.settings, subject.info),
-    ) | target.client_fields() | dict(subject.client)  # fmt: skip
-    with MetricsPoller(lambda: target.metrics(), subject.poll_s) as poller:
-        loadrun.drive(
-            spec,
-            total=len(requests),
-            limit_s=loadrun.bound_s(subject.load, point, requests),
-            on_progress=on_progress,
-            check=subject.check,
-            on_phase=on_phase,
-            arguments=subject.arguments,
-        )
-    return poller
+def _client_load(setup: LoadSetup, streams: int, events_per_s: float | None = None) -> ClientLoad:
+    processes = int(setup.client.get("processes") or setup.load.processes)
+    return ClientLoad(streams, processes, events_per_s, tls=setup.target.base_url.startswith("https:"))
 
 
-def _calibration(subject: Subject, point: LoadPoint) -> Calibration | None:
-    """Before the load, for as many streams as it may have."""
-    most = point.concurrency if point.mode == "closed" else subject.load.max_concurrency
-    return subject.calibrate(_demand(subject, most or UNKNOWN_STREAMS), None) if subject.calibrate else None
-
-
-def _demand(subject: Subject, streams: int, events_per_s: float | None = None) -> ClientLoad:
-    processes = int(subject.client.get("processes") or subject.load.processes)
-    return ClientLoad(streams, processes, events_per_s, tls=subject.target.base_url.startswith("https:"))
-
-
-def _calibrated_as_it_was(
-    subject: Subject, before: Calibration | None, told: Mapping[str, Any], metrics: Mapping[str, Any]
+def recalibrated(
+    setup: LoadSetup, before: Calibration | None, outcome: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Calibration | None:
-    """The calibration for the load as it came to be: measured now if that asked for more than was thought.
+    """The calibration for the load as it was: measured now if it was more than was expected before it.
 
-    What it asked for is its busiest second: the mean of a load with quiet times tells nothing of the busy ones.
+    What counts is its busiest second: the mean of a load with quiet times tells nothing of the busy ones.
     """
-    if before is None or subject.calibrate is None:
+    if before is None or setup.calibrate is None:
         return None
-    client, seconds = told.get("client") or {}, metrics.get("duration_s")
+    client, seconds = outcome.get("client") or {}, metrics.get("duration_s")
     chunks, busiest = client.get("chunks"), client.get("chunks_of_busiest_second") or 0
     rate = max(chunks / seconds, busiest) if chunks and seconds else None
-    return subject.calibrate(_demand(subject, int(told.get("max_in_flight") or 1), rate), before)
+    return setup.calibrate(_client_load(setup, int(outcome.get("max_in_flight") or 1), rate), before)
 
 
-def _metrics(
+def collect_metrics(
     out: Path,
     load: LoadConfig,
-    told: Mapping[str, Any],
+    outcome: Mapping[str, Any],
     poller: MetricsPoller,
     before: MetricsSample | None,
     after: MetricsSample | None,
@@ -202,21 +192,21 @@ def _metrics(
     What a server says of itself before and after a load is not what it did meanwhile.
     """
     requests = pd.read_parquet(out / "requests.parquet")
-    metrics = summarise(requests, told, load.slo.model_dump() if load.slo else None)
-    start = float(told["zero_perf_counter"])  # the load process runs on this machine, whose processes share this clock
-    duration = float(metrics.get("duration_s") or told.get("duration_s") or 0.0)
+    metrics = summarise(requests, outcome, load.slo.model_dump() if load.slo else None)
+    start = float(outcome["zero_perf_counter"])  # of a process on this machine, where all share this clock
+    duration = float(metrics.get("duration_s") or outcome.get("duration_s") or 0.0)
     if poller.samples:
         pd.DataFrame([{"t": s.at - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(
             out / "server.parquet", index=False
         )
     during = [s for s in poller.samples if 0.0 <= s.at - start <= duration]
-    unheard = None
+    unread = None
     if before is not None and not during and poller.failures:
-        unheard = (
+        unread = (
             f"the server's /metrics did not answer while the load ran ({poller.failures} readings failed), so what the "
             "server did is not known: let it answer them under load"
         )
-    gauges = gauge_summary(during or ([] if unheard else poller.samples))  # of a load shorter than a reading: nearby
+    gauges = gauge_summary(during or ([] if unread else poller.samples))  # of a load shorter than a reading: nearby
     counters = {
         **counter_changes(before, after),
         **{f"{name}_{part}": value for name, parts in gauges.items() for part, value in parts.items()},
@@ -226,7 +216,7 @@ def _metrics(
         "polls_failed": poller.failures,
     }
     write_json(out / "counters.json", counters)
-    return metrics, unheard
+    return metrics, unread
 
 
 def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
@@ -240,14 +230,6 @@ def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float
     counted = cores * seconds if cores is not None and seconds else None
     known = [cpu_s for cpu_s in (counted, client.get("cpu_s")) if cpu_s is not None]
     return (max(known) + (client.get("parse_cpu_s") or 0.0)) / tokens * 1000.0 if tokens and known else None
-
-
-def _failures(metrics: Mapping[str, Any], failures_invalidate: bool) -> list[str]:
-    if not failures_invalidate or not too_many_failed(metrics):
-        return []
-    failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-    kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
-    return [f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})"]
 
 
 def _size(log: Path | None) -> int:

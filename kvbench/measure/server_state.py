@@ -68,17 +68,15 @@ def leak_reasons(after: MetricsSample | None) -> list[str]:
 
 
 def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> list[str]:
-    """Idle, then the declared cache state; ``first``: nothing was measured on this server before.
+    """Waits until the server is idle and puts the cache into the declared state.
 
-    ``steady`` empties nothing: what the server has kept is what is measured, also that of somebody else's requests.
-
-    Returns why the state is not known (the load is then no measurement of it); empty when it is had. Raises
-    MeasurementError when the server refuses or does not answer.
+    ``steady`` empties nothing: what the server has kept is measured, also that of somebody else's requests. ``first``:
+    nothing was measured on this server before. Returns why the state is not known (the load is then invalid); empty
+    when it is. Raises MeasurementError when the server refuses or does not answer.
     """
     reasons = []
     wait_idle(target)
-    known = first and target.starts_cold
-    if load.cache_state != "steady" and not (_reset(target) or known):
+    if load.cache_state != "steady" and not (_reset(target) or (first and target.starts_cold)):
         reasons.append(
             f"the state of the prefix cache is not known: the server has no way to empty it, so it cannot be "
             f"made {load.cache_state}; declare load.cache_state: steady (the cache is measured as it is found)"
@@ -100,48 +98,21 @@ def _reset(target: Target) -> bool:
     if answer is None:
         return False
     sample = read_metrics(target)
-    cached = sample.gauges.get("kv_pages_cached", 0.0) if sample else 0.0
-    if cached:
+    if cached := (sample.gauges.get("kv_pages_cached", 0.0) if sample else 0.0):
         raise MeasurementError(f"{cached:g} pages are still cached after the prefix cache was reset")
     return True
-
-
-def hit_bounds(
-    load: LoadConfig,
-    requests: Sequence[RequestSpec],
-    info: Mapping[str, Any] | None,
-    before: MetricsSample | None,
-    after: MetricsSample | None,
-) -> HitBounds | None:
-    """What the prefix cache may have served; None when that cannot be said of this server.
-
-    Another engine does not tell its page size in our words: then pages of one token bound it from above, unless it
-    preempted (its own pages may count as hits when a sequence comes back).
-    """
-    engine = (info or {}).get("engine") or {}
-    page_size = engine.get("page_size")
-    caching = engine.get("enable_prefix_caching")
-    if page_size is None and caching is not False and _change(before, after, "num_preemptions_total"):
-        return None
-    return predict_hits(
-        requests,
-        cache_state=load.cache_state,
-        page_size=int(page_size or 1),
-        caching=caching is not False,
-        total_pages=before.gauges.get("kv_pages_total") if before and page_size else None,
-    )
 
 
 @dataclass(frozen=True)
 class CacheUse:
     """What the prefix cache did in a load.
 
-    ``told`` [tokens]: ``hits`` it served of ``queries`` it was asked for (None: not told), and ``unverified``, why its
-    declared state is not verified, where it is not. ``bounds``: of the hits. ``reasons``: why it cannot have been in
-    that state.
+    ``counts`` [tokens]: ``hits`` it served of ``queries`` it was asked for (None: not known), and ``unverified``, why
+    its declared state is not verified, where it is not. ``bounds``: of the hits; None when they are not known.
+    ``reasons``: why it cannot have been in the declared state.
     """
 
-    told: dict[str, Any]
+    counts: dict[str, Any]
     bounds: HitBounds | None
     reasons: list[str]
 
@@ -157,12 +128,37 @@ def cache_use(
 ) -> CacheUse:
     """``info``: /server_info; ``before``, ``after``: around the load; ``complete``: every request succeeded."""
     bounds = hit_bounds(load, requests, info, before, after)
-    told: dict[str, Any] = {w: _change(before, after, f"prefix_cache_{w}_total") for w in ("hits", "queries")}
-    hits = told["hits"]
+    counts: dict[str, Any] = {w: _change(before, after, f"prefix_cache_{w}_total") for w in ("hits", "queries")}
+    hits = counts["hits"]
     if doubt := unverified(hits, bounds, load.cache_state):
-        told["unverified"] = doubt
+        counts["unverified"] = doubt
     reason = None if hits is None or bounds is None else outside(hits, bounds, load.cache_state, complete=complete)
-    return CacheUse(told, bounds, [reason] if reason else [])
+    return CacheUse(counts, bounds, [reason] if reason else [])
+
+
+def hit_bounds(
+    load: LoadConfig,
+    requests: Sequence[RequestSpec],
+    info: Mapping[str, Any] | None,
+    before: MetricsSample | None,
+    after: MetricsSample | None,
+) -> HitBounds | None:
+    """What the prefix cache may have served; None when that is not known of this server.
+
+    Another engine does not tell its page size: then pages of one token bound it from above, unless it preempted (its
+    own pages may count as hits when a sequence comes back).
+    """
+    engine = (info or {}).get("engine") or {}
+    page_size, caching = engine.get("page_size"), engine.get("enable_prefix_caching") is not False
+    if page_size is None and caching and _change(before, after, "num_preemptions_total"):
+        return None
+    return predict_hits(
+        requests,
+        cache_state=load.cache_state,
+        page_size=int(page_size or 1),
+        caching=caching,
+        total_pages=before.gauges.get("kv_pages_total") if before and page_size else None,
+    )
 
 
 def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:

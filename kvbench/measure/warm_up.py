@@ -7,7 +7,9 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.workload.design import LoadPoint
 
 if TYPE_CHECKING:
-    from kvbench.measure.load import Subject
+    from kvbench.measure.load import LoadSetup
 
 WARM_UP_REQUESTS = 4
 ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
@@ -40,7 +42,7 @@ class WarmUp:
         return dataclasses.asdict(self)
 
 
-def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> WarmUp:
+def warm_up(setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> WarmUp:
     """A few requests of the load's shape but other contents: kernels compile, buffers are touched.
 
     Their tokens or words are shuffled, and a text has another beginning: prompts of a trace or a text file are the same
@@ -52,13 +54,13 @@ def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
     if count < 1:
         return WarmUp(0, 0)
     requests = sorted(
-        subject.requests(point, 0, subject.seed ^ _SEED),
+        setup.requests(point, 0, setup.seed ^ _SEED),
         key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
     )
     step = max(1, (len(requests) - 1) // max(1, count - 1))
     chosen = requests[::step][:count]
-    limit = (subject.load.timeout_s + _MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
-    results = _send(subject, chosen)
+    limit = (setup.load.timeout_s + _MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
+    results = _send(setup, chosen)
     answered, failures = 0, []
     for _ in chosen:
         try:
@@ -79,40 +81,38 @@ def warm_up(subject: Subject, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
     return WarmUp(len(chosen), answered, len(failures), str(failures[-1]) if failures else None)
 
 
-def _send(subject: Subject, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
-    """A few at a time; what ``_complete`` gives of each comes into the queue, or what it raised.
+def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
+    """A few at a time; what ``_complete`` returns for each, or raises, comes into the queue.
 
     The threads are daemons: whoever stops the command need not wait for a server that does not answer.
     """
-    todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for request in requests:
-        todo.put(request)
+    todo = deque(requests)
 
     def work() -> None:
-        while True:
-            try:
-                results.put(_complete(subject, todo.get_nowait()))
-            except queue.Empty:
-                return
-            except BaseException as error:
-                results.put(error)
+        with suppress(IndexError):
+            while True:
+                request = todo.popleft()
+                try:
+                    results.put(_complete(setup, request))
+                except BaseException as error:
+                    results.put(error)
 
     for _ in range(min(WARM_UP_REQUESTS, len(requests))):
         threading.Thread(target=work, name="warm-up", daemon=True).start()
     return results
 
 
-def _complete(subject: Subject, request: Any) -> tuple[bool, list[MeasurementError]]:
+def _complete(setup: LoadSetup, request: Any) -> tuple[bool, list[MeasurementError]]:
     """Whether it was answered, and why not each time that it was not. What was refused for good is not sent again."""
-    ends_at = time.monotonic() + subject.load.timeout_s
+    ends_at = time.monotonic() + setup.load.timeout_s
     tokens = min(_TOKENS, request.max_tokens)
     failures: list[MeasurementError] = []
     while len(failures) < ATTEMPTS and (left := ends_at - time.monotonic()) > 0:
         if failures:
             time.sleep(min(_PAUSE_S, left))
         try:
-            subject.target.complete(_shuffled(request), tokens, max(0.001, ends_at - time.monotonic()))
+            setup.target.complete(_shuffled(request), tokens, max(0.001, ends_at - time.monotonic()))
         except RefusedError as error:
             return False, [*failures, error]
         except MeasurementError as error:

@@ -56,7 +56,7 @@ def different(sides: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[str, str]
     }
 
 
-def told(differences: Mapping[str, tuple[str, str]]) -> str:
+def differences_text(differences: Mapping[str, tuple[str, str]]) -> str:
     """``commit 1a2b3c4d5e6f, of the run 5e6f...; torch 2.1, of the run 2.0``"""
     return "; ".join(f"{name} {here[:12]}, of the run {there[:12]}" for name, (here, there) in differences.items())
 

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench.calibration.cache import ClientLoad
@@ -14,7 +13,7 @@ from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.load import launch as loadrun
-from kvbench.measure.load import Subject, measure_load
+from kvbench.measure.load import LoadSetup, measure_load
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.base import Target, contradiction, reason_of
@@ -50,7 +49,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class BlockRunner:
-    """Runs blocks of one workload into one run folder."""
+    """Runs blocks of one workload into one run folder.
+
+    ``on_server``: called with the block, /server_info and target of each server that is up; may refuse it with a
+    UsageError. ``capacity``: known before a launch, by configuration; ``poll_s``: between two readings of /metrics.
+    Noted on the way: ``failures``; ``served``: blocks whose server was up; ``keeps_cache``: configurations whose prefix
+    cache only a new server empties.
+    """
 
     workload: Workload
     run: RunFolder
@@ -59,11 +64,11 @@ class BlockRunner:
     on_server: Callable[[Block, Mapping[str, Any] | None, Target], None]
     check_interrupt: Callable[[], None]
     failures: list[Failure] = field(default_factory=list)
-    served: list[str] = field(default_factory=list)  # blocks whose server was up
+    served: list[str] = field(default_factory=list)
     calibrate: Callable[[ClientLoad, Calibration | None], Calibration | None] | None = None
-    capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # known before a launch, by configuration
-    poll_s: float = POLL_INTERVAL_S  # between two readings of /metrics while a load runs
-    keeps_cache: list[str] = field(default_factory=list)  # configurations whose prefix cache only a new server empties
+    capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    poll_s: float = POLL_INTERVAL_S
+    keeps_cache: list[str] = field(default_factory=list)
 
     def run_block(self, block: Block) -> bool:
         """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
@@ -71,53 +76,68 @@ class BlockRunner:
         A server that turns out to have no way to empty its prefix cache is launched anew for each load that needs it
         so. False when the server could not be started. Raises ServerRefusedError when it does not take its settings.
         """
-        if not block.alone and block.configuration.config_id in self.keeps_cache:
+        config_id, repeat = block.configuration.config_id, block.repeat
+        if not block.alone and config_id in self.keeps_cache:
             return self._run_apart(block)
-        todo = [cell for cell in block.cells if not self.run.is_done(cell.cell_id, block.repeat)]
+        todo = [cell for cell in block.cells if not self.run.is_done(cell.cell_id, repeat)]
         target = self.new_target()
-        log = self.run.server_log(block.block_id)
-        self.listener.status(f"starting the server of {block.configuration.label} (repeat {block.repeat})")
         started = time.monotonic()
         try:
-            self._start(target, block, log)
-            start_s = time.monotonic() - started
-            info = target.server_info()
-            settings = block.configuration.settings
-            if wrong := contradiction(settings, self.capacity.get(block.configuration.config_id, {}), info):
-                raise MeasurementError(f"the server of {block.configuration.label} is not what was asked for: {wrong}")
-            self.on_server(block, info, target)
-            self.check_interrupt()
-            self.listener.status(f"warming up {block.configuration.label}")
-            subject = self._subject(target, block, log, info)
-            warm = warm_up(subject, self.workload.load_points[0])
-        except MeasurementError as error:
-            reason = reason_of(target, error) if block.block_id in self.served else str(error)
-            target.stop()
-            for cell in todo:
-                self._fail(cell, block.repeat, reason, of_server=True)
-            return False
-        except BaseException:
-            target.stop()
-            raise
-        try:
+            try:
+                setup = self._start(target, block)
+                start_s = time.monotonic() - started
+                self.listener.status(f"warming up {block.configuration.label}")
+                warm = warm_up(setup, self.workload.load_points[0])
+            except MeasurementError as error:
+                reason = reason_of(target, error) if block.block_id in self.served else str(error)
+                for cell in todo:
+                    self._fail(cell, repeat, reason, of_server=True)
+                return False
             for position, cell in enumerate(todo):
                 if position == 1 and self._keeps_cache(target):
-                    self.keeps_cache.append(block.configuration.config_id)
+                    self.keeps_cache.append(config_id)
                     break
                 try:
-                    self._run_load(subject, cell, block.repeat, start_s, warm, first=position == 0)
+                    self._run_load(setup, cell, repeat, start_s, warm, first=position == 0)
                 except MeasurementError as error:
                     reason = reason_of(target, error)
-                    self._fail(cell, block.repeat, reason, of_server=_is_gone(target))
+                    self._fail(cell, repeat, reason, of_server=_is_gone(target))
         finally:
             target.stop()
-        if not block.alone and block.configuration.config_id in self.keeps_cache:
+        if not block.alone and config_id in self.keeps_cache:
             self._run_apart(dataclasses.replace(block, cells=tuple(todo[1:])))
         return True
 
     def _run_apart(self, block: Block) -> bool:
         started = [self.run_block(part) for part in block.split()]
         return any(started)
+
+    def _start(self, target: Target, block: Block) -> LoadSetup:
+        """A server that cannot be reached or bound is bad input at first; later it costs its block, not the sweep."""
+        configuration, log = block.configuration, self.run.server_log(block.block_id)
+        self.listener.status(f"starting the server of {configuration.label} (repeat {block.repeat})")
+        try:
+            target.start(configuration.settings, log)
+        except ServerRefusedError:
+            raise
+        except UsageError as error:
+            if not self.served:
+                raise
+            raise MeasurementError(str(error)) from None
+        self.served.append(block.block_id)
+        info = target.server_info()
+        if wrong := contradiction(configuration.settings, self.capacity.get(configuration.config_id, {}), info):
+            raise MeasurementError(f"the server of {configuration.label} has other settings: {wrong}")
+        self.on_server(block, info, target)
+        self.check_interrupt()
+
+        def check() -> None:
+            self.check_interrupt()
+            target.check_alive()
+
+        load, seed = self.workload.load, self.workload.seed
+        more = {"calibrate": self.calibrate, "poll_s": self.poll_s}
+        return LoadSetup(load, seed, target, configuration.settings, info, log, check, **more)
 
     def _keeps_cache(self, target: Target) -> bool:
         """Whether the next load needs an empty prefix cache, and only another server of ours has one."""
@@ -128,47 +148,16 @@ class BlockRunner:
         except MeasurementError:
             return False  # the load itself will say why
 
-    def _start(self, target: Target, block: Block, log: Path) -> None:
-        """A server that cannot be reached or bound is bad input at first; later it costs its block, not the sweep."""
-        try:
-            target.start(block.configuration.settings, log)
-        except ServerRefusedError:
-            raise
-        except UsageError as error:
-            if not self.served:
-                raise
-            raise MeasurementError(str(error)) from None
-        self.served.append(block.block_id)
-
     def _fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool) -> None:
         self.failures.append(Failure(cell.cell_id, repeat, reason, of_server))
         self.listener.load_failed(cell, repeat, reason)
 
-    def _subject(self, target: Target, block: Block, log: Path, info: Mapping[str, Any] | None) -> Subject:
-        def check() -> None:
-            self.check_interrupt()
-            target.check_alive()
-
-        workload = self.workload
-        settings = block.configuration.settings
-        return Subject(
-            workload.load,
-            workload.seed,
-            target,
-            settings,
-            info,
-            log,
-            check,
-            calibrate=self.calibrate,
-            poll_s=self.poll_s,
-        )
-
     def _run_load(
-        self, subject: Subject, cell: Cell, repeat: int, start_s: float, warm: WarmUp, *, first: bool
+        self, setup: LoadSetup, cell: Cell, repeat: int, start_s: float, warm: WarmUp, *, first: bool
     ) -> None:
         """From the idle server to done.json. Raises MeasurementError when it could not be driven to its end."""
-        subject.check()
-        requests = subject.requests(cell.load, repeat)
+        setup.check()
+        requests = setup.requests(cell.load, repeat)
         path, digest = loadrun.store_requests(requests, self.run.path / "requests", f"{cell.load.load_id}-{repeat}")
         self.listener.load_started(cell, repeat, len(requests))
         with self.run.scratch_load(cell.cell_id, repeat) as out:
@@ -180,7 +169,7 @@ class BlockRunner:
                 "requests_file": str(path.relative_to(self.run.path)),
                 "requests_sha256": digest,
                 **measure_load(
-                    subject, cell.load, requests, path, out, first=first, on_progress=self.listener.load_progress
+                    setup, cell.load, requests, path, out, first=first, on_progress=self.listener.load_progress
                 ),
             }
             write_json(out / DONE, done)

@@ -1,9 +1,8 @@
-"""The table of ``kvbench plan``: what the KV budget of each configuration holds."""
+"""What the KV budget of each configuration holds: the table of ``kvbench plan``, and a sweep's sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -11,66 +10,54 @@ from rich.table import Table
 from kvbench.workload.design import Configuration, Design
 from kvbench.workload.settings import effective
 
-_UNKNOWN = "at start"  # the GPU's free memory decides
-
-
-@dataclass(frozen=True)
-class _Column:
-    """``optional``: shown only where a configuration has something other than 0 there. ``by_length``: what stands there
-    for reservations by a request's own length, of which no size and no number is known: given their kind."""
-
-    title: str
-    of: Callable[[Mapping[str, Any]], float]
-    render: Callable[[float], str] = "{:,.0f}".format
-    optional: bool = False
-    by_length: Callable[[str], str] | None = None
-
-
-_COLUMNS = (
-    _Column("budget MiB", lambda k: k["kv_budget_bytes"] / 2**20, "{:,.1f}".format),
-    _Column("bytes/\ntoken", lambda k: k["bytes_per_token"]),
-    _Column("of it\nscales", lambda k: k["scale_bytes_per_token"], optional=True),
-    _Column("page\nsize", lambda k: k["page_size"], by_length=str),
-    _Column("pages", lambda k: k["num_pages"], by_length=lambda kind: "–"),
-    _Column("tokens", lambda k: k["capacity_tokens"]),
-    _Column("page table\nKiB", lambda k: k["page_table_bytes"] / 1024, "{:,.1f}".format),
-    _Column("at once*", lambda k: k["max_concurrency_at_max_len"]),
-    _Column("swap\nMiB", lambda k: k["swap_space_bytes"] / 2**20, "{:,.1f}".format, optional=True),
-    _Column("swap\ntokens", lambda k: k["swap_tokens"], optional=True),
+_NEEDED = ("num_pages", "capacity_tokens", "kv_budget_bytes", "bytes_per_token")
+_COLUMNS = (  # heading, figure of check_configuration, divided by, format
+    ("budget MiB", "kv_budget_bytes", 2**20, "{:,.1f}"),
+    ("bytes/\ntoken", "bytes_per_token", 1, "{:,.0f}"),
+    ("of it\nscales", "scale_bytes_per_token", 1, "{:,.0f}"),
+    ("page\nsize", "page_size", 1, "{:,.0f}"),
+    ("pages", "num_pages", 1, "{:,.0f}"),
+    ("tokens", "capacity_tokens", 1, "{:,.0f}"),
+    ("page table\nKiB", "page_table_bytes", 1024, "{:,.1f}"),
+    ("at once*", "max_concurrency_at_max_len", 1, "{:,.0f}"),
+    ("swap\nMiB", "swap_space_bytes", 2**20, "{:,.1f}"),
+    ("swap\ntokens", "swap_tokens", 1, "{:,.0f}"),
 )
+_OPTIONAL = ("scale_bytes_per_token", "swap_space_bytes", "swap_tokens")  # shown where one of them is not 0
 
 
 def capacity_table(
-    what: str, design: Design, capacity: Mapping[str, Mapping[str, Any]]
+    title: str, design: Design, capacity: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Table, tuple[str, ...]]:
     """The table, a row a configuration, and the notes beneath it. ``capacity``: config id -> check_configuration."""
     sized = [known for known in capacity.values() if "num_pages" in known]
-    shown = [c for c in _COLUMNS if not c.optional or any(c.of(known) for known in sized)]
-    table = Table(title=f"{what}: what the KV budget holds")
+    columns = [c for c in _COLUMNS if c[1] not in _OPTIONAL or any(known[c[1]] for known in sized)]
+    table = Table(title=f"{title}: what the KV budget holds")
     table.add_column("configuration", no_wrap=True)
-    for column in shown:
-        table.add_column(column.title, justify="right", no_wrap=True)
+    for heading, *_ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
     for configuration in design.configurations:
         known = capacity[configuration.config_id]
+        entries = ["at start"] * len(columns)  # the GPU's free memory decides
         if "num_pages" in known:
-            entries = [_entry(column, configuration, known) for column in shown]
-        else:
-            entries = [_UNKNOWN] * len(shown)
+            entries = [form.format(known[name] / unit) for _, name, unit, form in columns]
+            if (kind := _reserved_by_length(configuration)) is not None:  # of any size, so of no number
+                by_name = {"page_size": kind, "num_pages": "–"}
+                entries = [by_name.get(c[1], entry) for c, entry in zip(columns, entries, strict=True)]
         table.add_row(configuration.config_id, *entries)
     lengths = sorted({known["max_model_len"] for known in capacity.values()})
     return table, (_explanation(design, lengths),)
 
 
-def _entry(column: _Column, configuration: Configuration, known: Mapping[str, Any]) -> str:
-    settings = configuration.settings
-    if column.by_length and settings.get("layout") == "contiguous":
-        reservation = effective(settings, "reservation")
-        if reservation != "max":
-            return column.by_length(reservation)
-    return column.render(column.of(known))
+def _reserved_by_length(configuration: Configuration) -> str | None:
+    """The reservation of a contiguous layout that is not of the maximum: pow2 or oracle."""
+    if configuration.settings.get("layout") != "contiguous":
+        return None
+    reservation = effective(configuration.settings, "reservation")
+    return None if reservation == "max" else reservation
 
 
-def _explanation(design: Design, lengths: list[int]) -> str:
+def _explanation(design: Design, lengths: Sequence[int]) -> str:
     text = f"* sequences of max_model_len ({', '.join(map(str, lengths))}) tokens that fit at once."
     contiguous = [c.settings for c in design.configurations if c.settings.get("layout") == "contiguous"]
     reservations = {effective(settings, "reservation") for settings in contiguous}
@@ -83,3 +70,36 @@ def _explanation(design: Design, lengths: list[int]) -> str:
             "output exactly: shorter sequences fit in larger numbers, as far as the holes between them let."
         )
     return text
+
+
+def capacity_note(configurations: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What the same budget holds in either layout, and what a smaller KV dtype or a swap space adds.
+
+    None when a size is not known.
+    """
+    known = [(c, capacity.get(c.config_id, {})) for c in configurations]
+    known = [(c, sizes) for c, sizes in known if all(sizes.get(key) for key in _NEEDED)]
+    of_layout = {c.settings.get("layout"): (c, sizes) for c, sizes in reversed(known)}  # the first of each
+    firsts = [of_layout[layout] for layout in ("contiguous", "paged") if layout in of_layout]
+    if not firsts:
+        return None
+    parts = [_holds(c, sizes) for c, sizes in firsts]
+    most = max(sizes["bytes_per_token"] for _, sizes in known)
+    for c, sizes in known:
+        if (c, sizes) in firsts:
+            continue
+        if sizes["bytes_per_token"] < most:
+            parts.append(f"{c.config_id} holds {sizes['capacity_tokens']:,} tokens")
+        if sizes.get("swap_tokens"):
+            host = f"{sizes['swap_space_bytes'] / 2**20:,.0f} MiB of host memory"
+            parts.append(f"{c.config_id} swaps up to {sizes['swap_tokens']:,} more to {host}")
+    return f"capacity: {firsts[0][1]['kv_budget_bytes'] / 2**20:,.0f} MiB of KV: {'; '.join(parts)}"
+
+
+def _holds(configuration: Configuration, sizes: Mapping[str, Any]) -> str:
+    name, pages, slots = configuration.config_id, sizes["num_pages"], sizes["capacity_tokens"]
+    if configuration.settings.get("layout") != "contiguous":
+        return f"{name} holds {slots:,} tokens of any number of requests ({pages:,} pages)"
+    if (reservation := _reserved_by_length(configuration)) is None:
+        return f"{name} holds {pages:,} requests at once, however short (reservations of {sizes['max_model_len']:,})"
+    return f"{name} holds {slots:,} slots, reserved by the {reservation} of each request's output"

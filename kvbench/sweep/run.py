@@ -13,16 +13,19 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.calibration.cache import Calibrator
-from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK
-from kvbench.common.files import utc_now, write_json
+from kvbench.common import foreign_cpu
+from kvbench.common.console import print_plain
+from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, log_traceback
+from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.git import git_state
-from kvbench.runs.folder import RunFolder, create_run
+from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.folder import DONE, RunFolder, create_run
 from kvbench.runs.manifest import add_server, build_manifest
 from kvbench.runs.resume import accept_server, reopen
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
-from kvbench.sweep.end import by_reason, invalid_reasons, write_report
-from kvbench.sweep.plan import SweepOptions, capacity_note, planned_blocks, preflight, without_done
+from kvbench.sweep.capacity import capacity_note
+from kvbench.sweep.plan import SweepOptions, planned_blocks, preflight, without_done
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Design, make_design
@@ -33,7 +36,7 @@ MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
 
 @dataclass
 class Sweep:
-    """One execution of a sweep in one folder. ``resumed`` is the folder of a run to go on with."""
+    """One execution of a sweep in one folder. ``resumed``: the folder of a run to go on with."""
 
     workload: Workload
     options: SweepOptions
@@ -41,6 +44,7 @@ class Sweep:
     console: Console
     resumed: RunFolder | None = None
     manifest_extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
 
     def execute(self) -> int:
         """Run what is not done; the exit code. Raises UsageError before anything is launched."""
@@ -48,11 +52,13 @@ class Sweep:
         capacity, guesses = preflight(self.workload, design, self.options)
         for note in design.notes:
             self._note(note)
-        if not self.resumed and (notice := _busy_notice()):
+        if not self.resumed and (notice := foreign_cpu.busy_notice()):
             self._note(notice)
         run = self.resumed or create_run(self.options.output_dir, self.workload.name, git_state()["short_sha"])
-        with work_in(run.path, kept(self.resume_command(run)), self._say) as work:
-            return self._measure(work, run, design, blocks, capacity, guesses)
+        resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
+        with work_in(run.path, kept(resume), self._say) as work:
+            complete = self._measure(work, run, design, blocks, capacity, guesses)
+            return self._conclude(run, design, complete, resume)
         return EXIT_INTERRUPTED
 
     def _measure(
@@ -63,16 +69,16 @@ class Sweep:
         blocks: Sequence[Block],
         capacity: Mapping[str, Any],
         guesses: Mapping[str, float],
-    ) -> int:
+    ) -> bool:
+        """Whether every planned load is measured."""
         left = without_done(run, blocks)
         manifest = self._open_manifest(run, blocks, capacity, something_left=bool(left))
         manifest["notes"] = list(design.notes)
         write_json(run.manifest_path, manifest)
-        failures: list[Failure] = []
-        work.close = lambda: self._close(run, manifest, failures, "incomplete")
-        finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
+        work.close = lambda: self._close(run, manifest, "incomplete")
         self._say(f"results: {run.path}")
         if self.resumed:
+            finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
             self._say(f"{finished} loads are finished and are not run again")
             for path in run.damaged_loads():
                 self._note(f"a file in {path} is damaged: the load is run again")
@@ -84,25 +90,29 @@ class Sweep:
                 listener,
                 _manifest_writer(run, manifest, force=self.options.force),
                 work.check,
-                failures,
+                self.failures,
                 calibrate=self._calibrator(run, listener.status, self._say),
                 capacity=capacity,
             )
-            _run_blocks(runner, left)
+            started = failed_starts = 0
+            for block in left:
+                if runner.run_block(block):
+                    started += 1
+                else:
+                    failed_starts += 1
+                if not started and failed_starts >= MAX_FAILED_STARTS:
+                    break
         complete = not without_done(run, planned_blocks(self.workload, manifest))
-        self._close(run, manifest, failures, "complete" if complete else "incomplete")
+        self._close(run, manifest, "complete" if complete else "incomplete")
         if complete:
             report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
             work.close, work.next_step = None, f"everything is measured. Write the report with:\n  {report}"
         if note := capacity_note(design.configurations, manifest["capacity"]):
             self._say(note)
-        return self._conclude(run, design, failures, complete)
+        return complete
 
-    def _calibrator(self, run: RunFolder, *tell: Callable[[str], None]) -> Calibrator:
-        return Calibrator(run.path, self.options.calibrate, *tell)
-
-    def resume_command(self, run: RunFolder) -> str:
-        return shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
+    def _calibrator(self, run: RunFolder, *say: Callable[[str], None]) -> Calibrator:
+        return Calibrator(run.path, self.options.calibrate, *say)
 
     def _open_manifest(
         self, run: RunFolder, blocks: Sequence[Block], capacity: Mapping[str, Any], *, something_left: bool
@@ -114,7 +124,7 @@ class Sweep:
             for remark in remarks:
                 self._note(remark)
             return manifest
-        source = self.workload.source.resolve() if self.workload.source else None
+        source = portable(self.workload.source.resolve()) if self.workload.source else None
         plan = [
             {
                 "block_id": b.block_id,
@@ -126,7 +136,8 @@ class Sweep:
         ]
         manifest = build_manifest(
             workload=self.workload.resolved,
-            workload_file=_shown(source) if source else None,
+            # for a reader, nothing reads it again: outside kvbench's folder its name will do
+            workload_file=Path(source).name if source and Path(source).is_absolute() else source,
             profile=self.workload.profile,
             seed=self.workload.seed,
             plan=plan,
@@ -134,18 +145,19 @@ class Sweep:
         )
         return manifest | {"started": utc_now()}
 
-    def _close(
-        self,
-        run: RunFolder,
-        manifest: dict[str, Any],
-        failures: Sequence[Failure],
-        status: str,
-    ) -> None:
+    def _close(self, run: RunFolder, manifest: dict[str, Any], status: str) -> None:
         """Aggregate what is there and write the manifest; also after an interruption. Nothing is complete before."""
-        manifest |= {"status": status, "ended": utc_now(), "failures": [dataclasses.asdict(f) for f in failures]}
+        manifest |= {"status": status, "ended": utc_now(), "failures": [dataclasses.asdict(f) for f in self.failures]}
         manifest["calibration"] = self._calibrator(run).facts()
         write_json(run.manifest_path, manifest | {"status": "incomplete"})
-        aggregate_run(run, self.workload, manifest)
+        design = make_design(self.workload.engine, self.workload.sweep, self.workload.load_points, self.workload.design)
+        facts = {
+            "capacity": manifest.get("capacity") or {},
+            "backend": manifest.get("backend", "kvbench"),
+            "model": (manifest.get("model") or {}).get("name"),
+        }
+        for cell in design.cells:
+            aggregate_cell(run, cell, facts)
         if status != "incomplete":
             write_json(run.manifest_path, manifest)
 
@@ -153,65 +165,41 @@ class Sweep:
         self._say(f"note: {text}")
 
     def _say(self, text: str) -> None:
-        """As it is, unwrapped: commands are copied from it."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_plain(self.console, text)
 
-    def _conclude(self, run: RunFolder, design: Design, failures: Sequence[Failure], complete: bool) -> int:
-        problems = by_reason(failures)
+    def _conclude(self, run: RunFolder, design: Design, complete: bool, resume: str) -> int:
+        """Report, what failed and what is invalid; the exit code."""
+        problems = failed_loads(self.failures)
         if not complete and not any(run.done_repeats(cell.cell_id) for cell in design.cells):
             problems.append("nothing was measured")
-        elif self.options.report and (problem := write_report(self.options.report, run, self.console)):
-            problems.append(problem)
-        problems += [
-            f"{cell.cell_id} is invalid: {reason}" for cell in design.cells for reason in invalid_reasons(run, cell)
-        ]
-        if not complete and not failures:
-            self._say(f"cells are left; go on with:\n  {self.resume_command(run)}")
+        elif self.options.report:
+            try:
+                self.options.report(run.path, self.console)
+            except Exception as error:  # it must not cost the results
+                problems.append(
+                    f"the report could not be written ({error!r}, {log_traceback(error)}); the results are kept, try "
+                    f"`kvbench report {run.path}`"
+                )
+        for cell in design.cells:
+            for repeat in run.done_repeats(cell.cell_id):
+                done = read_json(run.load(cell.cell_id, repeat) / DONE)
+                problems += [f"{cell.cell_id} is invalid: repeat {repeat}: {why}" for why in done["invalid_reasons"]]
+        if not complete and not self.failures:
+            self._say(f"cells are left; go on with:\n  {resume}")
         if problems:
             head = "INVALID: not every load is a measurement (exit code 4); the results are kept:\n"
             self._say(head + "\n".join(f"  - {p}" for p in problems))
-        if failures:
-            self._say(f"run the failed loads again with:\n  {self.resume_command(run)}")
+        if self.failures:
+            self._say(f"run the failed loads again with:\n  {resume}")
         return EXIT_INVALID if problems else EXIT_OK
 
 
-def _busy_notice() -> str | None:
-    """One line when other programs use this machine already."""
-    from kvbench.common.foreign_cpu import busy_notice
-
-    return busy_notice()
-
-
-def _shown(source: Path) -> str:
-    """The workload file for a reader; nothing reads it again. Elsewhere than in kvbench's folder its name will do."""
-    path = portable(source)
-    return source.name if Path(path).is_absolute() else path
-
-
-def aggregate_run(run: RunFolder, workload: Workload, manifest: Mapping[str, Any]) -> None:
-    """cells/*/summary.json from the finished loads."""
-    from kvbench.runs.aggregate import aggregate_cell
-
-    design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
-    facts = {
-        "capacity": manifest.get("capacity") or {},
-        "backend": manifest.get("backend", "kvbench"),
-        "model": (manifest.get("model") or {}).get("name"),
-    }
-    for cell in design.cells:
-        aggregate_cell(run, cell, facts)
-
-
-def _run_blocks(runner: BlockRunner, blocks: Sequence[Block]) -> None:
-    """All blocks, unless no server can be started at all: then hours of waiting would measure nothing."""
-    failed_starts, started = 0, False
-    for block in blocks:
-        if runner.run_block(block):
-            started = True
-        else:
-            failed_starts += 1
-        if not started and failed_starts >= MAX_FAILED_STARTS:
-            return
+def failed_loads(failures: Sequence[Failure]) -> list[str]:
+    """One line a reason; a server that does not start fails several loads at once."""
+    by_reason: dict[str, list[str]] = {}
+    for failure in failures:
+        by_reason.setdefault(failure.reason, []).append(f"{failure.cell_id} repeat {failure.repeat}")
+    return [f"{', '.join(loads)} failed: {reason}" for reason, loads in by_reason.items()]
 
 
 def _manifest_writer(
@@ -223,10 +211,7 @@ def _manifest_writer(
         told = dict(info or {})
         config_id = block.configuration.config_id
         accept_server(manifest, config_id, told, force=force)
-        manifest["model"] = manifest.get("model") or {
-            **dataclasses.asdict(target.model),
-            **(told.get("model") or {}),
-        }
+        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | (told.get("model") or {})
         if capacity := told.get("capacity"):  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})
             known |= capacity | {"kv_budget_bytes": capacity.get("budget_bytes", known.get("kv_budget_bytes"))}

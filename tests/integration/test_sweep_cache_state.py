@@ -188,7 +188,7 @@ def test_a_warm_up_that_hangs_is_a_measurement_error(tmp_path, monkeypatch):
         target = OpenAITarget(url)
         target.start({}, tmp_path / "log")
         target.complete = lambda *args: time.sleep(0.5)
-        subject = measuring.Subject(workload.load, 0, target, {"target": url}, None, None, lambda: None)
+        subject = measuring.LoadSetup(workload.load, 0, target, {"target": url}, None, None, lambda: None)
         with pytest.raises(MeasurementError, match="warm-up request was not answered within"):
             warming.warm_up(subject, workload.load_points[0])
         target.stop()

@@ -9,10 +9,12 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import brentq
 
+from kvbench.load.validity import client_report, invalid_reasons
 from kvbench.metrics.latency import summarise
 
 SERVICE_S = 0.1
-N = 4000  # requests of a run
+N = 2000  # requests of a run
+CLIENT = client_report([], [0.04] * 5000, cpu_s=9.9, wall_s=10.0, mode="open")  # lagged, and used all of a core
 
 
 def waiting_cdf(t: float, rate: float, service: float) -> float:
@@ -31,47 +33,41 @@ def md1_capacity(quantile: float, limit_s: float) -> float:
 
 
 class Queue:
-    """Stands in for a server: one request after the other, each SERVICE_S; its answer is one token at its end."""
+    """Stands in for a server: one request after the other, each SERVICE_S; its answer is one token at its end.
 
-    def __init__(self, invalid=lambda number: False):
-        self.asked: list[tuple[float, int, int]] = []
-        self.invalid = invalid
+    ``invalid``: whether the run of that number is disturbed by other work. ``client_limit``: the highest rate that the
+    client can send. ``in_parallel_s``: seconds of each request, as many at once as come. ``runs``: rate, requests and
+    number of each.
+    """
+
+    def __init__(self, invalid=lambda number: False, client_limit=math.inf, in_parallel_s=None):
+        self.runs: list[tuple[float, int, int]] = []
+        self.invalid, self.client_limit, self.in_parallel_s = invalid, client_limit, in_parallel_s
 
     def measure(self, rate, count, number, out):
-        self.asked.append((rate, count, number))
-        rng = np.random.default_rng([7, number])
-        starts = np.cumsum(rng.exponential(1 / rate, count))
-        ends, free = [], 0.0
+        self.runs.append((rate, count, number))
+        starts = np.cumsum(np.random.default_rng([7, number]).exponential(1 / rate, count))
+        answered, free = [], 0.0
         for start in starts:
             free = max(start, free) + SERVICE_S
-            ends.append(free)
+            answered.append(free)
         rows = pd.DataFrame(
             {
-                "index": range(count), "session": None, "class": "a", "t0": starts, "ts": starts, "first": ends,
-                "last": ends, "end": ends, "chunk_times": [[e] for e in ends], "output_tokens": 1, "prompt_tokens": 4,
-                "ok": True, "error_kind": None,
+                "index": range(count), "session": None, "class": "a", "t0": starts, "ts": starts, "first": answered,
+                "last": answered, "end": answered, "chunk_times": [[e] for e in answered], "output_tokens": 1,
+                "prompt_tokens": 4, "ok": True, "error_kind": None,
             }
         )  # fmt: skip
-        rows.to_parquet(out / "requests.parquet")
         metrics = summarise(rows, {"mode": "open"}, {"ttft_ms": 500.0})
-        bad = self.invalid(number)
-        return {"valid": not bad, "invalid_reasons": ["foreign work"] if bad else [], "metrics": metrics}
+        if self.in_parallel_s is not None:
+            rows["end"] = rows["t0"] + self.in_parallel_s
+        rows.to_parquet(out / "requests.parquet")
+        reasons = ["foreign work"] if self.invalid(number) else []
+        if rate > self.client_limit:
+            (out / "load.json").write_text(json.dumps({"client": CLIENT}))
+            reasons += invalid_reasons(CLIENT, 0)
+        return {"valid": not reasons, "invalid_reasons": reasons, "metrics": metrics}
 
 
 def answer(search):
     return json.loads((search.folder.path / "search.json").read_text())
-
-
-class AllAtOnce(Queue):
-    """As many at once as come, ``seconds`` each: a backlog shows only in a run that is longer than that."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def measure(self, rate, count, number, out):
-        kept = super().measure(rate, count, number, out)
-        rows = pd.read_parquet(out / "requests.parquet")
-        rows["end"] = rows["t0"] + self.seconds
-        rows.to_parquet(out / "requests.parquet")
-        return kept

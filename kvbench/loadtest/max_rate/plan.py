@@ -1,4 +1,4 @@
-"""What ``--find-max-rate`` is asked: conditions, bounds, how long a run is, and the load at another rate."""
+"""What ``--find-max-rate`` measures: conditions, bounds, how long a run is, and the load at another rate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.loadtest.max_rate.queue_growth import arrivals_to_tell, share_told
-from kvbench.loadtest.max_rate.search import Bounds, Condition, parse_conditions
-from kvbench.loadtest.options import Asked, shaped
+from kvbench.loadtest.max_rate.search import Bounds, Condition, arrivals_to_tell, parse_conditions, share_told
+from kvbench.loadtest.options import LoadOptions, choose_load
 from kvbench.metrics.latency import QUANTILES
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
@@ -19,18 +18,18 @@ from kvbench.workload.load_section import LoadConfig, Slo
 
 _FIRST_RATE = 1.0  # of a closed-loop workload, which has none
 _BELOW, _ABOVE = 64.0, 1024.0  # how far from the first rate the search goes by itself
-_HOLD_THE_WAIT = ("ttft_ms", "e2el_ms")
+_INCLUDE_THE_WAIT = ("ttft_ms", "e2el_ms")
 _REACHED = {**QUANTILES, "max": 1.0}  # share of the longest wait, which grows evenly; the mean reaches half of it
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunLength:
     """How long a run is: at least ``least`` requests and ``seconds`` of arrivals, and whatever the answer needs.
 
-    That is as many requests as the percentiles asked for need, and a run that shows a rate of more than ``tolerance``
-    above what the server serves: by ``patience_s`` (see there), or by the number of arrivals alone. ``enough`` False:
-    not these, --num-prompts says how many. ``fixed``: exactly ``least``, as a trace has its own. ``unit``: of what is
-    counted.
+    That is as many requests as the percentiles of the SLO need, and a run that shows a rate of more than ``tolerance``
+    above what the server serves: by ``patience_s`` (see there), or by the number of arrivals alone.
+    ``enough`` False: not these, --num-prompts says how many. ``fixed``: exactly ``least``, as a trace has its own.
+    ``unit``: of what is counted, requests or conversations.
     """
 
     least: int
@@ -45,24 +44,12 @@ class Sizes:
         """Requests of a run at ``rate`` [1/s]."""
         if self.fixed:
             return self.least
-        return max(count for count, _ in self._needed(rate, conditions))
-
-    def _needed(self, rate: float, conditions: Sequence[Condition]) -> list[tuple[int, str]]:
-        """Each need, and what it is for."""
-        needed = [(math.ceil(rate * self.seconds), ""), (self.least, f"the workload has {self.least}")]
+        counts = [self.least, math.ceil(rate * self.seconds)]
         if self.enough:
-            told = math.ceil(min(rate * self.patience_s / self.tolerance, arrivals_to_tell(self.tolerance)))
-            needed += [(c.samples_needed, f"{c.stat} needs {c.samples_needed}") for c in conditions]
-            needed.append((told, f"an overload of {self.tolerance:.0%} shows after {told}"))
-        return needed
-
-    def why_longer(self, rate: float, conditions: Sequence[Condition]) -> str:
-        """Why a run at ``rate`` [1/s] sends for longer than ``seconds``; empty where it does not, or was told to."""
-        count = self.requests(rate, conditions)
-        if self.fixed or not self.enough or not self.seconds or count <= math.ceil(rate * self.seconds):
-            return ""
-        why = next(why for needed, why in self._needed(rate, conditions) if needed == count)
-        return f"--run-seconds {self.seconds:g} are only {math.ceil(rate * self.seconds)} arrivals, but {why}"
+            counts += [c.samples_needed for c in conditions]
+            by_number = arrivals_to_tell(self.tolerance)
+            counts.append(math.ceil(min(rate * self.patience_s / self.tolerance, by_number)))
+        return max(counts)
 
     def seconds_of(self, rate: float, conditions: Sequence[Condition]) -> float:
         """Seconds for which a run at ``rate`` [1/s] sends."""
@@ -76,22 +63,22 @@ class Sizes:
 def patience_s(conditions: Sequence[Condition], slo: Slo | None) -> float:
     """Seconds T after which an overload of 100 % breaks the SLO; one of a share x of the capacity needs T / x.
 
-    By then the last requests wait T: a percentile q of a latency that holds the wait reaches its limit at limit / q.
-    Infinite where no latency holds it (tokens do not come later because others queue).
+    By then the last requests wait T: a percentile q of a latency that includes the wait reaches its limit at limit / q.
+    Infinite where no latency includes it (tokens do not come later because others queue).
     """
     found = [math.inf]
     for condition in conditions:
-        if condition.metric in _HOLD_THE_WAIT:
+        if condition.metric in _INCLUDE_THE_WAIT:
             found.append(condition.limit / 1000.0 / _REACHED.get(condition.stat, 0.5))
         elif condition.metric == "goodput" and slo is not None:
-            limits = [limit for name in _HOLD_THE_WAIT if (limit := getattr(slo, name)) is not None]
+            limits = [limit for name in _INCLUDE_THE_WAIT if (limit := getattr(slo, name)) is not None]
             found += [limit / 1000.0 / condition.limit for limit in limits]
     return min(found)
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """The command's words; two searches with equal ones are one search."""
+    """The options of a search; two searches with equal ones are one search."""
 
     slo: str
     start: float | None
@@ -104,15 +91,11 @@ class SearchPlan:
     max_minutes: float
 
     @property
-    def parsed(self) -> tuple[Condition, ...]:
+    def conditions(self) -> tuple[Condition, ...]:
         try:
             return parse_conditions(self.slo)
         except ValueError as error:
             raise UsageError(f"--find-max-rate: {error}") from None
-
-    @property
-    def limit_s(self) -> float:
-        return self.max_minutes * 60.0
 
     def bounds(self, start: float | None) -> Bounds:
         """``start``: the workload's own rate [1/s]. Raises UsageError for rates that do not fit each other."""
@@ -122,54 +105,46 @@ class SearchPlan:
             if below > above:
                 raise UsageError(f"{one} {below:g} is above {other} {above:g}: change one of them")
         first = self.start or start or _FIRST_RATE
-        first = min(first, self.max_rate or first)  # what was asked for wins over what the file begins with
+        first = min(first, self.max_rate or first)  # an option wins over what the file begins with
         first = max(first, self.min_rate or first)
         low, high = self.min_rate or first / _BELOW, self.max_rate or first * _ABOVE
-        try:
-            return Bounds(first, low, high, self.tolerance, max_runs=self.max_runs)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        return Bounds(first, low, high, self.tolerance, self.max_runs)
 
-    def sizes(self, load: LoadConfig, least: int | None) -> Sizes:
+    def run_length(self, load: LoadConfig, least: int | None) -> RunLength:
         """``least``: requests of ``load``, or of a trace."""
-        return Sizes(
+        return RunLength(
             self.num_prompts or least or 1,
             self.run_seconds,
             enough=self.num_prompts is None,
             tolerance=self.tolerance,
-            patience_s=patience_s(self.parsed, load.slo),
+            patience_s=patience_s(self.conditions, load.slo),
             fixed=load.arrivals == "trace",
             unit="requests" if load.sessions is None else "conversations",
         )
 
 
 def plan_search(
-    path: str, slo: str, asked: Asked, how: Mapping[str, Any], options: Mapping[str, Any]
+    path: str, slo: str, chosen: LoadOptions, how: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Workload, LoadPoint, SearchPlan]:
     """The workload in open loop, its load point, and the search. Raises UsageError."""
-    if asked.request_rate is not None and math.isinf(asked.request_rate):
+    if chosen.request_rate is not None and math.isinf(chosen.request_rate):
         raise UsageError("--find-max-rate begins at a finite --request-rate: leave inf out")
     names = ("min_rate", "max_rate", "tolerance", "max_runs", "run_seconds", "num_prompts", "max_minutes")
-    plan = SearchPlan(slo, asked.request_rate, **{name: options[name] for name in names})
-    conditions = plan.parsed
-    workload, point = shaped(path, replace(asked, request_rate=None, burstiness=None), **how)
+    plan = SearchPlan(slo, chosen.request_rate, **{name: options[name] for name in names})
+    conditions = plan.conditions
+    workload, point = choose_load(path, replace(chosen, request_rate=None, burstiness=None), **how)
     if workload.load.arrivals != "trace":  # which is played faster or slower, gaps and all
         rate = plan.bounds(point.request_rate).start
-        workload, point = shaped(path, replace(asked, request_rate=rate), **how)
-    require_searchable(workload.load, conditions)
+        workload, point = choose_load(path, replace(chosen, request_rate=rate), **how)
     plan.bounds(point.request_rate)
-    return workload, point, plan
-
-
-def require_searchable(load: LoadConfig, conditions: Sequence[Condition]) -> None:
-    """Raises UsageError for a load whose rate is not one number, or an SLO that cannot be judged."""
-    if load.arrivals in ("ramp", "step"):
+    if workload.load.arrivals in ("ramp", "step"):
         raise UsageError(
-            f"--find-max-rate needs one rate a run, and this load's arrivals are a {load.arrivals}: use poisson, "
-            "constant, gamma or a trace (-o load.arrivals=poisson)"
+            f"--find-max-rate needs one rate a run, and this load's arrivals are a {workload.load.arrivals}: use "
+            "poisson, constant, gamma or a trace (-o load.arrivals=poisson)"
         )
-    if any(c.metric == "goodput" for c in conditions) and load.slo is None:
+    if any(c.metric == "goodput" for c in conditions) and workload.load.slo is None:
         raise UsageError("a goodput condition needs an SLO: give --goodput 'ttft:200 tpot:50', or load.slo in the file")
+    return workload, point, plan
 
 
 def at_rate(load: LoadConfig, rate: float, count: int, native_rate: float | None = None) -> LoadConfig:

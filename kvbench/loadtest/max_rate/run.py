@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
+from kvbench.common.console import print_plain, print_table
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.common.files import read_json, write_json
+from kvbench.common.text import clock, plural
 from kvbench.load.validity import invalid_reasons
-from kvbench.loadtest.folder import INVALID, METRICS, LoadFolder
-from kvbench.loadtest.max_rate.plan import Sizes
-from kvbench.loadtest.max_rate.queue_growth import backlog_of, filling_s
+from kvbench.loadtest.folder import METRICS, LoadFolder
+from kvbench.loadtest.max_rate.plan import RunLength
 from kvbench.loadtest.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,
+    INVALID,
     NEVER,
+    OUT_OF_TIME,
     TOO_SHORT,
     Answer,
-    Ask,
     Bounds,
     Condition,
+    NextRun,
     Trial,
-    advance,
     bracket,
+    filling_s,
+    next_step,
+    queue_growth,
     unmet,
 )
-from kvbench.loadtest.max_rate.text import ahead, print_table, say, table, told
 from kvbench.metrics.latency import goodput_share
 
-OUT_OF_TIME = "out of time"
-_RUN_OVER_FILLING = 4.0
+_RUN_OVER_FILLING = 4.0  # a run is so many times as long as the queue takes to fill
 
 Measure = Callable[[float, int, int, Path], Mapping[str, Any]]
 """rate [1/s], number of requests, number of the run (its seed), folder -> what metrics.json holds, of one run."""
@@ -54,7 +60,7 @@ class RateSearch:
 
     conditions: tuple[Condition, ...]
     bounds: Bounds
-    sizes: Sizes
+    length: RunLength
     folder: LoadFolder
     measure: Measure
     console: Console
@@ -64,23 +70,30 @@ class RateSearch:
     outcome: str | None = field(default=None, init=False)
     _ends_at: float = field(default=math.inf, init=False)
 
+    def __post_init__(self) -> None:
+        self._print = partial(print_plain, self.console)
+
     @property
-    def goes_on(self) -> bool:
-        """Whether more of it can be measured by the same command: its time was over, or its runs were invalid."""
+    def can_continue(self) -> bool:
+        """Whether the same command can measure more of it: its time was over, or its runs were invalid."""
         return self.outcome in (INVALID, OUT_OF_TIME)
 
     def run(self) -> int:
         """To the answer, which is printed and stored; the exit code."""
-        self._take_finished()
+        self._read_finished()
         self._ends_at = time.monotonic() + self.limit_s
-        while isinstance(step := advance(self.trials, self.bounds), Ask):
-            if (reason := self._no_time_for(step.rate)) is None:
+        allowed = f"{self.limit_s / 60:g} minutes were allowed (--max-minutes)"
+        while isinstance(step := next_step(self.trials, self.bounds), NextRun):
+            rate, needed = f"{step.rate:g} {self.length.unit}/s", self.length.seconds_of(step.rate, self.conditions)
+            reason = f"{allowed}; the next run, at {rate}, sends for {needed / 60:.3g} minutes"
+            if time.monotonic() + needed <= self._ends_at:
                 try:
-                    self._one(step)
+                    self._run_one(step)
+                    continue
                 except OutOfTimeError:
-                    reason = f"{self._allowed}, and the run at {step.rate:g} {self.sizes.unit}/s was cut"
-            if reason is not None:
-                return self._conclude(Answer(OUT_OF_TIME, *bracket(self.trials), False, reason))
+                    reason = f"{allowed}, and the run at {rate} was cut"
+            step = Answer(OUT_OF_TIME, *bracket(self.trials), False, reason)
+            break
         return self._conclude(step)
 
     def check_time(self) -> None:
@@ -88,18 +101,7 @@ class RateSearch:
         if time.monotonic() > self._ends_at:
             raise OutOfTimeError
 
-    @property
-    def _allowed(self) -> str:
-        return f"{self.limit_s / 60:g} minutes were allowed (--max-minutes)"
-
-    def _no_time_for(self, rate: float) -> str | None:
-        """Why a run at ``rate`` cannot end in time; None when it can."""
-        left, needed = self._ends_at - time.monotonic(), self.sizes.seconds_of(rate, self.conditions)
-        if needed <= left:
-            return None
-        return f"{self._allowed}; the next run, at {rate:g} {self.sizes.unit}/s, sends for {needed / 60:.3g} minutes"
-
-    def _take_finished(self) -> None:
+    def _read_finished(self) -> None:
         """What a stopped search has measured. Invalid runs at its end are run again: they may be what ended it."""
         finished = list(self.folder.finished_runs())
         while finished and finished[-1][1]["trial"]["cause"] == INVALID:
@@ -107,41 +109,38 @@ class RateSearch:
         for path, kept in finished:
             self._note(path, kept)
         if self.trials:
-            done = (
-                "1 run is finished and is" if len(self.trials) == 1 else f"{len(self.trials)} runs are finished and are"
-            )
-            self._print(f"{done} not run again")
+            self._print(f"{plural(len(self.trials), 'finished run')}: not run again")
 
-    def _one(self, ask: Ask) -> None:
-        number = len(self.trials) + 1
-        path = self.folder.run(number, f"r{ask.rate:g}")
-        count = self.sizes.requests(ask.rate, self.conditions)
-        self._print(ahead(number, ask, self.sizes, self.conditions))
+    def _run_one(self, step: NextRun) -> None:
+        number, count = len(self.trials) + 1, self.length.requests(step.rate, self.conditions)
+        path = self.folder.run(number, f"r{step.rate:g}")
+        name = f"run {number}: {step.rate:g} {self.length.unit}/s{' (again, to confirm)' if step.confirms else ''}"
+        seconds = clock(self.length.seconds_of(step.rate, self.conditions))
+        self._print(f"{name}, {count} {self.length.unit}, about {seconds}")
         try:
-            kept = dict(self.measure(ask.rate, count, number, path))
+            kept = dict(self.measure(step.rate, count, number, path))
         except MeasurementError as error:  # as an invalid run: once more, then the search ends with the reason
             kept = {"valid": False, "invalid_reasons": [str(error)], "metrics": {}}
-        kept["trial"] = {"rate": ask.rate, "confirms": ask.confirms} | self._judged(kept, path)
+        kept["trial"] = {"rate": step.rate, "confirms": step.confirms} | self._judged(kept, path)
         write_json(path / METRICS, kept)
         self._note(path, kept)
-        self._print(told(number, ask, self.trials[-1], self.sizes))
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        trial = self.trials[-1]
+        verdict = {True: "met", False: "not met", None: f"NOT JUDGED ({trial.cause})"}[trial.met]
+        self._print(f"{name}: {verdict}" + (f": {'; '.join(trial.reasons)}" if trial.reasons else ""))
 
     def _judged(self, kept: Mapping[str, Any], run: Path) -> dict[str, Any]:
-        """met (None: not told, with the cause), why not, the values, the backlog.
+        """The ``trial`` of metrics.json: met (None: cannot be judged, with the cause), reasons, values, backlog.
 
-        ``seconds``: how long a run must be to tell. ``arrivals``: requests, or conversations.
+        ``seconds``: how long a run must be to be judged. ``arrivals``: requests, or conversations.
         """
         metrics = kept["metrics"] | {"goodput_share": goodput_share(kept["metrics"])}
-        starts, ends = _visits(run / "requests.parquet")
-        backlog, seconds = backlog_of(starts, ends), None
+        starts, ends = request_times(run / "requests.parquet")
+        growth, seconds = queue_growth(starts, ends), None
         met, cause, reasons = None, None, list(kept["invalid_reasons"])
         if kept["valid"]:
-            reasons = unmet(self.conditions, metrics, backlog, self.bounds.tolerance)
+            reasons = unmet(self.conditions, metrics, growth, self.bounds.tolerance)
             met = not reasons
-            if met and backlog is None:  # all was over before a backlog could have shown
+            if met and growth is None:  # all was over before a queue could have grown
                 met, cause, seconds = None, TOO_SHORT, _RUN_OVER_FILLING * filling_s(starts, ends)
                 reasons = [f"too short to tell whether the server keeps up: {seconds:.0f} s of arrivals are needed"]
         else:
@@ -151,7 +150,7 @@ class RateSearch:
             "cause": cause,
             "reasons": reasons,
             "values": {c.text: c.value(metrics) for c in self.conditions},
-            "backlog": None if backlog is None else {"early": backlog.early, "late": backlog.late},
+            "backlog": None if growth is None else {"early": growth.early, "late": growth.late},
             "seconds": seconds,
             "arrivals": len(starts),
         }
@@ -160,7 +159,7 @@ class RateSearch:
         trial, metrics = kept["trial"], kept["metrics"]
         self.trials.append(Trial(trial["rate"], trial["met"], tuple(trial["reasons"]), trial["cause"]))
         if trial["seconds"] is not None:  # from here on
-            self.sizes = replace(self.sizes, seconds=max(self.sizes.seconds, trial["seconds"]))
+            self.length = replace(self.length, seconds=max(self.length.seconds, trial["seconds"]))
         sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
         self.rows.append(
             {"run": path.name, "requests": sent, "arrivals": sent, "failed": metrics.get("failed"), **trial}
@@ -168,7 +167,7 @@ class RateSearch:
 
     def _conclude(self, answer: Answer) -> int:
         self.outcome = answer.outcome
-        sentence = say(answer, self.conditions, self.rows, self.bounds, self.sizes)
+        sentence = answer_sentence(answer, self.conditions, self.rows, self.bounds, self.length)
         write_json(
             self.folder.path / "search.json",
             {
@@ -183,7 +182,7 @@ class RateSearch:
                 "runs": self.rows,
             },
         )
-        print_table(self.console, table(self.conditions, self.rows))
+        print_table(self.console, _table(self.conditions, self.rows))
         self._print(sentence)
         if answer.outcome == INVALID:
             return EXIT_INVALID
@@ -191,9 +190,9 @@ class RateSearch:
 
 
 def client_alone(kept: Mapping[str, Any], run: Path) -> bool:
-    """Whether nothing but the load client's own figures made a run invalid: what it could not bear, not the server."""
-    told = read_json(run / "load.json") if (run / "load.json").is_file() else {}
-    client = told.get("client")
+    """Whether nothing but the load client's own figures made a run invalid: it was too much for the client."""
+    result = read_json(run / "load.json") if (run / "load.json").is_file() else {}
+    client = result.get("client")
     if not client:
         return False
     own = {*invalid_reasons(client, 0), *((kept.get("calibration") or {}).get("reasons") or ())}
@@ -201,11 +200,81 @@ def client_alone(kept: Mapping[str, Any], run: Path) -> bool:
     return all(reason in own or reason.startswith(names) for reason in kept["invalid_reasons"])
 
 
-def _visits(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends [s] of the requests, a conversation as one: from its first turn to the end of its last."""
     if not path.is_file():
         return np.empty(0), np.empty(0)
     rows = pd.read_parquet(path, columns=["index", "session", "t0", "end"])
     key = rows["session"].where(rows["session"].notna(), -1 - rows["index"])
-    visits = rows.groupby(key).agg({"t0": "min", "end": "max"})
-    return visits["t0"].to_numpy(), visits["end"].to_numpy()
+    spans = rows.groupby(key).agg({"t0": "min", "end": "max"})
+    return spans["t0"].to_numpy(), spans["end"].to_numpy()
+
+
+def answer_sentence(
+    answer: Answer,
+    conditions: Sequence[Condition],
+    rows: Sequence[Mapping[str, Any]],
+    bounds: Bounds,
+    length: RunLength,
+) -> str:
+    """The answer in words, with the number of requests behind it and what its runs could not show."""
+    slo, met, missed = " and ".join(c.text for c in conditions), answer.met, answer.unmet
+    if met is not None:
+        text = f"Highest rate that met {slo}: {met:g} {length.unit}/s ({_evidence(met, conditions, rows)}); "
+        if missed is not None:
+            text += f"the lowest that did not: {missed:g} {length.unit}/s."
+        elif answer.outcome == ALWAYS:
+            text += f"every rate that was tried met it, up to --max-rate {bounds.high:g}."
+        else:
+            text += "every rate that was judged met it."
+        text += _undetected_overload(met, rows, bounds, length)
+    elif missed is None:
+        text = f"Not known whether any rate meets {slo}: no run could be judged."
+    elif answer.outcome == NEVER:
+        text = f"No rate met {slo}; the lowest that was tried is {missed:g} {length.unit}/s: lower --min-rate."
+    else:
+        text = f"Not known which rate meets {slo}; {missed:g} {length.unit}/s, the lowest that was judged, did not."
+    if not answer.confirmed and (met, missed) != (None, None):
+        text += " It was not confirmed by further runs."
+    return text + (f" The search ended early: {answer.reason.rstrip('.')}." if answer.reason else "")
+
+
+def _evidence(rate: float, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many requests the runs at ``rate`` had. Each run is judged by its own percentile, of what it completed."""
+    met = [r for r in rows if r["rate"] == rate and r["met"]]
+    seconds = min(r["arrivals"] for r in met) / rate
+    text = f"{sum(r['requests'] for r in met)} requests in {plural(len(met), 'run')} that sent for {seconds:.0f} s"
+    needed = max((c.samples_needed for c in conditions), default=1)
+    fewest = min(r["requests"] - (r["failed"] or 0) for r in met)
+    few = f", {fewest} completed in the smallest, fewer than the {needed} that a percentile needs"
+    return text + (few if fewest < needed else "")
+
+
+def _undetected_overload(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, length: RunLength) -> str:
+    """That the runs were too short to show a small overload, where they were."""
+    share = max(length.overload_told(rate, r["arrivals"]) for r in rows if r["rate"] == rate and r["met"])
+    if share <= bounds.tolerance * 1.01:
+        return ""
+    return (
+        f" Runs this short show an overload only from {share:.0%} on: what the server can serve may be that much less. "
+        "Give more --run-seconds, or a longer trace."
+    )
+
+
+def _table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """All runs, in their order."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in rows:
+        growth = row["backlog"]
+        table.add_row(
+            row["run"][:2],
+            f"{row['rate']:g}",
+            str(row["requests"]),
+            *(c.format(row["values"].get(c.text)) for c in conditions),
+            "-" if row["failed"] is None else str(row["failed"]),
+            f"{growth['early']:.1f} to {growth['late']:.1f}" if growth else "-",
+            {True: "met", False: "not met", None: row["cause"]}[row["met"]],
+        )
+    return table

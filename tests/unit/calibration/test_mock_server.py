@@ -15,7 +15,7 @@ import pytest
 from kvbench.calibration.calibrate import CalibrationSettings
 from kvbench.calibration.mock.server import KEPT_STAMPS
 from kvbench.calibration.mock.settings import MockSettings
-from kvbench.cli.calibrate import calibrate_client
+from kvbench.cli.calibrate_client import calibrate_client
 from kvbench.cli.main import main
 from tests.support.loads import ROOT, stamps_of
 

@@ -16,8 +16,8 @@ import click
 import pytest
 import yaml
 
-from kvbench.cli.default_group import DefaultGroup
 from kvbench.cli.main import cli
+from kvbench.cli.options import DefaultGroup
 
 ROOT = Path(__file__).resolve().parents[3]
 GITHUB = sorted((ROOT / "ci" / "github").glob("*.yml"))

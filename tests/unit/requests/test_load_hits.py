@@ -224,9 +224,9 @@ def test_a_load_tells_its_hits_what_was_possible_and_what_is_not_verified():
     around = {"before": hits(5), "after": hits(13), "complete": True}
     primed = cache_use(config(cache_state="primed"), [request(list(range(9)), prefix=8)], None, **around)
     assert primed.reasons == [] and primed.bounds == HitBounds(0, 8)
-    assert "due is not known" in primed.told["unverified"]
+    assert "due is not known" in primed.counts["unverified"]
     cold = cache_use(config(), [request([1, 2, 3])], {"engine": {"page_size": 1}}, **around)
-    assert cold.told == {"hits": 8.0, "queries": None} and cold.bounds == HitBounds(0, 0)
+    assert cold.counts == {"hits": 8.0, "queries": None} and cold.bounds == HitBounds(0, 0)
     assert "at most 0 are possible" in cold.reasons[0]
     silent = cache_use(config(), [request([1, 2, 3])], None, None, None, complete=True)
-    assert silent.told["unverified"] == "the server does not tell its hits" and silent.reasons == []
+    assert silent.counts["unverified"] == "the server does not tell its hits" and silent.reasons == []

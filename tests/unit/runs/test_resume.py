@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.cli.commands import _workload_and_run
+from kvbench.cli.sweep import workload_and_run
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
 from kvbench.common.machine import environment
@@ -206,7 +206,7 @@ def test_a_run_goes_on_from_any_working_folder(begun, tmp_path, monkeypatch):
     (elsewhere / "lines.txt").write_text("another text\n")  # must not be taken for the one that was measured
     monkeypatch.chdir(elsewhere)
     nothing = {"profile": None, "seed": None, "repeats": None, "overrides": (), "output_dir": Path("results")}
-    stored, found = _workload_and_run(None, str(run.path), nothing)
+    stored, found = workload_and_run(None, str(run.path), nothing)
     assert stored.load.prompts.file == str(tmp_path / "there" / "lines.txt") == workload.load.prompts.file
     assert stored.engine == workload.engine
     reopen(found, stored, SERVED, force=False, something_left=True)

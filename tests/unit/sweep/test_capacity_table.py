@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from kvbench.sweep.plan import capacity_note
+from kvbench.sweep.capacity import capacity_note
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration, make_design
 

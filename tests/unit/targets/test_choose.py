@@ -16,7 +16,7 @@ import yaml
 
 import engine.tokenizer
 from kvbench.cli.main import main
-from kvbench.cli.target_options import _OPTIONS
+from kvbench.cli.options import TARGET_OPTIONS
 from kvbench.common.errors import UsageError
 from kvbench.common.machine import environment
 from kvbench.runs.resume import reopen
@@ -350,7 +350,7 @@ KINDS = {
 
 def test_every_option_of_a_target_says_what_it_goes_with() -> None:
     made = click.Command("sweep", callback=lambda: None)
-    for option in _OPTIONS:
+    for option in TARGET_OPTIONS:
         option(made)
     assert {parameter.name for parameter in made.params} - {"target", "serve_cmd"} <= KINDS_OF.keys() == VALUES.keys()
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from kvbench.common.errors import UsageError
-from kvbench.sweep.plan import SweepOptions, capacity_note, preflight
+from kvbench.sweep.capacity import capacity_note
+from kvbench.sweep.plan import SweepOptions, preflight
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import differing_keys, load_workload, resolve

@@ -9,12 +9,8 @@ from typing import Any
 
 import click
 
-from kvbench.cli.option_types import FiniteRange, OutputFile
-
-NO_CALIBRATION = click.option(
-    "--no-calibration", is_flag=True, envvar="KVBENCH_NO_CALIBRATION",
-    help="Do not calibrate the load client first; the results say so.",
-)  # fmt: skip
+from kvbench.cli.options import FiniteRange, OutputFile
+from kvbench.common.errors import UsageError
 
 
 @click.command(name="calibrate-client")
@@ -46,7 +42,7 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
     from rich.console import Console
 
     from kvbench.calibration.calibrate import CalibrationSettings, aims, calibrate
-    from kvbench.common.errors import UsageError
+    from kvbench.common.console import print_plain
     from kvbench.common.files import write_json
     from kvbench.common.foreign_cpu import busy_notice
 
@@ -57,14 +53,14 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
         )
     console = Console()
     if notice := busy_notice():
-        console.print(f"note: {notice}", highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, f"note: {notice}")
     with console.status(f"{settings.streams} streams of {settings.itl_ms:g} ms ITL for {settings.seconds:g} s"):
         calibration = calibrate(settings, aims(settings), attempts)
     if json_path is not None:
         write_json(json_path, calibration.to_json())
     console.print(_table(calibration))
     for line in _attempts(calibration):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, line)
     return 1 if calibration.reasons else 0
 
 

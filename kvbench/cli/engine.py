@@ -1,0 +1,43 @@
+"""``kvbench serve`` and ``kvbench bench-engine``: the engine's own commands, with its own parsers."""
+
+from __future__ import annotations
+
+import click
+
+from kvbench.common.errors import UsageError
+
+_AS_IT_IS = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
+
+
+@click.command(**_AS_IT_IS)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(arguments: tuple[str, ...]) -> int:
+    """Run the built-in engine as an OpenAI-compatible server (see: kvbench serve --help)."""
+    from engine.server.arguments import build_parser
+
+    parsed = build_parser(prog="kvbench serve").parse_args(arguments)  # --help answers before torch is loaded
+    from engine.server.__main__ import exit_now, run
+
+    exit_now(run(parsed))
+    raise AssertionError("exit_now does not return")
+
+
+@click.command(name="bench-engine", **_AS_IT_IS)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_engine(arguments: tuple[str, ...]) -> int:
+    """Time the engine alone, without HTTP, beside its peers (see: kvbench bench-engine --help).
+
+    \b
+    Example:
+      kvbench bench-engine --sides kvbench,hf-continuous --repeats 5 --require hf-continuous=5
+    \b
+    Exit codes: 0 measured, 1 a --require was missed, 2 bad input, 4 the sides did not do the same work or
+    other processes took the machine.
+    """
+    from engine.bench.command import main as bench_main
+    from kvbench.common.foreign_cpu import ForeignWatch
+
+    try:
+        return bench_main(list(arguments), ForeignWatch().report)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

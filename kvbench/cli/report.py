@@ -1,0 +1,46 @@
+"""``kvbench report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvbench.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+def report(run_dir: Path) -> int:
+    """Write the report of a run again from its stored results, and print table and conclusion.
+
+    \b
+    Example:
+      kvbench report results/mixed/20260101T120000Z-1a2b3c4
+    \b
+    Files written in RUN_DIR: report.html (works offline), report.md, summary.csv (one row a cell).
+    Exit codes: 0 written, 2 not a run folder.
+    """
+    from rich.console import Console
+
+    try:
+        show_report(run_dir, Console())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return 0
+
+
+def show_report(run_dir: Path, console: Console) -> None:
+    """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
+    from kvbench import report
+    from kvbench.common.console import print_plain
+
+    paths = report.build_report(run_dir)
+    console.print(report.console_table(run_dir))
+    print_plain(console, report.headline(run_dir))
+    for path in (paths.html, paths.markdown, paths.csv):
+        print_plain(console, f"report: {path}")

@@ -1,0 +1,147 @@
+"""``kvbench sweep``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvbench.cli.options import NO_CALIBRATION, OVERRIDES, PROFILE, SEED, FiniteRange, target_options
+from kvbench.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvbench.runs.folder import RunFolder
+    from kvbench.workload.file import Workload
+
+
+@click.command()
+@click.argument("workload", required=False, type=click.Path())
+@PROFILE
+@OVERRIDES
+@SEED
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of every cell, each on a fresh server.")
+@click.option("--only", multiple=True, metavar="GLOB",
+              help="Only cells whose id matches, e.g. 'paged-*-c32'. Repeatable.")  # fmt: skip
+@click.option("--resume", is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
+              help="Go on with an interrupted run: the folder, or the latest incomplete run of WORKLOAD.")  # fmt: skip
+@click.option("--force", is_flag=True,
+              help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Check everything, print cells, order and time; launch nothing.")
+@NO_CALIBRATION
+@click.option("--no-report", is_flag=True, help="Keep the raw results only; `kvbench report` can follow later.")
+@click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
+              help="Where runs go.")  # fmt: skip
+@target_options
+@click.option("--port", type=click.IntRange(0, 65535), default=0,
+              help="Port of the launched server (default: a free one).")  # fmt: skip
+@click.option("--start-timeout", type=FiniteRange(min=1),
+              help="Seconds to be ready (default: 180; 900 for other engines, which may compile first).")  # fmt: skip
+def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
+    """Run every cell of WORKLOAD (a YAML file) and report what was found.
+
+    A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
+    repeat, in random order, and its prefix cache is reset between loads.
+
+    \b
+    Examples:
+      kvbench sweep workloads/mixed.yaml
+      kvbench sweep workloads/mixed.yaml --only 'paged-p16-c*' --repeats 5
+      kvbench sweep workloads/mixed.yaml -o engine.kv_budget=64MiB -o 'load.concurrency=[2, 8]'
+      kvbench sweep workloads/mixed.yaml --resume
+      kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
+      kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
+      kvbench sweep workloads/mixed.yaml --target vllm
+      kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
+          --block-size {page_size} --kv-cache-memory-bytes {kv_budget}' -o 'sweep={page_size: [16, 32]}'
+                  (what is swept must be in the command; -o 'sweep={}' measures the baseline alone)
+
+    \b
+    Files written, in results/<workload>/<UTC time>-<git sha>/:
+      manifest.json               what was measured, with what, on what
+      cells/<cell>/summary.json   metrics per repeat, aggregated and pooled; requests.parquet: raw samples
+      summary.csv                 one row a cell
+      report.html, report.md      the report
+
+    \b
+    Exit codes:
+      0    all loads were measured
+      2    usage or bad input, or another workload, code or machine at --resume
+      4    a load is invalid or a server died; the results are kept
+      130  interrupted; go on with the printed --resume command
+    """
+    from rich.console import Console
+
+    from kvbench.cli.report import show_report
+    from kvbench.sweep.plan import START_GUESS_S, SweepOptions, describe_plan, preflight
+    from kvbench.sweep.progress import Estimator
+    from kvbench.sweep.run import Sweep
+    from kvbench.targets.choose import choose
+
+    console = Console()
+    if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
+        workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
+    loaded, run = workload_and_run(workload, resume, options)
+    if options["force"] and run is None:
+        raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
+    stored = run.manifest() if run else {}
+    choice = choose(loaded, options, stored)
+    sweep_options = SweepOptions(
+        only=tuple(options["only"]) or tuple(stored.get("only") or ()),
+        output_dir=options["output_dir"],
+        report=None if options["no_report"] else show_report,
+        force=options["force"],
+        calibrate=not options["no_calibration"],
+        check=choice.check,
+        refuses=choice.refuses,
+        require=choice.require,
+        start_guess_s=choice.start_guess_s or START_GUESS_S,
+        fresh=choice.fresh,
+        notes=choice.notes,
+    )
+    loaded = choice.workload
+    if dry_run:
+        design, blocks = sweep_options.plan(loaded)
+        _, guesses = preflight(loaded, design, sweep_options)
+        guess_s = sweep_options.start_guess_s
+        seconds = Estimator(guesses, guess_s).total_s(blocks)
+        describe_plan(loaded, design, blocks, seconds, console, start_guess_s=guess_s)
+        return 0
+    if choice.probes:  # before a results folder is made for it
+        target = choice.new_target()
+        target.start({}, Path())
+        target.stop()
+    try:
+        return Sweep(loaded, sweep_options, choice.new_target, console, run, choice.manifest).execute()
+    finally:
+        choice.close()
+
+
+def workload_and_run(
+    workload: str | None, resume: str | None, options: Mapping[str, Any]
+) -> tuple[Workload, RunFolder | None]:
+    """The workload, and the run to go on with. Without a file, --resume FOLDER takes the stored workload."""
+    from kvbench.runs.folder import latest_incomplete, open_run
+    from kvbench.workload.file import load_workload, resolve
+
+    changes = {key: options[key] for key in ("profile", "seed", "repeats", "overrides")}
+    if workload is None:
+        if resume in (None, "latest"):
+            raise UsageError(
+                "the workload file is missing: write for example `kvbench sweep workloads/mixed.yaml`"
+                + (", or name the run: --resume results/mixed/<run>" if resume else "")
+            )
+        if given := [key for key, value in changes.items() if value]:
+            raise UsageError(
+                f"--{given[0]} cannot change a run that has begun: leave it out, or start a new run without --resume"
+            )
+        run = open_run(Path(resume))
+        manifest = run.manifest()
+        return resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None), run
+    loaded = load_workload(workload, **changes)
+    if resume is None:
+        return loaded, None
+    if resume == "latest":
+        return loaded, latest_incomplete(options["output_dir"], loaded.name)
+    return loaded, open_run(Path(resume))

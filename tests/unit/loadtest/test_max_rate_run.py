@@ -1,0 +1,243 @@
+"""A whole rate search over a queue whose waiting times are known in closed form; every run kept and resumable."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
+from kvbench.load.validity import invalid_reasons
+from kvbench.loadtest.max_rate.plan import RunLength
+from kvbench.loadtest.max_rate.run import answer_sentence, client_alone, request_times
+from kvbench.loadtest.max_rate.search import Answer, Bounds
+from tests.support.rate_queue import CLIENT, SERVICE_S, N, Queue, answer, md1_capacity
+
+TWO_RATES = Bounds(1.0, 0.1, 2.0)
+
+
+def test_the_capacity_of_a_queue_is_found_and_a_stopped_search_goes_on_from_its_runs(new):
+    capacity = md1_capacity(0.95, 0.5)
+    assert capacity < 0.8 / SERVICE_S  # well under saturation: the SLO binds, not the growth of the queue
+    whole = Queue()
+    search = new(whole)
+    assert search.run() == EXIT_OK
+    found = answer(search)
+    assert found["outcome"] == "found" and found["confirmed"]
+    assert found["highest_rate_met"] == pytest.approx(capacity, rel=0.06)
+    assert found["highest_rate_met"] < found["lowest_rate_not_met"] <= found["highest_rate_met"] * 1.02
+    assert found["lowest_rate_not_met"] > capacity * 0.94
+    assert len({number for _, _, number in whole.runs}) == len(whole.runs)  # other requests in every run
+    assert f"{2 * N} requests in 2 runs" in found["answer"] and found["answer"] in search.printed.getvalue()
+
+    runs = sorted((search.folder.path / "runs").iterdir())
+    assert len(runs) == len(whole.runs) and all((run / "requests.parquet").is_file() for run in runs)
+    first = json.loads((runs[0] / "metrics.json").read_text())
+    assert first["trial"]["rate"] == 1.0 and first["trial"]["met"] and first["metrics"]["completed"] == N
+    (runs[-1] / "metrics.json").unlink()  # stopped within its last run
+    rest = Queue()
+    again = new(rest)
+    assert again.run() == EXIT_OK and rest.runs == whole.runs[-1:]  # the second run of the rate that was not met
+    assert answer(again) == found
+    done = Queue()
+    assert new(done).run() == EXIT_OK and done.runs == []
+
+
+def test_several_conditions_hold_together(new):
+    search = new(Queue(), "p95_ttft<=500ms,goodput>=99%")
+    search.run()
+    tighter = answer(search)["highest_rate_met"]
+    assert tighter == pytest.approx(md1_capacity(0.99, 0.5), rel=0.08) and tighter < md1_capacity(0.95, 0.5) * 0.97
+
+
+def test_a_saturated_queue_is_not_met_however_loose_the_slo(new):
+    search = new(Queue(), "p95_e2el<=3600s", length=RunLength(400, 0.0))
+    search.run()
+    assert 9.0 < answer(search)["highest_rate_met"] < 11.5  # 10/s is what the queue can serve
+
+
+def test_two_invalid_runs_in_a_row_count_for_nothing(new):
+    queue = Queue(invalid=lambda number: number in (3, 4))
+    assert new(queue, bounds=Bounds(1.0, 0.1, 8.0, 0.5)).run() == EXIT_OK
+    assert [rate for rate, _, _ in queue.runs[:6]] == [1, 2, 4, 4, 4, 8]
+
+
+def test_three_invalid_runs_end_the_search_with_their_reason_and_are_measured_again(new):
+    search = new(Queue(invalid=lambda number: number >= 3))
+    assert search.run() == EXIT_INVALID and search.can_continue
+    found = answer(search)
+    assert found["outcome"] == "invalid" and found["highest_rate_met"] == 2 and "foreign work" in found["reason"]
+    assert found["reason"] in search.printed.getvalue()
+    assert [run["rate"] for run in found["runs"]] == [1, 2, 4, 4, 4]
+    again = new(Queue(), bounds=TWO_RATES)  # which needs fewer runs than there were
+    assert again.run() == EXIT_OK
+    assert sorted(p.name for p in (again.folder.path / "runs").iterdir()) == [r["run"] for r in answer(again)["runs"]]
+
+
+@pytest.mark.parametrize(("first_invalid", "missed"), [(1, None), (2, 50.0)])
+def test_without_a_rate_that_met_the_slo_none_is_said_to_be_the_lowest_tried(new, first_invalid, missed):
+    search = new(Queue(invalid=lambda number: number >= first_invalid), bounds=Bounds(50.0, 0.1, 100.0))
+    assert search.run() == EXIT_INVALID
+    found = answer(search)
+    assert (found["highest_rate_met"], found["lowest_rate_not_met"]) == (None, missed)
+    assert "Not known" in found["answer"] and "No rate met" not in found["answer"]
+
+
+def test_a_load_that_could_not_be_driven_is_as_an_invalid_run(new):
+    class Broken(Queue):
+        def measure(self, rate, count, number, out):
+            if rate > 3:
+                raise MeasurementError("the load client ended with exit code 4: refused")
+            return super().measure(rate, count, number, out)
+
+    bounds = Bounds(1.0, 0.1, 4.0)
+    search = new(Broken(), bounds=bounds)
+    assert search.run() == EXIT_INVALID and "refused" in answer(search)["reason"] and search.can_continue
+    assert [run["met"] for run in answer(search)["runs"]] == [True, True, None, None, None]
+    repaired = Queue()
+    again = new(repaired, bounds=bounds)
+    assert again.run() == EXIT_OK and repaired.runs[0][0] == 4  # from where it was lost, with what was measured
+    assert [run["met"] for run in answer(again)["runs"]][:3] == [True, True, True]
+
+
+def test_what_the_answer_says_of_the_runs_behind_it(new):
+    few = RunLength(70, 0.0, enough=False)
+    search = new(Queue(), bounds=TWO_RATES, length=few)
+    search.run()
+    text = answer(search)["answer"]
+    assert "140 requests in 2 runs" in text and "70 completed" in text and "130" in text  # runs are not added up
+    assert "--max-rate 2" in text and "21%" in text  # sqrt(3 / 70): the least overload that so many show
+
+    def sentence(requests, failed, length=few):
+        rows = [row | {"requests": requests, "arrivals": requests, "failed": failed} for row in search.rows]
+        return answer_sentence(Answer("found", 2.0, None, True), search.conditions, rows, search.bounds, length)
+
+    assert "fewer" not in sentence(130, 0) and "129 completed" in sentence(130, 1)
+    assert "overload" not in sentence(130, 0, RunLength(1, 0.0, tolerance=0.05, patience_s=0.5))
+    rows = [row | {"requests": 280} for row in search.rows]  # four turns each
+    talk = RunLength(70, 0.0, unit="conversations")
+    text = answer_sentence(Answer("found", 2.0, None, True), search.conditions, rows, search.bounds, talk)
+    assert "2 conversations/s (560 requests in 2 runs that sent for 35 s" in text
+
+
+def test_runs_are_announced_and_the_table_is_not_cut_where_lines_are_short(new):
+    printed_before = []
+
+    class Watched(Queue):
+        def measure(self, *run):
+            printed_before.append(search.printed.getvalue())
+            return super().measure(*run)
+
+    slo = "p95_ttft<=500ms,p99_e2el<=9s"
+    search = new(Watched(), slo, TWO_RATES, RunLength(200, 0.0, unit="conversations"), width=40)
+    search.run()
+    printed = search.printed.getvalue()
+    assert "run 1: 1 conversations/s, 662 conversations, about 11:02" in printed_before[0]
+    assert "run 2:" in printed_before[1] and "run 2:" not in printed_before[0] and "requests/s" not in printed
+    head = next(line for line in printed.splitlines() if "p95 ttft ms" in line)
+    assert "p99 e2el ms" in head and "in flight" in head and "…" not in printed
+
+
+def test_a_run_that_is_too_short_to_show_a_growing_queue_is_repeated_longer(new):
+    loose, bounds, length = "p95_ttft<=3600s", Bounds(1.0, 0.5, 2.0), RunLength(20, 20.0, enough=False)
+    slow = Queue(in_parallel_s=40.0)
+    search = new(slow, loose, bounds, length)
+    assert search.run() == EXIT_OK
+    assert [(rate, count) for rate, count, _ in slow.runs] == [(1, 20), (1, 160), (2, 320), (2, 320)]
+    assert answer(search)["runs"][0]["cause"] == "too short to tell"
+    (search.folder.path / "runs" / "04-r2" / "metrics.json").unlink()
+    rest = Queue(in_parallel_s=40.0)
+    new(rest, loose, bounds, length).run()
+    assert [(rate, count) for rate, count, _ in rest.runs] == [(2, 320)]  # it still knows how long is long enough
+
+
+def test_a_trace_that_is_too_short_to_tell_is_not_called_invalid(new):
+    long = Queue(in_parallel_s=500.0)
+    search = new(long, "p95_ttft<=3600s", Bounds(1.0, 0.5, 2.0), RunLength(60, 0.0, fixed=True))
+    assert search.run() == EXIT_INCONCLUSIVE and not search.can_continue
+    assert [(rate, count) for rate, count, _ in long.runs] == [(1, 60), (1, 60)]
+    assert answer(search)["outcome"] == "too short to tell"
+    assert "invalid" not in search.printed.getvalue().lower()
+
+
+def test_the_number_of_runs_is_bounded(new):
+    bounds = Bounds(1.0, 0.1, 100.0, max_runs=3)
+    search = new(Queue(), bounds=bounds, length=RunLength(50, 0.0, enough=False))
+    assert search.run() == EXIT_INCONCLUSIVE and len(answer(search)["runs"]) == 3
+    assert not answer(search)["confirmed"] and "--max-runs" in answer(search)["answer"]
+
+
+def test_a_run_that_cannot_end_in_time_is_not_begun(new):
+    queue = Queue()
+    search = new(queue, "p99_ttft<=500ms", Bounds(0.5, 0.1, 100.0), RunLength(1, 20.0), limit_s=600.0)
+    assert search.run() == EXIT_INCONCLUSIVE and queue.runs == []  # 662 requests at 0.5/s are 22 minutes
+    assert answer(search)["outcome"] == "out of time"
+    assert "--max-minutes" in answer(search)["reason"] and "22.1" in answer(search)["reason"]
+
+
+def test_a_run_that_outlasts_the_time_is_cut_and_run_again_on_resume(new, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("kvbench.loadtest.max_rate.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(Queue):
+        """Its second run goes on and on; it looks at the time as a load does."""
+
+        def measure(self, rate, count, number, out):
+            self.search.check_time()
+            if number == 2:
+                self.runs.append((rate, count, number))
+                (out / "client.log").write_text("half")
+                now[0] = 61.0
+                self.search.check_time()
+            return super().measure(rate, count, number, out)
+
+    few, bounds = RunLength(50, 0.0, enough=False), Bounds(1000.0, 0.1, 1e6)
+    slow = Slow()
+    slow.search = new(slow, bounds=bounds, length=few, limit_s=60.0)
+    assert slow.search.run() == EXIT_INCONCLUSIVE and [number for _, _, number in slow.runs] == [1, 2]
+    found = answer(slow.search)
+    assert found["outcome"] == "out of time" and "500" in found["reason"]
+    assert [run["rate"] for run in found["runs"]] == [1000] and slow.search.can_continue
+    rest = Queue()
+    again = new(rest, bounds=bounds, length=few)
+    assert again.run() == EXIT_OK and rest.runs[0][0] == 500 and not again.can_continue
+
+
+def test_where_the_client_is_the_limit_the_answer_says_so(new):
+    search = new(Queue(client_limit=3.0), bounds=Bounds(1.0, 0.1, 100.0, 0.05))
+    assert search.run() == EXIT_INCONCLUSIVE
+    found = answer(search)
+    assert found["outcome"] == "the client was the limit" and 3 / 1.05 <= found["highest_rate_met"] <= 3
+    assert found["lowest_rate_not_met"] is None and "the client's timestamps lagged" in found["answer"]
+
+
+def test_a_client_that_fails_above_the_servers_limit_does_not_hide_it(new):
+    search = new(Queue(client_limit=13.0), bounds=Bounds(5.0, 0.1, 100.0, 0.05))
+    assert search.run() == EXIT_OK
+    assert answer(search)["highest_rate_met"] == pytest.approx(md1_capacity(0.95, 0.5), rel=0.08)
+
+
+def test_a_run_that_others_disturbed_as_well_is_not_the_clients_limit(new):
+    search = new(Queue(invalid=lambda number: number > 1, client_limit=1.0), bounds=Bounds(1.0, 0.1, 2.0, 0.05))
+    assert search.run() == EXIT_INVALID and answer(search)["outcome"] == "invalid"
+
+
+def test_whose_figures_made_a_run_invalid(tmp_path):
+    lagged = invalid_reasons(CLIENT, 0)
+    assert not client_alone({"invalid_reasons": ["the load client ended with exit code 4"]}, tmp_path)  # no load.json
+    (tmp_path / "load.json").write_text(json.dumps({"client": CLIENT | {"processes": [{"name": "worker 2"}]}}))
+    assert client_alone({"invalid_reasons": lagged}, tmp_path)
+    assert client_alone({"invalid_reasons": [f"worker 2: {lagged[0]}"]}, tmp_path)
+    assert not client_alone({"invalid_reasons": [*lagged, "3 requests were never finished"]}, tmp_path)
+    calibrated = {"invalid_reasons": ["the client's ITL error"], "calibration": {"reasons": ["the client's ITL error"]}}
+    assert client_alone(calibrated, tmp_path)
+
+
+def test_a_conversation_is_in_flight_from_its_first_turn_to_its_last(tmp_path):
+    rows = pd.DataFrame(
+        {"index": [0, 1, 2, 3], "session": [5, 5, None, None], "t0": [0.0, 4.0, 1.0, 2.0], "end": [1.0, 6.0, 3.0, 9.0]}
+    )
+    rows.to_parquet(tmp_path / "r.parquet")
+    assert sorted(zip(*request_times(tmp_path / "r.parquet"), strict=True)) == [(0.0, 6.0), (1.0, 3.0), (2.0, 9.0)]

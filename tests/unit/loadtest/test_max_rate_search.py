@@ -1,0 +1,353 @@
+"""The search for the highest rate that meets an SLO: its steps, its conditions, and whether a server kept up."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+import pytest
+
+from kvbench.loadtest.max_rate.plan import RunLength, patience_s
+from kvbench.loadtest.max_rate.search import (
+    ALWAYS,
+    CLIENT_LIMIT,
+    FOUND,
+    INVALID,
+    NEVER,
+    OUT_OF_RUNS,
+    TOO_SHORT,
+    Answer,
+    Bounds,
+    NextRun,
+    QueueGrowth,
+    Trial,
+    bracket,
+    filling_s,
+    next_step,
+    parse_conditions,
+    queue_growth,
+    unmet,
+)
+from kvbench.workload.load_section import Slo
+
+
+def search(verdict, bounds):
+    """Runs to the answer; ``verdict(rate, n)``: of the n-th run, True, False or None."""
+    trials: list[Trial] = []
+    while isinstance(step := next_step(trials, bounds), NextRun):
+        trials.append(Trial(step.rate, verdict(step.rate, len(trials)), ("because",)))
+        assert len(trials) <= bounds.max_runs
+    return step, trials
+
+
+@pytest.mark.parametrize("start", [0.25, 1.0, 5.0, 7.3, 100.0])
+@pytest.mark.parametrize("tolerance", [0.05, 0.01])
+def test_a_capacity_is_found_within_the_tolerance_from_wherever_it_starts(start, tolerance):
+    capacity = 7.31
+    answer, trials = search(lambda rate, _: rate <= capacity, Bounds(start, 0.01, 1000, tolerance))
+    assert answer.outcome == FOUND and answer.confirmed
+    assert answer.met <= capacity < answer.unmet <= answer.met * (1 + tolerance)
+    # doublings or halvings to the bracket, bisections of ratio 2 down to the tolerance, one confirmation of each end
+    bisections = math.ceil(math.log2(math.log(2) / math.log(1 + tolerance)))
+    assert len(trials) <= math.ceil(abs(math.log2(capacity / start))) + 1 + bisections + 2
+    assert [t.rate for t in trials[-2:]] == [answer.met, answer.unmet]
+    assert sum(t.rate == answer.met for t in trials) == sum(t.rate == answer.unmet for t in trials) == 2
+
+
+def test_bounds_that_are_met_or_not_met_throughout_are_said_so():
+    answer, trials = search(lambda rate, _: True, Bounds(1, 0.5, 12))
+    assert answer == Answer(ALWAYS, 12, None, confirmed=True)
+    assert [t.rate for t in trials] == [1, 2, 4, 8, 12, 12]  # never above the highest rate allowed
+    answer, trials = search(lambda rate, _: False, Bounds(1, 0.3, 12))
+    assert answer == Answer(NEVER, None, 0.3, confirmed=True)
+    assert [t.rate for t in trials] == [1, 0.5, 0.3, 0.3]
+
+
+def test_an_answer_that_fails_its_confirmation_is_none():
+    seen: dict[float, int] = {}
+
+    def lucky(rate, _):
+        seen[rate] = seen.get(rate, 0) + 1
+        return rate <= 6 or (rate <= 7.5 and seen[rate] == 1)  # luck at the first go only
+
+    answer, trials = search(lucky, Bounds(1, 0.1, 100, 0.05))
+    assert answer.outcome == FOUND and answer.confirmed and answer.met <= 6
+    assert any(t.rate > 6 and t.met for t in trials)  # there was luck, and it is not the answer
+
+
+@pytest.mark.parametrize("unlucky", range(8))
+def test_one_unlucky_run_does_not_decide(unlucky):
+    answer, _ = search(lambda rate, n: rate <= 40 and n != unlucky, Bounds(8, 0.1, 1000, 0.05))
+    assert answer.outcome == FOUND and answer.confirmed
+    assert answer.met <= 40 < answer.unmet <= answer.met * 1.05
+
+
+def test_searches_of_runs_that_miss_by_chance_end_near_the_limit():
+    low = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        answer, _ = search(lambda rate, _, rng=rng: rate <= 40 and rng.random() > 0.05, Bounds(8, 0.125, 8192, 0.05))
+        low += answer.met is None or answer.met < 36
+    assert low <= 2  # each needs two chances of 1 in 20 at one of some ten rates
+
+
+def test_noise_leaves_the_answer_near_the_capacity_and_its_runs_agree():
+    misses = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+
+        def noisy(rate, _, rng=rng):
+            return rate * rng.lognormal(0, 0.03) <= 10
+
+        answer, trials = search(noisy, Bounds(1, 0.1, 1000, 0.05, max_runs=40))
+        assert answer.outcome == FOUND and answer.confirmed
+        for rate, met in ((answer.met, True), (answer.unmet, False)):
+            told = [t.met for t in trials if t.rate == rate]
+            assert told.count(met) == 2 and told.count(not met) <= 1
+        misses.append(abs(math.log(answer.met / 10)))
+    assert np.median(misses) < 0.06 and max(misses) < 0.2
+
+
+def test_a_met_rate_above_one_that_was_not_is_luck():
+    trials = [Trial(2, True), Trial(4, True), Trial(8, False), Trial(4, False), Trial(4, False), Trial(16, True)]
+    assert bracket(trials) == (2, 4)
+    assert bracket([]) == (None, None)
+    assert next_step(trials[:4], Bounds(1, 0.1, 100)) == NextRun(4, confirms=True)  # its two runs disagree
+
+
+def nothing(rate, cause, why="because"):
+    return Trial(rate, None, (why,), cause)
+
+
+def test_where_the_client_is_the_limit_lower_rates_are_tried():
+    def busy(limit_of_the_server):
+        def run(trials):
+            rate = next_step(trials, Bounds(4, 0.1, 1000, 0.05))
+            if isinstance(rate, NextRun):
+                met = rate.rate <= limit_of_the_server
+                one = nothing(rate.rate, CLIENT_LIMIT, "it lagged") if rate.rate > 20 else Trial(rate.rate, met)
+                return run([*trials, one])
+            return rate
+
+        return run([])
+
+    found = busy(13)  # twice at 32 the client lagged, and the server's own limit is below
+    assert found.outcome == FOUND and found.confirmed and found.met <= 13 < found.unmet
+    answer = busy(500)
+    assert answer.outcome == CLIENT_LIMIT and answer.unmet is None and answer.confirmed
+    assert 20 / 1.05 <= answer.met <= 20 and "the client, not the server, was the limit (it lagged)" in answer.reason
+    bounds = Bounds(4, 2, 100)
+    none = next_step([nothing(rate, CLIENT_LIMIT) for rate in (4, 4, 2, 2)], bounds)
+    assert none.outcome == CLIENT_LIMIT and none.met is None
+    assert next_step([nothing(4, CLIENT_LIMIT)] * 2, bounds) == NextRun(2)
+    mixed = next_step([nothing(4, INVALID), nothing(4, CLIENT_LIMIT), nothing(4, INVALID)], bounds)
+    assert mixed.outcome == INVALID
+
+
+@pytest.mark.parametrize("rate", [4, 5])  # the end that is met, and the one that is not
+def test_an_end_that_the_client_does_not_bear_again_ends_the_search(rate):
+    trials = [Trial(4, True), Trial(5, False), *[nothing(rate, CLIENT_LIMIT)] * 2]
+    for _ in range(20):
+        step = next_step(trials, Bounds(4, 1, 100, 0.5))
+        if not isinstance(step, NextRun):
+            break
+        trials.append(Trial(step.rate, True))
+    assert (
+        step.outcome == CLIENT_LIMIT and step.confirmed and step.met < rate and f"at {rate}/s the client" in step.reason
+    )
+
+
+def test_runs_that_are_too_short_have_an_outcome_of_their_own():
+    bounds = Bounds(1, 0.1, 100)
+    assert next_step([Trial(1, True), nothing(2, TOO_SHORT)], bounds) == NextRun(2)
+    answer = next_step([Trial(1, True), *[nothing(2, TOO_SHORT, "9 s are needed")] * 2], bounds)
+    assert answer.outcome == TOO_SHORT and answer.met == 1 and "9 s are needed" in answer.reason
+
+
+def test_an_invalid_run_is_repeated_twice_and_then_ends_the_search_with_its_reason():
+    bounds = Bounds(1, 0.1, 100)
+    once = [Trial(1, True), Trial(2, None, ("foreign work",), INVALID)]
+    assert next_step(once, bounds) == NextRun(2)
+    assert next_step([*once, Trial(2, True)], bounds) == NextRun(4)
+    twice = [*once, Trial(2, None, ("y",), INVALID)]
+    assert next_step(twice, bounds) == NextRun(2)
+    assert next_step(twice, Bounds(1, 0.1, 100, max_runs=3)).outcome == OUT_OF_RUNS
+    answer = next_step([*twice, Trial(2, None, ("the disk lagged",), INVALID)], bounds)
+    assert answer.outcome == INVALID and answer.met == 1 and "the disk lagged" in answer.reason
+    apart = [*once, Trial(2, True), Trial(4, None, ("x",), INVALID)]  # one invalid run at each of two rates is no end
+    assert next_step(apart, bounds) == NextRun(4)
+
+
+def test_the_number_of_runs_is_bounded_and_the_bracket_so_far_is_told():
+    answer, trials = search(lambda rate, _: rate <= 7, Bounds(1, 0.1, 100, 0.001, max_runs=6))
+    assert answer.outcome == OUT_OF_RUNS and len(trials) == 6 and "--max-runs" in answer.reason
+    assert answer.met <= 7 < answer.unmet and not answer.confirmed
+
+
+def test_a_search_goes_on_from_its_runs():
+    bounds = Bounds(1, 0.1, 100)
+    _, trials = search(lambda rate, _: rate <= 7, bounds)
+    for done in range(len(trials)):
+        assert next_step(trials[:done], bounds).rate == trials[done].rate
+
+
+def test_conditions_are_read_with_their_units():
+    ttft, itl, e2el, share, part = parse_conditions(
+        "p95_ttft<=500ms, P99_itl_ms <= 50,median_e2el<2s,goodput>=95%,goodput>=0.9"
+    )
+    assert (ttft.metric, ttft.stat, ttft.limit) == ("ttft_ms", "p95", 500)
+    assert (itl.metric, itl.stat, itl.limit) == ("itl_ms", "p99", 50)
+    assert (e2el.metric, e2el.stat, e2el.limit) == ("e2el_ms", "p50", 2000)
+    assert (share.metric, share.limit, part.limit) == ("goodput", 0.95, 0.9)
+    assert (ttft.samples_needed, itl.samples_needed, e2el.samples_needed) == (130, 1, 11)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "''"),
+        ("p95_ttft", "'p95_ttft'"),
+        ("p95_ttft>=3", "'p95_ttft>=3'"),
+        ("p97_ttft<=3", "'p97' .*p95"),
+        ("p95_tttf<=3", "'tttf' .*ttft"),
+        ("p95_ttft<=0ms", "0 is not a number above 0"),
+        ("p95_ttft<=1.2.3ms", "1.2.3 is not a number above 0"),
+        ("goodput>=120%", "'goodput>=120%'"),
+    ],
+)
+def test_conditions_that_mean_nothing_are_refused_by_their_text(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_conditions(text)
+
+
+def metrics(**values):
+    return {"ttft_ms": {"p95": 400.0}, "completed": 200, "failed": 0, "goodput_share": 0.97} | values
+
+
+@pytest.mark.parametrize(
+    ("measured", "growth", "tolerance", "named"),
+    [
+        ({}, None, 0.05, []),
+        ({"ttft_ms": {"p95": 500.0}, "goodput_share": 0.95}, None, 0.05, []),
+        ({"ttft_ms": {"p95": 500.1}}, None, 0.05, ["500.1 ms"]),
+        ({"goodput_share": 0.9}, None, 0.05, ["90.0%"]),
+        ({"ttft_ms": {"p95": None}}, None, 0.05, ["p95_ttft"]),
+        ({"completed": 198, "failed": 2}, None, 0.05, []),  # 1 % is allowed
+        ({"completed": 197, "failed": 3}, None, 0.05, ["3 of 200"]),
+        ({}, QueueGrowth(2, 40, 100), 0.05, ["40.0"]),
+        ({}, QueueGrowth(2, 3, 100, came=500, ended=470), 0.05, ["470"]),
+        ({}, QueueGrowth(2, 3, 100, came=500, ended=470), 0.1, []),
+    ],
+)
+def test_a_run_meets_the_slo_only_with_every_condition_and_almost_no_failure(measured, growth, tolerance, named):
+    reasons = unmet(parse_conditions("p95_ttft<=500ms,goodput>=95%"), metrics(**measured), growth, tolerance)
+    assert len(reasons) == len(named) and all(value in reason for value, reason in zip(named, reasons, strict=True))
+
+
+def test_the_server_falls_behind_by_numbers_that_can_tell():
+    assert QueueGrowth(0, 0, 0, came=400, ended=379).falls_behind(0.05)
+    assert not QueueGrowth(0, 0, 0, came=400, ended=380).falls_behind(0.05)
+    assert not QueueGrowth(0, 0, 0, came=399, ended=300).falls_behind(0.05)  # too few: their number swings by more
+    starts = np.arange(40.0)
+    kept_up = queue_growth(starts, starts + 3)  # settled at 9.75 s
+    assert (kept_up.came, kept_up.ended) == (30, 30)
+    slow = queue_growth(starts, starts + np.where(starts % 5 == 0, 21, 3))
+    assert (slow.came, slow.ended) == (0, 0)  # the number in flight climbs for over half of the run
+    behind = queue_growth(starts, np.where(starts < 10, starts + 3, starts * 2))
+    assert (behind.came, behind.ended) == (30, 13)  # 7, 8, 9 and those that came at 10 to 19
+
+
+def test_growth_is_of_the_time_average_of_the_requests_in_flight():
+    starts, ends = np.arange(17.0), np.arange(17.0) + 3.0  # 3 in flight at any time from t = 3 on
+    growth = queue_growth(starts, ends)  # settled from t = 4 on, thirds of 4 s
+    assert growth.early == pytest.approx(3) and growth.late == pytest.approx(3) and growth.arrivals == 8
+    stuck = np.where(starts < 4, starts + 1, np.nan)  # from t = 4 on nothing ends: all that came are in flight
+    grown = queue_growth(starts, stuck)
+    assert grown.early == pytest.approx(2.5) and grown.late == pytest.approx(10.5) and grown.grows
+
+
+def test_a_run_that_was_over_before_the_first_answers_tells_nothing_of_the_queue():
+    starts = np.arange(40.0)
+    assert filling_s(starts, starts + 7) == 7
+    assert queue_growth(starts, starts + 19) is not None and not queue_growth(starts, starts + 19).grows
+    assert queue_growth(starts, starts + 21) is None  # it fills up to 21 in flight, all through the run
+    assert queue_growth([1.0] * 20, [2.0] * 20) is None and queue_growth([1, 2, 3], [2, 3, 4]) is None
+
+
+def test_growth_must_be_beyond_chance_and_a_share_of_what_came():
+    assert QueueGrowth(100, 140, 200).grows
+    assert not QueueGrowth(5, 8, 20).grows  # 15 % of the arrivals, and well within what 5 in flight swing by
+    assert not QueueGrowth(400, 470, 4000).grows  # beyond chance, and under 2 % of the arrivals: all but kept up
+
+
+CAPACITY = 10.0  # requests/s of SERVERS that take SERVERS / CAPACITY seconds for one, in the mean
+SERVERS = 10
+TOLERANCE = 0.05
+
+
+def served(rate, count, rng, servers=SERVERS, sigma=0.5):
+    """Starts, ends and waits [s] of a queue M/G/c, first come first served, with log-normal service times."""
+    starts = np.cumsum(rng.exponential(1 / rate, count))
+    service = servers / CAPACITY * rng.lognormal(-sigma * sigma / 2, sigma, count)
+    free = [0.0] * servers
+    ends = np.empty(count)
+    for i, start in enumerate(starts):
+        ends[i] = max(heapq.heappop(free), start) + service[i]
+        heapq.heappush(free, ends[i])
+    return starts, ends, ends - service - starts
+
+
+@pytest.mark.parametrize("servers", [1, 8])
+def test_a_growing_queue_is_told_from_one_that_keeps_up(servers):
+    def growing(load):
+        rngs = (np.random.default_rng(seed) for seed in range(40))
+        return sum(queue_growth(*served(load * CAPACITY, 300, rng, servers, 0.0)[:2]).grows for rng in rngs)
+
+    assert growing(0.5) == 0 and growing(0.8) <= 1 and growing(1.25) >= 34 and growing(2.0) == 40
+
+
+def judged(rate, conditions, length, rng):
+    count = length.requests(rate, conditions)
+    starts, ends, waits = served(rate, count, rng)
+    measured = {
+        "ttft_ms": {"p95": np.percentile(waits, 95) * 1e3 + 50}, "tpot_ms": {"p95": 20.0}, "completed": count,
+        "failed": 0, "goodput_share": np.mean(waits + 0.05 <= 5.0),
+    }  # fmt: skip
+    growth = queue_growth(starts, ends)
+    reasons = unmet(conditions, measured, growth, TOLERANCE)
+    if not reasons and growth is None:
+        return Trial(rate, None, ("short",), TOO_SHORT)
+    return Trial(rate, not reasons, tuple(reasons))
+
+
+@pytest.mark.parametrize(
+    ("slo", "least"),
+    [("p95_ttft<=500ms", 6.5), ("p95_ttft<=5s", 9.0), ("p95_ttft<=30s", 9.0), ("p95_tpot<=50ms", 9.0),
+     ("goodput>=95%", 9.0)],
+)  # fmt: skip
+def test_no_search_answers_a_rate_beyond_the_capacity(slo, least):
+    conditions = parse_conditions(slo)
+    length = RunLength(1, 20.0, tolerance=TOLERANCE, patience_s=patience_s(conditions, Slo(ttft_ms=5000)))
+    answers = []
+    for seed in range(25):
+        trials: list[Trial] = []
+        while isinstance(step := next_step(trials, Bounds(4.0, 4 / 64, 4 * 1024.0, TOLERANCE)), NextRun):
+            trials.append(judged(step.rate, conditions, length, np.random.default_rng([seed, len(trials)])))
+        assert isinstance(step, Answer) and step.confirmed
+        answers.append(step.met)
+    assert max(answers) <= CAPACITY * 1.11
+    assert np.mean(np.array(answers) > CAPACITY * 1.06) <= 0.08
+    assert np.median(answers) >= least
+
+
+@pytest.mark.parametrize("slo", ["p95_ttft<=5s", "p95_tpot<=50ms"])
+def test_a_run_long_enough_shows_an_overload(slo):
+    conditions = parse_conditions(slo)
+    length = RunLength(1, 20.0, tolerance=TOLERANCE, patience_s=patience_s(conditions, None))
+
+    def met(load):
+        rngs = (np.random.default_rng(seed) for seed in range(20))
+        return np.mean([judged(CAPACITY * load, conditions, length, rng).met for rng in rngs])
+
+    assert met(0.85) >= 0.95 and met(1.05) <= 0.7 and met(1.1) <= 0.1 and met(1.2) == 0.0  # 1.05: a toss-up

@@ -1,0 +1,176 @@
+"""metrics.json of one load and the lines that a person reads."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from kvbench.loadtest.result import lengths_of, lines, show, stored
+from kvbench.measure.load import client_cost
+from kvbench.metrics.latency import goodput_share, summarise
+from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import LoadConfig
+
+PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
+TARGET = {"url": "u", "preset": "vllm", "model": "m"}
+CLOSED = LoadPoint("c2", "closed", 2, None, 4)
+
+
+def result(ttfts=(0.1,), *, failed=0, slo=None, queued=0.0, **more):
+    """Of requests of 3 tokens 0.1 s apart, sent a second apart."""
+    rows = []
+    for i, ttft in enumerate([*ttfts, *[0.1] * failed]):
+        first = i + ttft
+        rows.append(
+            {
+                "index": i, "class": "a", "prompt_tokens": 8, "output_tokens": 3, "t0": float(i), "ts": i + queued,
+                "queued_s": queued, "first": first, "last": first + 0.2, "end": first + 0.2,
+                "chunk_times": [first, first + 0.1, first + 0.2], "ok": i < len(ttfts),
+                "error_kind": None if i < len(ttfts) else "truncated",
+            }
+        )  # fmt: skip
+    metrics = summarise(pd.DataFrame(rows), {"mode": "open"}, slo)
+    return {"valid": True, "invalid_reasons": [], "metrics": metrics, "started_at": "2026-01-01", "machine": {}} | more
+
+
+def config(**load):
+    return LoadConfig.model_validate({"num_requests": 4, "prompts": PROMPTS, "concurrency": 2, **load})
+
+
+def kept(measured, load=None, point=CLOSED):
+    """metrics.json."""
+    return stored(load or config(), point, TARGET, measured)
+
+
+def shown(measured):
+    console = Console(file=io.StringIO(), width=100)
+    show(console, "r", kept(measured))
+    return console.file.getvalue()
+
+
+def test_a_closed_loop_in_vllms_fields():
+    data = kept(result([0.1, 0.3]))
+    assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == ("inf", None, 2)
+    assert data["mean_ttft_ms"] == pytest.approx(200) and data["median_tpot_ms"] == pytest.approx(100)
+    assert data["std_ttft_ms"] == pytest.approx(100) and data["mean_e2el_ms"] == pytest.approx(400)
+    assert (data["backend"], data["model_id"], data["completed"], data["total_output_tokens"]) == ("vllm", "m", 2, 6)
+    assert data["output_throughput"] == pytest.approx(6 / 1.5)
+
+
+def test_an_open_loop_in_vllms_fields():
+    gamma = {"arrivals": "gamma", "burstiness": 0.5, "max_concurrency": 3}
+    load = config(mode="open", concurrency=None, request_rate=4, **gamma)
+    data = kept(result(), load, LoadPoint("r4", "open", None, 4.0, 4, "gamma"))
+    assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == (4.0, 0.5, 3)
+    at_once = config(mode="open", concurrency=None, request_rate="inf")
+    data = kept(result(), at_once, LoadPoint("rinf", "open", None, math.inf, 4))
+    assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == ("inf", 1.0, None)
+
+
+def test_failed_requests_lower_the_share_that_met_the_slo():
+    slo = {"ttft_ms": 250.0}
+    measured = result([0.1, 0.2, 0.3], failed=1, slo=slo)
+    assert goodput_share(measured["metrics"]) == pytest.approx(2 / 4)
+    assert goodput_share(result()["metrics"]) is None
+    text = "\n".join(lines(kept(measured, config(slo=slo))))
+    assert "50.0%" in text and "ttft <= 250 ms" in text and "3 completed, 1 failed (truncated 1)" in text
+
+
+def calibrated(streams, lag):
+    settings, figures = {"streams": streams, "itl_ms": 20.0}, {"lag_p99_ms": lag}
+    return {"calibration": {"settings": settings, "figures": figures}}
+
+
+CACHE = {"prefix_cache": {"hits": 10.0, "queries": 80.0}, "prefix_cache_bounds": {"low": 0, "high": 20}}
+NO_HITS = {"prefix_cache": {"hits": None, "queries": None, "unverified": "no counter"}, "prefix_cache_bounds": None}
+TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_share": 0.0123}
+WORKERS = {"processes": [calibrated(16, 0.2), calibrated(16, 0.7), {}]}
+
+
+@pytest.mark.parametrize(
+    ("more", "metrics", "shows"),
+    [
+        (CACHE, {}, ("declared cold", "12.5%", "0.0% to 25.0%")),
+        (NO_HITS, {}, ("declared cold", "no counter", "not known")),
+        ({"prefix_cache": {"hits": 0.0, "queries": 0.0}, "prefix_caching": False}, {}, ("prefix caching off",)),
+        ({}, {"client": TURNAROUND}, ("0.20 ms", "11.13 ms", "1.2%")),
+        ({}, {"client": {"lag_source": "kernel stamps", "loop_lag_p99_ms": 0.5, "lag_judged": False}}, ("0.50 ms",)),
+        ({}, {"client": {"short_outputs": 7}}, ("7 outputs",)),
+        ({}, {"not_sent": 31, "first_failure": "truncated: it was cut"}, ("31 later turns", "truncated: it was cut")),
+        ({}, {}, ("client: not calibrated",)),
+        (calibrated(64, 0.1), {}, ("64 streams", "0.10 ms")),
+        ({}, {"client": WORKERS}, ("worst of 2 workers", "16 streams", "0.70 ms")),
+        ({"warm_up": {"answered": 4, "requests": 4, "failures": 6, "last": "HTTP 500"}}, {}, ("6 failed", "HTTP 500")),
+        ({"machine": {"foreign_cpu_cores": 1.25, "of": "worker 1"}}, {}, ("worker 1", "1.25")),
+    ],
+)  # fmt: skip
+def test_each_further_matter_has_a_line_where_there_is_something_to_say(more, metrics, shows):
+    measured = result(**{key: value for key, value in more.items() if key != "warm_up"})
+    measured["metrics"] |= metrics
+    data = kept(measured) | more
+    assert any(all(words in line for words in shows) for line in lines(data))
+    assert more == metrics == {} or not any(all(words in line for words in shows) for line in lines(kept(result())))
+
+
+@pytest.mark.parametrize(("count", "noted"), [(129, True), (200, True), (700, False)])
+def test_the_star_is_explained_where_there_is_one(count, noted):
+    assert any(line.startswith("*") for line in lines(kept(result([0.1] * count)))) == noted
+
+
+def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last():
+    waited = shown(result([0.3, 0.4], queued=0.2, invalid_reasons=["other processes used 2 cores"], valid=False))
+    row = next(line for line in waited.splitlines() if "queued in the client" in line)
+    assert row.split()[4:6] == ["200.0", "200.0*"]
+    assert waited.rstrip().endswith("INVALID: other processes used 2 cores")
+    assert "queued" not in shown(result([0.3, 0.4]))
+
+
+def test_each_plateau_of_the_rate_has_a_row():
+    measured = result([0.1, 0.2])
+    assert "each plateau" not in shown(measured)
+    first = {"start_s": 0.0, "end_s": 4.0, "steady_start_s": 1.0, "n": 18, "steady_request_throughput": 4.93,
+             "ttft_ms": {"p95": 61.2}, "request_rate": 5.0}  # fmt: skip
+    later = {"start_s": 4.0, "end_s": 8.0, "request_rate": 20.0, "n": 77, "tpot_ms": {"p50": 5.1}}
+    measured["metrics"]["plateaus"] = [first, later]
+    text = shown(measured)
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["5/s"], ["20/s"])]
+    assert rows[0][:4] == ["5/s", "0–4", "18", "4.93"] and rows[1][:3] == ["20/s", "4–8", "77"]
+    assert "61.2" in rows[0] and "5.1" in rows[1] and "a plateau without figures" in text
+    measured["metrics"]["plateaus"].pop()
+    assert "a plateau without figures" not in shown(measured)
+
+
+def test_the_clients_cost_counts_processes_on_other_machines():
+    """The processes say 1 s of the streaming and 0.5 s of parsing after it; the kernel counts 2 s on this machine."""
+    own = {"cpu_s": 1.0, "parse_cpu_s": 0.5, "cpu_fraction": 0.1}
+    metrics = {"total_output_tokens": 500, "duration_s": 4.0, "client": own}
+    here = {"client_cpu_cores": 0.2, "seconds": 10.0}
+    assert client_cost(here, metrics) == pytest.approx(5.0)
+    assert client_cost(here, metrics | {"client": own | {"cpu_s": 9.0}}) == pytest.approx(19.0)  # on other machines
+    assert client_cost({"client_cpu_cores": None, "seconds": None}, metrics) == pytest.approx(3.0)
+    assert client_cost(here, metrics | {"total_output_tokens": 0}) is None
+
+
+def trace_load(**prompts):
+    given = {"kind": "trace", "path": "t.csv", **prompts}
+    return LoadConfig.model_validate({"mode": "open", "arrivals": "trace", "prompts": given})
+
+
+def of_lengths(*totals, **notes):
+    return RequestList([RequestSpec(i, "a", (1,) * (n - 2), None, 2) for i, n in enumerate(totals)], notes)
+
+
+def test_by_what_lengths_were_scaled_is_shown_where_they_were_or_could_have_been():
+    found = lengths_of(trace_load(), of_lengths(900, 7979, length_scale=1.0), 32768)
+    assert any("x 1 " in line and "32,768" in line and "7,979" in line for line in lines(kept(result(lengths=found))))
+    half = lengths_of(trace_load(length_scale=0.5), of_lengths(50, length_scale=0.5), 256)
+    assert (half["scale"], half["auto"], half["longest_total_tokens"]) == (0.5, False, 50)
+    assert lengths_of(trace_load(), of_lengths(50), 256) is None  # texts, which are not cut
+    assert lengths_of(config(), of_lengths(50), 256) is None
+    fits = config(prompts=PROMPTS | {"length_scale": "auto"})
+    assert lengths_of(fits, of_lengths(50), 256)["scale"] == 1.0
