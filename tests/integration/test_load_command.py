@@ -140,7 +140,7 @@ def test_warm_ups_that_fail_are_sent_again_and_told(workload, tmp_path, capsys):
 
 def test_a_server_that_answers_no_warm_up_ends_the_load_with_what_to_do(workload):
     with fake_server(FAKE_FAULT="fail:1000") as (url, process):
-        with pytest.raises(MeasurementError, match=r"all 12 attempts .* answered 500: not yet.*--num-warmups 0"):
+        with pytest.raises(MeasurementError, match=r"all 12 attempts .* 500: not yet.*--num-warmups 0"):
             load(workload, "--url", url)
         assert process.poll() is None
 

@@ -133,10 +133,6 @@ def plan_search(
     plan = SearchPlan(slo, chosen.request_rate, **{name: options[name] for name in names})
     conditions = plan.conditions
     workload, point = choose_load(path, replace(chosen, request_rate=None, burstiness=None), **how)
-    if workload.load.arrivals != "trace":  # which is played faster or slower, gaps and all
-        rate = plan.bounds(point.request_rate).start
-        workload, point = choose_load(path, replace(chosen, request_rate=rate), **how)
-    plan.bounds(point.request_rate)
     if workload.load.arrivals in ("ramp", "step"):
         raise UsageError(
             f"--find-max-rate needs one rate a run, and this load's arrivals are a {workload.load.arrivals}: use "
@@ -144,6 +140,10 @@ def plan_search(
         )
     if any(c.metric == "goodput" for c in conditions) and workload.load.slo is None:
         raise UsageError("a goodput condition needs an SLO: give --goodput 'ttft:200 tpot:50', or load.slo in the file")
+    if workload.load.arrivals != "trace":  # which is played faster or slower, gaps and all
+        rate = plan.bounds(point.request_rate).start
+        workload, point = choose_load(path, replace(chosen, request_rate=rate), **how)
+    plan.bounds(point.request_rate)
     return workload, point, plan
 
 

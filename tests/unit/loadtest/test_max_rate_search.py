@@ -85,11 +85,11 @@ def test_one_unlucky_run_does_not_decide(unlucky):
 
 def test_searches_of_runs_that_miss_by_chance_end_near_the_limit():
     low = 0
-    for seed in range(100):
+    for seed in range(300):
         rng = np.random.default_rng(seed)
         answer, _ = search(lambda rate, _, rng=rng: rate <= 40 and rng.random() > 0.05, Bounds(8, 0.125, 8192, 0.05))
         low += answer.met is None or answer.met < 36
-    assert low <= 2  # each needs two chances of 1 in 20 at one of some ten rates
+    assert low <= 6  # each needs two chances of 1 in 20 at one of some ten rates
 
 
 def test_noise_leaves_the_answer_near_the_capacity_and_its_runs_agree():

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 
+import click
 import pytest
 import yaml
 
@@ -117,11 +118,20 @@ def test_gaps_of_a_load_that_has_none_are_refused_in_the_file_too():
     LoadConfig.model_validate(at_once | {"request_rate": ["inf", 4.0]})
 
 
-@pytest.mark.parametrize("rate", ["0", "-1", "nan", "fast", ""])
-def test_rates_are_numbers_above_0_or_inf(rate):
-    with pytest.raises(Exception, match=r"--request-rate"):
-        load.make_context("load", ["w.yaml", "--request-rate", rate])
-    assert math.isinf(load.make_context("load", ["w.yaml", "--request-rate", "inf"]).params["request_rate"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--request-rate", rate) for rate in ("0", "-1", "nan", "fast", "")),
+        ("--processes", "0"),
+        ("--bind-port", "70000"),
+        ("--expect-workers", "x"),
+    ],
+)
+def test_impossible_numbers_are_refused_by_the_parser(option, value):
+    with pytest.raises(click.BadParameter) as refused:
+        parsed("w.yaml", option, value)
+    assert option in refused.value.param.opts
+    assert math.isinf(parsed("w.yaml", "--request-rate", "inf")["request_rate"])
 
 
 def test_without_options_the_first_load_and_the_named_one_are_the_files_own(choose):
@@ -222,12 +232,6 @@ def test_a_worker_becomes_the_load_process(monkeypatch):
     assert path == words[0] == sys.executable and words[1:3] == ["-m", "kvbench.load"]
     read = parse(words[3:])
     assert (read.worker, read.master_host, read.master_port, read.spec) == (True, "h", 7, None)
-
-
-@pytest.mark.parametrize("words", [["--processes", "0"], ["--bind-port", "70000"], ["--expect-workers", "x"]])
-def test_impossible_numbers_are_refused_by_the_parser(words):
-    with pytest.raises(Exception, match=words[0]):
-        parsed("w.yaml", *words)
 
 
 @pytest.mark.parametrize("words", [[], ["spec.json", "--worker"]])

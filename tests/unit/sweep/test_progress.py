@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-import time
+import threading
 
 import pytest
 from rich.console import Console
@@ -14,10 +14,12 @@ from kvbench.common.text import clock
 from kvbench.sweep.plan import START_GUESS_S
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.workload.design import load_point, make_design, plan_blocks
+from tests.support.sweep_parts import wait_until
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]
 DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")
 CELLS = {cell.cell_id: cell for cell in DESIGN.cells}
+GUESSES = {"c1": 1.0, "c4": 1.0}
 
 
 def test_estimates_go_from_guess_to_measurement():
@@ -47,7 +49,7 @@ def test_one_plain_line_a_load_without_a_terminal():
     out = io.StringIO()
     blocks = plan_blocks(DESIGN, 1, 0)
     metrics = {"steady_output_throughput": 123.45, "ttft_ms": {"p95": 20.0}, "failed": 0}
-    with SweepProgress(Console(file=out, width=60), blocks, Estimator({"c1": 1.0, "c4": 1.0})) as progress:
+    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
         progress.status("starting")
         for cell in blocks[0].cells:
             progress.load_started(cell, 1, 8)
@@ -65,34 +67,21 @@ def test_one_plain_line_a_load_without_a_terminal():
 def test_a_long_load_and_a_slow_start_are_heard_of_without_a_terminal():
     out = io.StringIO()
     blocks = plan_blocks(DESIGN, 1, 0)
-    console = Console(file=out, width=60)
-    with SweepProgress(console, blocks, Estimator({"c1": 1.0, "c4": 1.0}), quiet_s=0.05) as progress:
+    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES), quiet_s=0.02) as progress:
         progress.status("starting the server of [a]")
-        wait_for(lambda: "starting the server of [a]: since 0:0" in out.getvalue())
+        wait_until(lambda: "starting the server of [a]: since 0:0" in out.getvalue())
         progress.load_started(blocks[0].cells[0], 1, 8)
         progress.load_progress(3, 8, 1, 0.5)
-        wait_for(lambda: f"{blocks[0].cells[0].cell_id} repeat 1: 3/8 requests, 1 failed, 0:0" in out.getvalue())
-    length = len(out.getvalue())
-    time.sleep(0.2)
-    assert len(out.getvalue()) == length  # and no more when the sweep has ended
+        wait_until(lambda: f"{blocks[0].cells[0].cell_id} repeat 1: 3/8 requests, 1 failed, 0:0" in out.getvalue())
+    assert not any(thread.name == "progress" for thread in threading.enumerate())  # and no more when it has ended
 
 
 def test_a_long_load_of_its_own_is_heard_of_without_a_terminal():
     out = io.StringIO()
-    with status_line(Console(file=out), "warming up [x]", quiet_s=0.05) as update:
-        wait_for(lambda: "warming up [x]" in out.getvalue())
+    with status_line(Console(file=out), "warming up [x]", quiet_s=0.02) as update:
+        wait_until(lambda: "warming up [x]" in out.getvalue())
         update("r1: 84/130 requests")
-        wait_for(lambda: "r1: 84/130 requests" in out.getvalue())
-    length = len(out.getvalue())
-    time.sleep(0.2)
-    assert len(out.getvalue()) == length
-
-
-def wait_for(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the line never came"
-        time.sleep(0.01)
+        wait_until(lambda: "r1: 84/130 requests" in out.getvalue())
 
 
 def test_time_left_falls_to_zero():
@@ -110,7 +99,7 @@ def test_on_a_terminal_the_bars_say_which_load_how_far_and_how_long():
     blocks = plan_blocks(DESIGN, 1, 0)
     cell = blocks[0].cells[0]
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
-    with SweepProgress(console, blocks, Estimator({"c1": 1.0, "c4": 1.0})) as progress:
+    with SweepProgress(console, blocks, Estimator(GUESSES)) as progress:
         progress.load_started(cell, 1, 8)
         progress.load_progress(5, 8, 1, 61.0)
         progress._bars.refresh()
