@@ -15,7 +15,7 @@ from kvbench.cli.load import load
 from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
 from kvbench.common.text import slo_words
-from kvbench.load.run_arguments import parse
+from kvbench.load.spec import parse
 from kvbench.loadtest.options import LoadOptions, become_worker, choose_load, client_processes, parse_goodput
 from kvbench.workload.load_section import LoadConfig
 from tests.support.loads import free_port
