@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -66,10 +64,8 @@ def test_a_slower_forward_pass_explains_the_time_between_tokens():
     assert found["step_time_seconds_total_schedule"].share == pytest.approx(0.04 / 2.04)
     assert found["inter_token_latency"].share is None
     assert [m.name for m in moved][:2] == ["step_time_seconds_total_execute", "step_time_seconds_total_schedule"]
-    assert where_it_went(moved, [failed("p95_itl_ms")], counters) == (
-        "of the +2.04 ms between tokens (mean), 98 % in execute; queue, prefill, prepare, sample, output, swap and "
-        "preemption did not move"
-    )
+    sentence = where_it_went(moved, [failed("p95_itl_ms")], counters)
+    assert "+2.04 ms" in sentence and "98 % in execute" in sentence
 
 
 def test_a_longer_queue_explains_the_first_token():
@@ -79,20 +75,19 @@ def test_a_longer_queue_explains_the_first_token():
     found = by_name(moved)
     assert found["request_queue_time"].share == pytest.approx(0.75)
     assert found["request_prefill_time"].share == pytest.approx(0.25)
-    assert "of the +40 ms to the first token (mean), 75 % in queue and 25 % in prefill" in where_it_went(
-        moved, findings
-    )
-    assert "between tokens" not in where_it_went(moved, findings)
+    sentence = where_it_went(moved, findings)
+    assert all(each in sentence for each in ("+40 ms", "75 % in queue", "25 % in prefill"))
 
 
-def test_swapping_is_named_inside_prepare():
+def test_swapping_is_part_of_prepare():
     swaps = {"swap_seconds_total": STEPS * 1.9 / 1000, "swapped_out_slots_total": 40.0}
-    plain = {"swapped_out_slots_total": 0.0}
-    counters = pairs([load(rest=plain)] * 8, [load(PHASES_MS | {"prepare": 2.8}, rest=swaps)] * 8)
+    counters = pairs(
+        [load(rest={"swapped_out_slots_total": 0.0})] * 8, [load(PHASES_MS | {"prepare": 2.8}, rest=swaps)] * 8
+    )
     moved = moved_between(counters, [failed("p95_itl_ms")])
     found = by_name(moved)
     assert found["swap_seconds_total"].share == pytest.approx(0.95) and found["swap_seconds_total"].change is None
-    assert "100 % in prepare (copies and swaps)" in where_it_went(moved, [failed("p95_itl_ms")])
+    assert "swap" in where_it_went(moved, [failed("p95_itl_ms")])
     assert found["swapped_out_slots_total"].candidate == pytest.approx(10.0)  # per 1,000 output tokens
 
 
@@ -102,20 +97,14 @@ def test_what_base_never_does_comes_first():
     moved = moved_between(counters, [failed("p95_itl_ms")])
     assert moved[0].name == "num_preemptions_total" and moved[0].change is None and moved[0].interval is None
     assert (moved[0].base, moved[0].candidate) == (0.0, pytest.approx(1.25))
-    assert "new in the candidate: preemptions (1.25 per 1,000 output tokens)" in where_it_went(moved)
+    assert "preemptions (1.25" in where_it_went(moved)
 
 
-def test_the_same_small_difference_in_every_pair_is_listed_though_it_is_below_the_floor():
+def test_what_is_below_the_floor_is_listed_only_if_it_is_the_same_in_every_pair():
     counters = pairs([load()] * 4, [load(rest={"steps_total": STEPS + 1})] * 4)
     assert by_name(moved_between(counters))["steps_total"].change == pytest.approx(1 / STEPS)
-
-
-def test_now_and_then_is_not_always():
     some = [load(rest={"num_preemptions_total": 1.0 if pair == 3 else 0.0}) for pair in range(8)]
     assert moved_between(pairs([load()] * 8, some)) == ()
-
-
-def test_the_floor():
     counters = pairs([load()] * 8, [load(PHASES_MS | {"execute": 10.05})] * 8)  # 0.5 %
     assert moved_between(counters) == ()
     assert "step_time_seconds_total_execute" in by_name(moved_between(counters, floor=0.004))
@@ -142,109 +131,84 @@ def test_pairs_are_paired():
     assert execute.change == pytest.approx(0.05) and execute.interval == pytest.approx((0.05, 0.05))
 
 
-def test_noise_is_rarely_listed():
-    """Without a difference each figure is listed in at most one of twenty comparisons; 400 of them, one seed."""
+def test_noise_is_rarely_listed_and_a_slowdown_in_it_found():
+    """Without a difference each figure is listed in at most one of twenty comparisons; 200 of them, one seed."""
     rng = np.random.default_rng(20)
     listed = [
         by_name(moved_between(pairs([noisy(rng, 0.03) for _ in range(8)], [noisy(rng, 0.03) for _ in range(8)])))
-        for _ in range(400)
+        for _ in range(200)
     ]
-    assert sum("step_time_seconds_total_execute" in one for one in listed) <= stats.binom.ppf(0.999, 400, 0.05)
+    assert sum("step_time_seconds_total_execute" in one for one in listed) <= stats.binom.ppf(0.999, 200, 0.05)
     assert not any("num_preemptions_total" in one for one in listed)
-
-
-def test_a_slowdown_is_found_in_noise_and_its_share_is_near():
-    rng = np.random.default_rng(9)
     slow = PHASES_MS | {"execute": 12.0}
     counters = pairs([noisy(rng) for _ in range(12)], [noisy(rng, phases=slow) for _ in range(12)])
     execute = by_name(moved_between(counters, [failed("p95_itl_ms")]))["step_time_seconds_total_execute"]
     assert execute.share == pytest.approx(1.0, abs=0.1)
 
 
-def test_only_the_cells_that_failed_are_told_and_all_where_the_whole_did():
+def test_only_the_cells_that_failed_are_listed_and_all_where_the_whole_did():
     slow = [load(PHASES_MS | {"execute": 12.0})] * 4
-    counters = {
-        **pairs([load()] * 4, slow, "w/c8"),
-        **pairs([load()] * 4, slow, "w/c80"),
-        **pairs([load()] * 4, slow, "v"),
-    }
-    where = lambda *findings: {m.where for m in moved_between(counters, findings)}  # noqa: E731
-    assert where(failed("p95_itl_ms", "w/c8")) == {"w/c8"}
-    assert where(failed("p95_itl_ms", "", "overall")) == {"w/c8", "w/c80", "v"}
+    counters = {name: pairs([load()] * 4, slow, name)[name] for name in ("w/c8", "w/c80", "v")}
     passed = Finding("cell/v/p95_itl_ms", "cell", "", PASS, "", metric="p95_itl_ms")
-    assert where(passed, failed("p95_itl_ms", "w/c80")) == {"w/c80"}
+    for findings, cells in (
+        ([failed("p95_itl_ms", "w/c8")], {"w/c8"}),
+        ([failed("p95_itl_ms", "", "overall")], {"w/c8", "w/c80", "v"}),
+        ([passed, failed("p95_itl_ms", "w/c80")], {"w/c80"}),
+    ):
+        assert {m.where for m in moved_between(counters, findings)} == cells
 
 
 def test_the_sentence_takes_the_cell_that_changed_most():
-    slow = {"w/c8": 11.0, "w/c80": 15.0}
-    counters = {
-        k: v
-        for cell, ms in slow.items()
-        for k, v in pairs([load()] * 4, [load(PHASES_MS | {"execute": ms})] * 4, cell).items()
-    }
+    counters = {}
+    for cell, ms in {"w/c8": 11.0, "w/c80": 15.0}.items():
+        counters |= pairs([load()] * 4, [load(PHASES_MS | {"execute": ms})] * 4, cell)
     findings = [failed("p95_itl_ms", "", "overall")]
-    assert "of the +5 ms between tokens (mean) in w/c80, 100 % in execute" in where_it_went(
-        moved_between(counters, findings), findings
-    )
+    sentence = where_it_went(moved_between(counters, findings), findings)
+    assert "+5 ms" in sentence and "w/c80" in sentence and "100 % in execute" in sentence
 
 
 def test_a_throughput_is_explained_by_both_latencies():
     counters = pairs([load()] * 4, [load(PHASES_MS | {"execute": 12.0}, prefill=60.0)] * 4)
     findings = [failed("output_throughput")]
     text = where_it_went(moved_between(counters, findings), findings)
-    assert "between tokens (mean), 100 % in execute" in text and "first token (mean), 100 % in prefill" in text
+    assert "100 % in execute" in text and "100 % in prefill" in text
 
 
-def test_time_that_no_step_spends_is_said():
-    counters = pairs([load()] * 4, [load(outside=3.3)] * 4)
+def test_time_that_the_server_does_not_show_is_said():
     findings = [failed("p95_itl_ms")]
+    counters = pairs([load()] * 4, [load(outside=3.3)] * 4)  # spent in no step
     moved = moved_between(counters, findings)
-    assert not [m for m in moved if m.share]
-    assert where_it_went(moved, findings, counters).startswith(
-        "no part of the server's steps explains the +3 ms between tokens"
-    )
-
-
-def test_a_tail_that_the_means_do_not_show():
-    counters = pairs([load()] * 4, [load()] * 4)
-    findings = [failed("p95_itl_ms")]
-    assert moved_between(counters, findings) == ()
-    assert "moved in its tail, or outside the server" in where_it_went((), findings, counters)
-    assert where_it_went((), findings) == ""
+    assert not [m for m in moved if m.share] and "+3 ms" in where_it_went(moved, findings, counters)
+    counters = pairs([load()] * 4, [load()] * 4)  # a tail that the means do not show
+    assert moved_between(counters, findings) == () and where_it_went((), findings) == ""
+    assert "tail" in where_it_went((), findings, counters)
 
 
 @pytest.mark.parametrize("told", [{}, {"polls": 3, "pages_owned_after": None}])
 def test_a_server_that_tells_nothing(told):
     counters = pairs([told] * 8, [told] * 8)
     assert moved_between(counters, [failed("p95_itl_ms")]) == ()
-    assert "where the time went is not known" in where_it_went((), [failed("p95_itl_ms")], counters)
+    assert "not known" in where_it_went((), [failed("p95_itl_ms")], counters)
 
 
 def test_another_engine_tells_part():
     """vLLM: latencies, queue and prefill, no step phases."""
     keep = ("time_to_first_token", "request_queue_time", "request_prefill_time", "num_preemptions", "generation_tokens")
-    pick = lambda one: {k: v for k, v in one.items() if k.startswith(keep)}  # noqa: E731
-    counters = pairs([pick(load())] * 4, [pick(load(prefill=90.0))] * 4)
-    findings = [failed("p95_ttft_ms")]
-    moved = moved_between(counters, findings)
+    base, candidate = ({k: v for k, v in one.items() if k.startswith(keep)} for one in (load(), load(prefill=90.0)))
+    moved = moved_between(pairs([base] * 4, [candidate] * 4), [failed("p95_ttft_ms")])
     assert [m.name for m in moved] == ["request_prefill_time", "time_to_first_token"]
-    assert where_it_went(moved, findings, counters).endswith("; queue and preemption did not move")
 
 
 def test_one_pair_is_too_few_and_a_load_that_tells_nothing_is_left_out():
     slow = load(PHASES_MS | {"execute": 12.0})
     assert moved_between(pairs([load()], [slow])) == ()
-    gaps = [load(), {}, load(), load()]
-    found = by_name(moved_between(pairs(gaps, [slow] * 4)))
+    found = by_name(moved_between(pairs([load(), {}, load(), load()], [slow] * 4)))
     assert found["step_time_seconds_total_execute"].change == pytest.approx(0.2)
     assert moved_between(pairs([load(), {}], [{}, slow])) == ()
 
 
-def test_the_order_does_not_hang_on_the_order_of_the_cells():
+def test_the_order_does_not_depend_on_the_order_of_the_cells():
     slow = [load(PHASES_MS | {"execute": 12.0})] * 4
     cells = {name: pairs([load()] * 4, slow, name)[name] for name in ("b", "a", "c")}
-    orders = {
-        tuple((m.where, m.name) for m in moved_between({k: cells[k] for k in order}))
-        for order in itertools.permutations(cells)
-    }
-    assert len(orders) == 1
+    orders = [[(m.where, m.name) for m in moved_between({k: cells[k] for k in order})] for order in ("bac", "cab")]
+    assert orders[0] == orders[1]

@@ -95,22 +95,34 @@ _OTHER_WORDS = [
 _LAST = ["--max-minutes", "7", "--policy", "p.yaml", "--output-dir", "results"]
 
 
-@pytest.mark.parametrize("policy", ["fail", "warn"])
+def _gitlab_env(**env: str) -> dict[str, str]:
+    ours = {f"KVBENCH_{name}": value for name, value in _COMPARED.items()}
+    swept = {"KVBENCH_SWEEP": "w.yaml", "KVBENCH_LIMITS": "l.yaml", "RUN": "/w/r"}
+    return {**ours, **swept, "CI_COMMIT_SHA": "abc", **env}
+
+
+@pytest.mark.parametrize("policy", ["fail", "warn", "gitlab"])
 @pytest.mark.parametrize("code", WORDS)
-def test_github_hands_the_exit_code_on(run, code, policy):
-    script = _github("timing-gate.yml", "compare", "Compare")
-    done, (call,), output = run(script, _BASH, code, BASE="v1", CANDIDATE=HOSTILE, ON_INCONCLUSIVE=policy, **_COMPARED)
+def test_the_exit_code_is_handed_on(run, code, policy):
+    if policy == "gitlab":
+        env = _gitlab_env(KVBENCH_BASE="v1", KVBENCH_CANDIDATE=HOSTILE)
+        done, (call,), _ = run(_gitlab("kvbench-timing"), _SH, code, **env)
+    else:
+        env = {"BASE": "v1", "CANDIDATE": HOSTILE, "ON_INCONCLUSIVE": policy, **_COMPARED}
+        done, (call,), output = run(_github("timing-gate.yml", "compare", "Compare"), _BASH, code, **env)
+        assert output == {"code": str(code)}
     assert done.returncode == (0 if (code, policy) == (EXIT_INCONCLUSIVE, "warn") else code)
     assert done.stdout.startswith(WORDS[code])
-    assert output == {"code": str(code)}
     assert call == ["compare", "v1", HOSTILE, "--workload", "w/a.yaml", "--workload", "w/b.yaml", *_LAST]
 
 
-def test_github_hands_the_settings_of_another_engine_on(run):
-    script = _github("timing-gate.yml", "compare", "Compare")
+def test_the_settings_of_another_engine_are_handed_on(run):
     env = {"BASE": "vllm serve {model}", "CANDIDATE": "b c", "ON_INCONCLUSIVE": "fail", **_COMPARED, **_OTHER_ENGINE}
-    _, (call,), _ = run(script, _BASH, **env)
+    _, (call,), _ = run(_github("timing-gate.yml", "compare", "Compare"), _BASH, **env)
     assert call == ["compare", "vllm serve {model}", "b c", *_OTHER_WORDS, *_LAST]
+    other = {f"KVBENCH_{name}": value for name, value in _OTHER_ENGINE.items()}
+    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(KVBENCH_BASE="a", **other))
+    assert call == ["compare", "a", "abc", *_OTHER_WORDS, *_LAST]
 
 
 def test_github_keeps_a_run_for_the_history(run):
@@ -131,16 +143,15 @@ _JUDGED = [["quality", "sweep/w/r"], ["gate", "sweep/w/r", "--policy", "l.yaml"]
 def test_github_holds_the_sweep_to_its_limits(run):
     script = _github("timing-gate.yml", "compare", "Sweep, and its limits")
     env = {"SWEEP": "w.yaml", "LIMITS": "l.yaml", "RUN": "/w/r"}
-    for told, code in (
+    for codes, code in (
         ({}, 0),
         ({"QUALITY": "2"}, 0),  # no quantised KV in it
         ({"LIMIT": "1"}, 1),
-        ({"LIMIT": "4"}, 4),
         ({"SWEPT": "4"}, 4),
         ({"SWEPT": "4", "LIMIT": "1"}, 1),
     ):
-        done, calls, _ = run(script, _BASH, **env, **told)
-        assert (done.returncode, calls) == (code, [_SWEPT, *_JUDGED]), told
+        done, calls, _ = run(script, _BASH, **env, **codes)
+        assert (done.returncode, calls) == (code, [_SWEPT, *_JUDGED]), codes
     done, calls, _ = run(script, _BASH, **{**env, "LIMITS": "", "LIMIT": "1"})
     assert (done.returncode, calls) == (0, [_SWEPT])
     shutil.rmtree(run.work / "sweep")
@@ -149,54 +160,28 @@ def test_github_holds_the_sweep_to_its_limits(run):
     assert (done.returncode, len(calls)) == (2, 1)
 
 
-def _gitlab_env(**env: str) -> dict[str, str]:
-    ours = {f"KVBENCH_{name}": value for name, value in _COMPARED.items()}
-    swept = {"KVBENCH_SWEEP": "w.yaml", "KVBENCH_LIMITS": "l.yaml", "RUN": "/w/r"}
-    return {**ours, **swept, "CI_COMMIT_SHA": "abc", **env}
+@pytest.mark.parametrize(("event", "base"), [("detached", "fork"), ("merged_result", "abc^1")])
+def test_gitlab_compares_a_merge_request_with_what_it_changes(run, event, base):
+    env = {"CI_MERGE_REQUEST_EVENT_TYPE": event, "CI_MERGE_REQUEST_DIFF_BASE_SHA": "fork"}
+    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(**env))
+    assert call[1:3] == [base, "abc"]
 
 
-@pytest.mark.parametrize("code", WORDS)
-def test_gitlab_hands_the_exit_code_on(run, code):
-    env = _gitlab_env(KVBENCH_BASE="v1", KVBENCH_CANDIDATE=HOSTILE)
-    done, (call,), _ = run(_gitlab("kvbench-timing"), _SH, code, **env)
+@pytest.mark.parametrize(
+    ("compared", "limit", "code", "kept"),
+    [(0, 0, 0, True), (1, 0, 1, True), (2, 0, 2, False), (4, 0, 4, False), (5, 0, 5, False), (0, 1, 1, True),
+     (0, 4, 4, True), (1, 4, 1, True), (3, 1, 1, True), (3, 0, 3, True)],
+)  # fmt: skip
+def test_gitlab_keeps_a_run_of_a_tag_and_counts_its_limits(run, compared, limit, code, kept):
+    env = _gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1", LIMIT=str(limit), QUALITY="2")
+    done, calls, _ = run(_gitlab("kvbench-timing"), _SH, compared, **env)
     assert done.returncode == code
-    assert done.stdout.startswith(WORDS[code])
-    assert call == ["compare", "v1", HOSTILE, "--workload", "w/a.yaml", "--workload", "w/b.yaml", *_LAST]
-
-
-def test_gitlab_hands_the_settings_of_another_engine_on(run):
-    other = {f"KVBENCH_{name}": value for name, value in _OTHER_ENGINE.items()}
-    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(KVBENCH_BASE="a", **other))
-    assert call == ["compare", "a", "abc", *_OTHER_WORDS, *_LAST]
-
-
-def test_gitlab_compares_a_merge_request_with_what_it_changes(run):
-    detached = {"CI_MERGE_REQUEST_EVENT_TYPE": "detached", "CI_MERGE_REQUEST_DIFF_BASE_SHA": "fork"}
-    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(**detached))
-    assert call[1:3] == ["fork", "abc"]
-    merged = {"CI_MERGE_REQUEST_EVENT_TYPE": "merged_result", "CI_MERGE_REQUEST_DIFF_BASE_SHA": "fork"}
-    _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(**merged))
-    assert call[1:3] == ["abc^1", "abc"]
-
-
-@pytest.mark.parametrize(("code", "kept"), [(0, True), (1, True), (2, False), (3, True), (4, False), (5, False)])
-def test_gitlab_keeps_a_run_of_a_tag(run, code, kept):
-    done, calls, _ = run(_gitlab("kvbench-timing"), _SH, code, **_gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1"))
-    assert done.returncode == code
-    if not kept:
-        assert len(calls) == 1
-        return
-    assert calls[1:4] == [_SWEPT, *_JUDGED]
-    assert [call[:2] for call in calls[4:]] == [["history", "add"], ["history", "past"]]
-    assert calls[4][-2:] == ["--release", "v2"]
-
-
-@pytest.mark.parametrize(("compared", "limits", "code"), [(0, 1, 1), (0, 4, 4), (1, 4, 1), (3, 1, 1), (3, 0, 3)])
-def test_gitlab_counts_the_limits_of_a_tag(run, compared, limits, code):
-    env = _gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1", LIMIT=str(limits), QUALITY="2")
-    assert run(_gitlab("kvbench-timing"), _SH, compared, **env)[0].returncode == code
-    done, calls, _ = run(_gitlab("kvbench-timing"), _SH, compared, **{**env, "KVBENCH_LIMITS": ""})
-    assert done.returncode == compared and not [call for call in calls if call[0] == "gate"]
+    assert calls[1:4] == ([_SWEPT, *_JUDGED] if kept else [])
+    if kept and limit == 0:
+        assert [call[:2] for call in calls[4:]] == [["history", "add"], ["history", "past"]]
+        assert calls[4][-2:] == ["--release", "v2"]
+        done, calls, _ = run(_gitlab("kvbench-timing"), _SH, compared, **{**env, "KVBENCH_LIMITS": "", "LIMIT": "1"})
+        assert done.returncode == compared and not [call for call in calls if call[0] == "gate"]
 
 
 @pytest.fixture
