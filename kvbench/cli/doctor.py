@@ -24,7 +24,7 @@ def doctor() -> int:
     from rich.table import Table
 
     from kvbench.common import machine
-    from kvbench.common.packages import HOUSE, foreign_package
+    from kvbench.common.packages import REPOSITORY, foreign_package
     from kvbench.workload.file import default_profile
 
     console = Console()
@@ -54,7 +54,7 @@ def doctor() -> int:
     table.add_row("default profile", default_profile())
     foreign = {name: foreign_package(name) for name in ("kernels", "engine")}
     for name, where in foreign.items():
-        table.add_row(f"package {name}", f"[red]not ours: {where}[/red]" if where else f"ours ({HOUSE / name})")
+        table.add_row(f"package {name}", f"[red]not ours: {where}[/red]" if where else f"ours ({REPOSITORY / name})")
     console.print(table)
     problems = [f"{name} is missing" for name in missing]
     problems += [f"the package {name!r} is not kvbench's own" for name, where in foreign.items() if where]

@@ -24,7 +24,7 @@ from kvbench.cli.run_guarded import guarded
 from kvbench.cli.sweep import sweep
 from kvbench.cli.trace import trace
 from kvbench.cli.tune import tune
-from kvbench.common.packages import check_house
+from kvbench.common.packages import check_packages
 
 _COMMANDS = (
     sweep, report, plan, load, compare, gate, accept, calibrate, history, quality, serve, bench_engine, tune, trace,
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     def run() -> int:
         arguments = list(sys.argv[1:] if argv is None else argv)
         if arguments[:1] != ["doctor"]:  # which reports a foreign package instead of stopping at it
-            check_house()
+            check_packages()
         result = cli.main(args=arguments, prog_name="kvbench", standalone_mode=False)
         return result if isinstance(result, int) else 0
 

@@ -12,7 +12,7 @@ from rich.progress import ProgressColumn, Task
 from rich.table import Table
 from rich.text import Text
 
-QUIET_S = 30.0  # so long nothing is said where there is no terminal
+QUIET_S = 30.0  # so long nothing is printed where there is no terminal
 
 
 class LiveText(ProgressColumn):
@@ -22,16 +22,16 @@ class LiveText(ProgressColumn):
         return Text(task.fields["text"]())
 
 
-class Speaker:
-    """Says ``text()`` when nothing was said for ``quiet_s``, until it ends: a log that stands still looks dead."""
+class Heartbeat:
+    """Prints ``text()`` when nothing was printed for ``quiet_s``: a log that stands still looks dead."""
 
     def __init__(self, console: Console, text: Callable[[], str], quiet_s: float = QUIET_S) -> None:
         self._console, self._text, self._quiet_s = console, text, quiet_s
-        self._said = time.monotonic()
+        self._last = time.monotonic()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._speak, name="progress", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
 
-    def __enter__(self) -> Speaker:
+    def __enter__(self) -> Heartbeat:
         self._thread.start()
         return self
 
@@ -40,15 +40,15 @@ class Speaker:
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
 
-    def said(self) -> None:
+    def printed(self) -> None:
         """Something else was printed just now."""
-        self._said = time.monotonic()
+        self._last = time.monotonic()
 
-    def _speak(self) -> None:
-        while not self._ended.wait(max(0.01, self._said + self._quiet_s - time.monotonic())):
-            if time.monotonic() - self._said < self._quiet_s:
+    def _beat(self) -> None:
+        while not self._ended.wait(max(0.01, self._last + self._quiet_s - time.monotonic())):
+            if time.monotonic() - self._last < self._quiet_s:
                 continue
-            self._said = time.monotonic()
+            self._last = time.monotonic()
             with suppress(OSError):  # nobody reads on
                 self._console.print(f"  {self._text()}", markup=False, highlight=False, soft_wrap=True)
 
@@ -65,7 +65,7 @@ def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterat
     def update(other: str) -> None:
         shown[0] = other
 
-    with Speaker(console, lambda: shown[0], quiet_s):
+    with Heartbeat(console, lambda: shown[0], quiet_s):
         yield update
 
 

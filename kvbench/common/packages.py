@@ -1,4 +1,4 @@
-"""The packages that belong together, and the errors of the command line.
+"""The packages that belong together.
 
 PyPI has another package that is imported as ``kernels`` (Hugging Face's). Where that one comes first, nothing here
 would work, and the errors would not say why.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvbench.common.errors import UsageError
 
-HOUSE = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def foreign_package(name: str) -> str | None:
@@ -22,17 +22,17 @@ def foreign_package(name: str) -> str | None:
         spec = None
     if spec is None:
         return "nowhere (it is not installed)"
-    places = [Path(p).resolve() for p in spec.submodule_search_locations or ()]
-    places += [Path(spec.origin).resolve().parent] if spec.origin else []
-    return None if HOUSE / name in places else str(places[0] if places else spec.origin)
+    found = [Path(p).resolve() for p in spec.submodule_search_locations or ()]
+    found += [Path(spec.origin).resolve().parent] if spec.origin else []
+    return None if REPOSITORY / name in found else str(found[0] if found else spec.origin)
 
 
-def check_house() -> None:
+def check_packages() -> None:
     """Raises UsageError when ``kernels`` or ``engine`` is another package than ours."""
     for name in ("kernels", "engine"):
         if found := foreign_package(name):
             raise UsageError(
-                f"the package {name!r} would be imported from {found}, not from {HOUSE / name}, where kvbench's own "
-                "is: another distribution uses that import name (Hugging Face's is called `kernels`); install "
-                "kvbench in a virtual environment of its own"
+                f"the package {name!r} would be imported from {found}, and kvbench's own is in {REPOSITORY / name}: "
+                "another distribution uses that import name (Hugging Face's is called `kernels`); install kvbench in "
+                "a virtual environment of its own"
             )

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from kvbench.common.console import QUIET_S, LiveText, Speaker
+from kvbench.common.console import QUIET_S, Heartbeat, LiveText
 from kvbench.common.text import clock
 from kvbench.sweep.plan import START_GUESS_S
 from kvbench.workload.design import Block, Cell
@@ -73,7 +73,7 @@ class SweepProgress:
     ) -> None:
         self._console = console
         self._doing = ""
-        self._speaker = Speaker(console, self._line_of_now, quiet_s)
+        self._heartbeat = Heartbeat(console, self._line_of_now, quiet_s)
         self._estimator = estimator
         self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
         self._total = len(self._left)
@@ -93,12 +93,12 @@ class SweepProgress:
         if self._bars:
             self._bars.start()
         else:
-            self._speaker.__enter__()
+            self._heartbeat.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if not self._bars:
-            self._speaker.__exit__(*exc)
+            self._heartbeat.__exit__(*exc)
         else:
             with suppress(OSError):  # a terminal that is gone
                 self._bars.stop()
@@ -155,7 +155,7 @@ class SweepProgress:
         self._left.pop((cell.cell_id, repeat), None)
         self._done += 1
         self._current = None
-        self._speaker.said()
+        self._heartbeat.printed()
         elapsed, left = clock(time.monotonic() - self._began), self._left_words()
         head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
         self._console.print(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
 
 _SHIPPED = "engine/tokenizer/bpe8k"
@@ -18,7 +18,7 @@ _BATCH = 1024
 
 def find_file(name: str) -> Path | None:
     """A path as given, or below the repository when a workload is run from elsewhere."""
-    return next((p for p in (Path(name).expanduser(), HOUSE / name) if p.exists()), None)
+    return next((p for p in (Path(name).expanduser(), REPOSITORY / name) if p.exists()), None)
 
 
 def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokenizer:

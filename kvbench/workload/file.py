@@ -17,7 +17,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvbench.common.errors import UsageError
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.common.schema import StrictModel, explain
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
@@ -257,7 +257,7 @@ def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Wo
     relative paths start where kvbench lies.
     """
     where = str(source) if source else "the stored workload"
-    folder = source.parent if source else HOUSE
+    folder = source.parent if source else REPOSITORY
     prefix = ""
     try:
         file = WorkloadFile.model_validate(dict(data))
@@ -316,7 +316,7 @@ def _find_path(text: str, folder: Path) -> Path | None:
 
 def portable(path: Path) -> str:
     """How a manifest names ``path`` (absolute): from where kvbench lies if it is in there, else as it is."""
-    return path.relative_to(HOUSE).as_posix() if path.is_relative_to(HOUSE) else str(path)
+    return path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else str(path)
 
 
 def _change_paths(load: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:

@@ -27,11 +27,11 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import utc_now, write_json
 from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, load_average
 from kvbench.common.machine import environment, usable_cores
-from kvbench.common.packages import HOUSE, check_house
+from kvbench.common.packages import REPOSITORY, check_packages
 from kvbench.runs.folder import MANIFEST, create_run
 from tests.benchmarks.bench_table import BENCH_JSON, TABLE_MD, bar_lines, write_tables
 
-BENCHMARKS = HOUSE / "tests" / "benchmarks"
+BENCHMARKS = REPOSITORY / "tests" / "benchmarks"
 MODES = ("full", "quick", "smoke")  # of KVBENCH_BENCH
 _EXIT_CODES = {0: 0, 1: 4, 2: 130, 3: 4, 4: 2, 5: 5}  # pytest's -> ours
 
@@ -87,7 +87,7 @@ def _run_pytest(arguments: Sequence[str], json_file: Path) -> int:
     ]  # fmt: skip
     if not names_benchmarks(arguments):
         command.append(str(BENCHMARKS))
-    process = subprocess.Popen([*command, *arguments], cwd=HOUSE)
+    process = subprocess.Popen([*command, *arguments], cwd=REPOSITORY)
     while True:
         try:
             return _EXIT_CODES.get(process.wait(), 4)
@@ -97,7 +97,7 @@ def _run_pytest(arguments: Sequence[str], json_file: Path) -> int:
 
 def names_benchmarks(arguments: Sequence[str]) -> bool:
     """Whether pytest's arguments say themselves which of the benchmarks to run, by file or by node id."""
-    paths = [HOUSE / each.partition("::")[0] for each in arguments if not each.startswith("-")]
+    paths = [REPOSITORY / each.partition("::")[0] for each in arguments if not each.startswith("-")]
     return any(path.exists() and path.resolve().is_relative_to(BENCHMARKS) for path in paths)
 
 
@@ -120,7 +120,7 @@ def _show(lines: Sequence[Sequence[str]], manifest: dict[str, Any], folder: Path
 
 
 if __name__ == "__main__":
-    check_house()
+    check_packages()
     try:
         sys.exit(main(sys.argv[1:]))
     except UsageError as error:

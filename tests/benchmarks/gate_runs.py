@@ -28,7 +28,7 @@ import numpy as np
 from scipy import stats
 
 from kvbench.common.machine import environment
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 
 FILE = "engine/execution/executor.py"
 BEFORE = """        logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)
@@ -49,7 +49,7 @@ _LIMIT_S = 3600
 
 def _git(*words: str, data: str | None = None, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        ["git", *words], cwd=HOUSE, input=data, env={**os.environ, **(env or {})}, capture_output=True, text=True
+        ["git", *words], cwd=REPOSITORY, input=data, env={**os.environ, **(env or {})}, capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"git {words[0]} failed: {done.stderr.strip()}")

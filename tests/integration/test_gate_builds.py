@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from kvbench.common.errors import UsageError
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare.builds import Builds, find_commit, is_kvbench, remove_source
 from kvbench.gate.compare.sides import open_side, parse_side
 from kvbench.workload.file import load_workload
@@ -18,7 +18,7 @@ from tests.support.sweep_parts import TINY
 
 def test_head_is_built_and_its_engine_serves(tmp_path):
     try:
-        commit = find_commit(HOUSE, "HEAD")
+        commit = find_commit(REPOSITORY, "HEAD")
     except UsageError as error:
         pytest.skip(f"the source is not a git checkout: {error}")
     path = tmp_path / "tiny.yaml"
@@ -35,7 +35,7 @@ def test_head_is_built_and_its_engine_serves(tmp_path):
             target.complete([1, 2, 3, 4], max_tokens=3, timeout_s=60.0)
             assert target.server_info()["model"]["vocab_size"] == target.model.vocab_size
             mapped = [Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if line.count("/")]
-            ours = [path for path in mapped if path.is_relative_to(HOUSE) and not path.is_relative_to(sys.prefix)]
+            ours = [path for path in mapped if path.is_relative_to(REPOSITORY) and not path.is_relative_to(sys.prefix)]
             assert not ours, "what is mapped comes from the build and the environment alone"
         finally:
             target.stop()

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 
 FAKE_SERVER = Path(__file__).with_name("fake_engine_server.py")
 
@@ -50,6 +50,6 @@ def make_tiny_kvbench(repo: Path) -> Path:
     files[".gitignore"] = "__pycache__/\n/results/\n"
     make_repo(repo, files)
     for name in ("pyproject.toml", "constraints.txt"):
-        shutil.copy(HOUSE / name, repo / name)
+        shutil.copy(REPOSITORY / name, repo / name)
     commit_all(repo, "with dependencies")
     return repo

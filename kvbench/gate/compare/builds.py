@@ -40,7 +40,7 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
 from kvbench.common.files import write_json
 from kvbench.common.git import git
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 
 WORKING_TREE = "."
 PACKAGES = ("kvbench", "engine", "kernels")
@@ -160,7 +160,7 @@ class Builds:
     def build(self, commit: Commit) -> Build:
         """The build of ``commit``, kept from before or made now. Raises MeasurementError, UsageError."""
         # Another repository, build command, Python or kvbench is another build of the same commit.
-        made_with = (str(commit.repo), self.build_cmd or "", sys.executable, sys.version, str(HOUSE), _FORMAT)
+        made_with = (str(commit.repo), self.build_cmd or "", sys.executable, sys.version, str(REPOSITORY), _FORMAT)
         key = f"{commit.name}-{_sha256(made_with)[:8]}"
         if key not in self._made:
             try:
@@ -395,7 +395,7 @@ def is_kvbench(source: Path) -> bool:
     return all((source / name / "__init__.py").is_file() for name in PACKAGES)
 
 
-def same_dependencies(source: Path, running: Path = HOUSE) -> bool:
+def same_dependencies(source: Path, running: Path = REPOSITORY) -> bool:
     """Whether both have the same requirements and pins."""
     ours, theirs = _dependencies(running), _dependencies(source)
     return ours is not None and ours == theirs

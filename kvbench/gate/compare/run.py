@@ -21,7 +21,7 @@ from kvbench.common.console import print_plain, status_line
 from kvbench.common.errors import EXIT_INTERRUPTED, MeasurementError, UsageError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.git import git_state
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.common.text import clock, plural
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
@@ -127,7 +127,7 @@ def _read_request(options: dict[str, Any], subcommand: str, held: ExitStack) -> 
 
 
 def _sides(options: Mapping[str, Any]) -> dict[str, Side]:
-    return {side: parse_side(options[side], Path(options["repo"] or HOUSE)) for side in SIDES}
+    return {side: parse_side(options[side], Path(options["repo"] or REPOSITORY)) for side in SIDES}
 
 
 def _workloads(options: Mapping[str, Any], base: Side) -> list[Workload]:

@@ -28,7 +28,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json
 from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
@@ -109,7 +109,7 @@ class Side:
         return {"kind": self.kind, "text": self.text, "name": self.name, "settings": self.settings}
 
 
-def parse_side(text: str, repo: Path = HOUSE) -> Side:
+def parse_side(text: str, repo: Path = REPOSITORY) -> Side:
     """What ``text`` means; refs are looked for in ``repo``. UsageError where it means nothing, or two things."""
     if not text.strip():
         raise UsageError(f"a side of the comparison is empty: {_CHOICES}")
@@ -247,7 +247,7 @@ def open_side(side: Side, workload: Workload, options: Mapping[str, Any], builds
         choice = choose(workload, kept | {"target" if side.kind == URL else "serve_cmd": side.text}, {})
     facts = {**side.to_json(), "command": _command(choice), "target": dict(choice.manifest)}
     if choice.manifest.get("backend") == "kvbench":
-        facts |= {"git": git_state(HOUSE), "versions": versions()}
+        facts |= {"git": git_state(REPOSITORY), "versions": versions()}
     return OpenSide(side, choice, facts)
 
 
@@ -309,7 +309,7 @@ def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -
 
 
 def _open_ref(side: Side, workload: Workload, options: Mapping[str, Any], builds: Builds) -> OpenSide:
-    build = builds.build(find_commit(Path(options["repo"] or HOUSE), side.text))
+    build = builds.build(find_commit(Path(options["repo"] or REPOSITORY), side.text))
     if options["serve_cmd"]:
         choice = choose(workload, {**options, "serve_cmd": built_command(options["serve_cmd"], build)}, {})
     elif is_kvbench(build.source):

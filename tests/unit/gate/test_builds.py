@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare import builds as module
 from kvbench.gate.compare.builds import (
     Builds,
@@ -68,10 +68,11 @@ def repo(tmp_path):
 
 
 def test_a_layered_build_runs_its_own_source_with_our_dependencies(build, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HOUSE))  # what the user has there does not win
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # what the user has there does not win
     env = {k: v for k, v in {**os.environ, **build.env}.items() if v is not None}
     code = "import engine, kvbench, numpy, sys; print(engine.__file__, kvbench.__file__, numpy.__file__, sys.prefix)"
-    done = subprocess.run([build.python, "-c", code], cwd=HOUSE, env=env, capture_output=True, text=True, check=True)
+    command = [build.python, "-c", code]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True)
     *ours, dependency, prefix = done.stdout.split()
     assert all(Path(place).is_relative_to(build.source) for place in ours)
     assert (dependency, prefix) == (numpy.__file__, str(build.folder / "env"))
@@ -228,7 +229,7 @@ def test_other_dependencies_are_installed_by_pip_with_the_pins(other, tmp_path, 
 )
 def test_same_dependencies(tmp_path, name, old, new, same):
     for each in ("pyproject.toml", "constraints.txt"):
-        text = (HOUSE / each).read_text()
+        text = (REPOSITORY / each).read_text()
         (tmp_path / each).write_text(text.replace(old, new) if each == name else text)
     assert same_dependencies(tmp_path) == same
 
@@ -241,9 +242,9 @@ def test_a_package_from_elsewhere_or_a_python_that_does_not_start_is_refused(tmp
         installed_versions(tmp_path, "layered")
     python = tmp_path / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={HOUSE} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={REPOSITORY} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    with pytest.raises(MeasurementError, match=f"would import 'kvbench' from {HOUSE}"):
+    with pytest.raises(MeasurementError, match=f"would import 'kvbench' from {REPOSITORY}"):
         installed_versions(tmp_path, "layered")
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     with pytest.raises(MeasurementError, match="would import 'kvbench' from nowhere"):
@@ -251,7 +252,7 @@ def test_a_package_from_elsewhere_or_a_python_that_does_not_start_is_refused(tmp
 
 
 def test_no_kvbench_is_among_the_layers(monkeypatch, tiny):
-    monkeypatch.setattr(sys, "path", ["", str(HOUSE), str(tiny), *sys.path, "/nowhere"])
+    monkeypatch.setattr(sys, "path", ["", str(REPOSITORY), str(tiny), *sys.path, "/nowhere"])
     layers = running_layers()
     assert layers and not [p for p in layers if is_kvbench(p) or not p.is_dir()]
     assert Path(numpy.__file__).parent.parent in layers

@@ -5,13 +5,13 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare.conclude import look_at
 from kvbench.gate.timing.pairs import PairTable
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.gate.verdict.verdict import FAIL
 
-FOLDER = HOUSE / "results" / "reference" / "gate"
+FOLDER = REPOSITORY / "results" / "reference" / "gate"
 METRICS = [metric.name for metric in DEFAULT_RULES.metrics]
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare import builds as builds_module
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.manifest import pinned, reproduce_command
@@ -121,7 +121,7 @@ def test_settings_are_yaml():
         ("page_size=[1", "not a YAML value"),
         ("ref:nonsense", "'nonsense' is no commit"),
         ("run:/", r"manifest\.json"),
-        (str(HOUSE), r"without manifest\.json"),
+        (str(REPOSITORY), r"without manifest\.json"),
     ],
 )
 def test_what_means_nothing_is_refused(tiny, text, says):
@@ -293,7 +293,7 @@ def test_a_stored_design_keeps_the_order_of_its_workload_and_the_settings_that_w
         (("http://h:1", "http://h:2"), {"serve_cmd": "x {port}"}, "--serve-cmd"),
         (("http://h:1", "http://h:2"), {"rebuild": True}, "--rebuild"),
         (("page_size=8", "page_size=16"), {"build_cmd": "make"}, "--build-cmd"),
-        (("main", "."), {"repo": HOUSE, "build_cmd": "x", "serve_cmd": "{python} {port}", "preset": "vllm"}, None),
+        (("main", "."), {"repo": REPOSITORY, "build_cmd": "x", "serve_cmd": "{python} {port}", "preset": "vllm"}, None),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(tiny, texts, options, says):

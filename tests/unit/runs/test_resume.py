@@ -14,7 +14,7 @@ from kvbench.cli.sweep import workload_and_run
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
 from kvbench.common.machine import environment
-from kvbench.common.packages import HOUSE
+from kvbench.common.packages import REPOSITORY
 from kvbench.runs import resume
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import add_server, build_manifest
@@ -215,10 +215,10 @@ def test_a_run_goes_on_from_any_working_folder(begun, tmp_path, monkeypatch):
 
 
 def test_a_shipped_workload_leaves_no_private_path_in_the_manifest():
-    workload = load_workload(HOUSE / "workloads" / "sonnet.yaml", profile="cpu")
+    workload = load_workload(REPOSITORY / "workloads" / "sonnet.yaml", profile="cpu")
     assert workload.resolved["load"]["prompts"]["file"] == "workloads/text/sonnets.txt"
-    assert str(HOUSE) not in json.dumps(workload.resolved)
-    assert Path(workload.load.prompts.file) == HOUSE / "workloads" / "text" / "sonnets.txt"
+    assert str(REPOSITORY) not in json.dumps(workload.resolved)
+    assert Path(workload.load.prompts.file) == REPOSITORY / "workloads" / "text" / "sonnets.txt"
 
 
 def test_a_model_folder_and_a_tokenizer_are_found_again(begun, tmp_path, monkeypatch):
