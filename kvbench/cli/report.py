@@ -36,11 +36,15 @@ def report(run_dir: Path) -> int:
 
 def show_report(run_dir: Path, console: Console) -> None:
     """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
-    from kvbench import report
     from kvbench.common.console import print_plain
+    from kvbench.report.console import console_table
+    from kvbench.report.wording import headline
+    from kvbench.report.write import write_report
+    from kvbench.runs.read import read_run
 
-    paths = report.build_report(run_dir)
-    console.print(report.console_table(run_dir))
-    print_plain(console, report.headline(run_dir))
-    for path in (paths.html, paths.markdown, paths.csv):
+    run = read_run(run_dir)
+    paths = write_report(run)
+    console.print(console_table(run))
+    print_plain(console, headline(run))
+    for path in paths:
         print_plain(console, f"report: {path}")

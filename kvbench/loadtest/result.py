@@ -32,14 +32,11 @@ def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result
     return {
         **vllm_fields(
             result["metrics"],
+            point,
             date=result["started_at"],
             backend=target.get("preset") or "openai",
             model=target.get("model"),
-            mode=point.mode,
-            request_rate=point.request_rate,
-            arrivals=load.arrivals,
             burstiness=load.burstiness,
-            concurrency=point.concurrency,
             max_concurrency=load.max_concurrency,
         ),
         "slo": load.slo.model_dump() if load.slo else None,

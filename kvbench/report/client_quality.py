@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.tables import Column, Table, Value, cell_table, identity_columns
+from kvbench.report.tables import Column, Render, Table, Value, cell_table, identity_columns, number_column
 from kvbench.runs.model import MeasuredCell, Run, number
 
 QUALITY_NOTE = (
@@ -17,7 +17,6 @@ QUALITY_NOTE = (
     "Other processes: cores used by what is neither the client nor the server; steal: share of CPU time that a virtual "
     "machine's host kept. The client's and others' work takes cores from the server where they share a machine."
 )
-Render = Callable[[float | None], str]
 
 
 def _fine_percent(value: float | None) -> str:
@@ -98,19 +97,15 @@ def _worst(values: Iterable[object]) -> float | None:
 
 
 def _client(key: str, title: str, hint: str, render: Render) -> Column:
-    def of(cell: MeasuredCell) -> Value:
-        return Value(render(_worst(cell.client(key))), _worst(cell.client(key)))
-
-    return Column(f"client_{key}", title, hint, of)
+    return number_column(f"client_{key}", title, hint, lambda cell: _worst(cell.client(key)), render)
 
 
 def _machine(key: str, title: str, render: Render) -> Column:
-    def of(cell: MeasuredCell) -> Value:
+    def worst(cell: MeasuredCell) -> float | None:
         values = [r.machine.get(key) for r in cell.repeats]
-        worst = _worst(v[0] if isinstance(v, list) else v for v in values)  # of getloadavg(3): the last minute
-        return Value(render(worst), worst)
+        return _worst(v[0] if isinstance(v, list) else v for v in values)  # of getloadavg(3): the last minute
 
-    return Column(f"machine_{key}", title, "worst repeat", of)
+    return number_column(f"machine_{key}", title, "worst repeat", worst, render)
 
 
 def _valid(cell: MeasuredCell) -> Value:

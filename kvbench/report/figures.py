@@ -17,13 +17,10 @@ from kvbench.report.kv import MAX_POINTS, ledger_figure, occupancy_figure
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
 from kvbench.report.wording import (
     RATIO_MARKS,
-    cells_title,
-    distribution_title,
+    figure_title,
     latency,
-    latency_title,
     marked_ratio,
     running,
-    throughput_title,
 )
 from kvbench.runs.model import MeasuredCell, Run
 
@@ -63,7 +60,8 @@ def throughput_figure(run: Run) -> Drawing:
     if any(not cell.valid for cell in run.cells):
         caption += " Hatched: invalid."
     width = min(1150, max(120 * len(run.loads) + 320, 52 * bars + 80))
-    return Drawing("headline", throughput_title(run), caption, finish(figure, 440), width)
+    title = figure_title(run, "output tokens/s", lambda pair: pair.throughput, is_latency=False)
+    return Drawing("headline", title, caption, finish(figure, 440), width)
 
 
 def _bars(figure: go.Figure, run: Run, name: str, position: int, look: LineStyle, upright: bool) -> None:
@@ -166,7 +164,7 @@ def cells_figure(run: Run) -> Drawing:
     caption = "Large marker: median of the repeats; line: lowest to highest; small: repeats."
     if any(not cell.valid for cell in run.cells):
         caption += " Crosses: invalid."
-    return Drawing("cells", cells_title(run), caption, figure, 620)
+    return Drawing("cells", figure_title(run, "p95 TTFT", lambda pair: pair.ttft), caption, figure, 620)
 
 
 def _range_dot(
@@ -221,7 +219,8 @@ def latency_figure(run: Run) -> Drawing:
     figure.update_xaxes(title_text=_throughput_axis(run), rangemode="tozero")
     sizes = f"Larger markers: higher load ({words.listing([load.tick for load in run.loads])}). "
     caption = f"{sizes if len(run.loads) > 1 else ''}Right and down is better."
-    return Drawing("latency", latency_title(run), caption, finish(figure, 420), 640)
+    title = figure_title(run, "median TPOT", lambda pair: pair.tpot)
+    return Drawing("latency", title, caption, finish(figure, 420), 640)
 
 
 def _ttft_ms(requests: pd.DataFrame) -> np.ndarray:
@@ -259,7 +258,8 @@ def distribution_figure(run: Run) -> Drawing | None:
         "Cumulative share of samples: further left is faster, steeper is steadier. Raw samples of all repeats; failed "
         "requests left out."
     )
-    return Drawing("distributions", distribution_title(run), caption, figure, 320 * len(loads))
+    title = figure_title(run, "p95 ITL", lambda pair: pair.itl)
+    return Drawing("distributions", title, caption, figure, 320 * len(loads))
 
 
 def _curve(cell: MeasuredCell, samples: np.ndarray, look: LineStyle, legend: bool) -> go.Scatter:

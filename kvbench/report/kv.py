@@ -11,7 +11,15 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
-from kvbench.report.tables import RECOMPUTED, Column, Table, Value, cell_table, identity_columns
+from kvbench.report.tables import (
+    RECOMPUTED,
+    Column,
+    Table,
+    Value,
+    cell_table,
+    identity_columns,
+    number_column,
+)
 from kvbench.report.wording import ledger_sentence, occupancy_title
 from kvbench.runs.kv_ledger import PLACES, Ledger, Place, ledger, swapped_bytes
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
@@ -69,12 +77,11 @@ def ledger_note(table: Table) -> str:
 
 
 def _of_ledger(key: str, title: str, hint: str, of: Callable[[Ledger], float | None]) -> Column:
-    def value(cell: MeasuredCell) -> Value:
+    def size(cell: MeasuredCell) -> float | None:
         one = ledger(cell)
-        size = of(one) if one else None
-        return Value("0" if size == 0 else words.data_size(size), size)
+        return of(one) if one else None
 
-    return Column(key, title, hint, value)
+    return number_column(key, title, hint, size, lambda value: "0" if value == 0 else words.data_size(value))
 
 
 def _part(place: Place) -> Column:

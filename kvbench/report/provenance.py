@@ -91,7 +91,7 @@ def warnings(run: Run) -> list[str]:
     ]
     loads = [repeat for cell in run.cells for repeat in cell.repeats]
     unverified = [str(load.cache["unverified"]) for load in loads if load.cache.get("unverified")]
-    differences = _resumed_differently(run)
+    resumed = [text for entry in run.manifest.get("resumed") or () for text in entry["differences"]]
     found = {
         "Load generator and engine shared this machine and competed for its cores.": run.manifest.get("shared_machine"),
         f"Some cells have {words.plural(fewest, 'repeat')} only: under 3 there is no interval, and with one there is "
@@ -99,8 +99,8 @@ def warnings(run: Run) -> list[str]:
         f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
         f"{words.listing(scattered)}. Other work on the machine is a common cause.": scattered,
         **{f"{words.upper_first(note)}.": True for note in _notes(run) if not note.startswith(_SKIPPED)},
-        f"The run was resumed in another environment; different: {words.listing(differences)}. What was measured "
-        "before and after is not comparable as it stands.": differences,
+        f"The run was resumed in another environment; different: {words.listing(list(dict.fromkeys(resumed)))}. "
+        "What was measured before and after is not comparable as it stands.": resumed,
         f"That the prefix cache was {run.load_section.get('cache_state', 'cold')}, as declared, is not verified in "
         f"{len(unverified)} of {len(loads)} loads: {'; '.join(dict.fromkeys(unverified))}.": unverified,
         "The working tree had uncommitted changes: the commit alone does not reproduce this run.": (
@@ -113,16 +113,6 @@ def warnings(run: Run) -> list[str]:
         ),
     }
     return [text for text, holds in found.items() if holds]
-
-
-def _resumed_differently(run: Run) -> list[str]:
-    """What differed where the run was resumed; runs of older versions tell their commits only."""
-    found: list[str] = []
-    for entry in run.manifest.get("resumed") or ():
-        then, later = ((facts.get("git") or {}).get("sha") for facts in (run.manifest, entry))
-        commits = [f"commit ({then} then, {later} later)"] if then and later and then != later else []
-        found += entry.get("differences", commits)
-    return list(dict.fromkeys(found))
 
 
 def _notes(run: Run) -> list[str]:

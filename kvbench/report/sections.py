@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvbench.common import text as words
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
 from kvbench.report.comparisons import effects
@@ -115,7 +113,7 @@ def effect_table(run: Run) -> Table:
 
 def class_table(run: Run) -> Table:
     """Latencies by class of request, the most urgent first; empty when there are fewer than two classes."""
-    table = _group_table(run, "class", _per_class)
+    table = _group_table(run, "class", lambda cell: cell.pooled.get("per_class") or {})
     return table if len({row.group for row in table.rows}) > 1 else Table((), ())
 
 
@@ -147,22 +145,6 @@ def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[s
         rows.append(Row(cell, (*shown, Value(str(n), n), *latencies), name))
     heads = (head, "load", "configuration", "requests", *(f"{m[:-3].upper()} {w}" for m, w in _CLASS_METRICS))
     return Table(tuple(Column(title, title) for title in heads), tuple(rows), numbers_from=3)
-
-
-def _per_class(cell: MeasuredCell) -> Mapping[str, Any]:
-    """Latency summaries by class: pooled where the sweep stored them, otherwise medians over the repeats."""
-    if pooled := cell.pooled.get("per_class"):
-        return pooled
-    every = [repeat.metrics.get("per_class") or {} for repeat in cell.repeats]
-    found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(name for each in every for name in each):
-        of_name = [each.get(name) or {} for each in every]
-        found[name] = {"n": sum(number(each.get("n")) or 0 for each in of_name)}
-        for metric, which in _CLASS_METRICS:
-            values = [v for each in of_name if (v := number((each.get(metric) or {}).get(which))) is not None]
-            summary = found[name].setdefault(metric, {"uncertain": ["p50", "p95"]})
-            summary[which] = float(np.median(values)) if values else None
-    return found
 
 
 def plateau_table(run: Run) -> Table:

@@ -27,6 +27,9 @@ _PERCENTILES = (
 )
 
 
+Render = Callable[[float | None], str]
+
+
 @dataclass(frozen=True)
 class Value:
     """One table entry: its text, a number to sort by (None sorts last) and small further lines."""
@@ -82,6 +85,33 @@ def identity_columns() -> list[Column]:
     ]
 
 
+def number_column(
+    key: str, title: str, hint: str, of: Callable[[MeasuredCell], float | None], render: Render
+) -> Column:
+    """A column of one number a cell."""
+
+    def value(cell: MeasuredCell) -> Value:
+        return Value(render(of(cell)), of(cell))
+
+    return Column(key, title, hint, value)
+
+
+PREEMPTED = number_column(
+    "preemptions",
+    "pre\u00adempted",
+    "preemptions, all repeats",
+    lambda c: c.counter("num_preemptions_total"),
+    words.count,
+)
+RECOMPUTED = number_column(
+    "recomputed_tokens",
+    "recom\u00adputed",
+    "tokens computed again after a preemption, all repeats",
+    lambda c: c.counter("recomputed_tokens_total"),
+    words.count,
+)
+
+
 def main_table(run: Run) -> Table:
     """All cells, the highest load first, in the columns that this run has values for."""
     ref = reference(run, run.loads[-1]) if run.loads else None
@@ -118,12 +148,8 @@ def main_table(run: Run) -> Table:
 def _server_columns(run: Run) -> list[Column]:
     """What the server's /metrics said; none of it exists for a server without one."""
 
-    def gauge(key: str, title: str, hint: str, name: str, render: Callable[[float | None], str]) -> Column:
-        def of(cell: MeasuredCell) -> Value:
-            value = median(cell.observed(name))
-            return Value(render(value), value)
-
-        return Column(key, title, hint, of)
+    def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
+        return number_column(key, title, hint, lambda cell: median(cell.observed(name)), render)
 
     state = f" ({run.load_section.get('cache_state', 'cold')})" if run.load_section else ""
     mean = "mean in the steady window"
@@ -134,7 +160,7 @@ def _server_columns(run: Run) -> list[Column]:
             "waste_share", "waste", f"slots reserved but unused, share of reserved, {mean}", "waste_share",
             words.percent,
         ),
-        counter_column("preemptions", "pre\u00adempted", "preemptions, all repeats", "num_preemptions_total"),
+        PREEMPTED,
         RECOMPUTED,
         Column(
             "prefix_hit_rate",
@@ -144,23 +170,6 @@ def _server_columns(run: Run) -> list[Column]:
             _hits,
         ),
     ]  # fmt: skip
-
-
-def counter_column(key: str, title: str, hint: str, name: str) -> Column:
-    """A server counter, summed over the repeats."""
-
-    def of(cell: MeasuredCell) -> Value:
-        return Value(words.count(cell.counter(name)), cell.counter(name))
-
-    return Column(key, title, hint, of)
-
-
-RECOMPUTED = counter_column(
-    "recomputed_tokens",
-    "recom\u00adputed",
-    "tokens computed again after a preemption, all repeats",
-    "recomputed_tokens_total",
-)
 
 
 def flat_rows(run: Run) -> list[dict[str, Any]]:
@@ -201,7 +210,7 @@ def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
     return Value(marked_ratio(r), r.median, note, mark)
 
 
-def percentile_value(summary: Mapping[str, Any], which: str, render: Callable[[float | None], str] = words.ms) -> Value:
+def percentile_value(summary: Mapping[str, Any], which: str, render: Render = words.ms) -> Value:
     """A percentile of a latency summary, marked where it is of too few samples."""
     value = summary.get(which)
     return Value(render(value) + UNCERTAIN * (which in (summary.get("uncertain") or ())), value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbench.common import text as words
@@ -60,7 +60,7 @@ _NO_PAIR = {  # (has a paged cell, has a contiguous cell)
     (False, False): "",
 }
 _BEST = {  # by what there is to compare with
-    "one": "{cell} delivered {amount} at {load}",
+    "one": "At {load} {cell} delivered {amount}",
     "one valid": "Only {cell} was validly measured at {load}, so there is nothing to compare: {amount}",
     "unclear": "No verdict on which is best at {load}: {cell} has the highest median, {amount}",
     "clear": "At {load} {cell} delivered the most: {amount}",
@@ -411,62 +411,21 @@ def tiles(run: Run) -> list[Tile]:
     return [amount, *(Tile(f"{label} at {at}", latency(cell, *of), cell.name) for label, *of in latencies)]
 
 
-# Titles of figures: the finding that each shows.
-
-
-def throughput_title(run: Run) -> str:
-    """Of the bars of output tokens/s."""
-    pairs = [pair for pair in paging(run) if pair.throughput is not None]
-    if pairs:
-        at = [_briefly(c, c.throughput, _AHEAD) for c in pairs[::-1]]
-        return words.upper_first(f"{pairs[0].a.name} against {pairs[0].b.name}, output tokens/s: {'; '.join(at)}")
-    top, load = best(run, run.loads[-1]), run.loads[-1].label
-    if top is None:
-        return f"No valid cell at {load}"
-    doubt = ", the highest median but no verdict" if top.unclear_with else ""
-    amount = words.tokens_per_s(top.throughput.median)
-    return words.upper_first(f"{top.cell.name}: {amount} output tokens/s at {load}{doubt}")
-
-
-def _briefly(c: PairedComparison, r: Ratio | None, verdicts: Mapping[str, str]) -> str:
-    told = f"{verdicts[r.verdict]}, {words.ratio(r.median)}" if r else "not comparable"
-    return f"{told} at {c.load.short}{'' if c.valid else ' (invalid)'}"
-
-
-def cells_title(run: Run) -> str:
-    """Of the panels of throughput and p95 TTFT."""
-    pairs = paging(run)
-    if not pairs or pairs[-1].ttft is None:
-        return "Throughput and p95 TTFT by cell"
-    c = pairs[-1]
-    return f"p95 TTFT of {c.a.name} against that of {c.b.name}: {_briefly(c, c.ttft, _SLOWER)}"
-
-
-def latency_title(run: Run) -> str:
-    """Of throughput against latency."""
-    top = best(run, run.loads[-1])
-    low = run.cell(top.cell.name, run.loads[0]) if top else None
-    if top is None or low is None or low is top.cell:
-        return "Throughput against latency"
-    amounts = [words.tokens_per_s(median(cell.throughput())) for cell in (low, top.cell)]
-    return (
-        f"From {low.load.tick} to {top.load.short}, {top.cell.name} goes from {' to '.join(amounts)} tokens/s and its "
-        f"median TPOT from {latency(low, 'tpot_ms', 'p50')} to {latency(top.cell, 'tpot_ms', 'p50')}"
-    )
-
-
-def distribution_title(run: Run) -> str:
-    """Of the distributions of TTFT and ITL."""
-    pairs = paging(run)
-    if not pairs or pairs[-1].itl is None:
-        return "How TTFT and ITL are distributed"
-    c = pairs[-1]
-    a, b = (f"over {latency(cell, 'itl_ms', 'p95')} in {cell.name}" for cell in (c.a, c.b))
-    return f"At {c.load.short} one ITL in twenty is {a}, {b}{'' if c.valid else ' (invalid)'}"
+def figure_title(run: Run, what: str, of: Callable[[PairedComparison], Ratio | None], is_latency: bool = True) -> str:
+    """The finding that a figure shows: its metric's ratio of paged to contiguous, the highest load first."""
+    pairs, verdicts = paging(run)[::-1], _SLOWER if is_latency else _AHEAD
+    found = [
+        f"{verdicts[r.verdict]}, {words.ratio(r.median)} at {c.load.short}{'' if c.valid else ' (invalid)'}"
+        for c in pairs
+        if (r := of(c))
+    ]
+    if not found:
+        return f"{words.upper_first(what)} by configuration and load"
+    return f"{words.upper_first(what)} of {pairs[0].a.name} against {pairs[0].b.name}: {'; '.join(found)}"
 
 
 def occupancy_title(run: Run, load: MeasuredLoad) -> str:
-    """Of the KV budget over time."""
+    """How much of the KV budget both layouts reserve and fill at a load."""
     pair = next((p for p in paging(run) if p.load == load), None)
     said = [
         say(

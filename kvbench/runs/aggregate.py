@@ -11,6 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvbench.common.files import read_json, write_atomically, write_json, write_
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.workload.design import Cell
+from kvbench.workload.design import Cell, LoadPoint
 
 _SAMPLES = 8
 _SAMPLE_COLUMNS = ("index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", "text")
@@ -80,17 +81,14 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict
     summary = _summary(cell, loads, counters, requests, facts)
     manifest = read_json(run.manifest_path) if run.manifest_path.is_file() else {}
     section = (manifest.get("workload") or {}).get("load") or {}
-    rate = cell.load.request_rate
+    load = cell.load if cell.load.request_rate is not None else replace(cell.load, request_rate=_mean_rate(requests))
     summary |= vllm_fields(
         _vllm_metrics(summary),
+        load,
         date=summary["repeats"][0]["started_at"],
         backend=facts.get("backend"),
         model=facts.get("model"),
-        mode=cell.load.mode,
-        request_rate=_mean_rate(requests) if rate is None else rate,
-        arrivals=section.get("arrivals") or cell.load.arrivals,
         burstiness=section.get("burstiness"),
-        concurrency=cell.load.concurrency,
         max_concurrency=section.get("max_concurrency"),
     )
     write_json(folder / "counters.json", {"cell_id": cell.cell_id, "repeats": {str(r): c for r, c in counters.items()}})
@@ -219,15 +217,12 @@ def _vllm_metrics(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def vllm_fields(
     metrics: Mapping[str, Any],
+    load: LoadPoint,
     *,
     date: str,
     backend: str | None,
     model: str | None,
-    mode: str,
-    request_rate: float | None,
-    arrivals: str | None,
     burstiness: float | None,
-    concurrency: int | None,
     max_concurrency: int | None,
 ) -> dict[str, Any]:
     """A load in the field names of a ``vllm bench serve`` result; times in ms, rates per second.
@@ -236,7 +231,7 @@ def vllm_fields(
     closed loop (vLLM's word for: as fast as ``max_concurrency`` lets). ``burstiness``, the shape of the gamma
     distribution of the gaps: 1 for poisson, "inf" for constant gaps, None for a trace and in closed loop.
     """
-    is_open = mode == "open"
+    is_open = load.mode == "open"
     drawn = 1.0 if burstiness is None else burstiness
     shapes = {"poisson": 1.0, "constant": "inf", "gamma": drawn, "ramp": drawn, "step": drawn}
     fields: dict[str, Any] = {
@@ -245,9 +240,9 @@ def vllm_fields(
         "model_id": model,
         "tokenizer_id": model,
         "num_prompts": (metrics.get("completed") or 0) + (metrics.get("failed") or 0),
-        "request_rate": "inf" if not is_open or request_rate == math.inf else request_rate,
-        "burstiness": shapes.get(arrivals or "") if is_open else None,
-        "max_concurrency": max_concurrency if is_open else concurrency,
+        "request_rate": "inf" if not is_open or load.request_rate == math.inf else load.request_rate,
+        "burstiness": shapes.get(load.arrivals) if is_open else None,
+        "max_concurrency": max_concurrency if is_open else load.concurrency,
         "duration": metrics.get("duration_s"),
         "request_goodput": metrics.get("goodput"),
         **{name: metrics.get(name) for name in (*_TOTALS, *_RATES)},

@@ -71,7 +71,6 @@ _PLAIN = (
     "total_cached_tokens", "multi_token_chunks",
 )  # fmt: skip
 SHORT_NAMES = (*_PLAIN, *_COMPUTED, *_SHORT)
-_HIGHER_IS_BETTER = ("throughput", "goodput", "hit_rate", "completed", "max_concurrency", "capacity_tokens")
 
 
 def check_name(name: str) -> None:
@@ -108,10 +107,6 @@ def nearest(cell: MeasuredCell, name: str) -> str | None:
     """The metric of ``cell`` whose dotted name is most like ``name``."""
     known = [key for repeat in cell.repeats for key in flatten({**repeat.metrics, "server": repeat.server})]
     return next(iter(difflib.get_close_matches(name, sorted(set(known)), n=1)), None)
-
-
-def higher_is_better(name: str) -> bool:
-    return any(part in name for part in _HIGHER_IS_BETTER)
 
 
 def unit_of(name: str) -> str:

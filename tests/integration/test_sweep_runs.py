@@ -140,7 +140,7 @@ def test_an_interrupted_report_is_not_half_there_and_its_command_is_named(measur
         return ""
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.report.markdown.markdown", interrupted)
+        patch.setattr("kvbench.report.write.markdown", interrupted)
         with pytest.raises(SystemExit) as stopped:
             main(["sweep", "--resume", str(folder)])
     assert stopped.value.code == 130

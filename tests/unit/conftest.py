@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.report import build_report
+from kvbench.report.write import write_report
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.loads import ROOT, SUPPORT, LoadRunner, own_mock
@@ -78,7 +78,7 @@ def page_of(run_folder: Callable[[str], Path]) -> Callable[[str], str]:
 
     def text(variant: str) -> str:
         if variant not in built:
-            built[variant] = build_report(run_folder(variant)).html.read_text()
+            built[variant] = write_report(read_run(run_folder(variant)))[0].read_text()
         return built[variant]
 
     return text

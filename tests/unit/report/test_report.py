@@ -14,12 +14,13 @@ import pandas as pd
 import pytest
 import rich.console
 
-from kvbench.report import build_report, console_table, headline
+from kvbench.report.console import console_table
 from kvbench.report.figures import drawings, ecdf, log_axis
 from kvbench.report.kv import thin
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.style import looks
+from kvbench.report.wording import headline
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
@@ -65,8 +66,8 @@ def test_every_variant_builds_one_page_that_loads_nothing(
     assert len(text) < 8_000_000 and parsed.tags.count("h1") == 1
     assert [load for load in parsed.loads if not load.startswith(("data:", "#"))] == []
     assert not any("url(" in style or "@import" in style for style in parsed.styles)
-    assert headline(folder) in " ".join(parsed.text)
-    assert (folder / "report.md").read_text().startswith(f"**{headline(folder)}**".replace("_", r"\_")[:40])
+    assert headline(run) in " ".join(parsed.text)
+    assert (folder / "report.md").read_text().startswith(f"**{headline(run)}**".replace("_", r"\_")[:40])
     assert not run.cells or len(pd.read_csv(folder / "summary.csv")) == len(run.cells)
     assert {path.name for path in folder.iterdir()} <= {
         "cells", "manifest.json", "report.html", "report.md", "summary.csv",
@@ -128,7 +129,7 @@ def test_goodput_names_its_limits_in_page_and_markdown(make: Callable[..., Run])
 
 def test_changed_data_change_the_sentence(make: Callable[..., Run]) -> None:
     run = make()
-    before = headline(run.folder)
+    before = headline(run)
     for one in run.cells:
         if one.is_paged:
             path = one.folder / "summary.json"
@@ -136,7 +137,7 @@ def test_changed_data_change_the_sentence(make: Callable[..., Run]) -> None:
             for repeat in summary["repeats"]:
                 repeat["metrics"]["steady_output_throughput"] /= 10
             path.write_text(json.dumps(summary))
-    assert "delivered" in before and "was slower than contiguous" in headline(run.folder)
+    assert "delivered" in before and "was slower than contiguous" in headline(read_run(run.folder))
 
 
 def test_the_axis_says_whole_run_where_no_window_was_steady(make: Callable[..., Run]) -> None:
@@ -183,10 +184,10 @@ def test_uncertain_percentiles_are_marked(run_of: Callable[[str], Run], page_of:
 
 @pytest.mark.parametrize("variant", ["invalid", "normal"])
 def test_the_console_table_fits_80_columns_and_marks_what_is_invalid(
-    variant: str, run_folder: Callable[[str], Path]
+    variant: str, run_of: Callable[[str], Run]
 ) -> None:
     out = io.StringIO()
-    rich.console.Console(file=out, width=80).print(console_table(run_folder(variant)))
+    rich.console.Console(file=out, width=80).print(console_table(run_of(variant)))
     text = out.getvalue()
     rows = [line for line in text.splitlines() if "contiguous" in line and "ratio" not in line]
     assert rows and all(("! contiguous" in line) == (variant == "invalid") for line in rows)
@@ -221,8 +222,8 @@ def test_same_seed_same_report(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a results folder"):
-        build_report(tmp_path)
+        read_run(tmp_path)
     (tmp_path / "manifest.json").write_text('{"kind": "load", "status": "complete"}')
     with pytest.raises(ValueError, match="read its metrics"):
-        build_report(tmp_path)
+        read_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]

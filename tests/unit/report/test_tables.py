@@ -102,23 +102,15 @@ def group(n: int, **more: Any) -> dict[str, Any]:
     return {"n": n, "ttft_ms": {"p50": 9.0, "p95": 20.0, "uncertain": ["p95"]}, **more}
 
 
-@pytest.mark.parametrize("pooled", [True, False])  # runs of older versions have the classes of each repeat only
-def test_the_most_urgent_class_comes_first_with_its_priority(pooled: bool) -> None:
+def test_the_most_urgent_class_comes_first_with_its_priority() -> None:
     def classes(**priorities: int) -> list[tuple[str, ...]]:
-        found = {"batch": group(30, priority=priorities["batch"]), "chat": group(10, priority=priorities["chat"])}
-        one = changed(cell(), per_class=found) if pooled else changed(cell(), {"per_class": found})
-        return [row[:1] + row[3:6] for row in texts(class_table(run(one)))]
+        found = {name: group(n, priority=priorities[name]) for name, n in (("batch", 30), ("chat", 10))}
+        return [row[:1] + row[3:6] for row in texts(class_table(run(changed(cell(), per_class=found))))]
 
-    if pooled:
-        assert classes(batch=5, chat=0) == [
-            ("chat (priority 0)", "10", "9.0 ms", "20.0 ms*"), ("batch (priority 5)", "30", "9.0 ms", "20.0 ms*"),
-        ]  # fmt: skip
-        assert [row[0] for row in classes(batch=0, chat=0)] == ["batch", "chat"]
-    else:
-        assert classes(batch=0, chat=0) == [
-            ("batch", "90", "9.0 ms*", "20.0 ms*"),
-            ("chat", "30", "9.0 ms*", "20.0 ms*"),
-        ]
+    assert classes(batch=5, chat=0) == [
+        ("chat (priority 0)", "10", "9.0 ms", "20.0 ms*"), ("batch (priority 5)", "30", "9.0 ms", "20.0 ms*"),
+    ]  # fmt: skip
+    assert [row[0] for row in classes(batch=0, chat=0)] == ["batch", "chat"]
     assert class_table(run(changed(cell(), per_class={"chat": group(10)}))).rows == ()  # one class only
 
 

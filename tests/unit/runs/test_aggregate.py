@@ -41,16 +41,15 @@ def aggregated(
     load: LoadPoint,
     repeats: list[pd.DataFrame],
     *,
-    arrivals: str | None = None,
     notes: list[dict[str, Any]] | None = None,
     done: dict[str, Any] | None = None,
     **section: Any,
 ) -> dict[str, Any]:
-    """summary.json of one cell whose repeats are `repeats`, as read back from the file; `section`: of `load:`."""
+    """summary.json of one cell whose repeats are ``repeats``, as read back; ``section``: ``load:`` of the workload."""
     run = RunFolder(folder)
     cell = Cell(f"paged-{load.load_id}", CONFIGURATION, load)
-    if arrivals:
-        write_json(run.manifest_path, {"workload": {"load": {"arrivals": arrivals, **section}}, "plan": []})
+    if section:
+        write_json(run.manifest_path, {"workload": {"load": section}, "plan": []})
     for repeat, frame in enumerate(repeats, start=1):
         where = run.load(cell.cell_id, repeat)
         where.mkdir(parents=True)
@@ -65,18 +64,17 @@ def aggregated(
 
 
 CLOSED = LoadPoint("c2", "closed", 2, None, 4)
+FRAME = rows([(0.0, LATER), (0.001, LATER)])
 
 
 def test_steady_latency_is_pooled_over_each_repeats_own_window(tmp_path: Path) -> None:
     # Two users start within a millisecond; the window starts with the second, so the first is outside it.
     first = rows([(0.0, BURST), (0.001, BURST), (1.2, LATER), (1.3, LATER)])
     late = rows([(5.0, BURST), (5.001, BURST), (6.2, LATER), (6.3, 3 * LATER)])
-    summary = aggregated(tmp_path, CLOSED, [first, late])
-    steady = summary["pooled"]["steady_latency"]["ttft_ms"]
+    pooled = aggregated(tmp_path, CLOSED, [first, late])["pooled"]
     expected = distribution([900.0, 100.0, 100.0, 900.0, 100.0, 300.0])
-    assert steady["n"] == 6
-    assert steady["p50"] == pytest.approx(expected["p50"])
-    assert summary["pooled"]["ttft_ms"]["n"] == 8
+    assert pooled["ttft_ms"]["n"] == 8 and pooled["steady_latency"]["ttft_ms"]["n"] == 6
+    assert pooled["steady_latency"]["ttft_ms"]["p50"] == pytest.approx(expected["p50"])
 
 
 def test_pooled_steady_latency_holds_whoever_waited_past_the_windows_end(tmp_path: Path) -> None:
@@ -88,61 +86,39 @@ def test_pooled_steady_latency_holds_whoever_waited_past_the_windows_end(tmp_pat
 
 
 def test_a_load_that_never_reached_its_target_has_no_steady_latency(tmp_path: Path) -> None:
-    summary = aggregated(tmp_path, LoadPoint("c9", "closed", 9, None, 2), [rows([(0.0, LATER), (1.0, LATER)])])
-    assert summary["pooled"]["steady_latency"]["ttft_ms"]["n"] == 0
-    assert summary["pooled"]["ttft_ms"]["n"] == 2
+    pooled = aggregated(tmp_path, LoadPoint("c9", "closed", 9, None, 2), [rows([(0.0, LATER), (1.0, LATER)])])["pooled"]
+    assert (pooled["steady_latency"]["ttft_ms"]["n"], pooled["ttft_ms"]["n"]) == (0, 2)
 
 
-def test_notes_are_carried_over_and_listed_where_repeats_differ(tmp_path: Path) -> None:
-    frame = rows([(0.0, LATER), (0.001, LATER)])
+def test_facts_of_each_load_are_carried_over_and_notes_listed_where_they_differ(tmp_path: Path) -> None:
     notes = [{"length_scale": 0.112, "prefix": n} for n in (5, 7)]
-    assert aggregated(tmp_path, CLOSED, [frame, frame], notes=notes)["notes"] == {
-        "length_scale": 0.112,
-        "prefix": [5, 7],
-    }
+    facts = {
+        "machine": {"foreign_cpu_cores": 0.4}, "prefix_cache": {"hits": 12.0, "queries": 80.0},
+        "prefix_cache_bounds": {"low": 0, "high": 20}, "invalid_reasons": ["it lagged"],
+    }  # fmt: skip
+    summary = aggregated(tmp_path / "a", CLOSED, [FRAME, FRAME], notes=notes, done=facts)
+    assert summary["notes"] == {"length_scale": 0.112, "prefix": [5, 7]}
+    assert not summary["valid"] and summary["invalid_reasons"] == ["repeat 1: it lagged", "repeat 2: it lagged"]
+    carried = {key: facts[key] for key in ("machine", "prefix_cache", "prefix_cache_bounds")}
+    assert all(repeat.items() >= carried.items() for repeat in summary["repeats"])
+    assert not carried.keys() & aggregated(tmp_path / "b", CLOSED, [FRAME])["repeats"][0].keys()
 
 
-def test_machine_is_carried_over_where_recorded(tmp_path: Path) -> None:
-    frame = rows([(0.0, LATER), (0.001, LATER)])
-    with_it = aggregated(tmp_path / "a", CLOSED, [frame], done={"machine": {"foreign_cpu_cores": 0.4}})
-    assert with_it["repeats"][0]["machine"] == {"foreign_cpu_cores": 0.4}
-    assert "machine" not in aggregated(tmp_path / "b", CLOSED, [frame])["repeats"][0]
+GAMMA = {"burstiness": 0.25, "max_concurrency": 7}
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "asked", "rate", "burstiness"),
+    ("load", "section", "fields"),
     [
-        ("poisson", 4.0, 4.0, 1.0),
-        ("constant", 4.0, 4.0, "inf"),
-        ("trace", None, 0.5, None),  # 3 gaps in 6 s
+        (LoadPoint("r4", "open", None, 4.0, 4), {}, (4.0, 1.0, None)),
+        (LoadPoint("r4", "open", None, 4.0, 4, "constant"), {}, (4.0, "inf", None)),
+        (LoadPoint("trace", "open", None, None, 4, "trace"), {}, (0.5, None, None)),  # 3 gaps in 6 s
+        (LoadPoint("ramp", "open", None, None, 4, "ramp"), {}, (0.5, 1.0, None)),
+        (LoadPoint("rinf", "open", None, math.inf, 4, "gamma"), GAMMA, ("inf", 0.25, 7)),
+        (LoadPoint("c2", "closed", 2, None, 4), {}, ("inf", None, 2)),
     ],
 )
-def test_rate_and_burstiness_of_open_loads(
-    tmp_path: Path, arrivals: str, asked: float | None, rate: float, burstiness: float | str | None
-) -> None:
+def test_the_load_in_vllms_fields(tmp_path: Path, load: LoadPoint, section: dict, fields: tuple) -> None:
     frame = rows([(0.0, LATER), (1.0, LATER), (4.5, LATER), (6.0, LATER)])
-    summary = aggregated(tmp_path, LoadPoint("open", "open", None, asked, 4), [frame], arrivals=arrivals)
-    assert summary["request_rate"] == pytest.approx(rate)
-    assert summary["burstiness"] == burstiness
-
-
-def test_gamma_gaps_a_cap_and_an_infinite_rate_are_told_in_vllms_fields(tmp_path: Path) -> None:
-    frame = rows([(0.0, LATER), (0.0, LATER), (6.0, LATER)])
-    gamma: dict[str, Any] = {"arrivals": "gamma", "burstiness": 0.25, "max_concurrency": 7}
-    at_once = LoadPoint("rinf", "open", None, math.inf, 3, "gamma")
-    summary = aggregated(tmp_path, at_once, [frame], **gamma)
-    assert (summary["request_rate"], summary["burstiness"], summary["max_concurrency"]) == ("inf", 0.25, 7)
-    assert summary["load"]["request_rate"] == "inf" and summary["load"]["arrivals"] == "gamma"
-    ramp = LoadPoint("ramp", "open", None, None, 3, "ramp")
-    assert aggregated(tmp_path / "b", ramp, [frame], arrivals="ramp")["request_rate"] == pytest.approx(2 / 6)
-
-
-def test_prefix_cache_hits_and_what_was_possible_are_carried_over(tmp_path: Path) -> None:
-    told = {"prefix_cache": {"hits": 12.0, "queries": 80.0}, "prefix_cache_bounds": {"low": 0, "high": 20}}
-    (repeat,) = aggregated(tmp_path, CLOSED, [rows([(0.0, LATER), (0.001, LATER)])], done=told)["repeats"]
-    assert {key: repeat[key] for key in told} == told
-
-
-def test_closed_loop_has_no_burstiness(tmp_path: Path) -> None:
-    summary = aggregated(tmp_path, CLOSED, [rows([(0.0, LATER), (0.001, LATER)])], arrivals="poisson")
-    assert (summary["request_rate"], summary["burstiness"], summary["max_concurrency"]) == ("inf", None, 2)
+    summary = aggregated(tmp_path, load, [frame], **section)
+    assert (summary["request_rate"], summary["burstiness"], summary["max_concurrency"]) == pytest.approx(fields)

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvbench.report import build_report
 from kvbench.report.kv import SECTION, ledger_figure, ledger_note, ledger_table
 from kvbench.report.markdown import markdown
+from kvbench.report.write import write_report
 from kvbench.runs.kv_ledger import PLACES, SLOT_PLACES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
@@ -149,7 +149,7 @@ def test_every_byte_of_the_budget_is_in_one_place(hand_made: Run) -> None:
 def test_counters_become_bytes_and_csv_columns(hand_made: Run) -> None:
     (only,) = hand_made.cells
     assert swapped_bytes(only) == 700_000 and swapped_bytes(only, "in") == 600_000
-    build_report(hand_made.folder)
+    write_report(hand_made)
     row = pd.read_csv(hand_made.folder / "summary.csv").iloc[0]
     expected = {
         "kv_tokens_bytes": 60_000, "kv_scale_bytes": 1_800, "kv_fragmented_bytes": 5_000, "kv_table_bytes": 2_500,
