@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from kvbench.cli.gate import results_command
-from kvbench.gate.verdict.benchmark_action import BIGGER, SMALLER, sweep_entries, verdict_entries, write_benchmarks
+from kvbench.gate.verdict.benchmark_action import (
+    BIGGER,
+    SMALLER,
+    sweep_entries,
+    verdict_entries,
+    write_benchmarks,
+)
 from kvbench.gate.verdict.verdict import FAIL, PASS, Verdict
 from tests.support import verdicts
 
@@ -42,31 +48,21 @@ def test_candidate_values_go_to_the_file_of_their_direction(tmp_path: Path) -> N
     assert overall["value"] == pytest.approx(22.02)
     assert overall["range"] == "± 0.18"  # 20 ms by (11.0 - 9.2) / 2 %
     assert overall["extra"].startswith("FAIL\n")
-
-
-def test_a_direction_without_values_has_no_file_and_loses_an_old_one(tmp_path: Path) -> None:
-    (tmp_path / BIGGER).write_text("[]")
     assert write_benchmarks(verdict_entries(verdicts.passed()), tmp_path) == [tmp_path / SMALLER]
-    assert not (tmp_path / BIGGER).exists()
+    assert not (tmp_path / BIGGER).exists()  # a direction without values has no file
 
 
-@pytest.mark.parametrize("name", ["counters", "invalid", "empty"])
-def test_gates_without_timings_have_nothing_to_chart(name: str) -> None:
-    assert verdict_entries(verdicts.EVERY[name]()) == []
-
-
-def test_limits_are_no_timings() -> None:
-    assert verdict_entries(Verdict("limits", PASS, "s", (verdicts.timing("a", PASS),))) == []
-
-
-def test_a_value_that_could_not_be_had_is_left_out() -> None:
-    good = verdicts.timing("a", PASS)
-    bad = verdicts.timing("b", FAIL, float("nan"))
+def test_what_is_no_timing_of_a_comparison_is_left_out() -> None:
+    for name in ("counters", "invalid", "empty"):
+        assert verdict_entries(verdicts.EVERY[name]()) == []
+    good, bad = verdicts.timing("a", PASS), verdicts.timing("b", FAIL, float("nan"))
+    assert verdict_entries(Verdict("limits", PASS, "s", (good,))) == []
     (entry,) = verdict_entries(Verdict("compare", FAIL, "s", (bad, good)))
     assert entry[1]["name"] == "a/p95_itl_ms"
 
 
 def test_a_sweep_gives_its_valid_cells(tmp_path: Path) -> None:
+    assert sweep_entries(tmp_path / "summary.csv", "mixed") == []  # no table, nothing to chart
     rows = [
         {"cell_id": "p8-c8", "configuration": "paged", "valid": "True", "repeats": 3, "output_tokens_per_s": 221.5,
          "ttft_ms_p95": 4867.25, "itl_ms_p95": "", "output_tokens_per_s_min": 219.5, "output_tokens_per_s_max": 224.5},
@@ -77,31 +73,29 @@ def test_a_sweep_gives_its_valid_cells(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     write_benchmarks(sweep_entries(tmp_path / "summary.csv", "mixed"), tmp_path)
+    extra = "paged\n3 repeats"
     assert check(tmp_path / BIGGER) == [
-        {"name": "mixed/p8-c8/output_tokens_per_s", "unit": "tokens/s", "value": 221.5, "range": "± 2.5",
-         "extra": "paged\n3 repeats"}
-    ]  # fmt: skip
+        {
+            "name": "mixed/p8-c8/output_tokens_per_s",
+            "unit": "tokens/s",
+            "value": 221.5,
+            "range": "± 2.5",
+            "extra": extra,
+        }
+    ]
     assert check(tmp_path / SMALLER) == [
-        {"name": "mixed/p8-c8/ttft_ms_p95", "unit": "ms", "value": 4867.25, "extra": "paged\n3 repeats"}
+        {"name": "mixed/p8-c8/ttft_ms_p95", "unit": "ms", "value": 4867.25, "extra": extra}
     ]
 
 
-def test_a_stored_sweep_is_read() -> None:
-    found = Path("results/reference/vllm-cpu/sweep/summary.csv")
-    with found.open(newline="") as file:
-        valid = [row for row in csv.DictReader(file) if row["valid"] == "True"]
-    points = sweep_entries(found, "vllm-cpu")
-    assert len(points) == 3 * len(valid) > 0
-
-
-def test_the_gate_of_a_sweep_writes_its_charts(tmp_path: Path) -> None:
+def test_the_gate_of_a_stored_sweep_writes_its_charts(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text('limits: [{metric: output_throughput, min: 1, cells: "*"}]')
     sweep = Path("results/reference/vllm-cpu/sweep")
     assert results_command(sweep, policy, tmp_path / "out", force=False) == 0
+    with (sweep / "summary.csv").open(newline="") as file:
+        valid = [row for row in csv.DictReader(file) if row["valid"] == "True"]
     for name, metrics in ((BIGGER, {"output_tokens_per_s"}), (SMALLER, {"ttft_ms_p95", "itl_ms_p95"})):
-        assert {entry["name"].split("/")[-1] for entry in check(tmp_path / "out" / name)} == metrics
-
-
-def test_a_sweep_without_its_table_has_nothing_to_chart(tmp_path: Path) -> None:
-    assert sweep_entries(tmp_path / "summary.csv", "mixed") == []
+        entries = check(tmp_path / "out" / name)
+        assert {entry["name"].split("/")[-1] for entry in entries} == metrics
+        assert len(entries) == len(metrics) * len(valid) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -18,28 +17,19 @@ SCHEMA = json.loads((Path(kvbench.gate.verdict.__file__).parent / "verdict.schem
 
 @pytest.mark.parametrize("name", verdicts.EVERY)
 def test_every_verdict_is_written_whole_and_conforms(name: str, tmp_path: Path) -> None:
-    written = write_outputs(verdicts.EVERY[name](), tmp_path)
+    verdict = verdicts.EVERY[name]()
+    written = write_outputs(verdict, tmp_path)
     assert sorted(written) == sorted(tmp_path.iterdir())
     assert [path.name for path in written[:3]] == ["verdict.json", "junit.xml", "summary.md"]
     document = json.loads((tmp_path / "verdict.json").read_bytes())
     assert errors(document, SCHEMA) == []
-    assert document["exit_code"] == verdicts.EVERY[name]().exit_code
+    assert document["exit_code"] == verdict.exit_code
     for path in written:
         assert path.read_bytes().decode("utf-8")
-
-
-@pytest.mark.parametrize("name", ["failed", "passed", "inconclusive", "empty", "counters"])
-def test_all_of_a_verdict_is_in_its_file(name: str, tmp_path: Path) -> None:
-    verdict = verdicts.EVERY[name]()
-    write_outputs(verdict, tmp_path)
-    assert verdicts.read(tmp_path) == verdict
-
-
-def test_a_number_that_could_not_be_had_is_null(tmp_path: Path) -> None:
-    verdict = verdicts.invalid()
-    assert math.isnan(verdict.findings[1].figures["kld"] or 0)
-    write_outputs(verdict, tmp_path)
-    assert verdicts.read(tmp_path).findings[1].figures["kld"] is None
+    if name == "invalid":  # a number that could not be had is null
+        assert verdicts.read(tmp_path).findings[1].figures["kld"] is None
+    elif name != "hostile":
+        assert verdicts.read(tmp_path) == verdict
 
 
 @pytest.mark.parametrize(
@@ -50,7 +40,6 @@ def test_a_number_that_could_not_be_had_is_null(tmp_path: Path) -> None:
         ({"format": "kvbench-verdict/2"}, "$.format"),
         ({"more": 1}, "$.more"),
         ({"findings": [{"id": "a"}]}, "$.findings[0]"),
-        ({"accept": 3}, "$.accept"),
         ({"moved": [{"interval": [1.0]}]}, "$.moved[0]"),
     ],
 )
@@ -64,9 +53,5 @@ def test_files_of_an_earlier_verdict_do_not_stay(tmp_path: Path) -> None:
     assert (tmp_path / "pairs.html").exists() and (tmp_path / "benchmark-bigger-is-better.json").exists()
     write_outputs(verdicts.empty(), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"verdict.json", "junit.xml", "summary.md"}
-
-
-def test_a_place_that_is_no_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError, match="file"):
-        write_outputs(verdicts.failed(), tmp_path / "file")
+    with pytest.raises(FileExistsError, match="verdict.json"):
+        write_outputs(verdicts.failed(), tmp_path / "verdict.json")

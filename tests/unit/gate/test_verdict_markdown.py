@@ -80,9 +80,9 @@ def test_what_each_kind_of_verdict_shows(verdict: Verdict, there: str) -> None:
     assert there in summary(verdict)
 
 
-@pytest.mark.parametrize("room", [10**6, 100_000, 20_000, 5_000, 500, 100])
+@pytest.mark.parametrize("room", [100_000, 20_000, 500, 100])
 def test_a_summary_that_is_too_long_loses_its_tables_and_says_so(room: int) -> None:
-    text = summary(verdicts.huge(), room)
+    text = summary(verdicts.huge(500), room)
     assert len(text.encode()) <= room
     assert text.split("\n")[0] == "**FAIL** - all is slower"
     assert ("verdict.json and junit.xml have all" in text) is (room > 100)

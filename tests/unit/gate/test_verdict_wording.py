@@ -41,23 +41,16 @@ def test_changes_in_percent(fraction: float | None, words: str) -> None:
     assert wording.percent(fraction) == words
 
 
-def test_a_share_has_no_sign() -> None:
-    assert wording.percent(0.93, signed=False) == "93.0 %"
-
-
 @pytest.mark.parametrize(
     ("value", "unit", "words"),
     [
-        (12.34, "ms", "12.3 ms"),
-        (2 * 2**30, "bytes", "2 GiB"),
-        (3.0, None, "3"),
-        (None, "ms", "–"),
-        (0.5, "", "0.500"),
-        (3, "count", "3"),
+        (12.34, "ms", "12.3 ms"), (2 * 2**30, "bytes", "2 GiB"), (3.0, None, "3"), (None, "ms", "–"), (0.5, "", "0.500"),
+        (3, "count", "3"), (0.25, "share", "25 %"),
     ],
-)
+)  # fmt: skip
 def test_quantities(value: float | None, unit: str | None, words: str) -> None:
     assert wording.quantity(value, unit) == words
+    assert wording.percent(0.93, signed=False) == "93.0 %"
 
 
 @pytest.mark.parametrize(("p", "words"), [(0.00390625, "0.0039"), (1.0, "1"), (0.00001, "< 0.0001"), (None, "–")])
@@ -70,21 +63,14 @@ def test_clean_keeps_what_can_be_read() -> None:
     assert wording.clean("\x1b[1;31mred\x1b[0m \x1b]8;;http://x\x07link \x00\x7f\x85\ud800\uffff.") == "red link ."
 
 
-@given(st.text())
-def test_a_line_is_one_line_within_its_limit(text: str) -> None:
-    flat = wording.line(text, 20)
-    assert len(flat) <= 20 and flat.splitlines() in ([flat], [])
-
-
-@given(st.text(), st.integers(5, 60))
-def test_a_shortened_name_keeps_both_ends(text: str, limit: int) -> None:
-    flat, short = wording.line(text), wording.shortened(text, limit)
-    assert len(short) <= limit
+@given(st.text(max_size=100), st.integers(5, 60))
+def test_a_line_and_a_shortened_name_keep_their_limit(text: str, limit: int) -> None:
+    flat, cut, short = wording.line(text), wording.line(text, limit), wording.shortened(text, limit)
+    assert len(cut) <= limit and len(short) <= limit and cut.splitlines() in ([cut], [])
     if len(flat) <= limit:
-        assert short == flat
+        assert short == flat == cut
     else:
-        head, tail = short[: short.rindex("…", 0, limit)] if "…" not in flat else "", short[-2:]
-        assert flat.startswith(head) and flat.endswith(tail)
+        assert flat.endswith(short[-2:]) and flat.startswith(cut.removesuffix(" …"))
 
 
 def test_bounds_of_a_limit() -> None:
@@ -94,17 +80,17 @@ def test_bounds_of_a_limit() -> None:
     assert wording.bounds(Finding("a", "cell", "a", FAIL, "s", figures={"floor": 0.02})) == ""
 
 
-def test_sides_are_named_once() -> None:
-    verdict = Verdict(
-        "compare", PASS, "s", base={"name": "main", "sha": "0123456789abcdef"}, candidate={"name": "0123456789ab"}
-    )
-    assert wording.sides(verdict) == "base main (0123456789ab), candidate 0123456789ab"
-    same = Verdict(
-        "compare", PASS, "s", base={"name": "0123456", "sha": "0123456789abcdef"}, candidate={"command": "x"}
-    )
-    assert wording.sides(same) == "base 0123456"
-    built = Verdict("compare", PASS, "s", base={"name": "HEAD (0123456)", "sha": "0123456789abcdef"})
-    assert wording.sides(built) == "base HEAD (0123456)"
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ({"name": "main", "sha": "0123456789abcdef"}, "base main (0123456789ab)"),
+        ({"name": "0123456", "sha": "0123456789abcdef"}, "base 0123456"),
+        ({"name": "HEAD (0123456)", "sha": "0123456789abcdef"}, "base HEAD (0123456)"),
+        ({"command": "x"}, ""),
+    ],
+)
+def test_sides_are_named_once(base: dict[str, str], words: str) -> None:
+    assert wording.sides(Verdict("compare", PASS, "s", base=base, candidate={"command": "x"})) == words
 
 
 def test_where_no_direction_is_better_the_greater_change_comes_first() -> None:
