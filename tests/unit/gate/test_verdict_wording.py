@@ -44,7 +44,8 @@ def test_changes_in_percent(fraction: float | None, words: str) -> None:
 @pytest.mark.parametrize(
     ("value", "unit", "words"),
     [
-        (12.34, "ms", "12.3 ms"), (2 * 2**30, "bytes", "2 GiB"), (3.0, None, "3"), (None, "ms", "–"), (0.5, "", "0.500"),
+        (12.34, "ms", "12.3 ms"), (2 * 2**30, "bytes", "2 GiB"), (3.0, None, "3"), (None, "ms", "–"),
+        (0.5, "", "0.500"),
         (3, "count", "3"), (0.25, "share", "25 %"),
     ],
 )  # fmt: skip

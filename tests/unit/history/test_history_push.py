@@ -111,16 +111,6 @@ def test_who_is_overtaken_begins_again(remote, there):
     assert git(remote, "rev-list", "--count", BRANCH) == str(2 + there)
 
 
-def test_two_jobs_at_once_both_keep_their_runs(remote):
-    clones = [_clone(remote, f"job{i}", **{f"r{i}": str(i)}) for i in range(3)]
-    command = ["bash", str(SCRIPT), "history"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    jobs = [subprocess.Popen(command, cwd=clone, env=_environment(), **pipes) for clone in clones]
-    said = [job.communicate(timeout=100)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0, 0], said
-    assert _manifests(remote) == {"r0": "0", "r1": "1", "r2": "2"}
-
-
 def test_what_cannot_be_done_is_said(remote):
     clone = _clone(remote, "job", r1="one")
     (clone / "empty").mkdir()
