@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvbench.common.errors import UsageError
-from tests.benchmarks.bench_bars import BARS, Bar, swap_gb_per_s
+from tests.benchmarks.bench_bars import BARS, Bar, Measured, missed, swap_gb_per_s
 from tests.benchmarks.bench_run import main as run_benchmarks
 from tests.benchmarks.bench_table import bar_lines, read_rows, to_csv, to_markdown, write_tables
 
@@ -67,23 +67,15 @@ def test_a_group_is_a_table_whose_columns_vary_and_whose_constants_stand_above_i
     assert "disturbed" not in text and "## Bars" not in text
 
 
-def test_two_tests_of_one_group_are_told_apart_and_one_row_alone_has_no_constants_to_hide(read):
-    rows = read(
-        entry("test_a", {"n": 0}, {"x": 1}), entry("test_b", {}, {"y": 2}), entry("test_c", {}, {"z": 3}, group=None)
-    )
+def test_two_tests_of_one_group_are_told_apart_and_disturbed_rows_are_marked(read):
+    rows = read(entry("test_a", {"n": 0}, {"x": 1}), entry("test_b", {}, {"y": 2}, disturbed=True))
     text = to_markdown(rows, MANIFEST, ())
     assert table_after(text, "decode") == [
         ["test", "n", "fastest", "median", "x", "y"],
         ["test_a", "0", "2 ms", "3 ms", "1", ""],
-        ["test_b", "", "2 ms", "3 ms", "", "2"],
+        ["test_b", "", "2 ms!", "3 ms", "", "2"],
     ]
-    assert table_after(text, "test_c") == [["fastest", "median", "z"], ["2 ms", "3 ms", "3"]]
-
-
-def test_disturbed_rows_are_marked_and_counted(read):
-    text = to_markdown(read(decode(16, 0.6), decode(8, 0.5, disturbed=True)), MANIFEST, ())
     assert "**1 of 2 benchmarks were disturbed**" in text
-    assert [row[1] for row in table_after(text, "decode")] == ["fastest", "2 ms", "2 ms!"]
 
 
 def test_csv_has_every_parameter_and_figure_of_every_benchmark(read):
@@ -97,16 +89,19 @@ def test_csv_has_every_parameter_and_figure_of_every_benchmark(read):
     assert second["group"] == "g" and second["figure group"] == "taken" and second["ratio"] == ""
 
 
-def test_the_worst_row_counts_for_a_bar(read):
-    bar = Bar("share", "cpu", "test_decode", {"kv": "float32", "page_size": lambda p: p >= 16}, "ratio", 0.5)
-    assert bar_lines(read(decode(16, 0.6), decode(64, 0.5), decode(1, 0.1)), [bar]) == [
-        ["share", ">= 0.5", "0.5 to 0.6", "reached"]
-    ]
-    assert bar_lines(read(decode(16, 0.6), decode(64, 0.499)), [bar])[0][2:] == ["0.499 to 0.6", "MISSED"]
-    at = Bar("cost", "cpu", "test_decode", {}, "ratio", 0.5, at_most=True)
-    assert bar_lines(read(decode(16, 0.5)), [at]) == [["cost", "<= 0.5", "0.5", "reached"]]
-    below = Bar("cost", "cpu", "test_decode", {}, "ratio", 0.5, at_most=True)
-    assert bar_lines(read(decode(16, 0.6), decode(64, 0.4)), [below]) == [["cost", "<= 0.5", "0.6 to 0.4", "MISSED"]]
+@pytest.mark.parametrize(
+    ("ratios", "at_most", "shown", "verdict"),
+    [
+        ((0.6, 0.5), False, "0.5 to 0.6", "reached"),
+        ((0.6, 0.499), False, "0.499 to 0.6", "MISSED"),
+        ((0.5,), True, "0.5", "reached"),
+        ((0.6, 0.4), True, "0.6 to 0.4", "MISSED"),
+    ],
+)
+def test_the_worst_row_counts_for_a_bar(read, ratios, at_most, shown, verdict):
+    bar = Bar("share", "cpu", "test_decode", {"page_size": lambda p: p >= 16}, "ratio", 0.5, at_most)
+    rows = read(*(decode(16, ratio) for ratio in ratios), decode(1, 0.1 if not at_most else 9.9))
+    assert bar_lines(rows, [bar]) == [["share", "<= 0.5" if at_most else ">= 0.5", shown, verdict]]
 
 
 def test_a_bar_without_rows_is_not_measured_and_one_of_another_device_is_not_shown(read):
@@ -115,28 +110,29 @@ def test_a_bar_without_rows_is_not_measured_and_one_of_another_device_is_not_sho
         Bar("no such figure", "cpu", "test_decode", {}, "speed", 1),
         Bar("no such parameter", "cpu", "test_decode", {"sequences": 1}, "ratio", 1),
     ]
-    assert bar_lines(read(decode(16, 0.6)), bars) == [
-        ["no such figure", ">= 1", "", "not measured"],
-        ["no such parameter", ">= 1", "", "not measured"],
+    assert [line[::3] for line in bar_lines(read(decode(16, 0.6)), bars)] == [
+        ["no such figure", "not measured"],
+        ["no such parameter", "not measured"],
     ]
-    on_gpu = read(decode(16, 0.6, device="Some GPU"))
-    assert bar_lines(on_gpu, bars) == [["elsewhere", ">= 0.5", "0.6", "reached"]]
+    assert bar_lines(read(decode(16, 0.6, device="Some GPU")), bars) == [["elsewhere", ">= 0.5", "0.6", "reached"]]
 
 
-def test_bars_of_the_cpu_are_those_that_are_promised(read):
-    measured = read(decode(16, 0.51), decode(1, 0.49))
-    lines = {title: (wanted, verdict) for title, wanted, _, verdict in bar_lines(measured, BARS)}
-    for pages in ("pages of 16", "all page sizes"):
-        reached = "reached" if pages == "pages of 16" else "MISSED"
-        assert lines[f"decode 8 x 4096, {pages}: share of a read of the same bytes, cache included"] == (
-            ">= 0.5",
-            reached,
-        )
-        assert lines[f"decode 8 x 4096, {pages}: times gather + SDPA"] == (">= 5", "reached")
-        assert lines[f"decode 8 x 4096, {pages}: times SDPA on contiguous KV"] == (">= 1", "not measured")
-    assert lines["engine: times HF continuous batching"] == (">= 5", "not measured")
-    assert lines["engine: times vLLM's CPU backend"] == (">= 1.5", "not measured")
-    assert not any("bfloat16" in title for title in lines)
+GOOD = {"lag_p99_ms": 0.7, "itl_error_p99_ms": 0.5, "cpu_us_per_event": 30.0, "coalesced_pct": 0.1}
+
+
+def client(streams=64, processes=1, device="cpu", **changed):
+    params = {"streams": streams, "processes": processes}
+    return Measured("test_load_client", "", params, GOOD | changed, device)
+
+
+@pytest.mark.parametrize("shape", [(64, 1), (256, 4)])
+def test_the_load_client_fails_over_its_bars_and_at_them_it_does_not(shape):
+    assert missed(client(*shape)) == []
+    for figure, limit in GOOD.items():
+        for value in (limit * 1.01, None):  # over it, or missing
+            (told,) = missed(client(*shape, **{figure: value}))
+            assert told.startswith(f"load client, {shape[0]} streams") and told.endswith(f"wanted <= {limit:g}")
+    assert missed(client(256, 1, lag_p99_ms=9.0)) == missed(client(device="NVIDIA H100", lag_p99_ms=9.0)) == []
 
 
 def test_swaps_of_large_and_of_small_pages_have_bars_of_their_own(read):
