@@ -1,4 +1,4 @@
-"""A run is gone on with only under the conditions it was started with, wherever one stands."""
+"""A run is resumed only under the conditions it was started with, from any working folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.runs import resume
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import add_server, build_manifest
-from kvbench.runs.resume import accept_server, environment_differences, reopen, server_differences
+from kvbench.runs.resume import accept_server, environment_differences, reopen
 from kvbench.workload.file import differing_keys, load_workload, resolve
 
 NOW = {
@@ -43,35 +43,26 @@ WORKLOAD = {
 }
 
 
-def changed(section, key=None, value=None):
-    data = copy.deepcopy(NOW)
-    if key is None:
-        data[section] = value
-    else:
-        data[section][key] = value
-    return data
+def changed(section, **values):
+    return copy.deepcopy(NOW) | {section: NOW[section] | values}
+
+
+DIRTY = changed("git", dirty=True)
 
 
 @pytest.mark.parametrize(
     ("before", "told"),
     [
         (NOW, []),
-        (
-            changed("git", value={"sha": "b" * 40, "short_sha": "bbbbbbb", "dirty": False}),
-            ["commit (bbbbbbb then, aaaaaaa now)"],
-        ),
-        (changed("git", "dirty", True), ["uncommitted changes (some then, none now)"]),
-        (
-            changed("git", value={"sha": None, "short_sha": "nogit", "dirty": None}),
-            ["commit (nogit then, aaaaaaa now)"],
-        ),
-        (changed("versions", "torch", "2.12.0"), ["torch (2.12.0 then, 2.13.0 now)"]),
-        (changed("versions", "triton", "3.9"), ["triton (3.9 then, none now)"]),
-        (changed("versions", "python", "3.12.0"), ["python (3.12.0 then, 3.11.7 now)"]),
-        (changed("cpu", "model", "Slow 2"), ["processor model (Slow 2 then, Fast 1 now)"]),
-        (changed("cpu", "cores", 8), ["processor cores (8 then, 2 now)"]),
-        (changed("gpus", value=[GPU]), ["GPUs (H100 with driver 570 then, none now)"]),
-        (changed("memory_bytes", value=2**35), []),  # a container's, which changes nothing measured
+        (changed("git", sha="b" * 40, short_sha="bbbbbbb"), ["commit (bbbbbbb then, aaaaaaa now)"]),
+        (changed("git", sha=None, short_sha="nogit", dirty=None), ["commit (nogit then, aaaaaaa now)"]),
+        (DIRTY, ["uncommitted changes (some then, none now)"]),
+        (changed("versions", torch="2.12.0"), ["torch (2.12.0 then, 2.13.0 now)"]),
+        (changed("versions", triton="3.9"), ["triton (3.9 then, none now)"]),
+        (changed("cpu", model="Slow 2"), ["processor model (Slow 2 then, Fast 1 now)"]),
+        (changed("cpu", cores=8), ["processor cores (8 then, 2 now)"]),
+        (NOW | {"gpus": [GPU]}, ["GPUs (H100 with driver 570 then, none now)"]),
+        (NOW | {"memory_bytes": 2**35}, []),  # a container's, which changes nothing measured
         ({"git": NOW["git"]}, []),  # what was not recorded is not compared
     ],
 )
@@ -79,14 +70,10 @@ def test_what_differs_is_named(before, told):
     assert environment_differences(before, NOW) == (told, [])
 
 
-def test_a_gpu_that_clocks_down_is_the_same_gpu():
-    idle = changed("gpus", value=[GPU | {"clocks.sm": "345 MHz"}])
-    assert environment_differences(idle, changed("gpus", value=[GPU])) == ([], [])
-
-
-def test_changes_on_the_same_commit_then_and_now_are_only_remarked():
-    dirty = changed("git", "dirty", True)
-    differences, (remark,) = environment_differences(dirty, dirty)
+def test_what_changes_nothing_measured_is_at_most_remarked():
+    idle = NOW | {"gpus": [GPU | {"clocks.sm": "345 MHz"}]}
+    assert environment_differences(idle, NOW | {"gpus": [GPU]}) == ([], [])
+    differences, (remark,) = environment_differences(DIRTY, DIRTY)
     assert differences == [] and "uncommitted changes" in remark
 
 
@@ -108,61 +95,41 @@ def begun(tmp_path, monkeypatch):
     return workload, run
 
 
-def test_the_same_conditions_are_gone_on_with_and_put_down(begun):
+def test_the_same_conditions_are_recorded(begun):
     workload, run = begun
     manifest, remarks = reopen(run, workload, SERVED, force=False, something_left=True)
-    assert remarks == [] and manifest["status"] == "incomplete"
     (entry,) = manifest["resumed"]
+    assert remarks == [] and manifest["status"] == "incomplete"
     assert entry["versions"] == NOW["versions"] and entry["differences"] == [] and not entry["forced"]
 
 
-def test_other_conditions_are_refused_unless_forced_and_then_kept(begun, monkeypatch):
-    workload, run = begun
-    monkeypatch.setattr(resume, "environment", lambda: changed("versions", "torch", "2.14.0"))
-    with pytest.raises(UsageError) as error:
-        reopen(run, workload, SERVED, force=False, something_left=True)
-    for words in (str(run.path), "torch (2.13.0 then, 2.14.0 now)", "start a new run", "--force"):
-        assert words in str(error.value)
-    manifest, (remark,) = reopen(run, workload, SERVED, force=True, something_left=True)
-    assert "torch (2.13.0 then, 2.14.0 now)" in remark
-    (entry,) = manifest["resumed"]
-    assert entry["forced"] and entry["differences"] == ["torch (2.13.0 then, 2.14.0 now)"]
-    assert entry["versions"]["torch"] == "2.14.0" and manifest["versions"]["torch"] == "2.13.0"  # both environments
-    write_json(run.manifest_path, manifest)
-    again, _ = reopen(run, workload, SERVED, force=True, something_left=True)
-    assert len(again["resumed"]) == 2
-
-
-def test_another_server_to_measure_is_another_condition(begun):
-    workload, run = begun
-    with pytest.raises(UsageError, match=r"target \(none then, http://127\.0\.0\.1:8000 now\)"):
-        reopen(run, workload, SERVED | {"target": "http://127.0.0.1:8000"}, force=False, something_left=True)
-
-
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("served", "words"),
     [
-        ("target_args", "--enforce-eager", "target_args (none then, --enforce-eager now)"),
-        ("target_python", "/other/python", "target_python (none then, /other/python now)"),
-        ("preset", "vllm", "preset (none then, vllm now)"),
-        ("exact", True, "exact (none then, True now)"),
-        ("target_options", {"model": "other"}, "model (none then, other now)"),
+        ({}, "torch (2.13.0 then, 2.14.0 now)"),
+        ({"target": "http://127.0.0.1:8000"}, "target (none then, http://127.0.0.1:8000 now)"),
+        ({"target_args": "--enforce-eager"}, "target_args (none then, --enforce-eager now)"),
+        ({"target_python": "/other/python"}, "target_python (none then, /other/python now)"),
+        ({"preset": "vllm"}, "preset (none then, vllm now)"),
+        ({"exact": True}, "exact (none then, True now)"),
+        ({"target_options": {"model": "other"}}, "model (none then, other now)"),
     ],
 )
-def test_an_option_that_was_not_given_at_the_start_is_another_condition(begun, key, value, words):
+def test_other_conditions_are_refused_unless_forced_and_then_kept(begun, monkeypatch, served, words):
     workload, run = begun
+    torch = "2.13.0" if served else "2.14.0"
+    monkeypatch.setattr(resume, "environment", lambda: changed("versions", torch=torch))
     with pytest.raises(UsageError) as error:
-        reopen(run, workload, SERVED | {key: value}, force=False, something_left=True)
-    assert words in str(error.value)
-    manifest, (remark,) = reopen(run, workload, SERVED | {key: value}, force=True, something_left=True)
-    assert words in remark and manifest["resumed"][0]["differences"] == [words]
-
-
-def test_a_finished_run_is_opened_under_any_conditions(begun, monkeypatch):
-    workload, run = begun
-    monkeypatch.setattr(resume, "environment", lambda: changed("versions", "torch", "2.14.0"))
-    manifest, _ = reopen(run, workload, SERVED, force=False, something_left=False)
-    assert "resumed" not in manifest  # nothing of the present goes into it
+        reopen(run, workload, SERVED | served, force=False, something_left=True)
+    assert all(part in str(error.value) for part in (str(run.path), words, "--resume", "--force"))
+    manifest, (remark,) = reopen(run, workload, SERVED | served, force=True, something_left=True)
+    (entry,) = manifest["resumed"]
+    assert words in remark and entry["forced"] and entry["differences"] == [words]
+    assert (entry["versions"]["torch"], manifest["versions"]["torch"]) == (torch, "2.13.0")  # both environments
+    write_json(run.manifest_path, manifest)
+    assert len(reopen(run, workload, SERVED | served, force=True, something_left=True)[0]["resumed"]) == 2
+    finished, _ = reopen(run, workload, SERVED | served, force=False, something_left=False)
+    assert len(finished["resumed"]) == 1  # nothing of the present goes into a finished run
 
 
 def told(fingerprint="f1", device="cpu", torch="2.13.0", **engine):
@@ -189,14 +156,13 @@ def told(fingerprint="f1", device="cpu", torch="2.13.0", **engine):
 )
 def test_a_server_is_compared_with_those_measured_before(config_id, server, found):
     manifest = {"servers": {"paged": told()}, "resumed": [{"differences": []}]}
-    assert server_differences(manifest, config_id, server) == found
-    accept_server(manifest, config_id, server, force=True)
-    (entry,) = manifest["resumed"]
-    assert entry["differences"] == found and ("servers" in entry) == bool(found)
     if found:
         with pytest.raises(UsageError) as error:
             accept_server(manifest, config_id, server, force=False)
         assert found[0] in str(error.value) and "--force" in str(error.value)
+    accept_server(manifest, config_id, server, force=bool(found))
+    (entry,) = manifest["resumed"]
+    assert entry["differences"] == found and ("servers" in entry) == bool(found)
 
 
 def test_a_run_goes_on_from_any_working_folder(begun, tmp_path, monkeypatch):
