@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 import plotly.graph_objects as go
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN, Drift
 from kvbench.history.runs import INCOMPLETE, VALID, Series, StoredRun, TrendPoint
 from kvbench.history.show import NARROWEST, View, change_text, value_text
-from kvbench.report.page import figures_json
+from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, LineStyle, finish, safe
 
 _DRIFT_HEADS = (
@@ -36,11 +32,12 @@ _DRIFT_TITLES = {
 
 def page(view: View) -> str:
     """The whole page: drift since the release, then a figure for every metric."""
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     drawn = [(series[0], _drawings(view, series, f"g{index}")) for index, series in enumerate(view.groups)]
     flat = [drawing for _, some in drawn for drawing in some]
     places = {id(drawing): index for index, drawing in enumerate(flat)}
-    return made.from_string(_asset("history.html.j2")).render(
+    return render(
+        "history.html.j2",
+        flat,
         title=words.listing(sorted({first.workload for first, _ in drawn})),
         headline=view.drift_sentence,
         context=[_runs_shown(view), *view.notes],
@@ -51,15 +48,7 @@ def page(view: View) -> str:
             (f"{first.workload} on {first.machine}", [(places[id(each)], each) for each in some])
             for first, some in drawn
         ],
-        figures_json=Markup(figures_json(flat)),
-        css=Markup(_asset("page.css")),
-        js=Markup(_asset("page.js")),
-        plotly_js=Markup(get_plotlyjs()),
     )
-
-
-def _asset(name: str) -> Any:
-    return files("kvbench.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _runs_shown(view: View) -> str:

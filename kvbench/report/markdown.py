@@ -50,9 +50,9 @@ def _section(section: Section) -> list[str]:
     table = section.table
     heads = [escape(column.title) for column in table.columns]
     body = [[_entry(value) for value in row.values] for row in table.rows]
-    said = [line for text in section.sentences if text for line in (escape(text), "")]
+    above = [line for text in section.sentences if text for line in (escape(text), "")]
     rows = words.markdown_table(heads, body, table.numbers_from)
-    return [f"## {section.title}", "", *said, *rows, "", escape(section.note), ""]
+    return [f"## {section.title}", "", *above, *rows, "", escape(section.note), ""]
 
 
 def _entry(value: Value) -> str:

@@ -151,17 +151,17 @@ def brief(run: Run) -> list[str]:
 def target(run: Run) -> str:
     """Which server was measured, with its version: "vLLM 0.32.0"; empty for the built-in one."""
     shown = []
-    for told in _servers(run).values():
-        server = told.get("server") or {}
+    for info in _servers(run).values():
+        server = info.get("server") or {}
         title = server.get("title")
         if server.get("kind") == GENERIC.name:  # known by its command only
             title = textwrap.shorten(_command(server), 80, placeholder=" ...") or title
-        shown.append(" ".join(filter(None, (title, (told.get("versions") or {}).get(server.get("kind"))))))
+        shown.append(" ".join(filter(None, (title, (info.get("versions") or {}).get(server.get("kind"))))))
     return words.listing(list(dict.fromkeys(filter(None, shown)))) or str(run.manifest.get("target") or "")
 
 
 def _servers(run: Run) -> Mapping[str, Mapping[str, Any]]:
-    """What the server of each configuration said of itself."""
+    """What the server of each configuration reported of itself."""
     return run.manifest.get("servers") or {}
 
 
@@ -187,7 +187,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         for c in run.cells
         if c.capacity.get("capacity_tokens")
     ]
-    quirks = [str(quirk) for told in _servers(run).values() for quirk in (told.get("server") or {}).get("quirks") or ()]
+    quirks = [str(quirk) for info in _servers(run).values() for quirk in (info.get("server") or {}).get("quirks") or ()]
     found = [
         ("target", target(run)),
         *((name, facts.get(name)) for name in _SHOWN),
@@ -206,8 +206,8 @@ def _launches(run: Run) -> list[tuple[str, str]]:
     order = list(names)
     servers = sorted(_servers(run).items(), key=lambda pair: order.index(pair[0]) if pair[0] in names else len(names))
     commands: dict[str, list[str]] = {}
-    for config_id, told in servers:
-        if command := _command(told.get("server") or {}):
+    for config_id, info in servers:
+        if command := _command(info.get("server") or {}):
             commands.setdefault(command, []).append(names.get(config_id, config_id))
     several = len(commands) > 1
     return [(f"launched as ({words.listing(of)})" if several else "launched as", text) for text, of in commands.items()]
@@ -215,13 +215,13 @@ def _launches(run: Run) -> list[tuple[str, str]]:
 
 def made_from(run: Run) -> str:
     """How the requests came about, where the workload scaled lengths or played a trace; empty elsewhere."""
-    said: dict[str, list[str]] = {}
+    ways: dict[str, list[str]] = {}
     for cell in run.cells:
         if text := _made_from(cell, run.load_section.get("prompts") or {}):
-            said.setdefault(text, []).append(cell.load.short)
-    if len(said) < 2:
-        return "".join(said)
-    return "; ".join(f"at {words.listing(list(dict.fromkeys(where)))}: {text}" for text, where in said.items())
+            ways.setdefault(text, []).append(cell.load.short)
+    if len(ways) < 2:
+        return "".join(ways)
+    return "; ".join(f"at {words.listing(list(dict.fromkeys(where)))}: {text}" for text, where in ways.items())
 
 
 def _made_from(cell: MeasuredCell, prompts: Mapping[str, Any]) -> str:

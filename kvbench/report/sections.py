@@ -30,7 +30,7 @@ from kvbench.workload.settings import setting_title, value_words
 _CLASS_METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p95"), ("tpot_ms", "p50"), ("tpot_ms", "p95"), ("e2el_ms", "p95"))
 _PLATEAU_NOTE = (
     "The steady part of each step of the rate: median over the repeats. A step that answers far fewer requests/s than "
-    "were asked for is beyond what the configuration can serve; random arrivals vary too, 100 of them by about 10 %."
+    "its rate is beyond what the configuration can serve; random arrivals vary too, 100 of them by about 10 %."
 )
 
 

@@ -146,7 +146,7 @@ def main_table(run: Run) -> Table:
 
 
 def _server_columns(run: Run) -> list[Column]:
-    """What the server's /metrics said; none of it exists for a server without one."""
+    """From the server's /metrics; empty for a server without one."""
 
     def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
         return number_column(key, title, hint, lambda cell: median(cell.observed(name)), render)
@@ -220,7 +220,7 @@ def _percentile_column(metric: str, which: str) -> Column:
     title, hint = metric[:-3].upper(), "whole run, raw samples of all repeats"
     if metric == "client_queue_ms":
         title = "client queue"
-        hint = f"the part of TTFT for which requests waited in the client for a place under the cap; {hint}"
+        hint = f"the part of TTFT for which requests waited in the client because of the cap; {hint}"
     elif metric == "ttft_ms":
         hint += "; small: of the requests due in the steady window"
 

@@ -74,8 +74,8 @@ def say(template: str, **values: str) -> str:
 
 def sentence(*clauses: str) -> str:
     """The clauses that are not empty, as one sentence; empty without any."""
-    said = "; ".join(filter(None, clauses))
-    return f"{words.upper_first(said)}." if said else ""
+    text = "; ".join(filter(None, clauses))
+    return f"{words.upper_first(text)}." if text else ""
 
 
 def ratio_words(r: Ratio, repeats: bool = True) -> str:
@@ -136,7 +136,7 @@ def _pair_sentence(pairs: list[PairedComparison]) -> str:
         also=f" (they differ in {words.listing(also)} too)" if also else "",
         ratio=ratio_words(c.throughput),
     )
-    said = sentence(
+    text = sentence(
         bought + _both(", with {a} sequences running at once against {b}", c, running, words.decimal),
         _against("p95 TTFT {a} instead of {b}", c, "ttft_ms", "p95") if c.load.mode == "open" else "",
         _at_low_load(low) if low is not c else "",
@@ -149,13 +149,13 @@ def _pair_sentence(pairs: list[PairedComparison]) -> str:
         ),
         *(f"{failed_words(cell)} failed and are in no number here" for cell in (c.a, c.b) if cell.count("failed")),
     )
-    quoted = said[:1].lower() + said[1:]
+    quoted = text[:1].lower() + text[1:]
     if not c.valid:
         return (
             f"No verdict, the measurement at {c.load.label} is invalid ({_why_invalid(c)}). "
             f"Seen, not to be relied on: {quoted}"
         )
-    return f"No verdict: {quoted}" if c.throughput.verdict == UNCLEAR else said
+    return f"No verdict: {quoted}" if c.throughput.verdict == UNCLEAR else text
 
 
 def _why_invalid(c: PairedComparison) -> str:
@@ -168,7 +168,7 @@ def _why_invalid(c: PairedComparison) -> str:
 
 
 def _no_pair(run: Run) -> str:
-    """That nothing is said about paging, for a workload that varies the layout or does not tell what it varies."""
+    """Why nothing can be said about paging; empty for a workload that does not vary the layout."""
     swept = run.spec.get("sweep")
     if swept is not None and "layout" not in swept:
         return ""
@@ -346,8 +346,8 @@ def _effect_sentence(members: list[Effect]) -> str:
     """What one value of a setting does to output tokens/s at each load, and to what the setting is for."""
     new, old = (value_words(members[0].setting, value) for value in (members[0].value, members[0].baseline_value))
     at = [e.comparison for e in reversed(members)]
-    told = [f"{verdict_words(c.throughput)} at {c.load.short}{'' if c.valid else ' (invalid)'}" for c in at]
-    return sentence(f"{new} instead of {old}: output tokens/s {'; '.join(told)}", *_purpose(members[0], at))
+    ratios = [f"{verdict_words(c.throughput)} at {c.load.short}{'' if c.valid else ' (invalid)'}" for c in at]
+    return sentence(f"{new} instead of {old}: output tokens/s {'; '.join(ratios)}", *_purpose(members[0], at))
 
 
 def _purpose(effect: Effect, at: list[PairedComparison]) -> list[str]:
@@ -427,7 +427,7 @@ def figure_title(run: Run, what: str, of: Callable[[PairedComparison], Ratio | N
 def occupancy_title(run: Run, load: MeasuredLoad) -> str:
     """How much of the KV budget both layouts reserve and fill at a load."""
     pair = next((p for p in paging(run) if p.load == load), None)
-    said = [
+    shares = [
         say(
             f"{cell.name} reserves {{reserved}} of the KV budget and fills {{used}}",
             reserved=words.percent(median(cell.observed("usage_mean"))),
@@ -435,8 +435,8 @@ def occupancy_title(run: Run, load: MeasuredLoad) -> str:
         )
         for cell in ((pair.b, pair.a) if pair else ())
     ]
-    said = [text for text in said if text]
-    return f"At {load.label}: {'; '.join(said)}" if said else f"KV occupancy over time at {load.label}"
+    shares = [text for text in shares if text]
+    return f"At {load.label}: {'; '.join(shares)}" if shares else f"KV occupancy over time at {load.label}"
 
 
 def ledger_sentence(run: Run) -> str:

@@ -121,8 +121,8 @@ def _mean(cell: MeasuredCell, name: str) -> float | None:
 
 def bytes_per_slot(cell: MeasuredCell) -> float | None:
     """Bytes of a token's KV with its scales: as the server says, else as the capacity was computed."""
-    told = (_mean(cell, "kv_bytes_per_slot"), *(cell.capacity.get(k) for k in ("bytes_per_slot", "bytes_per_token")))
-    return next((v for value in told if (v := number(value)) is not None and v > 0), None)
+    known = (_mean(cell, "kv_bytes_per_slot"), *(cell.capacity.get(k) for k in ("bytes_per_slot", "bytes_per_token")))
+    return next((v for value in known if (v := number(value)) is not None and v > 0), None)
 
 
 def ledger(cell: MeasuredCell) -> Ledger | None:
@@ -141,7 +141,7 @@ def ledger(cell: MeasuredCell) -> Ledger | None:
 
 
 def swapped_bytes(cell: MeasuredCell, way: str = "out") -> float | None:
-    """Bytes of KV moved to the host (``way`` "out") or back ("in") in all repeats; None where that is not told."""
+    """Bytes of KV moved to the host (``way`` "out") or back ("in") in all repeats; None where that is not known."""
     slots, size = cell.counter(f"swapped_{way}_slots_total"), bytes_per_slot(cell)
     return None if slots is None or size is None else slots * size
 

@@ -35,13 +35,13 @@ def build_manifest(
     }
 
 
-def add_server(manifest: dict[str, Any], config_id: str, told: Mapping[str, Any]) -> None:
+def add_server(manifest: dict[str, Any], config_id: str, server_info: Mapping[str, Any]) -> None:
     """Store what the first server of a configuration says of itself, and what all of them ran on.
 
     ``device``, ``dtype``, ``kernel_backend`` and ``num_threads`` are what the servers settled on (``resolved`` of
     /server_info), not what was requested; several different values are one text, None when no server tells.
     """
-    manifest.setdefault("servers", {}).setdefault(config_id, dict(told))
+    manifest.setdefault("servers", {}).setdefault(config_id, dict(server_info))
     resolved = [each["resolved"] for each in manifest["servers"].values() if each.get("resolved")]
     for key in ("device", "dtype", "kernel_backend", "num_threads"):
         values = [_device_name(manifest, each) if key == "device" else each.get(key) for each in resolved]

@@ -102,21 +102,21 @@ def _gpu_names(gpus: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{gpu.get('name')} with driver {gpu.get('driver_version')}" for gpu in gpus) or "none"
 
 
-def server_differences(manifest: Mapping[str, Any], config_id: str, told: Mapping[str, Any]) -> list[str]:
+def server_differences(manifest: Mapping[str, Any], config_id: str, server_info: Mapping[str, Any]) -> list[str]:
     """How a server, by its /server_info, differs from the servers that this run has measured before.
 
     Compared with the server of the same configuration, else with one of the same model and the same device settings:
     weights, what the server settled on, and its versions. What either does not tell is not compared.
     """
     servers: Mapping[str, Mapping[str, Any]] = manifest.get("servers") or {}
-    identity = _identity(told)
+    identity = _identity(server_info)
     alike = (other for other in servers.values() if _identity(other) == identity)
     known = servers.get(config_id) or next(alike, None)
     if known is None:
         return []
-    found = _changed(_known(known, "model", "weights_fingerprint"), _known(told, "model", "weights_fingerprint"))
+    found = _changed(_known(known, "model", "weights_fingerprint"), _known(server_info, "model", "weights_fingerprint"))
     for section in ("resolved", "versions"):
-        found += [f"the server's {text}" for text in _changed(_known(known, section), _known(told, section))]
+        found += [f"the server's {text}" for text in _changed(_known(known, section), _known(server_info, section))]
     return found
 
 
@@ -129,9 +129,9 @@ def _known(server: Mapping[str, Any], section: str, *keys: str) -> dict[str, Any
     return {key: facts[key] for key in facts if facts[key] not in (None, "") and (not keys or key in keys)}
 
 
-def accept_server(manifest: dict[str, Any], config_id: str, told: Mapping[str, Any], *, force: bool) -> None:
+def accept_server(manifest: dict[str, Any], config_id: str, server_info: Mapping[str, Any], *, force: bool) -> None:
     """Raises UsageError when this server must not be measured in this run; with ``force`` it is recorded instead."""
-    found = server_differences(manifest, config_id, told)
+    found = server_differences(manifest, config_id, server_info)
     if not found:
         return
     if not force:
@@ -141,4 +141,6 @@ def accept_server(manifest: dict[str, Any], config_id: str, told: Mapping[str, A
         )
     entry = manifest["resumed"][-1]  # --force comes with --resume only
     entry["differences"] = list(dict.fromkeys([*entry["differences"], *found]))
-    entry.setdefault("servers", {})[config_id] = {key: told.get(key) for key in ("model", "resolved", "versions")}
+    entry.setdefault("servers", {})[config_id] = {
+        key: server_info.get(key) for key in ("model", "resolved", "versions")
+    }

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-from typing import Any
-
 import numpy as np
 import plotly.graph_objects as go
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from kvbench.report.page import figures_json
+from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish, safe
 from kvbench.trace_analysis.cache_sim import Simulation
 from kvbench.trace_analysis.describe import Description
@@ -31,9 +25,10 @@ def page(found: Description) -> str:
     if found.cache is not None:
         drawn.insert(2, cache_figure(found.cache))
     drawn = [drawing for drawing in drawn if drawing is not None]
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     heads, rows = cache_table(found.cache) if found.cache is not None else ([], [])
-    return made.from_string(_asset("trace.html.j2")).render(
+    return render(
+        "trace.html.j2",
+        drawn,
         title=file_names(found.paths),
         facts=facts(found),
         heads=LENGTH_HEADS[1:-1],
@@ -41,10 +36,6 @@ def page(found: Description) -> str:
         cache_heads=heads,
         cache_rows=rows,
         drawings=drawn,
-        figures_json=Markup(figures_json(drawn)),
-        css=Markup(_asset("page.css")),
-        js=Markup(_asset("page.js")),
-        plotly_js=Markup(get_plotlyjs()),
     )
 
 
@@ -210,7 +201,3 @@ def waste_figure(found: Description) -> Drawing | None:
         "small for one request in a hundred, of which it holds what fits."
     )
     return Drawing("memory", "How much memory would be used?", caption, finish(figure, 300, legend=False))
-
-
-def _asset(name: str) -> Any:
-    return files("kvbench.report").joinpath("templates", name).read_text(encoding="utf-8")
