@@ -1,9 +1,8 @@
-"""What a workload's arrivals and sessions become: requests drawn before the run, and their bytes on the wire."""
+"""What a workload's arrivals and sessions become: requests drawn before the run."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter
 from typing import Any
@@ -12,14 +11,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.load.client import Address
-from kvbench.load.completion import Completion
-from kvbench.load.http import http_request
-from kvbench.load.samples import Sample, with_history
-from kvbench.load.spec import LoadSpec
 from kvbench.requests.build import build_requests
 from kvbench.requests.conversations import draw_thinks, draw_turns
-from kvbench.requests.request import RequestList, RequestSpec, conversations, read_requests, write_requests
+from kvbench.requests.request import RequestList, conversations, read_requests, write_requests
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import Think, Turns
 
@@ -57,26 +51,24 @@ def test_every_turn_holds_the_whole_conversation_before_it() -> None:
             assert 0.5 <= after.think_s <= 2.0
             assert after.arrival_s is None
     starts = [talk[0].arrival_s for talk in talks]
-    assert starts == sorted(starts)
+    assert starts == sorted(starts) and requests.notes["sessions"] == 40
     assert all(r.new_tokens == 0 for r in requests)
-    assert requests.notes["sessions"] == 40
 
 
-def test_actual_history_says_how_many_tokens_are_new() -> None:
+def test_actual_history_says_how_many_tokens_are_new(tmp_path: Any) -> None:
     nine = SESSIONS | {"num_sessions": 9}
-    recorded, actual = (drawn(request_rate=2.0, sessions=nine | {"history": kind}) for kind in ("recorded", "actual"))
+    recorded, actual, again, other = (
+        drawn(request_rate=2.0, seed=seed, sessions=nine | {"history": kind})
+        for kind, seed in (("recorded", 5), ("actual", 5), ("actual", 5), ("actual", 6))
+    )
     assert [r.prompt_token_ids for r in actual] == [r.prompt_token_ids for r in recorded]
     for talk in conversations(actual):
         assert talk[0].new_tokens == 0
         for before, after in itertools.pairwise(talk):
             assert after.new_tokens == len(after.prompt_token_ids) - len(before.prompt_token_ids) - before.max_tokens
-
-
-def test_sessions_are_repeatable_and_survive_the_file(tmp_path: Any) -> None:
-    load = {"request_rate": 2.0, "sessions": SESSIONS | {"num_sessions": 6, "history": "actual"}}
-    assert drawn(**load) == drawn(**load) != drawn(seed=6, **load)
-    write_requests(tmp_path / "r.jsonl", drawn(**load))
-    assert read_requests(tmp_path / "r.jsonl") == drawn(**load)
+    assert actual == again != other
+    write_requests(tmp_path / "r.jsonl", actual)
+    assert read_requests(tmp_path / "r.jsonl") == actual
     closed = drawn(None, 3, mode="closed", concurrency=3, sessions=SESSIONS | {"num_sessions": 6})
     assert all(r.arrival_s is None for r in closed)
 
@@ -98,21 +90,6 @@ def test_turns_and_think_times_are_of_their_distributions() -> None:
     waits = draw_thinks(Think.model_validate({"exponential": 2.0}), 500, rng)
     assert stats.kstest(waits, stats.expon(scale=2).cdf).pvalue > 0.99
     assert draw_thinks(Think.model_validate(0.25), 3, rng).tolist() == [0.25] * 3
-
-
-def test_history_is_spliced_where_the_server_told_it() -> None:
-    first = RequestSpec(0, "a", (1, 2), None, 3, session=0)
-    second = RequestSpec(1, "a", (1, 2, 70, 71, 72, 5, 6), None, 2, session=0, turn=1, new_tokens=2)
-    third = RequestSpec(2, "a", (*second.prompt_token_ids, 80, 81, 9), None, 1, session=0, turn=2, new_tokens=1)
-
-    def answered(request: RequestSpec, ids: list[int], told: int) -> Sample:
-        return Sample(request, 0, 0.0, 0.0, 1.0, Completion(token_ids=ids, output_tokens=told))
-
-    short = with_history(second, first, answered(first, [7], 1))  # it stopped early
-    assert short.prompt_token_ids == (1, 2, 7, 5, 6)
-    assert with_history(third, second, answered(short, [8, 8], 2)).prompt_token_ids == (1, 2, 7, 5, 6, 8, 8, 9)
-    assert with_history(third, second, answered(short, [8], 2)).prompt_token_ids == (1, 2, 7, 5, 6, 80, 81, 9)
-    assert with_history(second, first, answered(first, [], 3)).prompt_token_ids == second.prompt_token_ids
 
 
 def test_time_says_how_many_requests_there_are() -> None:
@@ -139,41 +116,3 @@ def test_ramp_all_at_once_and_gamma() -> None:
     bursts = [r.arrival_s for r in drawn(request_rate=2.0, num_requests=500, arrivals="gamma", burstiness=0.2)]
     gaps = np.diff(bursts)
     assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(0.2), rel=0.2)
-
-
-def spec(**fields: Any) -> LoadSpec:
-    base = {"base_url": "http://h:1", "model": "m", "mode": "closed", "concurrency": 1, "requests_file": "r"}
-    return LoadSpec.model_validate(base | {"out_dir": "o", "timeout_s": 9} | fields)
-
-
-def parts(request: RequestSpec, **fields: Any) -> tuple[bytes, dict[str, Any]]:
-    head, _, body = http_request(spec(**fields), Address("h", 1, "/p"), request).partition(b"\r\n\r\n")
-    return head, json.loads(body)
-
-
-def test_the_request_speaks_the_servers_dialect() -> None:
-    request = RequestSpec(0, "a", (5, 6), None, 3)
-    head, body = parts(request)
-    assert head.startswith(b"POST /p/v1/completions HTTP/1.1\r\nHost: h:1\r\n")
-    assert b"uthorization" not in head
-    assert body["prompt"] == [5, 6]
-    assert body["stream_options"] == {"include_usage": True}
-    assert (body["ignore_eos"], body["return_token_ids"], body["stream"]) == (True, True, True)
-    other = {"stream_options": False, "ignore_eos": False, "return_token_ids": False, "endpoint": "/generate"}
-    head, body = parts(request, dialect=other | {"extra_body": {"min_tokens": 3}})
-    assert head.startswith(b"POST /p/generate HTTP/1.1")
-    assert body.keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "min_tokens"}
-    with pytest.raises(ValueError, match="request 0 is a prompt of token ids, which this server does not take"):
-        parts(request, dialect={"token_id_prompts": False})
-    assert parts(RequestSpec(0, "a", (5,), "five", 3), dialect={"token_id_prompts": False})[1]["prompt"] == "five"
-
-
-def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = RequestSpec(0, "a", (5, 6), None, 3)
-    monkeypatch.setenv("SOME_KEY", " secret \n")
-    assert b"\r\nAuthorization: Bearer secret\r\n" in parts(request, api_key_env="SOME_KEY")[0]
-    for bad, words in (("", "holds no key"), ("a\rb", "line break"), ("a\x7fb", "no HTTP header can")):
-        monkeypatch.setenv("SOME_KEY", bad)
-        with pytest.raises(ValueError, match=words) as caught:
-            parts(request, api_key_env="SOME_KEY")
-        assert not bad or bad not in str(caught.value)

@@ -41,43 +41,43 @@ def served(requests: list[RequestSpec], page: int, cache: set[tuple[int, ...]]) 
     return hits
 
 
-def test_a_shared_beginning_is_found_by_all_but_the_first() -> None:
-    shared = list(range(10))  # two full pages and a half
-    requests = [request([*shared, 100 + i, 200 + i]) for i in range(5)]
-    assert predict_hits(requests, **COLD) == HitBounds(0, 4 * 8)
-    assert predict_hits(requests, cache_state="cold", page_size=16) == HitBounds(0, 0)
-    assert predict_hits(requests, cache_state="steady", page_size=4) == HitBounds(0, 5 * 8)
-    assert predict_hits(requests, caching=False, **COLD) == HitBounds(0, 0)
+SHARED = [request([*range(10), 100 + i, 200 + i]) for i in range(5)]  # two full pages and a half
+SHORT, LONG = request(list(range(8))), request([*range(8), 9])
+OWED = [request([*range(8), 100 + i], prefix=8) for i in range(3)] + [request([50 + i for i in range(9)])]
+PRIMED = {"cache_state": "primed"}
+TEXT = RequestSpec(0, "a", (1, 2, 3), "one two three", 4)
+# Turn 2 looks up 16 tokens' pages, of which turn 1 computed 12, its answer's 4 among them; turn 3 looks up 24.
+TURNS = [
+    RequestSpec(i, "a", tuple(range(100, 108 + 8 * i)), None, 4, session=7, turn=i, new_tokens=4 * (i > 0))
+    for i in range(3)
+]
+RECORDED = [dataclasses.replace(r, new_tokens=0) for r in TURNS]
 
 
-def test_the_last_token_is_always_computed_but_its_page_is_there_for_others() -> None:
-    short, long = request(list(range(8))), request([*range(8), 9])
-    assert predict_hits([short, short], **COLD) == HitBounds(0, 4)
-    assert predict_hits([short, long], **COLD) == HitBounds(0, 8)  # the short one first: both its pages are found
-    assert served([short, long], 4, set()) == 8
-
-
-def test_a_primed_cache_owes_every_prefix_as_long_as_nothing_is_evicted() -> None:
-    shared = list(range(8))
-    requests = [request([*shared, 100 + i], prefix=8) for i in range(3)] + [request([50 + i for i in range(9)])]
-    primed = {"cache_state": "primed", "page_size": 4}
-    assert predict_hits(requests, total_pages=100, **primed) == HitBounds(24, 24)
-    assert predict_hits(requests, total_pages=5, **primed) == HitBounds(0, 24)  # too small: it may be evicted
-    assert predict_hits(requests, **primed) == HitBounds(0, 24)
-
-
-def test_text_is_not_predicted() -> None:
-    text = RequestSpec(0, "a", (1, 2, 3), "one two three", 4)
-    assert predict_hits([text, request([1, 2, 3])], **COLD) is None
-
-
-def test_conversations_are_predicted_also_where_the_server_writes_their_history() -> None:
-    first, second = list(range(10)), list(range(17))
-    recorded = [RequestSpec(i, "a", tuple(ids), None, 4, session=0, turn=i) for i, ids in enumerate((first, second))]
-    assert predict_hits(recorded, **COLD) == HitBounds(0, 8)
-    actual = [recorded[0], dataclasses.replace(recorded[1], new_tokens=3)]
-    assert predict_hits(actual, **COLD) == HitBounds(0, 12)
-    assert predict_hits(actual, caching=False, **COLD) == HitBounds(0, 0)
+@pytest.mark.parametrize(
+    ("requests", "how", "bounds"),
+    [
+        (SHARED, {}, (0, 4 * 8)),  # by all but the first
+        (SHARED, {"page_size": 16}, (0, 0)),
+        (SHARED, {"cache_state": "steady"}, (0, 5 * 8)),
+        (SHARED, {"caching": False}, (0, 0)),
+        ([SHORT, SHORT], {}, (0, 4)),  # the last token is always computed
+        ([SHORT, LONG], {}, (0, 8)),  # but its page is there for others: the short one first
+        (OWED, PRIMED | {"total_pages": 100}, (24, 24)),
+        (OWED, PRIMED | {"total_pages": 5}, (0, 24)),  # too small: it may be evicted
+        (OWED, PRIMED, (0, 24)),
+        ([TEXT, request([1, 2, 3])], {}, None),  # text is not predicted
+        (TURNS, {}, (0, 12 + 20)),
+        (TURNS, {"page_size": 1}, (0, 12 + 20)),
+        (RECORDED, {}, (0, 8 + 16)),
+        (RECORDED, {"page_size": 1}, (0, 8 + 16)),
+        (TURNS, {"caching": False}, (0, 0)),
+    ],
+)
+def test_bounds_by_hand(requests: list[RequestSpec], how: dict, bounds: tuple[int, int] | None) -> None:
+    assert predict_hits(requests, **COLD | how) == (bounds and HitBounds(*bounds))
+    if bounds and requests == [SHORT, LONG]:
+        assert served(requests, 4, set()) == bounds[1]
 
 
 def by_trie(requests: list[RequestSpec], prefixes: list[tuple[int, ...]], page: int) -> int:
@@ -156,12 +156,19 @@ def test_the_lower_end_holds_in_every_order(seed: int) -> None:
         assert bounds.low <= served(requests, 4, primed) <= bounds.high
 
 
-def test_the_sentences_carry_both_numbers() -> None:
-    bounds = HitBounds(16, 32)
-    assert outside(32, bounds, "primed", complete=True) is outside(16, bounds, "primed", complete=True) is None
-    assert "served 48 tokens, at most 32" in outside(48, bounds, "cold", complete=False)
-    assert "served 8 tokens, at least 16" in outside(8, bounds, "primed", complete=True)
-    assert outside(8, bounds, "primed", complete=False) is None  # failed requests need not have looked
+@pytest.mark.parametrize(
+    ("hits", "complete", "numbers"),
+    [
+        (32, True, None),
+        (16, True, None),
+        (48, False, ("48", "32")),
+        (8, True, ("8", "16")),
+        (8, False, None),  # failed requests need not have looked
+    ],
+)
+def test_hits_outside_the_bounds_are_told_with_both_numbers(hits, complete, numbers) -> None:
+    said = outside(hits, HitBounds(16, 32), "primed", complete=complete)
+    assert (said is None) == (numbers is None) and all(number in said for number in numbers or ())
 
 
 def test_an_engine_that_does_not_tell_its_page_size_is_bounded_by_tokens_unless_it_preempted() -> None:
@@ -179,20 +186,6 @@ def test_an_engine_that_does_not_tell_its_page_size_is_bounded_by_tokens_unless_
     assert hit_bounds(load, requests, off, sample(0), sample(0)) == HitBounds(0, 0)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_the_servers_own_answers_are_met_again_in_the_next_turn(page_size: int) -> None:
-    """Turn 2 looks up 16 tokens' pages, of which turn 1 computed 12, its answer's 4 among them; turn 3 looks up 24."""
-    ids = tuple(range(100, 124))
-    turns = [
-        RequestSpec(0, "a", ids[:8], None, 4, session=7),
-        RequestSpec(1, "a", ids[:16], None, 4, session=7, turn=1, new_tokens=4),
-        RequestSpec(2, "a", ids[:24], None, 4, session=7, turn=2, new_tokens=4),
-    ]
-    assert predict_hits(turns, cache_state="cold", page_size=page_size) == HitBounds(0, 12 + 20)
-    recorded = [dataclasses.replace(r, new_tokens=0) for r in turns]
-    assert predict_hits(recorded, cache_state="cold", page_size=page_size) == HitBounds(0, 8 + 16)
-
-
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=8), st.integers(0, 3)), max_size=14))
 def test_shared_beginnings_against_every_pair(prompts):
     def common(a: tuple, b: tuple) -> int:
@@ -206,15 +199,20 @@ def test_shared_beginnings_against_every_pair(prompts):
     assert shared_beginnings(ids, owners) == wanted
 
 
-def test_a_state_that_nothing_shows_is_not_verified():
-    some = HitBounds(0, 20)
-    assert unverified(10.0, some, "cold") is None
-    assert unverified(10.0, HitBounds(8, 20), "primed") is None
-    assert "how many hits are due is not known" in unverified(10.0, some, "primed")
-    assert unverified(0.0, HitBounds(0, 0), "primed") is None  # no prefix cache: nothing may hit, and nothing did
-    assert "does not tell" in unverified(None, some, "cold")
-    assert "possible is not known" in unverified(10.0, None, "cold")
-    assert unverified(None, None, "steady") is None  # declares nothing
+@pytest.mark.parametrize(
+    ("hits", "bounds", "state", "verified"),
+    [
+        (10.0, HitBounds(0, 20), "cold", True),
+        (10.0, HitBounds(8, 20), "primed", True),
+        (0.0, HitBounds(0, 0), "primed", True),  # no prefix cache: nothing may hit, and nothing did
+        (None, None, "steady", True),  # declares nothing
+        (10.0, HitBounds(0, 20), "primed", False),  # how many are due is not known
+        (None, HitBounds(0, 20), "cold", False),
+        (10.0, None, "cold", False),
+    ],
+)
+def test_a_state_that_nothing_shows_is_not_verified(hits, bounds, state, verified):
+    assert (unverified(hits, bounds, state) is None) is verified
 
 
 def test_a_load_tells_its_hits_what_was_possible_and_what_is_not_verified():

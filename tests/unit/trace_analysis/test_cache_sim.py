@@ -20,6 +20,7 @@ from kvbench.cli.main import main
 from kvbench.trace_analysis import cache_sim
 from kvbench.trace_analysis.cache_sim import capacities, hit_rates, parse_pages, replay, working_set
 from kvbench.traces.model import UNKNOWN, Trace
+from tests.support.trace_samples import page_row
 
 
 def trace_of(requests: list[list[int]], page_size: int = 4, tokens: list[int] | None = None) -> Trace:
@@ -73,7 +74,7 @@ def test_more_pages_never_hit_less_and_the_working_set_hits_everything(requests)
         assert (hits[-1] == hits[-2]).all()
 
 
-def test_the_real_pool_is_driven_and_nothing_stays_owned(monkeypatch):
+def test_a_replay_by_hand_leaves_nothing_owned(monkeypatch):
     pools = []
 
     class Watched(PagePool):
@@ -109,22 +110,20 @@ def test_rates_count_pages_tokens_full_pages_and_requests():
         hit_rates(trace, replay(trace, 10).hits, warm_up=3)
 
 
-def row(ids: list[int], tokens: int) -> dict:
-    return {"input_length": tokens, "hash_ids": ids}
-
-
 @pytest.mark.parametrize(
     ("texts", "pages"),
-    [(["1k,5K,20k"], [1000, 5000, 20_000]), (["2M", "7", "7, 5_000"], [7, 5000, 2_000_000])],
+    [
+        (["1k,5K,20k"], [1000, 5000, 20_000]),
+        (["2M", "7", "7, 5_000"], [7, 5000, 2_000_000]),
+        *(([text], None) for text in ("0", "-1", "1.5k", "", "1,", "k", "1,000", "1kk", "64GiB", "²", "9" * 50)),
+    ],
 )
 def test_pages_are_a_list_in_one_or_in_several_options(texts, pages):
-    assert parse_pages(texts) == pages
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "1.5k", "", "1,", "k", "1,000", "1kk", "64GiB", "²", "9" * 50])
-def test_what_is_no_number_of_pages_is_refused(text):
+    if pages is not None:
+        assert parse_pages(texts) == pages
+        return
     with pytest.raises(ValueError, match="at least 1"):
-        parse_pages([text])
+        parse_pages(texts)
 
 
 def test_the_ladder_goes_from_the_longest_request_to_the_working_set():
@@ -142,7 +141,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 @pytest.fixture
 def small(tmp_path) -> str:
     """Pages of 16 tokens: 1 to 4, then 5 to 8, then the first four again."""
-    rows = (row([1, 2, 3, 4], 64), row([5, 6, 7, 8], 64), row([1, 2, 3, 4], 60))
+    rows = (page_row([1, 2, 3, 4]), page_row([5, 6, 7, 8]), page_row([1, 2, 3, 4], 60))
     path = tmp_path / "[b]small.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
@@ -163,12 +162,9 @@ def test_the_table_has_capacities_hit_rates_and_the_ceiling(capsys, small):
 
 def test_how_the_page_size_is_known_is_said(capsys, small):
     code, out, _ = run(capsys, small, "--page-size", "16")
-    assert code == 0 and "Format mooncake; page size given by --page-size." in " ".join(out.split())
+    assert code == 0 and "given by --page-size" in " ".join(out.split())
     told = json.loads(run(capsys, small, "--json")[1])
-    assert told["page_size_from"].startswith("guessed: the only power of two among the 13 to 20 tokens")
-    assert told["format"] == "mooncake"
-    code, _, err = run(capsys, small, "--format", "weka")
-    assert code == 2 and "not of the format weka" in err
+    assert told["format"] == "mooncake" and "13 to 20 tokens" in told["page_size_from"]
 
 
 def test_several_sessions_share_nothing(capsys, tmp_path):
@@ -214,7 +210,8 @@ def test_html_holds_the_curve_and_the_ceiling_offline(capsys, small, tmp_path):
     ("arguments", "words"),
     [
         (["nowhere.jsonl"], ["nowhere.jsonl does not exist"]),
-        (["."], ["cannot be read", "check the path"]),
+        (["."], ["cannot be read"]),
+        (["T", "--format", "weka"], ["weka"]),
         (["T", "--pages", "0"], ["'0'", "at least 1"]),
         (["T", "--page-size", "64"], ["line 1", "leave it out"]),
         (["T", "--page-size", "0"], ["--page-size"]),

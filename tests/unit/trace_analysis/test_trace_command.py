@@ -65,22 +65,6 @@ def test_the_terminal_has_lengths_rate_burstiness_memory_and_prefixes(capsys, pa
         assert words in text, words
 
 
-def test_a_reservation_is_never_used_to_more_than_all_of_it(capsys, tmp_path):
-    path = tmp_path / "t.csv"
-    rows = [f"2024-01-01 00:00:{i % 60:02},{100_000 if i % 200 == 199 else 90},10" for i in range(1000)]
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(sorted(rows)))
-    code, out, _ = run(capsys, path)
-    assert code == 0 and "for the p99 (100), 100.0%." in " ".join(out.split())
-
-
-@pytest.mark.parametrize("flag", ["--pages", "--kv-bytes-per-token"])
-def test_options_of_a_cache_are_refused_where_there_is_nothing_to_cache(capsys, tmp_path, flag):
-    path = tmp_path / "t.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,9,9\n2024-01-01 00:00:01,9,9\n")
-    code, out, err = run(capsys, path, flag, 10)
-    assert (code, out) == (2, "") and f"{flag} has no meaning: the trace has no page ids" in " ".join(err.split())
-
-
 def test_json_has_the_same_figures(capsys, pages):
     code, out, _ = run(capsys, pages, *IN_MS, "--page-size", 16, "--json")
     told = json.loads(out)
@@ -135,8 +119,7 @@ def test_texts_are_counted_in_characters_and_with_a_tokenizer_in_tokens(capsys, 
     target = tmp_path / "page.html"
     code, out, _ = run(capsys, path, "--plot", target)
     text = " ".join(out.split())
-    assert code == 0 and "prompt characters" in text and "give one with --tokenizer" in text
-    assert "Sessions: 2, of 2 turns (median; at most 2)." in text and "no times to tell a rate from" in text
+    assert code == 0 and "prompt characters" in text and "--tokenizer" in text and "Sessions: 2, of 2 turns" in text
     assert "characters" in target.read_text(encoding="utf-8")
     code, out, _ = run(capsys, path, "--tokenizer", ROOT / "engine/tokenizer/bpe8k", "--page-size", 4, "--json")
     told = json.loads(out)
@@ -164,23 +147,24 @@ def test_a_trace_without_page_ids_says_what_is_not_known(capsys, tmp_path):
     path = tmp_path / "v.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n100,28\n50,14\n")
     code, out, _ = run(capsys, path)
-    text = " ".join(out.split())
-    assert code == 0 and "nobody knows which prompts begin alike" in text and "75.0% of it would be used" in text
-    assert "no page ids" in run(capsys, path, "--page-size", 16)[2]
+    assert code == 0 and "75.0% of it would be used" in " ".join(out.split())
     told = json.loads(run(capsys, path, "--json")[1])
     assert told["prefix_cache"] is None and told["arrivals"] is None and "page ids" in told["prefix_cache_unknown"]
+    for flag in ("--page-size", "--pages", "--kv-bytes-per-token"):
+        code, out, err = run(capsys, path, flag, 16)
+        assert (code, out) == (2, "") and flag in err and "no page ids" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["none.jsonl"], ["none.jsonl does not exist"]),
-        (["T", "--format", "azure"], ["not of the format azure"]),
-        (["T", "--format", "x"], ["'x' is not a format", "mooncake"]),
-        (["T", "--page-size", "16"], ["pages have 16 tokens, Mooncake's 512", "--format mooncake"]),
-        (["T", *IN_MS, "--page-size", "16", "--tokenizer", "x"], ["has no texts"]),
+        (["T", "--format", "azure"], ["azure"]),
+        (["T", "--format", "x"], ["'x'", "mooncake"]),
+        (["T", "--page-size", "16"], ["16 tokens, Mooncake's 512", "--format mooncake"]),
+        (["T", *IN_MS, "--page-size", "16", "--tokenizer", "x"], ["--tokenizer 'x'"]),
         (["T", "--pages", "0"], ["'0'", "at least 1"]),
-        (["T", "--page-size", "30"], ["line 1", "at --page-size 30"]),
+        (["T", "--page-size", "30"], ["line 1", "--page-size 30"]),
         (["T", *IN_MS, "--page-size", "16", "--plot", "no/such/x.html"], ["--plot", "cannot be written"]),
         ([], ["FILES"]),
     ],

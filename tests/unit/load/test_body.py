@@ -1,0 +1,60 @@
+"""A request's bytes on the wire: what a server takes, the key, and a history of its own answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvbench.load.completion import Completion
+from kvbench.load.connection import Address
+from kvbench.load.http import http_request
+from kvbench.load.samples import Sample, with_history
+from kvbench.load.spec import LoadSpec
+from kvbench.requests.request import RequestSpec
+
+
+def parts(request: RequestSpec, **fields: Any) -> tuple[bytes, dict[str, Any]]:
+    base = {"base_url": "http://h:1", "model": "m", "mode": "closed", "concurrency": 1, "requests_file": "r"}
+    spec = LoadSpec.model_validate(base | {"out_dir": "o", "timeout_s": 9} | fields)
+    head, _, body = http_request(spec, Address("h", 1, "/p"), request).partition(b"\r\n\r\n")
+    return head, json.loads(body)
+
+
+def test_the_request_speaks_the_servers_dialect() -> None:
+    request = RequestSpec(0, "a", (5, 6), None, 3)
+    head, body = parts(request)
+    assert head.startswith(b"POST /p/v1/completions HTTP/1.1\r\nHost: h:1\r\n")
+    assert b"uthorization" not in head
+    assert body["prompt"] == [5, 6]
+    assert body["stream_options"] == {"include_usage": True}
+    assert (body["ignore_eos"], body["return_token_ids"], body["stream"]) == (True, True, True)
+    other = {"stream_options": False, "ignore_eos": False, "return_token_ids": False, "endpoint": "/generate"}
+    head, body = parts(request, dialect=other | {"extra_body": {"min_tokens": 3}})
+    assert head.startswith(b"POST /p/generate HTTP/1.1")
+    assert body.keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "min_tokens"}
+    with pytest.raises(ValueError, match="request 0 is a prompt of token ids, which this server does not take"):
+        parts(request, dialect={"token_id_prompts": False})
+    assert parts(RequestSpec(0, "a", (5,), "five", 3), dialect={"token_id_prompts": False})[1]["prompt"] == "five"
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", " secret \n")
+    head, _ = parts(RequestSpec(0, "a", (5, 6), None, 3), api_key_env="SOME_KEY")
+    assert b"\r\nAuthorization: Bearer secret\r\n" in head
+
+
+def test_history_is_spliced_where_the_server_told_it() -> None:
+    first = RequestSpec(0, "a", (1, 2), None, 3, session=0)
+    second = RequestSpec(1, "a", (1, 2, 70, 71, 72, 5, 6), None, 2, session=0, turn=1, new_tokens=2)
+    third = RequestSpec(2, "a", (*second.prompt_token_ids, 80, 81, 9), None, 1, session=0, turn=2, new_tokens=1)
+
+    def answered(request: RequestSpec, ids: list[int], told: int) -> Sample:
+        return Sample(request, 0, 0.0, 0.0, 1.0, Completion(token_ids=ids, output_tokens=told))
+
+    short = with_history(second, first, answered(first, [7], 1))  # it stopped early
+    assert short.prompt_token_ids == (1, 2, 7, 5, 6)
+    assert with_history(third, second, answered(short, [8, 8], 2)).prompt_token_ids == (1, 2, 7, 5, 6, 8, 8, 9)
+    assert with_history(third, second, answered(short, [8], 2)).prompt_token_ids == (1, 2, 7, 5, 6, 80, 81, 9)
+    assert with_history(second, first, answered(first, [], 3)).prompt_token_ids == second.prompt_token_ids
