@@ -74,7 +74,8 @@ def steady_state(
     if changing is None:
         window = settled(t0, ends, first, last)
         return SteadyState(window, None if window else _unsettled(t0, first, last))
-    plateaus = tuple(_plateau(t0, ends, float(a), min(float(b), last), float(rate)) for a, b, rate in changing)
+    stretches = [(float(begin), min(float(end), last), float(rate)) for begin, end, rate in changing]
+    plateaus = tuple(Plateau(begin, end, rate, settled(t0, ends, begin, end)) for begin, end, rate in stretches)
     if not plateaus:
         return SteadyState(None, "the offered rate changed all the time")
     if len(plateaus) > 1:
@@ -186,10 +187,6 @@ def _arrivals_span(t0: np.ndarray, sessions: Any) -> tuple[float, float]:
     """First and last arrival; a conversation arrives with its first turn."""
     starts, _ = _by_session(t0, t0, sessions)
     return float(starts.min()), float(starts.max())
-
-
-def _plateau(t0: np.ndarray, ends: np.ndarray, start: float, end: float, rate: float) -> Plateau:
-    return Plateau(start, end, rate, settled(t0, ends, start, end))
 
 
 def _unsettled(t0: np.ndarray, start: float, end: float) -> str:

@@ -161,7 +161,7 @@ def draw_arrivals(
         steps[0] = 0.0
         mass = np.cumsum(steps)
         if mass[-1] >= ends[-1]:
-            raise ValueError(f"the rates end after about {ends[-1]:g} arrivals, before the {count} asked for.")
+            raise ValueError(f"the rates end after about {ends[-1]:g} arrivals, before the {count} wanted.")
     which = np.searchsorted(ends, mass, side="right")
     out = np.empty(len(mass))
     for number, segment in enumerate(profile):

@@ -85,7 +85,7 @@ def draw_trace(
         )
         for i in range(len(part))
     ]
-    told = {
+    about = {
         "trace": file_names(paths),
         "trace_format": part.format,
         "trace_requests": len(part),
@@ -94,7 +94,7 @@ def draw_trace(
         **({"trace_sessions": len(np.unique(part.session))} if in_sessions else {}),
         **({"trace_left_out": part.left_out} if part.left_out else {}),
     }
-    return requests, told | notes
+    return requests, about | notes
 
 
 @functools.lru_cache(maxsize=1)
@@ -173,8 +173,8 @@ def _of_texts(
 ) -> tuple[Trace, list[Ids], np.ndarray, dict[str, Any]]:
     """The requests that fit, their texts as token ids, and their outputs.
 
-    What does not fit is left out with all later turns of its session. Requests of which a trace with texts tells the
-    length only are random tokens.
+    What does not fit is left out with all later turns of its session. Where a trace with texts has the
+    length only, the prompt is random tokens.
     """
     if prompts.length_scale not in ("auto", 1.0):
         raise ValueError(

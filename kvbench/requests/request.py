@@ -50,11 +50,7 @@ class RequestSpec:
             "max_tokens": self.max_tokens,
             "arrival_s": self.arrival_s,
             "prefix_tokens": self.prefix_tokens,
-            **({"priority": self.priority} if self.priority else {}),
-            **({} if self.session is None else {"session": self.session}),
-            **({"turn": self.turn} if self.turn else {}),
-            **({"think_s": self.think_s} if self.think_s else {}),
-            **({"new_tokens": self.new_tokens} if self.new_tokens else {}),
+            **{key: value for key in _LEFT_OUT if (value := getattr(self, key)) != _LEFT_OUT[key]},
         }
 
     @classmethod
@@ -63,20 +59,20 @@ class RequestSpec:
         ids, text = row.get("prompt_token_ids"), row.get("prompt")
         if ids is None and text is None:
             raise KeyError("prompt_token_ids or prompt")
+        numbers = {"arrival_s": float, "prefix_tokens": int, "priority": int, "session": int, "turn": int}
+        numbers |= {"think_s": float, "new_tokens": int}
         return cls(
             index=int(row["index"]),
             cls=str(row.get("class", "default")),
             prompt_token_ids=None if ids is None else compact(ids),
             prompt=text,
             max_tokens=int(row["max_tokens"]),
-            arrival_s=None if row.get("arrival_s") is None else float(row["arrival_s"]),
-            prefix_tokens=int(row.get("prefix_tokens") or 0),
-            priority=int(row.get("priority") or 0),
-            session=None if row.get("session") is None else int(row["session"]),
-            turn=int(row.get("turn") or 0),
-            think_s=float(row.get("think_s") or 0.0),
-            new_tokens=int(row.get("new_tokens") or 0),
+            **{key: number(row[key]) for key, number in numbers.items() if row.get(key) is not None},  # type: ignore
         )
+
+
+# Keys that a row leaves out where they are this.
+_LEFT_OUT = {"priority": 0, "session": None, "turn": 0, "think_s": 0.0, "new_tokens": 0}
 
 
 def compact(ids: Sequence[int]) -> tuple[int, ...]:

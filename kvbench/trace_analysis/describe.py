@@ -15,7 +15,7 @@ from kvbench.traces.model import Trace
 
 
 @dataclass(frozen=True)
-class Sessions:
+class SessionStats:
     """Conversations: turns of each, and seconds between a turn's end and the next, where the trace tells."""
 
     count: int
@@ -37,7 +37,7 @@ class Description:
     totals: dict[str, int]
     memory: stats.Memory | None
     arrivals: stats.Arrivals | None
-    sessions: Sessions | None
+    sessions: SessionStats | None
     cache: Simulation | None
     why_no_cache: str
 
@@ -62,7 +62,7 @@ def describe(
             totals[name] = int(values.sum())
     why = ""
     if trace.page_ids is None:
-        why = "the trace has no page ids, so nobody knows which prompts begin alike"
+        why = "the trace has no page ids, and does not say which prompts begin alike"
         if trace.prompts is not None:
             why = "which texts begin alike in tokens takes a tokenizer: give one with --tokenizer"
     elif not trace.pages.sum():
@@ -80,11 +80,11 @@ def describe(
     )
 
 
-def _sessions(trace: Trace) -> Sessions | None:
+def _sessions(trace: Trace) -> SessionStats | None:
     if trace.session is None or trace.turn is None:
         return None
     thinks = None if trace.think_s is None else trace.think_s[trace.turn > 0]
-    return Sessions(
+    return SessionStats(
         len(np.unique(trace.session)),
         stats.spread(np.unique(trace.session, return_counts=True)[1]),
         stats.spread(thinks) if thinks is not None and len(thinks) else None,

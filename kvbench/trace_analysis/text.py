@@ -74,7 +74,7 @@ def _sessions(found: Description) -> tuple[str, ...]:
 def _memory(found: Description) -> tuple[str, ...]:
     memory = found.memory
     if memory is None:
-        return ("Memory: prompt and output tokens are not both told.",)
+        return ("Memory: prompt or output tokens are not known.",)
     waste = ", ".join(f"{share:.2%} of pages of {size}" for size, share in memory.waste.items())
     fits = ", ".join(f"{size:,}: {share:.1%}" for size, share in memory.share_up_to.items())
     return (

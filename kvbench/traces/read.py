@@ -39,11 +39,11 @@ def read_trace(paths: Paths, format: str = "auto", page_size: int | None = None)
 
     Args:
         format: a key of ``FORMATS``; auto: by the content, never by the file's name.
-        page_size: tokens, for page ids; None: told by the file or found from the lengths.
+        page_size: tokens, for page ids; None: given by the file or found from the lengths.
 
     Raises:
         ValueError: a file that is missing, unreadable or of no known format, a bad row (with its place), lengths that
-            no page size, or more than one, can explain, or times whose unit cannot be told.
+            no page size, or more than one, can explain, or times whose unit is unknown.
     """
     trace, source = _read(paths, format, page_size)
     doubt = lengths_jsonl.unit_doubt(source, trace) if format == "auto" and trace.format == "mooncake" else None
@@ -60,7 +60,7 @@ def read_page_ids(paths: Paths, format: str = "auto", page_size: int | None = No
     trace, source = _read(paths, format, page_size)
     if trace.page_ids is None:
         raise ValueError(
-            f"{source.path} (format {trace.format}) has no page ids (hash_ids), so nobody knows which prompts begin "
+            f"{source.path} (format {trace.format}) has no page ids (hash_ids), which say what prompts begin "
             f"alike. {PAGE_ID_SOURCES}; give one of them"
         )
     return trace

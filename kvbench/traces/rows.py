@@ -1,4 +1,4 @@
-"""Rows of a trace, collected one by one, become a ``Trace`` in order of arrival; the page size is told or found."""
+"""Rows of a trace, collected one by one, become a ``Trace`` in order of arrival; the page size is given or found."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Rows:
         """Everything collected, by time when all requests (of a session: its first) have one; else in the file's order.
 
         ``same_clock``: False when times cannot be compared from file to file. Raises ValueError when there is nothing,
-        or no page size can be told.
+        or no page size can be found.
         """
         if not self._rows:
             why = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pandas as pd
 
 from kvbench.traces.model import MOST_TOKENS, Trace
 
-_CHUNK = 1 << 20
+_BETWEEN = re.compile(r"[\s,]*")  # the items of an array
 Row = dict[str, Any]
 
 
@@ -148,30 +149,18 @@ def _lines_of(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    """The items of a JSON array, decoded one by one: such files are gigabytes. Raises ValueError."""
-    decoder = json.JSONDecoder()
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        buffer = file.read(_CHUNK).lstrip().removeprefix("[")
-        index = 0
-        while True:
-            buffer = buffer.lstrip().removeprefix("," if index else "").lstrip()
-            if buffer.startswith("]"):
-                return
-            try:
-                item, end = decoder.raw_decode(buffer)
-            except RecursionError:
-                raise ValueError(f"{path}, item {index + 1}: nested too deeply: mend or remove it") from None
-            except ValueError:
-                more = file.read(max(_CHUNK, len(buffer)))  # doubling, so that one long item is not tried often
-                if not more:
-                    raise ValueError(
-                        f"{path}, item {index + 1}: not JSON ({short(buffer[:80])}): mend or remove it"
-                    ) from None
-                buffer += more
-                continue
-            index += 1
-            yield f"item {index}", item
-            buffer = buffer[end:]
+    """The items of a JSON array, decoded one by one: together they are several times their text. Raises ValueError."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    decoder, index, at = json.JSONDecoder(), 0, text.index("[") + 1
+    while not text.startswith("]", at := _BETWEEN.match(text, at).end()):  # type: ignore[union-attr]
+        index += 1
+        begin = at
+        try:
+            item, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            cut = short(text[begin : begin + 80])
+            raise ValueError(f"{path}, item {index}: not JSON ({cut}): mend or remove it") from None
+        yield f"item {index}", item
 
 
 def parse(text: str) -> Any:

@@ -109,9 +109,9 @@ def _counts(times: np.ndarray, window: float) -> np.ndarray:
 
 
 def total_tokens(trace: Trace) -> np.ndarray:
-    """Prompt + output of the requests that tell both. int64 [such requests]"""
-    told = (trace.prompt_tokens >= 0) & (trace.output_tokens >= 0)
-    return trace.prompt_tokens[told] + trace.output_tokens[told]
+    """Prompt + output of the requests of which both are known. int64 [such requests]"""
+    known = (trace.prompt_tokens >= 0) & (trace.output_tokens >= 0)
+    return trace.prompt_tokens[known] + trace.output_tokens[known]
 
 
 def prompt_characters(trace: Trace) -> np.ndarray:

@@ -61,7 +61,7 @@ def texts_sent(trace: Trace, row: int) -> tuple[str, ...]:
 
 
 def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
-    """The trace with token ids for texts, token counts where they were not told, and page ids of full pages.
+    """The trace with token ids for texts, unknown token counts, and page ids of full pages.
 
     Every text is tokenised by itself, so that prompts share the tokens of the texts that they share.
     """
@@ -82,14 +82,14 @@ def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
     for i, reply in enumerate(replies):
         if reply is not None and output_tokens[i] == UNKNOWN:
             output_tokens[i] = len(ids[reply])
-    told = all(len(p) == n for p, n in zip(prompts, prompt_tokens, strict=True))
+    complete = all(len(p) == n for p, n in zip(prompts, prompt_tokens, strict=True))
     return dataclasses.replace(
         trace,
         prompts=tuple(prompts),
         prompt_tokens=prompt_tokens.astype(np.int64),
         output_tokens=output_tokens,
-        page_ids=_pages(prompts, page_size) if told else None,
-        page_size=page_size if told else None,
+        page_ids=_pages(prompts, page_size) if complete else None,
+        page_size=page_size if complete else None,
         page_size_from="chosen for the texts",
     )
 

@@ -147,7 +147,7 @@ def _repeated_note(repeated: Sequence[Mapping[str, Any]], swept: Mapping[str, Se
         if any(not applies(key, settings) for settings in repeated)
     ]
     what = f"settings that mean nothing there: {', '.join(reasons)}" if reasons else "naming a default"
-    return f"{len(repeated)} of the configurations asked for differ from others only in {what}; each is run once"
+    return f"{len(repeated)} of the configurations differ from others only in {what}; each is run once"
 
 
 def _useless_values(unique: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]]) -> list[str]:

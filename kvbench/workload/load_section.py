@@ -236,7 +236,7 @@ class LoadConfig(StrictModel):
 
     @property
     def counted_by_time(self) -> bool:
-        """Whether the arrivals' times say how many there are, and nobody else."""
+        """Whether only the arrivals' times say how many there are."""
         return self.duration_s is not None or self.arrivals == "step"
 
     def _counts(self) -> tuple[int | None, ...]:

@@ -11,17 +11,14 @@ from __future__ import annotations
 import ast
 import math
 from bisect import bisect_right
-from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from kvbench.traces.model import MOST_TOKENS, Trace, find_tick
-from kvbench.traces.source import Format, Source, short
+from kvbench.traces.source import Format, Source, lines, short
 
 _SEED = 0  # the same trace on every machine
 _MOST_REQUESTS = 1_000_000  # clients of a week have a hundred times as many
-_COLUMNS = ("start", "rate", "cv", "distribution", "shape", "scale")
 _LAST_WINDOW_S = 600.0
 
 
@@ -92,16 +89,17 @@ def _arrivals(start: float, end: float, rate: float, name: str, shape: float, rn
 
 def _windows(source: Source) -> list[tuple[float, float, float, str, float]]:
     """Start, end, rate, distribution and shape; the file has no header. Raises ValueError with the line."""
-    table = pd.read_csv(source.path, header=None, names=_COLUMNS, dtype=str, keep_default_na=False, index_col=False)
     found: list[tuple[float, float, str, float]] = []
-    for number, row in enumerate(table.itertuples(index=False)):
-        start, rate, shape = (_number(value) for value in (row.start, row.rate, row.shape))
-        name = row.distribution.strip()
+    for number, text in lines(source.path):
+        cells = [*(cell.strip() for cell in text.split(",")), *[""] * 5]
+        start, rate, shape = (_number(cells[i]) for i in (0, 1, 4))
         if start is None or rate is None or start < 0 or rate < 0 or (found and start <= found[-1][0]):
-            raise source.error(source.line(number), f"start {row.start!r} and rate {row.rate!r} are no window: mend it")
-        if rate and (name not in ("Gamma", "Weibull") or shape is None or shape <= 0):
-            raise source.error(source.line(number), f"{name!r} of shape {row.shape!r} is no Gamma or Weibull: mend it")
-        found.append((start, rate, name, shape or 1.0))
+            what = f"start {cells[0]!r} and rate {cells[1]!r} are no window: mend it"
+            raise source.error(f"line {number}", what)
+        if rate and (cells[3] not in ("Gamma", "Weibull") or shape is None or shape <= 0):
+            what = f"{cells[3]!r} of shape {cells[4]!r} is no Gamma or Weibull: mend it"
+            raise source.error(f"line {number}", what)
+        found.append((start, rate, cells[3], shape or 1.0))
     ends = [start for start, *_ in found[1:]] + [found[-1][0] + _LAST_WINDOW_S]
     return [(start, end, *rest) for (start, *rest), end in zip(found, ends, strict=True)]
 
@@ -113,18 +111,16 @@ def _length_windows(source: Source) -> dict[float, tuple[_Table, _Table]]:
     """Tables of input and output lengths by their window's start, ascending. Raises ValueError."""
     found = {}
     for start in sorted(source.first, key=float):
-        window = source.first[start]
-        inputs, outputs = (
-            _table(source, start, column, window[column]) for column in ("input_tokens", "output_tokens")
-        )
-        if inputs is not None and outputs is not None:
-            found[float(start)] = (inputs, outputs)
+        tables = [_table(source, start, column) for column in ("input_tokens", "output_tokens")]
+        if all(table is not None for table in tables):
+            found[float(start)] = tuple(tables)
     if not found:
         raise ValueError(f"{source.path} has no window with lengths")
     return found
 
 
-def _table(source: Source, start: str, column: str, given: Any) -> _Table | None:
+def _table(source: Source, start: str, column: str) -> _Table | None:
+    given = source.first[start][column]
     try:
         table = ast.literal_eval(given) if isinstance(given, str) else given
         lengths = np.array([int(n) for n in table], dtype=np.int64)
