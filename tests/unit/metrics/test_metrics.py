@@ -228,16 +228,19 @@ def test_each_plateau_of_steps_has_figures_of_its_own() -> None:
     assert got["plateaus.0.steady_goodput"] == pytest.approx(2.0, rel=0.03)
 
 
-def test_who_waits_past_the_steady_windows_end_is_in_its_latency() -> None:
+def queued_at_the_end() -> pd.DataFrame:
     """An arrival a second, answered 0.1 s after its send; three early ones and the last three wait in the client."""
     waits = np.zeros(100)
     waits[5:8] = waits[97:] = 10.0, 20.0, 30.0
     sent = np.arange(100.0) + waits
-    rows = [
+    return pd.DataFrame(
         row(t0=s - w, ts=s, queued_s=w, chunk_times=[s + 0.1, s + 0.2], output_tokens=2)
         for s, w in zip(sent, waits, strict=True)
-    ]
-    got = summary(*rows, load={"mode": "open", "max_concurrency": 1})
+    )
+
+
+def test_who_waits_past_the_steady_windows_end_is_in_its_latency() -> None:
+    got = summary(*queued_at_the_end().to_dict("records"), load={"mode": "open", "max_concurrency": 1})
     check(got, steady_end_s=99.0, steady_latency__ttft_ms__n=100 - np.ceil(got["steady_start_s"]))
     check(got, steady_latency__ttft_ms__max=30_100.0, steady_latency__client_queue_ms__max=30e3)
 
