@@ -37,9 +37,12 @@ def row(**given: object) -> dict:
     return base
 
 
+def frame(*rows: dict) -> pd.DataFrame:
+    return pd.DataFrame(list(rows)).astype({"first": float, "last": float})
+
+
 def summary(*rows: dict, load: dict = ONE, slo: dict | None = None) -> dict[str, Any]:
     """``summarise`` of the rows, nested figures under dotted names."""
-    frame = pd.DataFrame(list(rows)).astype({"first": float, "last": float})
     flat: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:
@@ -49,7 +52,7 @@ def summary(*rows: dict, load: dict = ONE, slo: dict | None = None) -> dict[str,
         ):
             add(f"{prefix}.{key}", inner)
 
-    for key, value in metrics.summarise(frame, load, slo).items():
+    for key, value in metrics.summarise(frame(*rows), load, slo).items():
         add(key, value)
     return flat
 
@@ -110,10 +113,9 @@ def test_throughput_counts_what_arrived_inside_the_window() -> None:
 
 
 def test_a_request_counts_in_the_window_in_which_it_ends_and_unknown_chunks_share_the_tokens() -> None:
-    frame = pd.DataFrame([row(ts=1.0, chunk_times=[2.0, 3.0], output_tokens=2, end=5.0)])
-    check(metrics.throughput(frame, (1.0, 4.0)), request_throughput=0.0, output_throughput=2 / 3)
-    shared = pd.DataFrame([row(output_tokens=6), row(chunk_times=[3.0, 4.0], output_tokens=2)])
-    times, weights = metrics.chunk_weights(shared)
+    one = frame(row(ts=1.0, chunk_times=[2.0, 3.0], output_tokens=2, end=5.0))
+    check(metrics.throughput(one, (1.0, 4.0)), request_throughput=0.0, output_throughput=2 / 3)
+    times, weights = metrics.chunk_weights(frame(row(output_tokens=6), row(chunk_times=[3.0, 4.0], output_tokens=2)))
     assert times.tolist() == [1.5, 1.7, 2.0, 3.0, 4.0] and weights.tolist() == [2, 2, 2, 1, 1]
 
 
@@ -158,7 +160,7 @@ def test_pooled_percentiles_are_of_the_pool() -> None:
     loads = []
     for scale, count in ((0.1, 20), (1.0, 200)):
         waits = rng.exponential(scale, count)
-        loads.append(pd.DataFrame([row(chunk_times=[1 + w, 2 + w], output_tokens=2) for w in waits]))
+        loads.append(frame(*(row(chunk_times=[1 + w, 2 + w], output_tokens=2) for w in waits)))
     got = metrics.pooled(loads)["ttft_ms"]
     every = np.concatenate([(f["first"] - f["t0"]) * 1000 for f in loads])
     check(got, n=220, p90=float(np.percentile(every, 90)))
@@ -233,9 +235,11 @@ def queued_at_the_end() -> pd.DataFrame:
     waits = np.zeros(100)
     waits[5:8] = waits[97:] = 10.0, 20.0, 30.0
     sent = np.arange(100.0) + waits
-    return pd.DataFrame(
-        row(t0=s - w, ts=s, queued_s=w, chunk_times=[s + 0.1, s + 0.2], output_tokens=2)
-        for s, w in zip(sent, waits, strict=True)
+    return frame(
+        *(
+            row(t0=s - w, ts=s, queued_s=w, chunk_times=[s + 0.1, s + 0.2], output_tokens=2)
+            for s, w in zip(sent, waits, strict=True)
+        )
     )
 
 
