@@ -120,14 +120,10 @@ class Build:
 
     def facts(self) -> dict[str, Any]:
         """For a manifest."""
-        return {
-            "ref": self.commit.ref,
-            "sha": self.commit.sha,
+        return asdict(self.commit) | {
+            "repo": str(self.commit.repo),
             "short_sha": self.commit.sha[:7],
             "dirty": self.commit.changes is not None,
-            "changes": self.commit.changes,
-            "subject": self.commit.subject,
-            "repo": str(self.commit.repo),
             "build": self.how,
             "build_folder": str(self.folder),
             "environment": self.digest,
@@ -395,10 +391,9 @@ def is_kvbench(source: Path) -> bool:
     return all((source / name / "__init__.py").is_file() for name in PACKAGES)
 
 
-def same_dependencies(source: Path, running: Path = REPOSITORY) -> bool:
-    """Whether both have the same requirements and pins."""
-    ours, theirs = _dependencies(running), _dependencies(source)
-    return ours is not None and ours == theirs
+def same_dependencies(source: Path) -> bool:
+    """Whether it has the same requirements and pins as the running kvbench."""
+    return (ours := _dependencies(REPOSITORY)) is not None and ours == _dependencies(source)
 
 
 def _dependencies(folder: Path) -> tuple[Any, ...] | None:

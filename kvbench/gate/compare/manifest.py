@@ -6,7 +6,6 @@ compared.
 
 from __future__ import annotations
 
-import json
 import secrets
 import shlex
 import sys
@@ -24,7 +23,7 @@ from kvbench.gate.policy import Policy
 from kvbench.gate.timing.plan import BASE, SIDES, Match, cell_rows
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.resume import environment_differences
-from kvbench.workload.file import Workload, load_workload
+from kvbench.workload.file import Workload
 
 # Options that say what is compared, as words of the command that does it again.
 _REPEATED = (
@@ -178,22 +177,9 @@ def resume(manifest: dict[str, Any], workloads: Sequence[PairedWorkload], *, for
         )
     manifest["options"]["force"] = manifest["options"]["force"] or force
     manifest["resumed"] += [{"at": utc_now(), **now, "forced": force, "differences": found, "remarks": remarks}]
-    edited = [
-        f"{path} is not what it was when the comparison began, which goes on as it was then"
-        for path, given in zip(manifest["options"]["workloads"], manifest["given"], strict=True)
-        if not _is_unchanged(path, given["workload"], manifest["options"])
-    ]
     mixed = [f"--force: pairs were measured under different conditions: {each}" for each in found]
-    manifest["notes"] += [note for note in (*mixed, *edited) if note not in manifest["notes"]]
-    return edited + remarks
-
-
-def _is_unchanged(path: str, workload: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    try:
-        now = load_workload(path, **{name: options[name] for name in ("profile", "overrides", "seed")})
-    except UsageError:
-        return False
-    return json.loads(json.dumps(now.resolved, default=str)) == workload
+    manifest["notes"] += [note for note in mixed if note not in manifest["notes"]]
+    return remarks
 
 
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:

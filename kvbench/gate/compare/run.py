@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,18 +169,7 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
     say(f"results: {folder.path}")
     for note in manifest["notes"]:
         say(f"note: {note}")
-    comparison = Comparison(
-        folder,
-        manifest,
-        workloads,
-        request.policy,
-        console,
-        pairs=options.get("pairs") or request.policy.timing.looks[-1].pairs,
-        max_minutes=options["max_minutes"],
-        stop_early=request.subcommand == COMPARE,
-        calibrate=not options["no_calibration"],
-        force=options["force"],
-    )
+    comparison = Comparison(folder, manifest, workloads, request.policy, options, console)
     try:
         return folder, comparison.judge_stored() if folder.stored else comparison.execute()
     except MeasurementError as error:
@@ -227,20 +217,25 @@ class _Progress:
 class Comparison:
     """One execution in one folder, which holds its manifest already and is locked by the caller.
 
-    ``stop_early`` False: all pairs are measured whatever they show, as A/A pairs that calibrate a gate are.
-    ``max_minutes``: of measuring, counted from here; None: no limit.
+    ``options``: the command line's, or those that the comparison began with.
     """
 
     folder: CompareFolder
     manifest: dict[str, Any]
     workloads: Sequence[PairedWorkload]
     policy: Policy
+    options: Mapping[str, Any]
     console: Console
-    pairs: int
-    max_minutes: float | None = None
-    stop_early: bool = True
-    calibrate: bool = True
-    force: bool = False
+
+    @property
+    def stop_early(self) -> bool:
+        """False for A/A pairs that calibrate a gate: all are measured, whatever they show."""
+        return self.manifest["subcommand"] == COMPARE
+
+    @property
+    def pairs(self) -> int:
+        """How many are measured at most."""
+        return self.options.get("pairs") or self.policy.timing.looks[-1].pairs
 
     def execute(self) -> Verdict | None:
         """Measures what is not there yet; the verdict, None when it was interrupted."""
@@ -282,9 +277,11 @@ class Comparison:
         return conclude(self.folder, self.manifest, self.policy)
 
     def write(self, status: str) -> None:
-        calibration = Calibrator(self.folder.path, self.calibrate).facts()
-        self.manifest |= {"status": status, "ended": utc_now(), "calibration": calibration}
+        self.manifest |= {"status": status, "ended": utc_now(), "calibration": self._calibrator().facts()}
         write_json(self.folder.manifest_path, self.manifest)
+
+    def _calibrator(self, *tell: Callable[[str], None]) -> Calibrator:
+        return Calibrator(self.folder.path, not self.options["no_calibration"], *tell)
 
     def _say(self, text: str) -> None:
         with suppress(OSError):
@@ -304,16 +301,16 @@ class Comparison:
             self._on_failed,
             len(manifest["resumed"]),
         )
-        began, up_to = time.monotonic(), "up to " if self.stop_early else ""
+        began, up_to, max_minutes = time.monotonic(), "up to " if self.stop_early else "", self.options["max_minutes"]
         known = sum(self.folder.is_whole(cells, pair) for pair in range(1, self.pairs + 1))
         for pair in range(1, self.pairs + 1):
             if not self.folder.is_whole(cells, pair):
                 elapsed = time.monotonic() - began
                 # The first pair takes longer than all others: it calibrates the client.
                 expected = max(seconds[1:] or seconds, default=0.0)
-                if self.max_minutes is not None and elapsed + expected > self.max_minutes * 60:
+                if max_minutes is not None and elapsed + expected > max_minutes * 60:
                     most = f"{up_to}{plural(self.pairs, 'pair')}"
-                    return f"--max-minutes {self.max_minutes:g} were over after {pair - 1} of {most}"
+                    return f"--max-minutes {max_minutes:g} were over after {pair - 1} of {most}"
                 try:
                     runner.run(turns(matches, pair, manifest["order_seed"]), pair)
                 except PairNotMeasured as error:
@@ -329,7 +326,7 @@ class Comparison:
                     f"pair {pair} of {up_to}{self.pairs}: {pair_line(self.folder, manifest, self.policy, pair)}  "
                     f"(elapsed {clock(time.monotonic() - began)}{until if ahead > pair else ''})"
                 )
-            require_same_requests(self.folder, manifest, pair, force=self.force)
+            require_same_requests(self.folder, manifest, pair, force=self.options["force"])
             is_look = self.stop_early and pair in looks and pair >= known
             if is_look and conclude(self.folder, manifest, self.policy, pairs=pair).outcome != INCONCLUSIVE:
                 return None
@@ -347,33 +344,27 @@ class Comparison:
         self._say(f"pair {attempt.pair} of {attempt.turn} is no measurement{again} ({counted}): {attempt}")
 
     def _runners(self, check: Callable[[], None], show: Callable[[str], None]) -> dict[tuple[str, str], BlockRunner]:
-        calibrator = Calibrator(self.folder.path, self.calibrate, show, self._say)
-        runners = {}
-        for each in self.workloads:
-            for side in SIDES:
-                run, choice = self.folder.run(side, each.name), each.sides[side].choice
-                run.path.mkdir(parents=True, exist_ok=True)
-                runners[side, each.name] = BlockRunner(
-                    choice.workload,
-                    run,
-                    choice.new_target,
-                    _Progress(show),
-                    self._on_server(side, each),
-                    check,
-                    calibrate=calibrator,
-                    capacity=each.capacity[side],
-                    poll_s=POLL_S,
-                )
+        calibrator, runners = self._calibrator(show, self._say), {}
+        for each, side in itertools.product(self.workloads, SIDES):
+            run, choice = self.folder.run(side, each.name), each.sides[side].choice
+            run.path.mkdir(parents=True, exist_ok=True)
+            runners[side, each.name] = BlockRunner(
+                choice.workload,
+                run,
+                choice.new_target,
+                _Progress(show),
+                partial(self._on_server, each, side),
+                check,
+                calibrate=calibrator,
+                capacity=each.capacity[side],
+                poll_s=POLL_S,
+            )
         return runners
 
     def _on_server(
-        self, side: str, workload: PairedWorkload
-    ) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
+        self, workload: PairedWorkload, side: str, block: Block, info: Mapping[str, Any] | None, target: Target
+    ) -> None:
         """Stores what the first server of each configuration says of itself; refuses another one."""
-
-        def on_server(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
-            facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
-            match = next(m for m in workload.matches if m.of(side) == block.configuration)
-            record_server(self.manifest, match, side, facts, alone=block.alone, force=self.force)
-
-        return on_server
+        facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
+        match = next(m for m in workload.matches if m.of(side) == block.configuration)
+        record_server(self.manifest, match, side, facts, alone=block.alone, force=self.options["force"])

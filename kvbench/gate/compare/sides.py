@@ -53,20 +53,9 @@ from kvbench.workload.design import Cell, Configuration, Design, make_design, se
 from kvbench.workload.file import Workload, apply_override, differing_keys, resolve
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
-_TITLES = {
-    REF: "a git ref",
-    CMD: "a launch command",
-    URL: "a URL",
-    SET: "settings",
-    RUN: "a folder of results",
-}
-_KINDS_OF = {  # option -> the kinds of side that it means something for
-    "target": (SET,),
-    "serve_cmd": (REF, SET),
-    "repo": (REF,),
-    "build_cmd": (REF,),
-    "rebuild": (REF,),
-}
+_TITLES = {REF: "a git ref", CMD: "a launch command", URL: "a URL", SET: "settings", RUN: "a folder of results"}
+# option -> the kinds of side that it means something for
+_KINDS_OF = {"target": (SET,), "serve_cmd": (REF, SET), "repo": (REF,), "build_cmd": (REF,), "rebuild": (REF,)}
 _CHOICES = (
     "give a git ref (`.`: the working tree), a launch command with {port}, a URL, settings (page_size=16), or the "
     f"folder of a stored run; {', '.join(f'{kind}:' for kind in _TITLES)} in front says which"
