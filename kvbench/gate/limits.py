@@ -93,21 +93,20 @@ def _judge_completeness(run: Run) -> list[Finding]:
     """What is wrong with the run as a whole."""
     wrong = []
     if run.missing:
-        missing = and_more(run.missing, _MOST_NAMED)
-        wrong.append(f"{plural(len(run.missing), 'cell')} without a finished load ({missing})")
+        wrong.append(
+            f"{plural(len(run.missing), 'cell')} without a finished load ({and_more(run.missing, _MOST_NAMED)})"
+        )
     if run.short:
         wrong.append(f"too few repeats ({and_more(run.short, _MOST_NAMED)})")
     if not wrong and run.status != "complete":
         wrong.append(f"its status is {run.status}")
+    if not wrong and not run.problems:
+        return []
+    what, sentence = "readable run", f"the run has problems: {and_more(run.problems, 1)}"
     if wrong:
         what, sentence = "complete run", f"the run is incomplete: {' and '.join(wrong)}; go on with `{_resume(run)}`"
-    elif run.problems:
-        what, sentence = "readable run", f"the run has problems: {run.problems[0]}"
-    else:
-        return []
-    title = f"{what} of {run.workload}"
-    found = Finding(f"{SUITE}/{run.workload}/{what}", SUITE, title, INVALID, sentence, details=tuple(run.problems))
-    return [found]
+    name, title = f"{SUITE}/{run.workload}/{what}", f"{what} of {run.workload}"
+    return [Finding(name, SUITE, title, INVALID, sentence, details=tuple(run.problems))]
 
 
 def _judge_metric(run: Run, limit: Limit) -> list[Finding]:
@@ -134,17 +133,13 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
 
 def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
     """Of ``limit.of`` over ``limit.to``, or paged over contiguous, at each load that has both."""
+    what = "a paged and a contiguous cell at one load"
+    names = None if limit.of else paging_pair(run)
+    pairs = [tuple(run.cell(name, load) for name in names) for load in run.loads] if names else []
     if limit.of:
-        pairs = [
-            (a, b)
-            for a in run.cells if matches(a.config_id, limit.of)
-            for b in run.at(a.load) if matches(b.config_id, limit.to) and b is not a
-        ]  # fmt: skip
         what = f"a cell of {', '.join(limit.of)} and one of {', '.join(limit.to)} at one load"
-    else:
-        names = paging_pair(run)
-        pairs = [tuple(run.cell(name, load) for name in names) for load in run.loads] if names else []
-        what = "a paged and a contiguous cell at one load"
+        tops = [cell for cell in run.cells if matches(cell.config_id, limit.of)]
+        pairs = [(a, b) for a in tops for b in run.at(a.load) if matches(b.config_id, limit.to) and b is not a]
     pairs = [(a, b) for a, b in pairs if a and b and matches(_name(run, a), limit.cells)]
     if not pairs:
         ids = ", ".join(sorted({cell.config_id for cell in run.cells}))
@@ -184,17 +179,14 @@ def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Fin
 
 
 def _judge_kld(run: Run, limit: Limit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
-    quantised = dict.fromkeys(
-        cell.config_id
-        for cell in run.cells
-        if effective(cell.settings, "kv_cache_dtype") != "auto" and matches(_name(run, cell), limit.cells)
-    )
+    cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
+    quantised = [cell.config_id for cell in cells if effective(cell.settings, "kv_cache_dtype") != "auto"]
     found = []
-    for config_id in quantised:
+    for config_id in dict.fromkeys(quantised):
         where = f"{run.workload}/{config_id}"
         known = quality.configurations.get(config_id, {}) if quality is not None else {}
         if (value := known.get(limit.what)) is None or doubt:
-            found.append(_invalid(limit, where, _no_kld(run) if value is None else doubt))
+            found.append(_invalid(limit, where, doubt if value is not None else _no_kld(run)))
             continue
         unit = "share" if limit.what == "same_argmax" else "nats"
         details = [f"over {known['positions']:,} positions; weights: {quality.weights}"]
@@ -226,10 +218,9 @@ def _hold(limit: Limit, where: str, values: Sequence[float], unit: str, details:
     judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
     broken = limit.excess(judged) > 0
     which = ("the worst repeat has " if limit.every else "the median is ") if len(values) > 1 else ""
-    ends = {"min": limit.low, "max": limit.high}
-    ends = {name: bound for name, bound in ends.items() if bound is not None}
-    sides = {"min": "at least", "max": "at most"}
-    bounds = " and ".join(f"{sides[name]} {quantity(bound, unit)}" for name, bound in ends.items())
+    ends = {name: end for name, end in (("min", limit.low), ("max", limit.high)) if end is not None}
+    words = {"min": "at least", "max": "at most"}
+    bounds = " and ".join(f"{words[name]} {quantity(end, unit)}" for name, end in ends.items())
     about = _about(limit, where)
     return Finding(
         id=f"{SUITE}/{where}/{limit.label}",

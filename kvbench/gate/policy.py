@@ -112,10 +112,8 @@ def load_policy(path: Path | str | None) -> Policy:
     source = Path(path)
     try:
         text = source.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"there is no policy file {str(source)!r}: ci/gates.yaml is one to copy") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the policy file {str(source)!r} cannot be read: {error}") from None
+        raise UsageError(f"the policy file {source} cannot be read ({error}): ci/gates.yaml is one to copy") from None
     data = parse_yaml(text, source)
     if not isinstance(data, dict | None):
         raise UsageError(f"{source}: a policy is a mapping of timing and limits; this file is a {type(data).__name__}")

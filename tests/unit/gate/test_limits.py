@@ -217,11 +217,7 @@ def test_the_kld_of_a_quantised_kv(limit, outcome):
     ("of", "told", "said"),
     [
         (INT8, {}, "kvbench quality"),
-        (
-            cell(kv_cache_dtype="fp8_e4m3"),
-            {"quality": quality(mean=0.01)},
-            "kvbench quality",
-        ),  # of another
+        (cell(kv_cache_dtype="fp8_e4m3"), {"quality": quality(mean=0.01)}, "kvbench quality"),  # of another
         (INT8, {"quality": quality(mean=0.01), "doubt": "another commit"}, "another commit"),
         (TTFT, {"quality": quality(mean=0.01)}, "quantised"),
     ],
