@@ -4,10 +4,9 @@
     submit / abort / stats / reset  -- commands ->  run commands, then one step, then again
     OutputStream.get                <-- outputs --  one call_soon_threadsafe a step, not one a token
 
-Everything that touches the engine runs on its thread, between two steps, so that neither the engine nor the
-statistics need a lock. Where steps overlap, that is while one runs on the device; what the one before brought is
-delivered by then. An idle thread waits on a condition. Nothing waits for ever: a step that fails ends the
-requests that were in it with an error, and an engine that cannot go on ends all requests and refuses new ones.
+Everything that touches the engine runs on its thread, between two steps, so neither the engine nor the statistics
+need a lock. An idle thread waits on a condition. Nothing waits for ever: a step that fails ends its requests with an
+error, and an engine that cannot continue ends all requests and refuses new ones.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from engine.engine import Engine
 from engine.sequence import Request, TokenOutput
 from engine.sequence import Sequence as EngineSequence
 
-UNHEALTHY_AFTER = 3  # failed steps in a row, after which /health says so even though the engine tries on
+UNHEALTHY_AFTER = 3  # failed steps in a row after which /health is 503; the engine continues
 SHUTTING_DOWN = "the server is shutting down"
 
 _log = logging.getLogger(__name__)
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine takes no requests any more; the text says why."""
+    """The engine accepts no more requests; the message says why."""
 
 
 class Command(NamedTuple):
     work: Callable[[], Any]
-    reply: asyncio.Future[Any] | None  # None: nobody waits
+    reply: asyncio.Future[Any] | None  # None: the result is not needed
 
 
 def resolve(replies: list[tuple[asyncio.Future[Any], Any, Exception | None]]) -> None:
@@ -59,13 +58,12 @@ def describe(error: BaseException) -> str:
 
 
 class EngineThread:
-    """A daemon thread that runs what it is given, in order: the loading of the model first, then the engine.
+    """A daemon thread that runs functions in order: it loads the model, then steps the engine.
 
-    Why both on one thread: each thread that enters an OpenMP region gets a team of workers of its own, and once there
-    are more OpenMP threads than cores, GNU OpenMP lets them spin for a moment only before they sleep. A model that was
-    loaded and warmed up on another thread than the one that runs it decodes 1.25 to 1.5 times as slowly (2 cores,
-    llama-32m: 15.4 ms a step of 3 sequences instead of 10.5, 27 ms of 16 instead of 22).
-    Daemon, unlike a ThreadPoolExecutor's: a step that never ends must not keep the process from ending.
+    Both on one thread, because each thread that enters an OpenMP region gets its own team of workers, and with more
+    OpenMP threads than cores GNU OpenMP lets them spin only shortly before they sleep. A model loaded on another
+    thread decodes 1.25 to 1.5 times as slowly (2 cores, llama-32m: 15.4 ms a step of 3 sequences instead of 10.5).
+    A daemon, unlike a ThreadPoolExecutor's threads: a step that never ends must not keep the process from ending.
     """
 
     def __init__(self) -> None:
@@ -73,13 +71,13 @@ class EngineThread:
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run ``function(*args)`` after what was given before; the future has its result or its exception."""
+        """Run ``function(*args)`` after the earlier ones; the future gets its result or exception."""
         future: Future[Any] = Future()
         self._work.put((future, lambda: function(*args)))
         return future
 
     def stop(self) -> None:
-        """End after what was given before; does not wait."""
+        """End the thread after the functions submitted so far; does not wait."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -94,19 +92,19 @@ class EngineThread:
 
 
 Abort = Callable[[str, str, int | None], None]
-"""Take a request out of the engine: its id, the reason, and the one sequence that goes (None: all that are left)."""
+"""Ends a request: its id, the reason, and the index of the sequence to end (None: all that are left)."""
 
 
 class Delivery(NamedTuple):
-    """One output on its way to a client. Times in seconds of ``time.monotonic``."""
+    """One output for a client. Times in seconds of ``time.monotonic``."""
 
-    at: float  # the step that brought it ended
-    scheduled_at: float | None  # the request was first scheduled
+    at: float  # end of the step
+    scheduled_at: float | None  # when the request was first scheduled
     output: TokenOutput
 
 
 class OpenSequences:
-    """The sequences that requests still have to end: (request id, index), index from 0 to n - 1."""
+    """The sequences that have not ended, by (request id, index); index from 0 to n - 1."""
 
     def __init__(self) -> None:
         self._indices: dict[str, set[int]] = {}
@@ -115,7 +113,7 @@ class OpenSequences:
         self._indices[request.request_id] = set(range(request.params.n))
 
     def close(self, request_id: str, index: int) -> bool:
-        """Whether it was open."""
+        """Close a sequence; False if it was not open."""
         indices = self._indices.get(request_id)
         if indices is None or index not in indices:
             return False
@@ -125,7 +123,7 @@ class OpenSequences:
         return True
 
     def close_all(self, request_id: str) -> list[int]:
-        """The indices that were open."""
+        """Close all sequences of a request; the indices that were open."""
         return sorted(self._indices.pop(request_id, ()))
 
     def __contains__(self, request_id: str) -> bool:
@@ -140,7 +138,7 @@ class OpenSequences:
 
 
 class OutputStream:
-    """The outputs of the requests of one ``submit``, in order. Belongs to the event loop."""
+    """The outputs of the requests of one ``submit``, in order. Used on the event loop only."""
 
     def __init__(self, requests: Sequence[Request], abort: Abort):
         self._abort = abort
@@ -153,15 +151,15 @@ class OutputStream:
 
     @property
     def done(self) -> bool:
-        """Every sequence has ended and every output has been taken."""
+        """Whether every sequence has ended and every output has been taken."""
         return not self._open and not self._ready
 
     def expects(self, request_id: str) -> bool:
-        """Whether a sequence of this request has still to end."""
+        """Whether a sequence of this request has not ended."""
         return request_id in self._open
 
     async def get(self) -> list[Delivery]:
-        """At least one delivery; waits for it. Raises what ``interrupt`` was given."""
+        """Wait for at least one delivery. Raises the exception given to ``interrupt``."""
         while not self._ready and self._interruption is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -171,23 +169,23 @@ class OutputStream:
         return ready
 
     def interrupt(self, reason: Exception) -> None:
-        """Make the reader's ``get`` raise ``reason``: its client has gone."""
+        """Make ``get`` raise ``reason``: the client has disconnected."""
         self._interruption = reason
         self._wake()
 
     def stop(self, request_id: str, index: int) -> None:
-        """End one sequence early on its reader's wish (a stop string): the engine counts it as stopped."""
+        """End one sequence at a stop string; the engine counts it as stopped."""
         if self._open.close(request_id, index):
             self._abort(request_id, "stop", index)
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort the sequences that have not ended."""
         for request_id in self._open.request_ids():
             self._open.close_all(request_id)
             self._abort(request_id, "abort", None)
 
     def put(self, delivery: Delivery) -> None:
-        """One more output, from the engine."""
+        """Add an output of the engine."""
         output = delivery.output
         if output.finish_reason is not None:
             self._open.close(output.request_id, output.index)
@@ -195,7 +193,7 @@ class OutputStream:
         self._wake()
 
     def end(self, request_id: str, finish_reason: str, error: str) -> None:
-        """The engine is done with the request: each open sequence gets a last output that says why."""
+        """End the request: each open sequence gets a last output with the reason."""
         now = time.monotonic()
         for index in self._open.close_all(request_id):
             self._ready.append(Delivery(now, None, TokenOutput(request_id, (), finish_reason, 0, error, index)))
@@ -207,9 +205,9 @@ class OutputStream:
 
 
 class AsyncEngine:
-    """Owns ``engine`` from ``start`` to ``shutdown``. All methods are for the event loop that called ``start``.
+    """Owns ``engine`` from ``start`` to ``shutdown``. Call all methods on the event loop that called ``start``.
 
-    ``thread``: the one that loaded the model (see ``EngineThread`` for why it should step it too).
+    ``thread``: the one that loaded the model (see ``EngineThread``).
     """
 
     def __init__(self, engine: Engine, thread: EngineThread | None = None):
@@ -225,7 +223,7 @@ class AsyncEngine:
         self._condition = threading.Condition()  # guards the next three
         self._commands: list[Command] = []
         self._stopping = False
-        self._dead: str | None = None
+        self._failure: str | None = None
         self._thread = thread or EngineThread()
         self._running: Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -233,25 +231,25 @@ class AsyncEngine:
     # Event loop side.
 
     def start(self) -> None:
-        """Start stepping. Call inside the event loop that will serve."""
+        """Start the engine's thread. Call on the event loop that serves."""
         self._loop = asyncio.get_running_loop()
         self._running = self._thread.submit(self._run)
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is not healthy; None when it is."""
-        if self._dead is not None:
-            return self._dead
+        """Why the engine is unhealthy, or None."""
+        if self._failure is not None:
+            return self._failure
         if self._failed_steps >= UNHEALTHY_AFTER:
             return f"the last {self._failed_steps} steps failed: {self._last_failure}"
         return None
 
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Queue all ``requests`` or none of them. Returns once the engine has taken them.
+        """Queue all ``requests`` or none of them; returns once they are queued.
 
         Raises:
-            ValueError: the engine refused one (it could never run); the text is for the client.
-            QueueFull: the waiting queue is at its limit. A ValueError too.
+            ValueError: a request could never run; the message is for the client.
+            QueueFull: the waiting queue is full (also a ValueError).
             EngineUnavailable: the engine has failed or is shutting down.
         """
         stream = OutputStream(requests, self.abort)
@@ -268,7 +266,7 @@ class AsyncEngine:
         return stream
 
     async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
-        """The outputs of one request; leaving early, by cancellation too, aborts it."""
+        """The outputs of one request; it is aborted if the generator is left early."""
         stream = await self.submit([request])
         try:
             while not stream.done:
@@ -278,28 +276,25 @@ class AsyncEngine:
             stream.close()
 
     def abort(self, request_id: str, reason: str = "abort", index: int | None = None) -> None:
-        """Take a request out of the engine, or only its sequence ``index``. Does not wait.
-
-        What has ended already is passed over.
-        """
+        """End a request, or only its sequence ``index``, if it has not ended. Does not wait."""
         stream = self._streams.get(request_id)
         if stream is not None and (index is None or not stream.expects(request_id)):
             del self._streams[request_id]
-        with contextlib.suppress(EngineUnavailable):  # a stopping engine aborts everything by itself
+        with contextlib.suppress(EngineUnavailable):  # a stopping engine aborts everything anyway
             self._post(lambda: self._remove(request_id, reason, index), None)
 
     async def reset_prefix_cache(self) -> bool:
-        """False when pages are still owned, and then nothing is done."""
+        """Drop all cached pages; False, with nothing done, while a sequence owns pages."""
         return await self._call(self.engine.reset_prefix_cache)
 
     async def stats(self, timeout_s: float = 2.0) -> EngineStats:
-        """A reading taken between two steps; the last one taken if no step ends in time or the engine is dead."""
+        """A snapshot between two steps; the last one taken if no step ends in time or the engine has failed."""
         with contextlib.suppress(TimeoutError, EngineUnavailable):
             self.last_stats = await asyncio.wait_for(self._call(self.engine.stats), timeout_s)
         return self.last_stats
 
     async def shutdown(self, timeout_s: float = 5.0) -> bool:
-        """Abort everything and stop the thread; False when a step did not end within ``timeout_s``."""
+        """Abort everything and stop the thread; False if a step did not end within ``timeout_s``."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -316,8 +311,8 @@ class AsyncEngine:
 
     def _post(self, work: Callable[[], Any], reply: asyncio.Future[Any] | None) -> None:
         with self._condition:
-            if self._dead is not None:
-                raise EngineUnavailable(self._dead)
+            if self._failure is not None:
+                raise EngineUnavailable(self._failure)
             if self._stopping:
                 raise EngineUnavailable(SHUTTING_DOWN)
             self._commands.append(Command(work, reply))
@@ -328,7 +323,7 @@ class AsyncEngine:
             request_id = delivery.output.request_id
             stream = self._streams.get(request_id)
             if stream is None:
-                continue  # aborted since
+                continue  # aborted meanwhile
             stream.put(delivery)
             if not stream.expects(request_id):
                 del self._streams[request_id]
@@ -346,20 +341,20 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._run_once():
                 pass
-        except BaseException as error:  # the thread is all there is: whatever ended it ends the requests
+        except BaseException as error:  # without its thread the engine cannot serve
             _log.exception("the engine cannot go on")
-            self._die(f"the engine cannot go on: {describe(error)}")
+            self._fail(f"the engine cannot go on: {describe(error)}")
 
-    def _turn(self) -> bool:
-        """Commands, then a step. False when it is time to stop."""
+    def _run_once(self) -> bool:
+        """Run the commands, then one step. False: stop."""
         with self._condition:
             while not (self._commands or self._stopping or self.engine.has_work()):
                 self._condition.wait()
             commands, self._commands = self._commands, []
             stopping = self._stopping
-        self._obey(commands)
+        self._run_commands(commands)
         if stopping:
             self._remove_all(list(self._live), "abort")
             return False
@@ -367,8 +362,8 @@ class AsyncEngine:
             self._step()
         return True
 
-    def _obey(self, commands: list[Command]) -> None:
-        """Run ``commands`` and reply to all; only then let an error that is not a refusal end the engine."""
+    def _run_commands(self, commands: list[Command]) -> None:
+        """Run ``commands`` and reply to all; then raise an error that is not a ValueError, which ends the engine."""
         replies = []
         fatal: Exception | None = None
         for work, reply in commands:
@@ -408,9 +403,9 @@ class AsyncEngine:
         self._to_loop(self._deliver, deliveries)
 
     def _fail_step(self, reason: str) -> None:
-        """End the requests whose KV the step may have damaged, so that the others go on; all if it names none.
+        """End the requests whose KV the step may have damaged (all if the engine names none); the others go on.
 
-        An abort that raises too leaves ``_turn`` and is the end of the engine.
+        If an abort raises, the engine fails.
         """
         self._failed_steps += 1
         self._last_failure = reason
@@ -419,7 +414,7 @@ class AsyncEngine:
         error = f"the engine failed in a step that this request was part of: {reason}"
         self._to_loop(self._end_streams, victims, "error", error)
         if self.engine.has_work() and not self._live:
-            raise RuntimeError(f"requests are left in the engine that nobody knows, after a failed step: {reason}")
+            raise RuntimeError(f"unknown requests are left in the engine after a failed step: {reason}")
 
     def _add(self, requests: Sequence[Request]) -> None:
         added: list[str] = []
@@ -447,15 +442,15 @@ class AsyncEngine:
         self.engine.abort(request_id, reason, index)
 
     def _close(self, request_id: str, index: int) -> bool:
-        """Note that a sequence has ended, and with the last one its request; False if it had ended before."""
+        """Record that a sequence has ended, and with the last one its request; False if it had ended before."""
         was_open = self._open.close(request_id, index)
         if request_id not in self._open:
             self._live.pop(request_id, None)
         return was_open
 
-    def _die(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         with self._condition:
-            self._dead = reason
+            self._failure = reason
             commands, self._commands = self._commands, []
         unavailable = EngineUnavailable(reason)
         self._to_loop(resolve, [(reply, None, unavailable) for _, reply in commands if reply is not None])
@@ -465,6 +460,6 @@ class AsyncEngine:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop has closed: nobody is there to hear it
+        except RuntimeError:  # the event loop has closed
             with self._condition:
                 self._stopping = True

@@ -1,4 +1,4 @@
-"""Which run of which kernel this is: processes that share it share CLOCK_MONOTONIC, and their stamps compare."""
+"""The boot id of the machine: processes with the same one share CLOCK_MONOTONIC, so their timestamps compare."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 
 BOOT_HEADER = "x-kvbench-boot"
-"""Of an answer whose chunks are stamped with their send times: the boot id of the machine that sent it."""
+"""Header of a response with send times in its chunks: the boot id of the server's machine."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @lru_cache(maxsize=1)
 def boot_id() -> str | None:
-    """What tells this kernel's run from every other; None where the system does not say."""
+    """This machine's boot id; None if the system has none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip() or None
     except OSError:

@@ -1,4 +1,4 @@
-"""From settings to a running engine."""
+"""Builds an engine from its settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
     config = config.check_against_model(loaded.info.max_model_len)
     if config.kv_budget is None:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
-    if config.async_scheduling is None:  # on a CPU the step is computed by the very thread that would plan the next one
+    if config.async_scheduling is None:  # on a CPU, the thread that would plan the next step computes this one
         config = EngineConfig(**{**asdict(config), "async_scheduling": loaded.device.type == "cuda"})
     if loaded.backend.name == "numba" and not config.torch_compile:
         keep_freed_memory()
@@ -57,7 +57,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
 
 
 def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager) -> None:
-    """Whatever compiles does so now, and decode steps are captured; the counters of ``kv`` are spoilt."""
+    """Compile every kernel and capture decode steps. Changes the counters of ``kv``: use a new manager afterwards."""
     assert config.max_model_len is not None
     try:
         warm_up(Engine(config, executor, kv))
@@ -74,7 +74,7 @@ def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager) ->
 
 
 def _check_memory(budget: int, swap_space: int, device: torch.device) -> None:
-    """An allocation beyond the memory would end the process without a word, not fail."""
+    """Raise ValueError if the memory is too small; the kernel would kill the process without a message."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -86,7 +86,7 @@ def _check_memory(budget: int, swap_space: int, device: torch.device) -> None:
 
 
 def _check_room(names: tuple[str, ...], size: int, limit: int, whose: str) -> None:
-    """``names``: the settings whose bytes come to ``size``."""
+    """Raise ValueError if ``size``, the bytes of the settings ``names``, is over ``limit``."""
     if size > limit:
         what = " and ".join(names) + (" together" if len(names) > 1 else "")
         raise ValueError(
@@ -96,7 +96,7 @@ def _check_room(names: tuple[str, ...], size: int, limit: int, whose: str) -> No
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes of KV when none were asked for."""
+    """Bytes of KV when ``kv_budget`` is not set."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
@@ -104,7 +104,7 @@ def default_budget(device: torch.device) -> int:
 
 
 def warm_up(engine: Engine) -> None:
-    """Make every kernel compile before the first request: one chunked prompt, a few decodes, each way of drawing."""
+    """Run a chunked prompt, decodes and each kind of sampling, so that every kernel is compiled."""
     limit = engine.config.max_model_len
     vocab = engine.model_info.vocab_size
     length = max(1, min(limit - 4, engine.capacity.num_slots // 2 - 4, engine.config.max_num_batched_tokens + 8))

@@ -93,7 +93,7 @@ class EngineConfig:
     num_threads: int | None = None  # CPU threads; None: all cores this process may use
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
         for name in _POSITIVE:
@@ -186,7 +186,7 @@ class EngineConfig:
         return cls(**settled)
 
 
-_CHOICES = {
+CHOICES = {
     "layout": LAYOUTS,
     "reservation": RESERVATIONS,
     "kv_cache_dtype": KV_CACHE_DTYPES,

@@ -1,4 +1,4 @@
-"""What the engine counts: gauges describe this moment, counters only grow."""
+"""The engine's gauges (the present state) and counters (which only grow)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_plan import StepPlan
 
 PHASES = ("schedule", "prepare", "execute", "sample", "output")
-"""Where the time of the engine's thread goes.
+"""The parts of a step's time on the engine's thread.
 
 schedule: planning the step. prepare: moving KV, and making the step's inputs. execute: the forward pass. sample:
 drawing the tokens. output: appending tokens, ending sequences, counting.
@@ -25,7 +25,7 @@ step is planned, prepared and queued before the wait, so a short wait means that
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: what it did and what it left."""
+    """What one step did, and the state after it."""
 
     step: int
     prefill_tokens: int
@@ -43,7 +43,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """One reading. Times in seconds, sizes in bytes, prefix-cache hits and queries in tokens."""
+    """A snapshot. Times in seconds, sizes in bytes, prefix-cache hits and queries in tokens."""
 
     num_requests_running: int
     num_requests_waiting: int
@@ -53,8 +53,8 @@ class EngineStats:
     swap_space_bytes: int
     bytes_per_slot: int
     scale_bytes_per_slot: int  # of bytes_per_slot, scales of a quantised KV
-    num_preemptions: int  # sequences put back to waiting, for want of memory or for a more urgent one
-    recomputed_tokens: int  # computed before: preempted sequences, and forks that found no room beside their parent
+    num_preemptions: int  # sequences put back to waiting: memory ran out, or a more urgent one came
+    recomputed_tokens: int  # computed again: preempted sequences, and forks without room beside their parent
     counters: KVCounters
     prompt_tokens: int
     generation_tokens: int
@@ -86,16 +86,16 @@ class EngineStats:
 
 
 class Work(NamedTuple):
-    """Tokens that one step computes. ``recomputed`` are among the first two."""
+    """Tokens that one step computes; ``recomputed`` ones count in ``prefill`` or ``decode`` as well."""
 
-    step: int  # its number, from 1; of a step that only moves KV, the number of the one before
+    step: int  # its number, from 1; a step that only moves KV has the number of the one before
     prefill: int
     decode: int
     recomputed: int
 
 
 class EngineCounters:
-    """Counters that only grow. A step's work is counted when it is planned, its slots when its tokens are read."""
+    """Counts a step's work when it is planned, and its slots when its tokens are read."""
 
     def __init__(self, clock: Callable[[], float]):
         self.counts: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class EngineCounters:
         self._known_hits = 0
 
     def count(self, plan: StepPlan) -> Work:
-        """Call before anything of ``plan`` is computed."""
+        """Count the work of ``plan``; call before it is committed."""
         prefill = decode = recomputed = 0
         for seq, num_tokens in plan.scheduled:
             computed, ever = seq.num_computed, seq.num_ever_computed
@@ -130,13 +130,13 @@ class EngineCounters:
         counts["recomputed_tokens"] += recomputed
         return Work(counts["steps"], prefill, decode, recomputed)
 
-    def keep(self, kv: KVStats) -> None:
-        """Where the slots are at the end of a step: sequences that it ended hold nothing any more."""
-        for place, slots in kv.ledger().items():
-            self._slot_steps[place] += slots
+    def add_slots(self, kv: KVStats) -> None:
+        """Add the slots by state at the end of a step, after finished sequences have freed theirs."""
+        for state, slots in kv.ledger().items():
+            self._slot_steps[state] += slots
 
     def record(self, plan: StepPlan, work: Work, kv: KVManager, at_end: KVStats, scheduler: Scheduler) -> StepRecord:
-        """One step in numbers. Of hits, those since the last record."""
+        """The record of one step; ``prefix_hits`` are those since the last record."""
         moved = dict.fromkeys(MoveKind, 0)
         for move in plan.moves:
             moved[move.kind] += move.num_slots
@@ -158,7 +158,7 @@ class EngineCounters:
         )
 
     def stats(self, kv: KVManager, scheduler: Scheduler, executor_seconds: dict[str, float]) -> EngineStats:
-        """One reading, to keep: nothing in it changes later."""
+        """A snapshot of all counters and gauges."""
         phases = {name: self.phases[name] + executor_seconds.get(name, 0.0) for name in PHASES}
         counts, capacity = self.counts, kv.capacity
         return EngineStats(

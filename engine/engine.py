@@ -5,11 +5,11 @@ With ``async_scheduling`` the steps overlap:
     host      plan N+1 | launch N+1 | read N .......... | plan N+2 | launch N+2 | read N+1 ...
     device    ... step N ........................... | step N+1 ............................ | step N+2
 
-When step N+1 is planned, the tokens of step N are not known yet: each has a place (``PENDING``) in its sequence, which
-is scheduled like any other, and the executor fills in the id on the device. What turns out at the read to have ended is
-dropped from the step in flight; its pages may be somebody else's by then, because the device does the steps in order:
-whoever gets them writes later. Forks and beams are decided by the tokens themselves, so a step that brings such tokens
-is read before the next one is planned.
+When step N+1 is planned, the tokens of step N are not known yet: each is ``PENDING`` in its sequence, which is
+scheduled like any other, and the executor fills in the id on the device. A sequence that turns out to have ended when
+step N is read is dropped from step N+1. Its pages may be given to another sequence at once: the device does the steps
+in order, so the new owner writes later. Forks and beams depend on the tokens themselves, so a step that draws such
+tokens is read before the next one is planned.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutp
 
 
 class Executor(Protocol):
-    """Arithmetic without policy."""
+    """Computes steps; decides nothing."""
 
     model_info: ModelInfo
     phase_seconds: dict[str, float]  # PHASES, and "move": what moving KV took, which "prepare" counts as well
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Do ``plan.moves`` in order, then compute, and draw for each item that samples what its sequence needs.
+        """Do ``plan.moves`` in order, compute the scheduled tokens, and draw for each item that samples.
 
-        May return before any of it is done; all of it is done before what is launched later. A token that is
-        ``PENDING`` was drawn by the launch before this one, for the same sequence.
+        May return before any of it is done; all of it is done before the next launch. A ``PENDING`` token was drawn by
+        the previous launch, for the same sequence.
         """
         ...
 
@@ -54,7 +54,7 @@ class _Step:
     plan: StepPlan
     work: Work
     handle: StepHandle | None = None  # None: not launched, or nothing to do
-    decides: bool = False  # its tokens decide who goes on: they are read before anything else is planned
+    decides: bool = False  # forks or beams depend on its tokens: read them before planning the next step
 
 
 class Engine:
@@ -125,9 +125,9 @@ class Engine:
         return group
 
     def abort(self, request_id: str, reason: str = "abort", index: int | None = None) -> bool:
-        """Take a request out and its pages back; False if it is not here (it may just have finished).
+        """End a request and free its pages; False if it is not in the engine (it may just have finished).
 
-        ``index``: only this one of its sequences, once they are shown to the client each by itself.
+        ``index``: end only this sequence, if each sequence's tokens are returned as they come.
         """
         group = self._groups.get(request_id)
         if group is None:
@@ -153,25 +153,25 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """One iteration: the tokens of one step, at most one output a sequence.
 
-        Pipelined, it launches a step and returns what the one before brought; where there is nothing to launch, or the
-        step in flight has to be read first, it only reads.
+        If pipelined, it launches a step and returns the tokens of the previous one; it only reads if there is nothing
+        to launch or the step in flight must be read first.
         """
         in_flight = self._in_flight
         launched = not (in_flight and in_flight[-1].decides) and self._launch()
         unread = 1 if launched and self.pipelined else 0
         outputs = self._read(in_flight[0]) if len(in_flight) > unread else []
-        self.kv.settle()  # after the counters, which show what the step had pinned
+        self.kv.moves_done()  # after the counters, which include the pinned pages
         if self._check:
             self.check_integrity()
         return outputs
 
     def fail_step(self) -> list[str]:
-        """After ``step`` raised: ids of the requests whose KV may be damaged. The caller aborts them.
+        """Call after ``step`` raised: ids of the requests whose KV may be damaged. The caller aborts them.
 
-        All steps in flight have failed, the one that was read as well as the one behind it.
+        All steps in flight count as failed.
         """
-        self.kv.settle()
-        self.kv.distrust(published=any(step.handle is not None for step in self._in_flight))
+        self.kv.moves_done()
+        self.kv.forget_unfinished(clear_cache=any(step.handle is not None for step in self._in_flight))
         touched = list(self.scheduler.running)
         for step in self._in_flight:
             touched += [item.seq for item in step.plan.scheduled] + step.plan.preempted
@@ -180,11 +180,11 @@ class Engine:
         return [i for i in ids if i in self._groups]
 
     def _launch(self) -> bool:
-        """Plan a step and send it off; False if there is nothing to do."""
+        """Plan and launch a step; False if there is nothing to do."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
-        something = bool(plan.scheduled or plan.moves or plan.preempted)
-        if something:
+        planned = bool(plan.scheduled or plan.moves or plan.preempted)
+        if planned:
             self._in_flight.append(_Step(plan, self._counters.count(plan)))
         self._counters.phases["schedule"] += time.perf_counter() - started
         if plan.scheduled or plan.moves:
@@ -192,10 +192,10 @@ class Engine:
             started = time.perf_counter()
             self._commit(self._in_flight[-1])
             self._counters.phases["output"] += time.perf_counter() - started
-        return something
+        return planned
 
     def _commit(self, step: _Step) -> None:
-        """The KV of the step's tokens is there, for all that is launched later."""
+        """Count the step's tokens as computed: their KV exists for everything that is launched later."""
         commit = self.kv.commit
         if not self.pipelined:
             for seq, num_tokens in step.plan.scheduled:
@@ -210,25 +210,25 @@ class Engine:
                     seq.expect_token()
 
     def _read(self, step: _Step) -> list[TokenOutput]:
-        """Wait for the tokens of the oldest step, give them to their sequences, and count them."""
+        """Wait for the tokens of the oldest step, append them to their sequences, and count them."""
         drawn = step.handle.tokens() if step.handle is not None else []
         started = time.perf_counter()
         outputs: list[TokenOutput] = []
         generated, finished = 0, Status.FINISHED
-        for (seq, _), brought in zip(step.plan.scheduled, drawn, strict=True):
-            if brought is not None and seq.status is not finished:  # else ended or aborted since
-                generated += self._advance(seq, brought, outputs)
+        for (seq, _), tokens in zip(step.plan.scheduled, drawn, strict=True):
+            if tokens is not None and seq.status is not finished:  # else it has ended meanwhile
+                generated += self._advance(seq, tokens, outputs)
         self._counters.counts["generation_tokens"] += generated
         self._in_flight.popleft()
         kv = self.kv.stats()
-        self._counters.keep(kv)
+        self._counters.add_slots(kv)
         if self.on_step is not None:
             self.on_step(self._counters.record(step.plan, step.work, self.kv, kv, self.scheduler))
         self._counters.phases["output"] += time.perf_counter() - started
         return outputs
 
     def _advance(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:
-        """Returns how many tokens that were."""
+        """Append what was drawn for ``seq``; returns the number of tokens."""
         if seq.first_token is None:
             seq.first_token = self._clock()
         if seq.num_candidates:
@@ -246,14 +246,14 @@ class Engine:
         return family
 
     def _append(self, seq: Sequence, token: int, outputs: list[TokenOutput]) -> None:
-        waited_for = seq.num_pending
-        if waited_for:
+        pending = seq.num_pending
+        if pending:
             seq.take_token(token)
         else:
             seq.token_ids.append(token)
         reason = seq.finish_reason(self._eos)
         if reason is None:
-            if waited_for and self.config.enable_prefix_caching:
+            if pending and self.config.enable_prefix_caching:
                 self.kv.publish(seq)
             if not seq.silent:
                 outputs.append(TokenOutput(seq.request_id, (token,), None, seq.num_cached, index=seq.index))
@@ -280,7 +280,7 @@ class Engine:
             del self._groups[group.request.request_id]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; False, and nothing done, while a sequence owns pages."""
+        """Drop all cached pages; False, with nothing done, while a sequence owns pages."""
         return self.kv.reset_prefix_cache()
 
     def check_integrity(self) -> None:
@@ -291,10 +291,10 @@ class Engine:
         assert all(group.live and group.remaining > 0 for group in self._groups.values())
         assert len(self._in_flight) <= self.pipelined
         for seq in live:
-            places = [i for i, token in enumerate(seq.token_ids) if token == PENDING]
-            assert places == list(range(seq.num_known, seq.num_tokens)), "a token is pending that has no right to"
-            assert seq.num_pending + seq.ending <= len(self._in_flight), "nothing in flight will bring the token"
+            pending = [i for i, token in enumerate(seq.token_ids) if token == PENDING]
+            assert pending == list(range(seq.num_known, seq.num_tokens)), "a token before the last is pending"
+            assert seq.num_pending + seq.ending <= len(self._in_flight), "no step in flight draws the pending token"
 
     def stats(self) -> EngineStats:
-        """One reading, to keep: nothing in it changes later."""
+        """A snapshot of all counters and gauges."""
         return self._counters.stats(self.kv, self.scheduler, self.executor.phase_seconds)

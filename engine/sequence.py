@@ -1,4 +1,4 @@
-"""The nouns of the engine: what a client asks for, and how far it has got."""
+"""Requests, their sequences and outputs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 PENDING = -1
-"""Stands in ``Sequence.token_ids`` for a token that is drawn on the device and not read yet."""
+"""In ``Sequence.token_ids``: a token that is drawn on the device and whose id has not been read yet."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Text stops are the server's business: the engine knows only ids.
+    """How to choose tokens and when to stop. The engine knows only token ids; stop strings are the server's task.
 
     ``n`` sequences are returned. They are forks of one prompt: ``best_of`` of them run (None: n) and the n with the
-    best mean log probability a token come back. ``beam_width`` searches beams instead, as transformers does
-    (``length_penalty`` and ``early_stopping`` are its), and returns the n best.
+    best mean log probability a token are returned. ``beam_width`` searches beams instead and returns the n best;
+    ``length_penalty`` and ``early_stopping`` are as in transformers.
     """
 
     max_tokens: int = 16
@@ -65,7 +65,7 @@ class SamplingParams:
 
     @property
     def chooses(self) -> bool:
-        """The result is a choice among more than is returned, so nothing can be shown before the end."""
+        """Whether only the best of several sequences are returned, so that nothing can be streamed."""
         return self.beam_width is not None or self.width > self.n
 
 
@@ -90,17 +90,15 @@ class Request:
 
 
 class Drawn(NamedTuple):
-    """What the executor gives for one scheduled sequence: one token, or one for each of its forks.
-
-    For a beam: its best continuations, best first. ``logprobs``: natural logarithms, where the request needs them.
-    """
+    """What the executor drew for one sequence: one token, or one for each of its forks; for a beam its best
+    continuations, best first. ``logprobs``: natural logarithms, where the request needs them."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
 
 
 class TokenOutput(NamedTuple):
-    """What one step gave to one of a request's ``n`` sequences. ``finish_reason`` is None while it goes on."""
+    """New tokens of one of a request's ``n`` sequences. ``finish_reason`` is None until the last output."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -108,7 +106,7 @@ class TokenOutput(NamedTuple):
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
     error: str | None = None
     index: int = 0  # 0 .. n-1
-    num_discarded: int = 0  # best_of: tokens of the candidates that are not returned, told once, with index 0
+    num_discarded: int = 0  # best_of: tokens of all candidates that are not returned, in the output of index 0
 
 
 class Status(enum.Enum):
@@ -120,14 +118,14 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sequence of a request on its way through the engine.
+    """One sequence of a request.
 
     ``token_ids`` is prompt then output. ``num_computed`` tokens have their KV in the cache; prefill and decode are
-    the same thing, a sequence catching up with its tokens. ``num_cached`` of them came from the prefix cache.
+    the same: a sequence catches up with its tokens. ``num_cached`` of them came from the prefix cache.
     A request starts as one sequence; its siblings are forked when the prompt has been computed.
 
-    While a step is in flight, the last ``num_pending`` tokens are ``PENDING``: they have a place, and their KV may even
-    be computed, but only the device knows their ids. At most one is pending whenever the scheduler looks.
+    While a step is in flight, the last ``num_pending`` tokens are ``PENDING``: their KV may be computed already, but
+    only the device knows their ids. At most one is pending when a step is planned.
     """
 
     request: Request
@@ -140,19 +138,19 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
-    num_ever_computed: int = 0  # high-water mark of num_computed: what lies below it is computed again
+    num_ever_computed: int = 0  # highest num_computed so far: below it, tokens are recomputed
     pending_forks: int = 0  # siblings to come once the prompt is computed
-    num_candidates: int = 0  # beam: continuations to bring from each step; 0: no beam
-    silent: bool = False  # its request returns nothing before the end
+    num_candidates: int = 0  # beam: continuations wanted from each step; 0: not a beam
+    silent: bool = False  # its tokens are not returned before the request's end
     num_pending: int = 0  # tokens at the end whose ids are not read yet
-    blocked: bool = False  # computes nothing: a beam that waits for its siblings, or the last token is on its way
+    blocked: bool = False  # computes nothing: a beam waiting for its siblings, or the last token is being drawn
     logprob: float = 0.0  # sum over the output, where the request needs it
     pages: list[int] = field(default_factory=list)  # physical page ids; contiguous: the reservation's base slot
-    host_pages: list[int] = field(default_factory=list)  # swapped out: the same on the host
+    host_pages: list[int] = field(default_factory=list)  # swapped out: its pages on the host
     host_tokens: int = 0  # tokens whose KV is on the host
     page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache key of each full page, made once
-    prefix_node: Any = None  # the prefix cache's: the deepest of its nodes known to be this sequence's prefix
-    prefix_depth: int = 0  # pages up to and with it
+    prefix_node: Any = None  # the deepest node of the prefix cache known to be this sequence's prefix
+    prefix_depth: int = 0  # pages up to and including it
     row: int = -1  # row of the executor's page table while admitted
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -164,7 +162,7 @@ class Sequence:
         return cls(request, prompt, len(prompt), pending_forks=params.width - 1, silent=params.chooses)
 
     def fork(self, index: int) -> Sequence:
-        """A sibling with the same history. Its KV is the KV manager's business."""
+        """A sibling with the same tokens. The KV manager forks the KV."""
         return Sequence(
             self.request,
             list(self.token_ids),
@@ -202,16 +200,16 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Tokens from the first one on whose ids are known."""
+        """Tokens whose ids are known: all but the pending ones at the end."""
         return len(self.token_ids) - self.num_pending
 
     @property
     def ending(self) -> bool:
-        """Its last token is on its way, whatever it will be: nothing is computed of it any more."""
+        """Whether its last token is being drawn; nothing more is computed."""
         return self.blocked and not self.num_candidates
 
     def expect_token(self) -> None:
-        """A token is being drawn for it. It gets a place, unless it is the last one: of that nothing is computed."""
+        """A token is being drawn: append it as pending, or block the sequence if it is the last one."""
         if len(self.token_ids) + 1 < self.max_length:
             self.token_ids.append(PENDING)
             self.num_pending += 1
@@ -219,18 +217,18 @@ class Sequence:
             self.blocked = True
 
     def take_token(self, token: int) -> None:
-        """The first pending token is known."""
+        """Store the id of the first pending token."""
         self.token_ids[-self.num_pending] = token
         self.num_pending -= 1
 
     def drop_pending(self) -> None:
-        """It has ended: what was begun beyond the end is nothing."""
+        """Remove the pending tokens: the sequence ended before them."""
         if self.num_pending:
             del self.token_ids[-self.num_pending :]
             self.num_pending = 0
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> str | None:
-        """Whether the last known token ends the sequence. The token itself stays part of the output, as in vLLM."""
+        """Why the last known token ends the sequence, or None. The token stays part of the output, as in vLLM."""
         length = len(self.token_ids) - self.num_pending
         newest, params = self.token_ids[length - 1], self.request.params
         if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):

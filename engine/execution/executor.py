@@ -1,4 +1,4 @@
-"""Real tensors: a step plan becomes one packed forward pass of the model. No policy here."""
+"""Computes a step plan as one packed forward pass of the model. Decides nothing."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def available_cpus() -> int:
 class TorchExecutor:
     """Runs the model on CPU or CUDA.
 
-    ``page_table`` is the KV manager's own array, int64 ``[max_num_seqs, max_pages_per_seq]``: read here, written there.
+    ``page_table`` is the KV manager's own array, int64 ``[max_num_seqs, max_pages_per_seq]``, only read here.
 
-    On CUDA a launch queues everything on the current stream and waits for nothing; the tokens' way to the host is part
-    of it, and reading the handle waits for that alone. What one launch draws is kept on the device for the next, which
-    may be planned before it is read. On a CPU a launch has computed when it returns; all else is the same.
+    On CUDA a launch queues everything on the current stream, the copy of the tokens to the host too, and waits for
+    nothing; reading the handle waits for that copy. The drawn tokens stay on the device for the next launch, which may
+    be planned before they are read. On a CPU the step is computed when ``launch`` returns.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, capacity: KVCapacity, page_table: np.ndarray):
@@ -48,8 +48,8 @@ class TorchExecutor:
         self.phase_seconds = {"move": 0.0, "prepare": 0.0, "execute": 0.0, "sample": 0.0}
         self._page_table = page_table
         self._inputs = InputBuffers(self.device, capacity.page_size)
-        self._drawn = torch.empty(0, dtype=torch.int64, device=self.device)  # by the last launch that sampled
-        self._drawn_at: dict[Sequence, int] = {}  # where in it; kept only if steps overlap
+        self._drawn = torch.empty(0, dtype=torch.int64, device=self.device)  # tokens of the last launch that sampled
+        self._drawn_at: dict[Sequence, int] = {}  # index in _drawn; kept only if steps overlap
         self.host = self._make_host(config, loaded, capacity)
         self.mover = KVMover(self.host.raw_tensors(), capacity, config.layout == "paged")
         self.forward = ModelForward(loaded.model, self.host, compile_model if config.torch_compile else None)
@@ -64,7 +64,7 @@ class TorchExecutor:
         return AttentionHost(loaded.backend, shape, slots, page_size, like, config.kv_cache_dtype, scales)
 
     def use_page_table(self, page_table: np.ndarray) -> None:
-        """Serve another KV manager of the same capacity (after the warm-up, whose counters nobody wants)."""
+        """Switch to another KV manager of the same capacity (after the warm-up)."""
         assert page_table.shape == self._page_table.shape
         self._page_table = page_table
 
@@ -74,7 +74,7 @@ class TorchExecutor:
         times = [time.perf_counter()]
         if plan.moves:
             self.mover.move(plan.moves)
-        self.phase_seconds["move"] += self.mover.take_seconds()  # on CUDA of earlier steps: these have only been queued
+        self.phase_seconds["move"] += self.mover.take_seconds()  # on CUDA those of earlier steps
         if not plan.scheduled:
             self.phase_seconds["prepare"] += time.perf_counter() - times[0]
             return Computed([])
@@ -83,8 +83,8 @@ class TorchExecutor:
         inputs = self._inputs.make(items, self._page_table, self._drawn_at)
         if len(inputs.pending_at):
             inputs.fill_in(self._drawn)
-        places = [i for i, item in zip(order, items, strict=True) if item.samples]
-        sequences = [plan.scheduled[i].seq for i in places]
+        sampling = [i for i, item in zip(order, items, strict=True) if item.samples]
+        sequences = [plan.scheduled[i].seq for i in sampling]
         times.append(time.perf_counter())
         logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)
         times.append(time.perf_counter())
@@ -95,16 +95,16 @@ class TorchExecutor:
         times.append(time.perf_counter())
         for phase, start, end in zip(("prepare", "execute", "sample"), times, times[1:], strict=False):
             self.phase_seconds[phase] += end - start
-        return _Launched(self, sampled, places, len(items))
+        return _Launched(self, sampled, sampling, len(items))
 
 
 class _Launched:
-    """One step on its way. ``places``: of what was sampled, in the plan of ``num_items``."""
+    """A launched step of ``num_items``. ``sampling``: indices in the plan of the items that draw."""
 
-    def __init__(self, executor: TorchExecutor, sampled: Sampled | None, places: list[int], num_items: int):
+    def __init__(self, executor: TorchExecutor, sampled: Sampled | None, sampling: list[int], num_items: int):
         self._executor = executor
         self._sampled = sampled
-        self._places = places
+        self._sampling = sampling
         self._num_items = num_items
         self._done: torch.cuda.Event | None = None
         if sampled is None and executor.device.type == "cuda":
@@ -112,25 +112,24 @@ class _Launched:
             self._done.record()
 
     def tokens(self) -> list[Drawn | None]:
-        """Waits for the step to be computed: on CUDA that is its phase "execute".
+        """Wait until the step is computed (on CUDA that time counts as "execute"), even if it draws nothing.
 
-        For a step that draws nothing as well: were a long prompt's chunks all queued at once, whoever comes next would
-        wait behind all of them.
+        Else all chunks of a long prompt would be queued at once, and the next request would wait behind all of them.
         """
         result: list[Drawn | None] = [None] * self._num_items
         started = time.perf_counter()
         if self._done is not None:
             self._done.synchronize()
         if self._sampled is not None:
-            for place, drawn in zip(self._places, self._sampled.read(), strict=True):
-                result[place] = drawn
+            for index, drawn in zip(self._sampling, self._sampled.read(), strict=True):
+                result[index] = drawn
         phase = "execute" if self._executor.device.type == "cuda" else "sample"
         self._executor.phase_seconds[phase] += time.perf_counter() - started
         return result
 
 
 def _decodes_first(scheduled: list[Scheduled]) -> list[int]:
-    """Order of computation: the decode kernel takes single tokens as one block, whoever they belong to."""
+    """Indices in order of computation: items of one token first, which the decode kernel takes as one block."""
     single = [i for i, (_, num_tokens) in enumerate(scheduled) if num_tokens == 1]
     if len(single) == len(scheduled):
         return single

@@ -15,8 +15,8 @@ from engine.model.attention import AttentionHost, StepTensors, install
 class ModelForward:
     """``(ids [T], positions [T], step, last_tokens [N])`` -> logits ``[N, vocab]`` of those of the T tokens.
 
-    Several of them may share a model, each with a KV cache of its own: every pass sees to it that the model's
-    attention goes to this one's ``host``. ``compiler``: makes of the model what is called in its place.
+    Several may share a model, each with its own KV cache: every call first routes the model's attention to its
+    ``host``. ``compiler``: returns what is called instead of the model.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ModelForward:
     def capture_decodes(
         self, page_table_shape: tuple[int, int], max_model_len: int, capture: Capture, required: bool = False
     ) -> bool:
-        """From now on steps of single tokens replay graphs; False, and nothing changes, if the model cannot.
+        """Replay steps of single tokens from graphs from now on; False, with no change, if the model cannot.
 
         Raises:
             ValueError: the model cannot, and graphs are ``required``.
@@ -52,15 +52,15 @@ class ModelForward:
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, last_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """On the device, not waited for. Of a replayed graph: good until the next call."""
+        """Does not wait for the device. Logits of a replayed graph are valid until the next call."""
         if self._graphs is not None:
             logits = self._graphs.run(ids, positions, step)
-            if logits is not None:  # a prompt's last chunk but one may be a single token too, and draws nothing
+            if logits is not None:  # a prompt's chunk may be a single token that draws nothing
                 return logits if len(last_tokens) == len(logits) else logits[last_tokens]
         return self._eager(ids, positions, step, last_tokens)
 
     def _all_tokens(self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors) -> torch.Tensor:
-        return self._eager(ids, positions, step, 0)  # 0: transformers' word for all
+        return self._eager(ids, positions, step, 0)  # 0: all, in transformers
 
     def _eager(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, keep: torch.Tensor | int

@@ -1,17 +1,16 @@
-"""Decode under CUDA graphs: a step of single tokens is one launch, whatever the number of kernels in it.
+"""Decode with CUDA graphs: a step of single tokens is one launch instead of one for each kernel.
 
 A graph replays the same kernels on the same addresses, so every batch is padded to one of a few sizes and copied into
-buffers that stay:
+fixed buffers:
 
     row          0 .. n-1           n .. size-1
-    ids          the step's         what an earlier step left: some token's id
-    slots        the step's         -1, the dummy slot: its KV is written nowhere
-    seq_lens     the step's         0: attention reads nothing and gives zeros
-    page_starts  the step's, as wide as this step needs; what lies beyond is beyond seq_lens
+    ids          the step's         any id, from an earlier step
+    slots        the step's         -1: the KV is not written
+    seq_lens     the step's         0: attention reads nothing and returns zeros
+    page_starts  the step's         unused
 
-so padding reads and writes nobody's KV. Attention's plan is made for the longest possible sequence, because the
-number of KV splits is part of the graph: a small batch is split and reduced as far as its longest context could need,
-at short contexts too, where an eager step would not be. All graphs share one memory pool and one buffer for the logits.
+so padding neither reads nor writes KV. Attention is planned for the longest possible sequence, because the number of
+KV splits is part of the graph. All graphs share one memory pool and one buffer for the logits.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ import torch
 from engine.model.attention import StepTensors
 
 Replay = Callable[[], None]
-Capture = Callable[[Callable[[], None]], Replay]  # runs what it is given at least once, and gives what runs it again
+Capture = Callable[[Callable[[], None]], Replay]  # runs the function at least once and returns its replay
 Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors], torch.Tensor]  # ids, positions, step -> logits
 
-LARGEST_BATCH = 512  # larger batches are meant to keep the GPU busy for longer than their launches take
+LARGEST_BATCH = 512  # in larger batches the launches take less time than the kernels
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +36,8 @@ _log = logging.getLogger(__name__)
 def padded_sizes(max_num_seqs: int) -> list[int]:
     """The batch sizes that are captured: 1, 2, 4, then steps of 8 to 64, of 16 to 256, of 32 to ``LARGEST_BATCH``.
 
-    Padding costs at most half of a small batch, whose time is the reading of the weights anyway, and less than a fifth
-    of one beyond 64. The last size is ``max_num_seqs`` itself, if it is not larger than ``LARGEST_BATCH``.
+    Padding is less than half of a small batch, whose time is reading the weights, and less than a fifth of one beyond
+    64. The last size is ``max_num_seqs``, ``LARGEST_BATCH`` at most.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, LARGEST_BATCH + 1, 32)]
     largest = min(max_num_seqs, LARGEST_BATCH)
@@ -48,8 +47,8 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Captured decode steps of one model and one KV cache.
 
-    ``forward`` is what is captured: it plans attention for the step and runs the model. ``page_table_shape``: most
-    sequences, most pages of one. ``max_model_len``: tokens of the longest possible sequence.
+    ``forward`` plans attention and runs the model. ``page_table_shape``: most sequences, most pages of one.
+    ``max_model_len``: tokens of the longest possible sequence.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, required: bool = False) -> bool:
-        """Capture all sizes, the largest first so that the others find its memory.
+        """Capture all sizes, the largest first so that the others reuse its memory.
 
-        False, and a line in the log, if the model cannot be captured (one that waits for the GPU amid its forward, as
-        mixtures of experts may): every step then runs eagerly.
+        False, with a warning, if the model cannot be captured (it waits for the GPU during its forward, as mixtures of
+        experts may): every step then runs eagerly.
 
         Raises:
             ValueError: it cannot, and graphs are ``required``.
@@ -96,7 +95,7 @@ class DecodeGraphs:
         try:
             for size in reversed(self.sizes):
                 self._replays[size] = self._capture(self._body(size))
-        except Exception as error:  # whatever a model's code or the driver raises, decode works without graphs
+        except Exception as error:  # of any kind: decode works without graphs
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             if required:
                 raise ValueError(
@@ -122,14 +121,14 @@ class DecodeGraphs:
 
         def body() -> None:
             logits = self._forward(ids, positions, step)
-            if self._logits is None:  # in the first run of the largest size, which comes before its capture
+            if self._logits is None:  # first run of the largest size
                 self._logits = logits.new_zeros(self.sizes[-1], logits.shape[1])
             self._logits[:size].copy_(logits)
 
         return body
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors) -> torch.Tensor | None:
-        """Logits ``[n, vocab]`` of a step of n single tokens, good until the next call; None if no graph takes it."""
+        """Logits ``[n, vocab]`` of a step of n single tokens, valid until the next call; None if no graph fits."""
         count = step.num_decodes
         if not self._replays or count != len(ids) or not 0 < count <= self.sizes[-1]:
             return None
@@ -150,8 +149,8 @@ class DecodeGraphs:
 
 
 def cuda_capture() -> Capture:
-    """Captures with torch.cuda.CUDAGraph. All captures of one call of this function share a memory pool, and a stream
-    too: each stream has workspaces of its own in the libraries, tens of MB."""
+    """Captures with torch.cuda.CUDAGraph. All captures of one call share a memory pool, and a stream, because the
+    libraries allocate tens of MB for each stream."""
     pool = torch.cuda.graph_pool_handle()
     aside = torch.cuda.Stream()
 
@@ -159,7 +158,7 @@ def cuda_capture() -> Capture:
         before = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Once outside: kernels compile and libraries allocate their workspaces, which may not happen in a capture.
+            # Run once before: kernels compile and libraries allocate, which a capture does not allow.
             aside.wait_stream(before)
             with torch.cuda.stream(aside):
                 body()
@@ -168,7 +167,7 @@ def cuda_capture() -> Capture:
             with torch.cuda.graph(graph, pool=pool, stream=aside):
                 body()
         finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream current
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
         return graph.replay
 
     return capture

@@ -1,4 +1,4 @@
-"""From logits to the next tokens: all rows in one go, on the device, read once.
+"""From logits to the next tokens: all rows at once on the device, read once.
 
     logits [N, vocab] -> argmax                                        every row
                       -> temperature, top-k, top-p, Gumbel-max         the draws of rows that sample
@@ -23,14 +23,14 @@ from engine.sequence import Drawn, Sequence
 # Logits filtered and drawn from at once: on a CPU torch does not hand out so little work to threads, and it stays in a
 # core's cache; on a GPU it is small beside the memory.
 _BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**26}
-_COLDEST = 1e-30  # a lower temperature would leave float32; differences of logits over it are infinite anyway
+_COLDEST = 1e-30  # lower temperatures would leave float32
 
 
 class Sampled:
-    """What was drawn, still on the device.
+    """The drawn tokens, on the device.
 
-    ``tokens [N]`` int64: the first token of each row, what the next step feeds. ``read()`` waits for the device, once,
-    and gives all that each sequence needs; on CUDA the copy to the host is under way from the start.
+    ``tokens [N]`` int64: the first token of each row, the next step's input. ``read()`` waits for the device; on CUDA
+    the copy to the host starts at once.
     """
 
     def __init__(self, tokens: torch.Tensor, wanted: _Wanted, extras: _Extras | None = None):
@@ -75,9 +75,9 @@ class _Extras:
 
 
 class _Wanted:
-    """What each row is to bring: ``counts [N]`` draws, their log probabilities where ``silent [N]``, or candidates.
+    """What each row needs: ``counts [N]`` draws, their log probabilities where ``silent [N]``, or candidates.
 
-    ``beams``: rows by the number of candidates that they want. ``simple``: one token a row and nothing else.
+    ``beams``: number of candidates -> rows. ``simple``: one token a row and nothing else.
     """
 
     def __init__(self, sequences: list[Sequence]):
@@ -90,23 +90,19 @@ class _Wanted:
         self.simple = not any(self.silent) and not self.beams and sum(self.counts) == len(sequences)
 
 
-def sample(
-    logits: torch.Tensor, sequences: list[Sequence], engine_seed: int, positions: np.ndarray | None = None
-) -> Sampled:
-    """What each sequence needs from its row of ``logits [N, vocab]``: a token, one for each of its forks, or, for a
-    beam, its best continuations.
+def sample(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int) -> Sampled:
+    """Draw for each sequence from its row of ``logits [N, vocab]``: a token, one for each of its forks, or a beam's
+    best continuations.
 
-    The randomness of a row comes from its request's seed, the sequence's index in the request and the position alone
-    (engine/execution/gumbel.py), so a request draws the same tokens whatever else is in the batch, preempted or not,
-    and a fork the same as if it had been a request of its own. ``positions [N]``: of the tokens to draw; None: the
-    sequences' lengths.
+    The random numbers of a row depend only on its request's seed, the sequence's index in the request and the position
+    (engine/execution/gumbel.py), so a request draws the same tokens in any batch, preempted or not, and a fork the same
+    as a request of its own.
     """
     best = torch.argmax(logits, dim=-1)
     wanted = _Wanted(sequences)
     if wanted.simple and all(seq.request.params.greedy for seq in sequences):
         return Sampled(best, wanted)
-    if positions is None:
-        positions = np.array([seq.num_tokens for seq in sequences])
+    positions = np.array([seq.num_tokens for seq in sequences])
     draw_rows = np.repeat(np.arange(len(sequences)), wanted.counts)
     draws = _Draws.of(sequences, draw_rows, positions, engine_seed, logits.shape[1])
     if wanted.simple:
@@ -176,7 +172,7 @@ class _Draws:
 
 
 def _draw_into(drawn: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, draws: _Draws) -> None:
-    """Put the draws at their places of ``drawn [M]``. ``best [N]``: argmax of each row of ``logits``."""
+    """Write the draws to ``drawn [M]``. ``best [N]``: argmax of each row of ``logits``."""
     count = len(draws.at)
     if not count:
         return

@@ -1,4 +1,4 @@
-"""What a step's forward pass is fed: made in NumPy in one buffer, sent to the device in one copy."""
+"""The inputs of a step's forward pass: made with NumPy in one buffer, copied to the device at once."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _ALIGN = 8  # int64: 64 bytes. Triton compiles a kernel anew for a pointer that 
 class StepInputs:
     """int64 views into one buffer on the device. ``T`` tokens of all items, ``S`` items that sample.
 
-    ``pending_at [P]``: places in ``ids`` whose token the host does not know; ``pending_from [P]``: where it stands
-    among the tokens that the launch before drew.
+    ``pending_at [P]``: indices in ``ids`` of tokens that the host does not know; ``pending_from [P]``: their indices
+    among the tokens that the previous launch drew.
     """
 
     ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    last_tokens: torch.Tensor  # [S] places of the tokens that are sampled from
+    last_tokens: torch.Tensor  # [S] indices of the tokens that are sampled from
     pending_at: torch.Tensor
     pending_from: torch.Tensor
     step: StepTensors
 
     def fill_in(self, drawn: torch.Tensor) -> None:
-        """Put the pending ids into their places, from what the launch before drew; nothing waits for it."""
+        """Copy the pending ids from the previous launch's tokens, on the device."""
         self.ids.index_copy_(0, self.pending_at, drawn.index_select(0, self.pending_from))
 
 
 class InputBuffers:
-    """Makes ``StepInputs``. For a GPU the host's side is page-locked, and there are two of it that take turns: one is
-    written anew only when the copy out of it has been done.
+    """Makes ``StepInputs``. Two host buffers take turns; for a GPU they are page-locked, and one is written again only
+    when the copy from it is done.
 
-    ``page_size`` in tokens. Inputs on a CPU are views of the host's side: they hold until the next call but one.
+    ``page_size`` in tokens. Inputs on a CPU are views of the host buffer: valid until the next call but one.
     """
 
     def __init__(self, device: torch.device, page_size: int):
@@ -49,8 +49,8 @@ class InputBuffers:
         self._sides = [_HostSide(self._on_gpu), _HostSide(self._on_gpu)]
 
     def make(self, items: list[Scheduled], page_table: np.ndarray, drawn_at: Mapping[Sequence, int]) -> StepInputs:
-        """``items``: single tokens first. ``page_table [rows, pages]``: first slots, int64. ``drawn_at``: where the
-        launch before drew the token of each sequence that has one pending."""
+        """``items``: single tokens first. ``page_table [rows, pages]``: first slots, int64. ``drawn_at``: index
+        among the previous launch's tokens of each sequence with a pending one."""
         counts = _column([count for _, count in items])
         rows = _column([seq.row for seq, _ in items])
         starts = _column([seq.num_computed for seq, _ in items])
@@ -93,7 +93,7 @@ class InputBuffers:
         return StepInputs(ids, positions, last, pending_at, pending_from, step)
 
     def _send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """The arrays, packed, on the device."""
+        """Copy the arrays to the device, packed into one."""
         offsets = np.cumsum([0, *(-(-array.size // _ALIGN) * _ALIGN for array in arrays)]).tolist()
         self._sides.reverse()
         side = self._sides[0]
@@ -111,7 +111,7 @@ class InputBuffers:
 
 
 class _HostSide:
-    """One int64 buffer on the host. It grows and never shrinks; an old one lives on while inputs are views of it."""
+    """One int64 buffer on the host, which only grows."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned
@@ -123,7 +123,7 @@ class _HostSide:
         self.array = self._tensor.numpy()
 
     def take(self, size: int) -> torch.Tensor:
-        """``[size]`` to write on. Waits for the copy of the last time, which is two steps ago and long done."""
+        """``[size]`` to write to. Waits for the last copy from it, which was two steps ago."""
         if self._copied is not None:
             self._copied.synchronize()
         if size > len(self.array):
@@ -140,7 +140,7 @@ def _column(numbers: list[int]) -> np.ndarray:
 
 
 def _ids_of(items: list[Scheduled], decodes: int) -> list[int]:
-    """Token ids of all items, one after the other; ``PENDING`` where the host does not know it."""
+    """Token ids of all items in order; ``PENDING`` where the host does not know them."""
     ids = [seq.token_ids[seq.num_computed] for seq, _ in items[:decodes]]
     for seq, count in items[decodes:]:
         ids += seq.token_ids[seq.num_computed : seq.num_computed + count]

@@ -1,6 +1,6 @@
-"""Steps that ask a GPU's attention for every kernel it may need, before the first request does.
+"""Steps that make a GPU compile every attention kernel before the first request.
 
-A kernel that compiles amid a request is a stall of a second or so in somebody's time to first token.
+A kernel that compiles during a request adds about a second to its time to first token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor], torc
 def padding_steps(pages: int, max_model_len: int, device: torch.device) -> Iterator[StepTensors]:
     """Decode, short and long chunks, each once with too few tokens to split their keys and once with the most.
 
-    One sequence of length 0 on slots -1: nobody's KV is read or written. Only the bounds differ, and kernels are
-    chosen by bounds. ``pages``: columns of the page table.
+    One sequence of length 0 on slots -1: no KV is read or written. Kernels are chosen by the bounds alone.
+    ``pages``: columns of the page table.
     """
     tables = torch.zeros(1, pages, dtype=torch.int64, device=device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
@@ -34,7 +34,7 @@ def padding_steps(pages: int, max_model_len: int, device: torch.device) -> Itera
 
 @torch.inference_mode()
 def run_padding_steps(forward: Forward, pages: int, max_model_len: int, device: torch.device) -> None:
-    """Put all of ``padding_steps`` through the model."""
+    """Run all ``padding_steps``."""
     for step in padding_steps(pages, max_model_len, device):
         ids = torch.zeros_like(step.slots)
         forward(ids, ids, step, ids[:1])

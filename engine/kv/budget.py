@@ -1,4 +1,4 @@
-"""From bytes to capacity: the only place where that happens, the same for both layouts. Imports no torch.
+"""Turns bytes into KV capacity, the same for both layouts and only here. Imports no torch.
 
 The budget pays for K and V of every layer, for the scales of a quantised KV, and for the page table. Bytes a token of
 Llama-3.1-70B (80 layers, 8 KV heads, head dim 128, fp16): 80 x 8 x (128 + 128) x 2 = 327,680; as int8 with one
@@ -38,7 +38,7 @@ class KVShape:
         return sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in self.layers) * self.dtype_bytes
 
     def slot_bytes(self, kv_cache_dtype: str) -> int:
-        """The same as ``kv_cache_dtype`` stores it, scales with it."""
+        """Bytes of one token's KV as stored in ``kv_cache_dtype``, with its scales."""
         kv_format = find_format(kv_cache_dtype)
         if kv_format is None:
             return self.bytes_per_slot
@@ -46,21 +46,21 @@ class KVShape:
         return sum(layer.kv_heads * (row(layer.head_dim) + row(layer.value_dim)) for layer in self.layers)
 
     def slot_scale_bytes(self, kv_cache_dtype: str) -> int:
-        """Of these, the scales: one for K and one for V per KV head."""
+        """Bytes of the scales among them: one for K and one for V per KV head."""
         kv_format = find_format(kv_cache_dtype)
         return sum(2 * layer.kv_heads for layer in self.layers) * kv_format.scale_bytes if kv_format else 0
 
 
 @dataclass(frozen=True)
 class KVCapacity:
-    """What a budget buys. For the contiguous layout a "page" is a reservation of ``max_model_len`` slots in a slab."""
+    """Capacity of a budget. In the contiguous layout a "page" is a reservation of ``max_model_len`` slots."""
 
     budget_bytes: int
     bytes_per_slot: int
     scale_bytes_per_slot: int
     page_size: int  # slots a page; contiguous: max_model_len
     num_pages: int
-    num_slots: int  # contiguous: of the whole slab, which smaller reservations fill further than num_pages
+    num_slots: int  # contiguous: of the whole slab
     max_pages_per_seq: int
     page_table_bytes: int
     host_slots: int = 0  # slots of the swap space; paged: whole pages

@@ -1,11 +1,11 @@
-"""The baseline everybody had before: one reservation per sequence, from its first token to its end. No torch.
+"""The baseline without paging: one reservation per sequence, from its first token to its end. No torch.
 
-How much is reserved (Kwon et al. 2023, section 6.1, after Orca), ``max_model_len`` at most:
+Slots reserved (Kwon et al. 2023, section 6.1, after Orca), ``max_model_len`` at most:
     max      max_model_len: nothing is known of the output.
     pow2     prompt + the next power of two of the output: the output is over-reserved by at most 2x.
     oracle   prompt + output, exactly: the infeasible best case.
-The output's true length is what only an oracle knows: here it is ``max_tokens``, which is exact for requests that
-ignore EOS, as the load generator's do.
+The output's length is taken to be ``max_tokens``, which is exact for requests that ignore EOS, as the load
+generator's do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.sequence import Sequence
 
 
 class Slab:
-    """Holes in order of their place. ``take`` scans them from the left: O(holes), at most one more than takers.
+    """The free ranges ("holes") of ``size`` slots, in order. ``take`` is first fit: O(holes).
 
     Invariant: holes are not empty, do not touch one another, and lie within ``size``.
     """
@@ -31,7 +31,7 @@ class Slab:
         self._sizes: list[int] = [size]
 
     def copy(self) -> Slab:
-        """The same holes, to try something out on."""
+        """A copy to try something on."""
         other = Slab(self.size)
         other.free, other._bases, other._sizes = self.free, self._bases.copy(), self._sizes.copy()
         return other
@@ -41,11 +41,11 @@ class Slab:
         return max(self._sizes, default=0)
 
     def find(self, size: int) -> int | None:
-        """Index of the first hole that holds ``size`` slots."""
+        """Index of the first hole of at least ``size`` slots."""
         return next((i for i, hole in enumerate(self._sizes) if hole >= size), None)
 
     def take(self, size: int) -> int | None:
-        """The first slot of ``size`` consecutive ones, or None."""
+        """Take ``size`` consecutive slots; the first one, or None."""
         index = self.find(size)
         if index is None:
             return None
@@ -59,7 +59,7 @@ class Slab:
         return base
 
     def give(self, base: int, size: int) -> None:
-        """Return what ``take`` gave; neighbouring holes become one."""
+        """Return slots; neighbouring holes are joined."""
         index = bisect_left(self._bases, base)
         self.free += size
         if index < len(self._bases) and base + size == self._bases[index]:
@@ -84,12 +84,11 @@ class Slab:
 
 
 class ContiguousKVManager(KVManager):
-    """One reservation a sequence.
+    """One reservation a sequence, first fit in one slab.
 
-    First fit in one slab, so that short and long reservations leave holes behind. External fragmentation is reported
-    where it hurts: free slots that would hold the reservation at the head of the queue, if they lay together. Eviction
-    is all or nothing: a sequence's KV is on the device, wholly on the host, or gone. Nothing is shared or pinned: moves
-    are done in order, and a slot's next owner writes after them.
+    Free slots count as fragmented while a sequence waits that they would hold if they were one range. Swapping is all
+    or nothing: a sequence's KV is on the device, wholly on the host, or dropped. Nothing is shared or pinned: moves are
+    done in order, and a slot's next owner writes after them.
     """
 
     def __init__(self, max_num_seqs: int, capacity: KVCapacity, reservation: str):
@@ -99,7 +98,7 @@ class ContiguousKVManager(KVManager):
         self.host = Slab(capacity.host_slots) if capacity.host_slots else None
         self._sizes: dict[int, int] = {}  # base -> slots reserved there
         self._swapped: dict[int, Sequence] = {}  # id(seq) -> seq, longest ago first
-        self._refused: Sequence | None = None  # who waits for a place, if somebody does
+        self._refused: Sequence | None = None  # the sequence that was refused last and still waits
 
     def reserve(self, num_prompt: int, num_output: int) -> int:
         """Slots to reserve for a sequence of these lengths."""
@@ -128,7 +127,7 @@ class ContiguousKVManager(KVManager):
             return False
         if not self._reserve(seq):
             if self._refused is not seq and self.slab.free >= self._reservation_of(seq):
-                self.counters.refused_fragmented += 1  # once, however many steps it now waits
+                self.counters.refused_fragmented += 1  # counted once per wait
             self._refused = seq
             return False
         self._refused = None
@@ -168,7 +167,7 @@ class ContiguousKVManager(KVManager):
         self._hold(seq, num_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Nothing can be shared: a reservation of its own, and a copy of everything."""
+        """Take a reservation and copy everything: nothing can be shared."""
         if parent.row < 0 or not self._free_rows or not self._reserve(child):
             return False
         self._moves.append(Move(MoveKind.COPY, parent.pages[0], child.pages[0], parent.num_computed))
@@ -186,10 +185,10 @@ class ContiguousKVManager(KVManager):
             self.counters.swapped_out_slots += tokens
             seq.host_pages = [base]
             self._swapped[id(seq)] = seq
-        self._leave(seq)
+        self._leave_device(seq)
 
     def _take_host(self, size: int) -> int | None:
-        """Host slots; those that were swapped out longest ago lose theirs, wholly, until there is room."""
+        """Host slots, or None. Until there is room, the KV that was swapped out longest ago is dropped."""
         if size > self.host.size:
             return None
         while (base := self.host.take(size)) is None:
@@ -205,9 +204,9 @@ class ContiguousKVManager(KVManager):
             self._refused = None
         self._drop_host(seq)
         if seq.row >= 0:
-            self._leave(seq)
+            self._leave_device(seq)
 
-    def _leave(self, seq: Sequence) -> None:
+    def _leave_device(self, seq: Sequence) -> None:
         self._used_slots -= seq.num_computed
         base = seq.pages.pop()
         self.slab.give(base, self._sizes.pop(base))
@@ -215,7 +214,7 @@ class ContiguousKVManager(KVManager):
         self._return_row(seq)
 
     def reset_prefix_cache(self) -> bool:
-        """There is no cache to reset; False while a sequence owns a reservation, as in the paged layout."""
+        """There is no cache; False while a sequence owns a reservation, as in the paged layout."""
         return not self._sizes
 
     def stats(self) -> KVStats:

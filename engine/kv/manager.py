@@ -1,12 +1,11 @@
-"""The interface of both KV managers, and what they share: page-table rows, planned moves, counts. No torch.
+"""The interface of both KV managers and their common parts: page-table rows, planned moves, counters. No torch.
 
     paged        page table row   [ 7 | 3 | 9 ]      pages taken one by one, as the sequence grows
-                 pool             .. 3 .. 7 .. 9 ..  any page will do; a page may be shared
+                 pool             .. 3 .. 7 .. 9 ..  in any order; a page may be shared
     contiguous   page table row   [ base ]           one reservation from the first token, in one slab
                  slab             |seq A......|seq B...|  hole  |seq C..|
 
-Both write ``page_table[row, i]`` = first slot of the sequence's i-th page, which is all that the kernels see: a
-contiguous reservation is one long page.
+Both write ``page_table[row, i]`` = first slot of the sequence's i-th page. A contiguous reservation is one long page.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ LEDGER = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 """The states of a KV slot; each slot is in exactly one.
 
 tokens: holds a token of a sequence. waste: reserved and empty (internal waste). cached: kept for the prefix cache only.
-pinned: owned by nobody, and a copy of this step still reads it. free: can be allocated. fragmented: free, but not in
-one piece as large as the reservation that waits (external fragmentation, contiguous only).
+pinned: owned by no sequence, but a copy of this step still reads it. free: can be allocated. fragmented: free, but in
+pieces smaller than the waiting reservation (external fragmentation, contiguous only).
 """
 
 
 class MoveKind(enum.Enum):
-    """Where KV is moved: within the device, from device to host, or back."""
+    """Within the device, from device to host, or back."""
 
     COPY = "copy"
     SWAP_OUT = "swap_out"
@@ -49,31 +48,31 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class KVStats:
-    """Where the KV memory is. For the contiguous layout one "page" is one reservation."""
+    """How the KV memory is used. In the contiguous layout a "page" is one reservation."""
 
     pages_total: int  # contiguous: reservations of max_model_len that the slab would hold
-    pages_free: int  # never written or no longer wanted, cached pages not among them
-    pages_owned: int  # named by at least one sequence
-    pages_cached: int  # owned by nobody, kept for the prefix cache, evictable
-    pages_pinned: int  # owned by nobody, kept until a copy from them is done: none between two steps
+    pages_free: int  # hold nothing; without the cached pages
+    pages_owned: int  # in at least one page table
+    pages_cached: int  # owned by no sequence, kept for the prefix cache, evictable
+    pages_pinned: int  # owned by no sequence, kept until they are copied: none between two steps
     slots_total: int
     slots_reserved: int  # slots of owned pages
     slots_used: int  # of those, slots that hold a token's KV (a shared page counts once)
-    slots_shared: int  # slots that sharing saves: tokens of all sequences, less slots_used
+    slots_shared: int  # saved by sharing: tokens of all sequences, less slots_used
     slots_cached: int
     slots_pinned: int
-    slots_fragmented: int  # free, but too scattered for whom is waiting; paged: none, any page will do
+    slots_fragmented: int  # free, but too scattered for the waiting reservation; paged: 0
     page_table_bytes: int
     host_slots_total: int = 0  # swap space, in slots
     host_slots_used: int = 0  # of those, slots that swapped-out sequences hold
 
     @property
     def slots_free(self) -> int:
-        """Free slots, scattered ones among them."""
+        """Free slots, with the fragmented ones."""
         return self.slots_total - self.slots_reserved - self.slots_cached - self.slots_pinned
 
     def ledger(self) -> dict[str, int]:
-        """Slots by place; the keys are ``LEDGER`` and the values add up to ``slots_total``."""
+        """Slots by state; the keys are ``LEDGER`` and the values add up to ``slots_total``."""
         return {
             "tokens": self.slots_used,
             "waste": self.slots_reserved - self.slots_used,
@@ -86,20 +85,20 @@ class KVStats:
 
 @dataclass
 class KVCounters:
-    """What a KV manager has done so far."""
+    """Counters of a KV manager."""
 
     prefix_hits: int = 0  # tokens
     prefix_queries: int = 0  # tokens
     prefix_evictions: int = 0  # pages
     hash_seconds: float = 0.0
-    allocated_pages: int = 0  # that came to be owned, new ones and ones found in the prefix cache
-    freed_pages: int = 0  # that nobody owns any more; allocated less freed are the owned ones
+    allocated_pages: int = 0  # became owned: new ones, and ones found in the prefix cache
+    freed_pages: int = 0  # no longer owned; allocated - freed = owned
     copied_pages: int = 0  # copy-on-write; contiguous: forks copied whole
-    copied_slots: int = 0  # filled ones; with them the rest of their pages is moved too, as it is in swaps
+    copied_slots: int = 0  # slots with a token; the kernels move whole pages, here as in swaps
     swapped_out_slots: int = 0
     swapped_in_slots: int = 0
-    swap_lost_slots: int = 0  # had no place on the host, or lost it: computed again
-    refused_fragmented: int = 0  # contiguous: sequences that had to wait although enough slots were free
+    swap_lost_slots: int = 0  # found no room on the host, or lost it: computed again
+    refused_fragmented: int = 0  # contiguous: sequences that waited although enough slots were free
 
 
 class KVManager(ABC):
@@ -120,63 +119,63 @@ class KVManager(ABC):
 
     @abstractmethod
     def fits(self, num_prompt: int, num_output: int) -> bool:
-        """Whether a sequence of these lengths could run if it were alone."""
+        """Whether a sequence of these lengths could run alone."""
 
     @abstractmethod
     def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
-        """Whether ``admit`` would succeed now if the resident sequences ``leaving`` gave up what they have."""
+        """Whether ``admit`` would succeed if the resident sequences ``leaving`` were preempted first."""
 
     @abstractmethod
     def admit(self, seq: Sequence, running: int) -> bool:
-        """Make a waiting sequence resident beside ``running`` others. It gets back whatever KV of it still exists."""
+        """Make a waiting sequence resident beside ``running`` others, with the KV of it that still exists."""
 
     @abstractmethod
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` more computed tokens, all of it writable; or do nothing and return False."""
+        """Allocate writable slots for ``num_tokens`` more tokens; or do nothing and return False."""
 
     @abstractmethod
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """``num_tokens`` more tokens of ``seq`` have their KV, or will before anything that is launched later."""
+        """Count ``num_tokens`` more tokens of ``seq`` as computed: their KV is written before any later launch."""
 
     def publish(self, seq: Sequence) -> None:  # noqa: B027 (only pages need it)
-        """The id of one more token of ``seq`` is known: a page that it completes may enter the prefix cache."""
+        """Offer a page to the prefix cache if the newly known token of ``seq`` completes it."""
 
     @abstractmethod
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Give ``child`` the parent's KV. False: there is no room; it has to wait and may have to compute it."""
+        """Give ``child`` the parent's KV. False: there is no room; ``child`` has to wait."""
 
     @abstractmethod
     def swap_out(self, seq: Sequence) -> None:
-        """Take ``seq`` off the device; as much of its KV as finds room goes to the host."""
+        """Free ``seq`` on the device; as much of its KV as fits goes to the host."""
 
     @abstractmethod
     def free(self, seq: Sequence) -> None:
-        """Give everything back, on the device and on the host."""
+        """Free all KV of ``seq``, on the device and on the host."""
 
     def take_moves(self) -> list[Move]:
-        """The moves planned since the last call. Do them in order, before the next writes."""
+        """The moves planned since the last call; to be done in order, before the step's writes."""
         moves, self._moves = self._moves, []
         return moves
 
-    def settle(self) -> None:  # noqa: B027 (only pages need it)
-        """The moves taken are done, or queued before all that comes: the pages they read may be reused."""
+    def moves_done(self) -> None:  # noqa: B027 (only pages need it)
+        """Unpin the pages that the taken moves read: the moves are done, or queued before everything later."""
 
-    def distrust(self, published: bool) -> None:  # noqa: B027 (only pages need it)
-        """A step failed, so its moves may not have been done: share nothing that they should have copied.
+    def forget_unfinished(self, clear_cache: bool) -> None:  # noqa: B027 (only pages need it)
+        """Call after a failed step, whose moves may not be done: forget which host pages are copies of device pages.
 
-        ``published``: the step may not have computed what it put into the prefix cache either, so clear that too.
+        ``clear_cache``: the step may not have computed pages that are in the prefix cache, so clear it.
         """
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached page; False, and nothing done, while a sequence owns pages."""
+        """Drop every cached page; False, with nothing done, while a sequence owns pages."""
 
     @abstractmethod
     def stats(self) -> KVStats:
-        """Where the slots are now. O(1); contiguous: O(holes)."""
+        """The present use of the memory. O(1); contiguous: O(holes)."""
 
     def read_counters(self) -> KVCounters:
-        """A copy of what was counted so far."""
+        """A copy of the counters."""
         return replace(self.counters)
 
     @abstractmethod

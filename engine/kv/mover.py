@@ -1,4 +1,4 @@
-"""Moves KV between slots and between device and host: copies on write, swaps."""
+"""Moves KV between slots, and between device and host: copy-on-write and swaps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from engine.kv.manager import Move, MoveKind
 
 
 class KVMover:
-    """``caches``: every slot-major tensor of the KV cache, ``[slots, ...]``, whose rows belong together.
+    """``caches``: every slot-major tensor of the KV cache, ``[slots, ...]``.
 
-    ``paged``: every move is of one page, and nobody else has anything on the page that it is moved to. The ranges of a
-    slab go alone and slot by slot: what follows them is a neighbour's.
+    ``paged``: each move is of one page, and whole pages are copied. Ranges of a slab are copied exactly, because the
+    slots behind them belong to another sequence.
 
-    On a CPU all is done when ``move`` returns. On a GPU ``move`` only queues (kernels.triton_move): the order of the
-    current stream is the guarantee that what the model's kernels, or a later move, write there or on the same host page
-    is written after it was read here. So model and moves must use one stream, and the time around ``move`` says
-    nothing: ``take_seconds`` does. ``use_triton``: None for wherever the caches are on a GPU (Triton's interpreter
-    takes those of a CPU).
+    On a CPU the moves are done when ``move`` returns. On a GPU they are queued (kernels.triton_move): model and moves
+    must use one stream, whose order guarantees that a page is read here before it is written again. The time of the
+    moves is ``take_seconds``, not the time of the call. ``use_triton``: None: if the caches are on a GPU.
     """
 
     def __init__(
@@ -43,9 +41,9 @@ class KVMover:
         self._timer.stop()
 
     def take_seconds(self) -> float:
-        """Seconds that moves took since the last call: of the device on a GPU, else of the clock.
+        """Seconds that moves took since the last call: device time on a GPU, else wall time.
 
-        It waits for nothing: moves that the GPU has not finished yet are counted by a later call.
+        Does not wait: moves that the GPU has not finished are counted by a later call.
         """
         return self._timer.take()
 
@@ -73,7 +71,7 @@ class _TorchMoves:
             self._move_pages(batch, sources, targets)
 
     def _move_pages(self, batch: list[Move], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-        """Whole pages, also where they are partly filled: what lies behind the last token is never read."""
+        """Whole pages, even partly filled ones: slots behind the last token are never read."""
         size = self._page_size
         source = torch.tensor([move.source // size for move in batch])
         target = torch.tensor([move.target // size for move in batch])
@@ -109,7 +107,7 @@ class _TritonMoves:
 
 
 class _HostTimer:
-    """Time between ``start`` and ``stop`` on this clock."""
+    """Wall time between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
         self._seconds = self._started = 0.0
@@ -126,7 +124,7 @@ class _HostTimer:
 
 
 class _DeviceTimer:
-    """Time between ``start`` and ``stop`` on the current stream, by events."""
+    """Device time between ``start`` and ``stop``, by events on the current stream."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -159,10 +157,10 @@ def _row_bytes(cache: torch.Tensor) -> int:
 
 
 def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Runs of one kind that may be done all at once, in the order of ``moves``, each of which is of one page.
+    """``moves``, each of one page, in runs of one kind that can be done all at once.
 
-    The managers plan as if each move were done on the spot, so the order is part of the meaning: a page that one move
-    wrote may be read or written by a later one, which therefore begins a new batch.
+    The managers plan as if each move were done immediately, so a move that reads or writes a page that an earlier one
+    wrote begins a new batch.
     """
     batch: list[Move] = []
     targets: set[int] = set()

@@ -1,4 +1,4 @@
-"""Physical pages: who names them, and which one is given away next."""
+"""Reference-counted physical pages and the queue of free ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 
 class FreeQueue:
-    """Doubly linked list over page ids, in two arrays, every operation O(1).
+    """Doubly linked list over page ids, in two arrays; every operation is O(1).
 
-    Why not a deque: a cached page that is hit again must leave the middle of the queue, and that is O(n) in a deque.
-    Order: the head is given away first. Pages that hold nothing worth keeping enter at the head; cached pages enter
-    at the tail, so the head side of the cached pages is the least recently used one.
+    Not a deque: a cached page that is hit leaves from the middle, which is O(n) in a deque. The head is allocated
+    first. Pages without cached content enter at the head, cached pages at the tail, so the cached page nearest to the
+    head is the least recently used one.
     Invariant: ``_next[_prev[x]] == x`` for each queued page and the sentinel; unqueued pages have ``_next == -1``.
     """
 
@@ -60,12 +60,11 @@ class FreeQueue:
 
 
 class PagePool:
-    """Reference-counted pages. ``ref_count[p]`` is the number of page-table entries that name ``p``.
+    """Reference-counted pages. ``ref_count[p]``: the page-table entries that name ``p``.
 
-    A page with ``ref_count == 0`` and no pin is in the free queue; if it is also cached, its content is kept until it
-    is given away, and ``on_evict(page)`` is called at that moment so that no cache entry outlives the content. It
-    returns the pages that cannot be found any more without this one.
-    A pin keeps a page that a planned move still reads from being given away, whoever names it.
+    A page with ``ref_count == 0`` and no pin is in the free queue. If it is cached, its content is kept until it is
+    allocated again; ``on_evict(page)`` is then called and returns the cached pages that cannot be found without it.
+    A pinned page is not allocated again until the move that reads it is done.
     """
 
     def __init__(self, num_pages: int, on_evict: Callable[[int], Iterable[int]] | None = None):
@@ -82,7 +81,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated now: never used, no longer wanted, or cached and evictable."""
+        """Pages that can be allocated now: empty, or cached and evictable."""
         return len(self._free)
 
     @property
@@ -91,12 +90,12 @@ class PagePool:
 
     @property
     def num_pinned(self) -> int:
-        """Pages owned by nobody that wait for a move to have read them."""
+        """Pinned pages that no sequence owns."""
         return self._num_pinned_unowned
 
     @property
     def num_cached(self) -> int:
-        """Pages owned by nobody whose content the prefix cache still offers."""
+        """Cached pages that no sequence owns."""
         return self._num_cached_free
 
     def allocate(self) -> int:
@@ -123,7 +122,7 @@ class PagePool:
         self.ref_count[page] += 1
 
     def release(self, page: int) -> None:
-        """One page-table entry fewer. The last one sends the page back, cached content to the far end."""
+        """One page-table entry fewer names ``page``; after the last one it is free."""
         assert self.ref_count[page] > 0, f"page {page} released more often than it was taken"
         self.ref_count[page] -= 1
         if self.ref_count[page] == 0:
@@ -133,7 +132,7 @@ class PagePool:
                 self._queue(page)
 
     def pin(self, page: int) -> None:
-        """Keep an owned page from being given away until ``unpin``, even when its owners let go."""
+        """Keep an owned page from being allocated again until ``unpin``, even when its owners release it."""
         assert self.ref_count[page] > 0, f"page {page} is pinned too late: nobody owns it"
         self._pins[page] = self._pins.get(page, 0) + 1
 
@@ -153,12 +152,12 @@ class PagePool:
             self._free.push_head(page)
 
     def mark_cached(self, page: int) -> None:
-        """Somebody who can find the page again (prefix cache, host twin) names an owned page from now on."""
+        """Keep the content of an owned page after its release: the prefix cache, or a device page, refers to it."""
         assert self.ref_count[page] > 0 and not self._cached[page]
         self._cached[page] = 1
 
     def drop_cached(self, page: int) -> None:
-        """``page`` cannot be found again; if nobody owns it, it is the first to be given away."""
+        """Nothing refers to the content any more; if no sequence owns the page, it is allocated next."""
         assert self._cached[page], f"page {page} is not cached"
         self._cached[page] = 0
         if self.ref_count[page] == 0 and page not in self._pins:

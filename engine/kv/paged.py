@@ -9,14 +9,14 @@ from engine.kv.prefix_cache import PrefixCache
 from engine.kv.swap_space import SwapSpace
 from engine.sequence import Sequence
 
-SPARE_TOKENS = 16  # that each running sequence may still grow before an admission would be regretted
+SPARE_TOKENS = 16  # room kept for each running sequence when another one is admitted
 
 
 class PagedKVManager(KVManager):
-    """Pages, taken one by one.
+    """Allocates pages one by one.
 
-    Only a page that one sequence names, and that is not full, is ever written: full pages are shared freely (cache,
-    forks, host twins), and a partly filled one that siblings share is copied for whoever writes first.
+    Only a page that is not full and in one page table alone is ever written. Full pages are shared (prefix cache,
+    forks, host copies); a partly filled page that siblings share is copied for the one that writes first.
     """
 
     def __init__(self, max_num_seqs: int, capacity: KVCapacity, enable_prefix_caching: bool):
@@ -26,23 +26,21 @@ class PagedKVManager(KVManager):
         host_pages = capacity.host_slots // self.page_size
         self.swap = SwapSpace(host_pages) if host_pages else None
         self.pool = PagePool(capacity.num_pages, self.prefix_cache.evict if self.prefix_cache is not None else None)
-        self._pinned: list[int] = []  # sources of copies that were planned and not yet done
+        self._pinned: list[int] = []  # sources of planned copies
         self._pinned_host: list[int] = []
 
     def fits(self, num_prompt: int, num_output: int) -> bool:
         return self.capacity.max_concurrency(num_prompt + num_output) >= 1
 
-    # Residence.
-
     def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
         found, ref_count = self._prefix_pages(seq), self.pool.ref_count
-        taken = set(found)  # no gain: seq takes over what it shares with them
+        taken = set(found)  # shared with ``leaving``: seq would keep them, so nothing is gained
         pages = (page for other in leaving for page in other.pages)
-        coming = sum(ref_count[page] == 1 and page not in taken for page in pages)  # shared ones stay, to be safe
+        coming = sum(ref_count[page] == 1 and page not in taken for page in pages)  # shared ones count as kept
         return bool(self._free_rows or leaving) and self._has_pages(seq, running, found, coming)
 
     def admit(self, seq: Sequence, running: int) -> bool:
-        """Take a row, share what is on the device, bring back what is on the host; the rest is computed."""
+        """Take a row, share the pages on the device, swap in those on the host; the rest is computed."""
         found = self._prefix_pages(seq)
         if not self._free_rows or not self._has_pages(seq, running, found):
             return False
@@ -55,10 +53,10 @@ class PagedKVManager(KVManager):
                     self.counters.allocated_pages += 1
                 self.pool.share(page)
         kept = min(seq.host_tokens, len(seq.host_pages) * size)
-        resident = max(kept, sum(page is not None for page in found) * size)  # those that are None are on the host
+        resident = max(kept, sum(page is not None for page in found) * size)  # None: on the host
         for index, page in enumerate(found):
             if page is None:
-                page = self._bring_in(seq.host_pages[index], min(size, kept - index * size))
+                page = self._swap_in_page(seq.host_pages[index], min(size, kept - index * size))
             table[index] = page * size
             seq.pages.append(page)
         self.counters.swap_lost_slots += max(0, seq.host_tokens - resident)
@@ -71,19 +69,19 @@ class PagedKVManager(KVManager):
         return True
 
     def _has_pages(self, seq: Sequence, running: int, found: list[int | None], coming: int = 0) -> bool:
-        """Whether all of ``seq`` fits, once ``coming`` more pages are free, with room left for the running ones.
+        """Whether all of ``seq`` fits once ``coming`` more pages are free, with ``SPARE_TOKENS`` for each running one.
 
-        The room keeps an admission from causing a preemption in the very next steps: a sequence that is admitted only
-        to be thrown out computes its prompt for nothing. It is counted in tokens, so that page sizes compare alike.
+        Without the spare room, an admission could cause a preemption within a few steps, and its prompt would have
+        been computed for nothing. The room is counted in tokens so that it is the same for every page size.
         """
         spare = -(-running * SPARE_TOKENS // self.page_size)
         ref_count = self.pool.ref_count
-        shared = sum(page is not None and ref_count[page] > 0 for page in found)  # cost nothing; free ones cost a page
+        shared = sum(page is not None and ref_count[page] > 0 for page in found)  # need no free page
         needed = -(-seq.num_tokens // self.page_size) - shared
         return needed + spare <= self.pool.num_available + coming
 
     def _prefix_pages(self, seq: Sequence) -> list[int | None]:
-        """The longest prefix of ``seq`` that exists: a device page to share, or None where a host page will be."""
+        """The longest prefix of ``seq`` that exists: device pages to share, None for pages that are on the host."""
         found: list[int | None] = list(self.prefix_cache.match(seq)) if self.prefix_cache is not None else []
         pool, swap = self.pool, self.swap
         for host_page in seq.host_pages[len(found) :]:
@@ -92,7 +90,7 @@ class PagedKVManager(KVManager):
             found.append(page if alive else None)
         return found
 
-    def _bring_in(self, host_page: int, filled: int) -> int:
+    def _swap_in_page(self, host_page: int, filled: int) -> int:
         page = self._allocate()
         self._moves.append(Move(MoveKind.SWAP_IN, host_page * self.page_size, page * self.page_size, filled))
         self.swap.pool.pin(host_page)
@@ -104,13 +102,13 @@ class PagedKVManager(KVManager):
         return page
 
     def _count_hit(self, seq: Sequence) -> None:
-        if self.prefix_cache is not None and seq.num_preemptions == 0 and seq.index == 0:  # else it meets its own
+        if self.prefix_cache is not None and seq.num_preemptions == 0 and seq.index == 0:  # else it finds its own pages
             seq.num_cached = seq.num_computed
             self.counters.prefix_queries += seq.num_tokens
             self.counters.prefix_hits += seq.num_cached
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Pages for ``num_tokens`` more, and a page of its own for the first of them: all of it, or nothing."""
+        """Allocate pages for ``num_tokens`` more and copy a shared page before it is written: all or nothing."""
         size, pages = self.page_size, seq.pages
         computed = seq.num_computed
         needed = -(-(computed + num_tokens) // size) - len(pages)
@@ -131,7 +129,7 @@ class PagedKVManager(KVManager):
     def _copy_on_write(self, seq: Sequence, index: int, filled: int) -> None:
         shared, own = seq.pages[index], self._allocate()
         self._moves.append(Move(MoveKind.COPY, shared * self.page_size, own * self.page_size, filled))
-        self.pool.pin(shared)  # until copied, even if its other owners let go in this very step
+        self.pool.pin(shared)  # until copied, even if its other owners release it in this step
         self._pinned.append(shared)
         self._release(shared)
         seq.pages[index] = own
@@ -141,7 +139,7 @@ class PagedKVManager(KVManager):
         self.counters.copied_slots += filled
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """Full pages of known tokens are offered to the prefix cache."""
+        """Also offers full pages of known tokens to the prefix cache."""
         before = seq.num_computed
         seq.num_computed = now = before + num_tokens
         self._used_slots += num_tokens
@@ -153,13 +151,13 @@ class PagedKVManager(KVManager):
                 self.prefix_cache.insert(seq, full, self.pool)
 
     def publish(self, seq: Sequence) -> None:
-        """A page that was full before its last token was known is offered to the prefix cache."""
+        """Offer a page that was full before its last token was known."""
         known = seq.num_known
         if self.prefix_cache is not None and known % self.page_size == 0 and known <= seq.num_computed:
             self.prefix_cache.insert(seq, known // self.page_size, self.pool)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Name the parent's pages once more; of a swapped-out parent, its host pages."""
+        """Share the parent's pages; those on the host if the parent is swapped out."""
         if parent.row < 0:
             self._fork_on_host(parent, child)
             return False
@@ -183,18 +181,18 @@ class PagedKVManager(KVManager):
         self.swap.enter(child)
 
     def swap_out(self, seq: Sequence) -> None:
-        """Page by page, the first one first: where room ends, what is on the host is a prefix and of use."""
+        """Page by page from the first, so that what fits on the host is a prefix and can be used."""
         assert self.swap is not None, "there is no swap space"
         seq.host_tokens = seq.num_computed
         for index, page in enumerate(seq.pages):
             filled = min(self.page_size, seq.num_computed - index * self.page_size)
-            if filled <= 0 or (host_page := self._take_out(page, filled)) is None:
+            if filled <= 0 or (host_page := self._swap_out_page(page, filled)) is None:
                 break
             seq.host_pages.append(host_page)
         self.swap.enter(seq)
-        self._leave(seq)
+        self._leave_device(seq)
 
-    def _take_out(self, page: int, filled: int) -> int | None:
+    def _swap_out_page(self, page: int, filled: int) -> int | None:
         twin = self.swap.twin_on_host(page)
         if twin is not None:
             self.swap.pool.share(twin)
@@ -211,10 +209,10 @@ class PagedKVManager(KVManager):
         if self.swap is not None:
             self.swap.remove(seq)
         if seq.row >= 0:
-            self._leave(seq)
+            self._leave_device(seq)
 
-    def _leave(self, seq: Sequence) -> None:
-        """Let go of the pages, last one first: the end of a prompt is shared less often than its beginning."""
+    def _leave_device(self, seq: Sequence) -> None:
+        """Release the pages, the last one first: the end of a prompt is shared less often than its beginning."""
         for index in range(len(seq.pages) - 1, -1, -1):
             page = seq.pages[index]
             self._release(page)
@@ -234,7 +232,7 @@ class PagedKVManager(KVManager):
         self.pool.release(page)
         self.counters.freed_pages += self.pool.ref_count[page] == 0
 
-    def settle(self) -> None:
+    def moves_done(self) -> None:
         for page in self._pinned:
             self.pool.unpin(page)
         for page in self._pinned_host:
@@ -242,10 +240,10 @@ class PagedKVManager(KVManager):
         self._pinned.clear()
         self._pinned_host.clear()
 
-    def distrust(self, published: bool) -> None:
+    def forget_unfinished(self, clear_cache: bool) -> None:
         if self.swap is not None:
-            self.swap.distrust()
-        if published and self.prefix_cache is not None:
+            self.swap.forget_twins()
+        if clear_cache and self.prefix_cache is not None:
             self.prefix_cache.clear(self.pool)
 
     def reset_prefix_cache(self) -> bool:
@@ -254,8 +252,6 @@ class PagedKVManager(KVManager):
         if self.prefix_cache is not None:
             self.prefix_cache.clear(self.pool)
         return True
-
-    # Counts.
 
     def read_counters(self) -> KVCounters:
         if self.prefix_cache is not None:

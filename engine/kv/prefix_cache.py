@@ -1,4 +1,4 @@
-"""Which full pages already hold the KV of a prompt's beginning."""
+"""Finds full pages that already hold the KV of a prompt's beginning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEY_BYTES = 16
 
 
 class _Node:
-    """One prefix whose last page is in the cache, and so are all the pages before it."""
+    """A cached page; its parent is the page before it, which is cached too."""
 
     __slots__ = ("children", "key", "page", "parent", "tokens")
 
@@ -28,16 +28,14 @@ class PrefixCache:
     A page's key is blake2b-128 over its parent's key and its own tokens; the first page's has the request's
     salt instead. Each page of a sequence is hashed once (``Sequence.page_hashes``).
 
-    A key only finds; what is served is verified. A hit compares the page's tokens and that its parent is the very node
-    that was verified just before, so by induction the whole prefix is the same, and a collision of keys costs a hit
-    and never serves another prompt's KV.
+    A hit is verified: the page's tokens are compared, and its parent must be the node verified before it. By induction
+    the whole prefix is the same. A collision of keys costs a hit and never serves another prompt's KV.
 
-    A page whose key is already taken (two sequences computed the same prefix side by side) stays out of the cache:
-    two owners of one key would orphan the first. Its later pages then hang beneath the other's, so when a page is
-    given away, those beneath it are forgotten with it, or nobody could ever reach them; a sequence that still runs
-    offers its own pages again, from the first.
+    A page whose key is taken (two sequences computed the same prefix side by side) is not cached; its later pages
+    become children of the other sequence's page. When a page is evicted, its descendants are evicted with it, because
+    they could not be found any more; a sequence that still runs offers its own pages again, from the first.
     Invariant: ``_node_of[p].page == p`` for every cached page, the pool marks exactly these pages, and the parent of
-    every node is a node: whatever is cached can be reached.
+    every node is a node.
     """
 
     def __init__(self, page_size: int):
@@ -50,7 +48,7 @@ class PrefixCache:
     def match(self, seq: Sequence) -> list[int]:
         """Pages that hold the longest cached prefix of ``seq``, at most ``num_tokens - 1`` tokens of it.
 
-        One token at least is always computed: its logits are what the step is for. Counts nothing and takes nothing.
+        At least one token is always computed, for its logits. Neither counts nor shares the pages.
         """
         limit = (len(seq.token_ids) - 1) // self.page_size
         if not self._nodes or not limit:
@@ -67,14 +65,14 @@ class PrefixCache:
         return _pages_to(parent)
 
     def _known(self, seq: Sequence, limit: int) -> tuple[_Node | None, int]:
-        """How far ``seq`` was verified before, if that is still there: a waiting prompt is not compared every step."""
+        """Where ``seq`` was verified last, if that is still cached, so that a waiting prompt is not compared again."""
         node = seq.prefix_node
         if node is None or seq.prefix_depth > limit or self._nodes.get(node.key) is not node:
             return None, 0
         return node, seq.prefix_depth
 
     def insert(self, seq: Sequence, num_full: int, pool: PagePool) -> None:
-        """Offer the first ``num_full`` pages of ``seq``, all fully computed, from where it was left the last time."""
+        """Cache the first ``num_full`` pages of ``seq``, all fully computed; continues where the last call ended."""
         self._hash_pages(seq, num_full)
         parent, depth = self._known(seq, num_full)
         for index in range(depth, num_full):
@@ -87,7 +85,7 @@ class PrefixCache:
                     parent.children[node] = None
                 pool.mark_cached(page)
             elif not self._verified(node, parent, seq, index):
-                return  # a collision: whoever came first keeps the key
+                return  # a collision: the first one keeps the key
             parent = node
             seq.prefix_node, seq.prefix_depth = node, index + 1
 
@@ -95,7 +93,7 @@ class PrefixCache:
         return node.parent is parent and node.tokens == self._packed(seq, index)
 
     def evict(self, page: int) -> list[int]:
-        """Forget a page that the pool gives away; the pages beneath it, which are forgotten with it."""
+        """Drop a page that the pool allocates again, and its descendants; returns the descendants' pages."""
         top = self._node_of[page]
         if top.parent is not None:
             del top.parent.children[top]
@@ -107,20 +105,20 @@ class PrefixCache:
         return [node.page for node in nodes[1:]]
 
     def clear(self, pool: PagePool) -> None:
-        """Forget everything."""
+        """Drop all pages."""
         for page in self._node_of:
             pool.drop_cached(page)
         self._nodes.clear()
         self._node_of.clear()
 
     def _packed(self, seq: Sequence, index: int) -> bytes:
-        """What makes page ``index`` this one, given its parent: its tokens; the first also has the salt."""
+        """The tokens of page ``index`` as bytes; the first page's also hold the salt."""
         start = index * self.page_size
         tokens = array("q", seq.token_ids[start : start + self.page_size]).tobytes()
         return tokens if index else _salt(seq) + tokens
 
     def _hash_pages(self, seq: Sequence, count: int) -> None:
-        """Keys of the first ``count`` pages, those that are not there yet."""
+        """Make the missing keys of the first ``count`` pages."""
         keys, size = seq.page_hashes, self.page_size
         first = len(keys)
         if first >= count:
@@ -128,7 +126,7 @@ class PrefixCache:
         assert count * size <= seq.num_known, "a page whose tokens are not known has no key"
         started = time.perf_counter()
         parent = keys[-1] if keys else _salt(seq)
-        packed = memoryview(array("q", seq.token_ids[first * size : count * size]).tobytes())  # once, not page by page
+        packed = memoryview(array("q", seq.token_ids[first * size : count * size]).tobytes())
         stride = 8 * size
         for at in range(0, len(packed), stride):
             digest = blake2b(parent, digest_size=_KEY_BYTES)
@@ -161,4 +159,4 @@ def _pages_to(node: _Node | None) -> list[int]:
 
 def _salt(seq: Sequence) -> bytes:
     salt = seq.request.cache_salt
-    return b"" if salt is None else salt.encode(errors="surrogatepass")  # any text will do, half a character too
+    return b"" if salt is None else salt.encode(errors="surrogatepass")  # any string, even half of a surrogate pair

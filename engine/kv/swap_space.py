@@ -7,20 +7,20 @@ from engine.sequence import Sequence
 
 
 class SwapSpace:
-    """Host pages: who has them, which device page each is a copy of, and who loses some when there is no more room.
+    """Host pages: their owners, and which device page each is a copy of.
 
-    Sequences that share a page share its host copy too: a full page never changes while somebody names it, so it and
-    its copy are *twins* until one of the two is given away. A copy whose sequences are back on the device stays, as a
-    free page that knows its twin, until its place is needed: swapping out again then costs nothing.
+    A full page never changes while it is in use, so it and its host copy are *twins* until one of them is allocated
+    again. Sequences that share a page share its twin. A twin whose sequences are back on the device stays as a free
+    page until it is allocated again: swapping out once more then moves nothing.
 
-    Order: when there is no room, the sequence that was swapped out longest ago loses its last page, then the one
-    before, and computes them again. Sequences are preempted newest first and come back oldest first, so the least
-    recently swapped one is also the one that is needed last; and what remains of it is still a prefix.
+    Without room, the sequence that was swapped out longest ago loses its last page, then the one before, and computes
+    them again. Sequences are preempted newest first and come back oldest first, so it is the one needed last; and
+    what remains of it is still a prefix.
     Invariant: ``_host_of[d] == h`` if and only if ``_device_of[h] == d``; the pool marks exactly the twins.
     """
 
     def __init__(self, num_pages: int):
-        self.pool = PagePool(num_pages, self._part)
+        self.pool = PagePool(num_pages, self._forget_twin)
         self._host_of: dict[int, int] = {}
         self._device_of: dict[int, int] = {}
         self._order: dict[int, Sequence] = {}  # id(seq) -> seq, longest ago first
@@ -36,7 +36,7 @@ class SwapSpace:
         return self._device_of.get(host_page)
 
     def make_twins(self, device_page: int, host_page: int) -> None:
-        """Both hold the same full page. A page has one twin: an older one is let go."""
+        """Record that both hold the same full page. A page has one twin; an older one is forgotten."""
         if (old := self._host_of.get(device_page)) is not None:
             self._unlink(old)
         if host_page in self._device_of:
@@ -45,18 +45,18 @@ class SwapSpace:
         self.pool.mark_cached(host_page)
 
     def forget_device_page(self, device_page: int) -> None:
-        """The device page is about to hold something else."""
+        """Forget the twin of a device page that is allocated again."""
         host_page = self._host_of.get(device_page)
         if host_page is not None:
             self._unlink(host_page)
 
-    def distrust(self) -> None:
-        """A copy may not have happened: no page is believed to be another's twin any more."""
+    def forget_twins(self) -> None:
+        """Forget all twins: after a failed step, a copy may not have been done."""
         for host_page in list(self._device_of):
             self._unlink(host_page)
 
     def allocate(self) -> int | None:
-        """A host page; None when there is none, not even to be taken from somebody else."""
+        """A host page, taken from another sequence if need be; None if there is none."""
         while not self.pool.num_available:
             if not self._order:
                 return None
@@ -67,23 +67,23 @@ class SwapSpace:
         return self.pool.allocate()
 
     def enter(self, seq: Sequence) -> None:
-        """``seq`` is swapped out from now on, the most recent one."""
+        """Record that ``seq`` has been swapped out, as the most recent one."""
         if seq.host_pages:
             self._order[id(seq)] = seq
 
     def remove(self, seq: Sequence) -> None:
-        """Take ``seq`` and its pages out."""
+        """Release the pages of ``seq``."""
         self._order.pop(id(seq), None)
         for page in reversed(seq.host_pages):
             self.pool.release(page)
         seq.host_pages.clear()
 
     def _unlink(self, host_page: int) -> None:
-        self._part(host_page)
+        self._forget_twin(host_page)
         self.pool.drop_cached(host_page)
 
-    def _part(self, host_page: int) -> tuple[()]:
-        """Forget the twin. No other page is found by it."""
+    def _forget_twin(self, host_page: int) -> tuple[()]:
+        """Forget a host page's twin; the pages that cannot be found without it: none."""
         del self._host_of[self._device_of.pop(host_page)]
         return ()
 

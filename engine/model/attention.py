@@ -46,6 +46,13 @@ class StepTensors:
     max_prefill_tokens: int
     max_queries: int
 
+    @classmethod
+    def of_prompt(cls, slots: torch.Tensor, page_starts: torch.Tensor) -> StepTensors:
+        """A step that computes one whole prompt: ``slots [T]`` of its tokens, ``page_starts [1, pages]``."""
+        count, none = len(slots), slots[:0]
+        ends = slots.new_tensor([0, count])
+        return cls(0, slots, page_starts[:0], none, page_starts, ends[1:], ends, 0, count, count)
+
 
 class AttentionHost:
     """Holds the KV cache of all layers and computes attention for whoever calls from inside the model.

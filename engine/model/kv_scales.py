@@ -48,21 +48,7 @@ def calibrate_kv_scales(
     positions = torch.arange(count, device=device)
     host = AttentionHost(get_backend("torch"), kv_shape, count, count, next(model.parameters()))
     install(model, host)
-    nobody = torch.zeros(0, dtype=torch.int64, device=device)
-    host.begin(
-        StepTensors(
-            num_decodes=0,
-            slots=positions,
-            decode_page_starts=nobody[:, None],
-            decode_seq_lens=nobody,
-            prefill_page_starts=torch.zeros(1, 1, dtype=torch.int64, device=device),
-            prefill_seq_lens=torch.tensor([count], device=device),
-            query_starts=torch.tensor([0, count], device=device),
-            max_decode_tokens=0,
-            max_prefill_tokens=count,
-            max_queries=count,
-        )
-    )
+    host.begin(StepTensors.of_prompt(positions, torch.zeros(1, 1, dtype=torch.int64, device=device)))
     last = torch.tensor([count - 1], device=device)
     model(input_ids=ids, position_ids=positions[None], use_cache=False, logits_to_keep=last)
     return [

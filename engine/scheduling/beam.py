@@ -1,9 +1,9 @@
-"""Beam search of one request: which beams go on, which have ended, and when to stop. No tensors, no cache.
+"""Beam search of one request: which beams continue, which have ended, and when to stop. No tensors, no cache.
 
-Token for token what transformers' ``generate(num_beams=width, do_sample=False)`` returns, as long as the vocabulary
-has at least ``width`` tokens beside the EOS ids. With fewer, transformers fills up with copies of the prompt that score
--1e9; here the search just runs with fewer beams. Scores at or below -1e9, which transformers confuses with its empty
-places, are ordinary here; the order of exact ties, which it leaves to ``torch.topk``, is fixed here.
+Returns the same tokens as transformers' ``generate(num_beams=width, do_sample=False)``, as long as the vocabulary has
+at least ``width`` tokens beside the EOS ids. With fewer, transformers fills up with copies of the prompt that score
+-1e9; here the search runs with fewer beams. Scores of -1e9 and less are ordinary here (transformers takes them for
+missing beams), and ties have a fixed order (transformers leaves it to ``torch.topk``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sequences of one request: how forks come to be, who is still open, what is returned in the end."""
+"""The sequences of one request: forking, which are still running, what is returned in the end."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from engine.sequence import Drawn, Request, Sequence, TokenOutput
 
 
 class Group:
-    """One request. ``live`` are its sequences in the engine, by index; ``remaining`` of its ``n`` are not returned yet.
+    """One request. ``live``: its sequences in the engine, by index. ``remaining``: how many of its ``n`` are not done.
 
-    A request that chooses among more than it returns (best_of, beams) keeps its outputs until all have ended.
+    A request that returns only the best of its sequences (best_of, beams) keeps the outputs until all have ended.
     """
 
     def __init__(self, request: Request, first: Sequence):
@@ -21,11 +21,11 @@ class Group:
 
     @property
     def shown(self) -> bool:
-        """Whether its sequences are all there, and the client sees each as it grows."""
+        """Whether all its sequences exist and each one's tokens are returned as they come."""
         return not any(seq.silent or seq.pending_forks for seq in self.live.values())
 
     def fork(self, parent: Sequence, scheduler: Scheduler) -> list[Sequence]:
-        """``parent`` and the siblings it was to have, all with its history."""
+        """Fork the siblings that ``parent`` is to have; returns all of them, ``parent`` first."""
         siblings = [parent.fork(index + 1) for index in range(scheduler.claim_forks(parent))]
         for child in siblings:
             scheduler.fork(parent, child)
@@ -33,7 +33,7 @@ class Group:
         return [parent, *siblings]
 
     def ended(self, seq: Sequence, output: TokenOutput) -> list[TokenOutput]:
-        """``seq`` has left the engine with ``output``; what is to be returned now."""
+        """Call when ``seq`` has ended with ``output``; the outputs to return now."""
         del self.live[seq.index]
         if not seq.silent:
             self.remaining -= 1
@@ -43,7 +43,7 @@ class Group:
         self._ended.append((seq.logprob / len(tokens), seq.index, whole))
         if self.live:
             return []
-        # of a tie, the lower index: who ended first would depend on preemptions
+        # ties: the lower index, because the order of ending depends on preemptions
         best = sorted(self._ended, key=lambda entry: (-entry[0], entry[1]))[: self.remaining]
         self.remaining = 0
         discarded = sum(len(out.token_ids) for *_, out in self._ended) - sum(len(out.token_ids) for *_, out in best)
@@ -53,10 +53,10 @@ class Group:
 
 
 class BeamGroup(Group):
-    """A request that searches beams. All beams have the same length; each waits until all have their candidates.
+    """A request with beam search. All beams have the same length; each waits until all have their candidates.
 
-    A beam that is preempted while it waits keeps its candidates and needs no KV before the group goes on, so a pool
-    that holds a single beam is enough: they take turns.
+    A beam that is preempted while it waits keeps its candidates and needs no KV until the search advances, so a pool
+    that holds a single beam is enough: the beams take turns.
     """
 
     def __init__(self, request: Request, first: Sequence, max_new_tokens: int, eos_token_ids: frozenset[int]):
@@ -66,7 +66,7 @@ class BeamGroup(Group):
         self.search = BeamSearch(params.beam_width, max_new_tokens, ends, params.length_penalty, params.early_stopping)
         first.num_candidates = self.search.num_candidates
         self._beams = [first]  # the search's live beams, in its order
-        self._candidates: dict[int, Drawn] = {}  # index -> what it brought
+        self._candidates: dict[int, Drawn] = {}  # index -> its best continuations
         self._next_index = 1
 
     @property
@@ -74,7 +74,7 @@ class BeamGroup(Group):
         return self._next_index - 1
 
     def take(self, seq: Sequence, drawn: Drawn, scheduler: Scheduler) -> list[TokenOutput]:
-        """``seq`` brings its candidates; the last one to do so makes all of them go on, or ends the search."""
+        """Store the candidates of ``seq``; with the last beam's, advance the search or end it."""
         self._candidates[seq.index] = drawn
         seq.blocked = True
         if len(self._candidates) < len(self._beams):
@@ -85,12 +85,12 @@ class BeamGroup(Group):
         return [] if chosen else self._results(seq)
 
     def _go_on(self, chosen: list[tuple[int, int]], scheduler: Scheduler) -> None:
-        """Drop the beams without a continuation, fork those with several, then give each its token."""
+        """Drop the beams without a continuation, fork those with several, then append each one's token."""
         before, parents = self._beams, {parent for parent, _ in chosen}
         scheduler.claim_forks(before[0])  # the first beam's, after its first step; none later
         for position, beam in enumerate(before):
             if position not in parents:
-                scheduler.finish(beam)  # first of all: its row may be needed by a fork
+                scheduler.finish(beam)  # before any fork, which may need its row
                 del self.live[beam.index]
         taken: set[int] = set()
         self._beams = []

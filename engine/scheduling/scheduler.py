@@ -1,6 +1,6 @@
-"""Which tokens are computed in the next step. Policy only: no tensor, no clock of its own.
+"""Which tokens are computed in the next step. Policy only: no tensors, no clock.
 
-Prefill and decode are the same thing: a sequence catches up with its tokens. A step spends at most
+Prefill and decode are the same: a sequence catches up with its tokens. A step spends at most
 ``max_num_batched_tokens``, first on the running sequences in order of rank, then on admitting waiting ones.
 """
 
@@ -23,11 +23,11 @@ class Scheduler:
     """First come first served, or by priority; chunked prefill mixed into decodes; preemption of the last in rank.
 
     Rank is (priority, arrival, index among siblings); without the priority policy, priority counts as 0. ``running``
-    is in order of rank, so the victim is always its last one, and whoever ranks first always makes progress: no
-    livelock. A sequence that is ``blocked`` (a beam that waits for its siblings, or one whose last token is on its way)
-    stays resident and computes nothing; once preempted it is in no queue until it goes on or ends.
+    is sorted by rank and the last one is preempted first, so the first in rank always makes progress: no livelock.
+    A ``blocked`` sequence (a beam waiting for its siblings, or one whose last token is being drawn) stays resident and
+    computes nothing; if it is preempted, it is parked: in no queue until it is unblocked or ends.
 
-    While a step is in flight a sequence may end in a token whose id nobody here knows yet: it counts like any other.
+    While a step is in flight, the id of a sequence's last token may be unknown; it is scheduled like any other token.
     """
 
     def __init__(self, config: EngineConfig, kv: KVManager):
@@ -35,14 +35,14 @@ class Scheduler:
         self.kv = kv
         self._by_priority = config.scheduling_policy == "priority"
         self.waiting = WaitingQueue(self.rank)
-        self.passed_over = WaitingQueue(self.rank)  # long prompts that wait for a share, see _next_waiting
+        self.passed_over = WaitingQueue(self.rank)  # long prompts waiting for a share, see _next_waiting
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._parked: dict[int, Sequence] = {}  # id -> sequence that was preempted while it was blocked
+        self._parked: dict[int, Sequence] = {}  # id(sequence) -> sequence preempted while it was blocked
         self._arrivals = 0
-        self._left_waiting = 0  # after the last step
-        self._promised_rows = 0  # forks to come of running sequences
-        self._share = config.max_num_batched_tokens // config.max_num_partial_prefills
+        self._left_waiting = 0  # sequences that were waiting after the last step
+        self._promised_rows = 0  # rows kept for forks of running sequences
+        self._share = config.max_num_batched_tokens // config.max_num_partial_prefills  # tokens of one prompt a step
 
     def rank(self, seq: Sequence) -> Rank:
         return (seq.request.priority if self._by_priority else 0, seq.arrival, seq.index)
@@ -53,14 +53,14 @@ class Scheduler:
 
     @property
     def num_parked(self) -> int:
-        """Sequences that were preempted while they were blocked: in no queue until they go on or end."""
+        """Sequences that were preempted while they were blocked."""
         return len(self._parked)
 
     @property
     def num_swapped(self) -> int:
         """Sequences with KV on the host."""
-        places = (self.waiting.unordered(), self.passed_over.unordered(), self._parked.values())
-        return sum(bool(seq.host_pages) for place in places for seq in place)
+        groups = (self.waiting.unordered(), self.passed_over.unordered(), self._parked.values())
+        return sum(bool(seq.host_pages) for group in groups for seq in group)
 
     @property
     def has_work(self) -> bool:
@@ -70,8 +70,8 @@ class Scheduler:
         """Queue a new request.
 
         Raises:
-            ValueError: it could never run, even alone, so that admitting it would stall everybody behind it.
-            QueueFull: too many wait already.
+            ValueError: it could never run, even alone, and would block the queue for ever.
+            QueueFull: ``max_num_waiting`` requests are waiting.
         """
         limit, params = self.config.max_model_len, seq.request.params
         if not seq.num_prompt:
@@ -99,7 +99,7 @@ class Scheduler:
         self.waiting.push(seq)
 
     def _check_queue(self, limit: int) -> None:
-        """Who arrives between two steps does not wait yet if there was room for more after the last one."""
+        """Raise QueueFull beyond ``limit``. After a step that left nobody waiting, free rows count as places too."""
         room = self._free_rows() if self._left_waiting == 0 else 0
         if self.num_waiting >= limit + room:
             raise QueueFull(
@@ -107,15 +107,22 @@ class Scheduler:
             )
 
     def schedule(self) -> StepPlan:
-        """Plan one step. The caller launches it, commits each item, and settles the moves."""
+        """Plan one step. The caller launches it, commits each item, and tells the KV manager when the moves are done.
+
+        1. Under the priority policy, preempt running sequences for a waiting one of higher priority.
+        2. Give the running sequences their tokens by rank; when memory runs out, preempt the last in rank.
+        3. Admit waiting sequences, unless memory just ran out: they would be the next to be preempted.
+        4. If nothing is scheduled, blocked beams hold the memory that their sibling needs: preempt them.
+        5. Spend what is left of the budget on prompts that were limited to their share.
+        """
         plan = StepPlan()
         if self._by_priority:
-            self._yield_to_urgent(plan)
-        budget, roomy = self._schedule_running(plan, self.config.max_num_batched_tokens)
-        if roomy:  # else memory just ran out: whoever is admitted now would be the next to go
+            self._preempt_for_urgent(plan)
+        budget, memory_left = self._schedule_running(plan, self.config.max_num_batched_tokens)
+        if memory_left:
             budget = self._admit_waiting(plan, budget)
         while not plan.scheduled and self.running and self.num_waiting and not any(s.ending for s in self.running):
-            self._preempt(self.running.pop(), plan)  # beams that wait for a sibling hold what it needs
+            self._preempt(self.running.pop(), plan)
             budget = self._admit_waiting(plan, budget)
         if budget and self.config.max_num_partial_prefills > 1:
             self._spend_rest(plan, budget)
@@ -123,28 +130,27 @@ class Scheduler:
         plan.moves = self.kv.take_moves()
         return plan
 
-    def _yield_to_urgent(self, plan: StepPlan) -> None:
-        """A waiting request of a better class takes the place of running ones of a worse class.
+    def _preempt_for_urgent(self, plan: StepPlan) -> None:
+        """Preempt running sequences of strictly lower priority (a higher number) until the first waiting one fits.
 
-        Nobody has to go if even that would not be enough.
+        Nobody is preempted if it would not fit even then.
         """
-        running = self.running
-        head = self._next_waiting(self._num_long())
-        if head is None or not running or running[-1].request.priority <= head.request.priority:
+        running, head = self.running, self._next_waiting(self._num_long())
+        lower = [seq for seq in running if seq.request.priority > head.request.priority] if head is not None else []
+        if not lower:
             return
-        worse = [seq for seq in running if seq.request.priority > head.request.priority]
-        rows = self._free_rows() + len(worse) + sum(seq.pending_forks for seq in worse)
-        if rows <= head.pending_forks or not self.kv.can_admit(head, len(running) - len(worse), worse):
+        rows = self._free_rows() + len(lower) + sum(seq.pending_forks for seq in lower)
+        if rows <= head.pending_forks or not self.kv.can_admit(head, len(running) - len(lower), lower):
             return
-        while worse and not (self._free_rows() > head.pending_forks and self.kv.can_admit(head, len(running), [])):
+        while lower and not (self._free_rows() > head.pending_forks and self.kv.can_admit(head, len(running), [])):
             self._preempt(running.pop(), plan)
-            worse.pop()
+            lower.pop()
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
-        """Returns what is left of ``budget``, and whether nobody had to go for lack of memory."""
+        """Returns the tokens left of ``budget``, and whether nobody was preempted for lack of memory."""
         running, kv = self.running, self.kv
         preempted = len(plan.preempted)
-        decodes = sum(len(seq.token_ids) - seq.num_computed == 1 for seq in running)  # each is sure of its token
+        decodes = sum(len(seq.token_ids) - seq.num_computed == 1 for seq in running)  # served before prompts
         index = 0
         while index < len(running):
             seq = running[index]
@@ -155,17 +161,18 @@ class Scheduler:
                 num_tokens = self._chunk(num_tokens, budget - decodes)
             if num_tokens > 0:
                 if not kv.grow(seq, num_tokens) and not self._make_room(seq, num_tokens, plan):
-                    break  # seq was the last and had to go itself
+                    break  # seq was the last in rank and was preempted itself
                 plan.scheduled.append(Scheduled(seq, num_tokens))
                 budget -= num_tokens
             index += 1
         return budget, len(plan.preempted) == preempted
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
-        """Tokens of a prompt to compute now: no more than a share, so that another one fits beside it."""
+        """Tokens of a prompt to compute now: at most a share, so that another prompt fits into the step."""
         return min(num_tokens, budget, self._share)
 
     def _make_room(self, seq: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Preempt from the end of ``running`` until ``seq`` can grow; False if it was preempted itself."""
         while not self.kv.grow(seq, num_tokens):
             victim = self.running.pop()  # never one that is in this plan: those come before seq
             self._preempt(victim, plan)
@@ -185,14 +192,17 @@ class Scheduler:
             grown = self.kv.grow(seq, num_tokens)
             assert grown, "admit() promised room for the whole sequence"
             (self.waiting if seq in self.waiting else self.passed_over).remove(seq)
-            self._enter(seq)
+            self._start_running(seq)
             plan.scheduled.append(Scheduled(seq, num_tokens))
             budget -= num_tokens
         return budget
 
     def _next_waiting(self, longs: int) -> Sequence | None:
-        """First in rank. Long prompts are passed over while all shares but one are taken by such: the last share is
-        for short ones. They keep their rank and are not overtaken for want of anything else than a share."""
+        """The first in rank. ``longs``: running long prompts.
+
+        The last share is kept for short prompts: while long ones have all the others, waiting long prompts are passed
+        over. They keep their rank.
+        """
         shares = self.config.max_num_partial_prefills
         long_may_start = shares == 1 or longs < shares - 1
         first = self.waiting.peek()
@@ -217,24 +227,24 @@ class Scheduler:
         return self.config.enable_chunked_prefill or seq.num_tokens <= budget
 
     def _free_rows(self) -> int:
-        """Room in the batch, less what is promised to the forks to come of running sequences."""
+        """Rows of the batch that are neither used nor kept for forks."""
         return self.config.max_num_seqs - len(self.running) - self._promised_rows
 
     def _spend_rest(self, plan: StepPlan, budget: int) -> None:
-        """What no other prompt wanted goes to those that are cut short by their share, in order of rank."""
-        for place, (seq, num_tokens) in enumerate(plan.scheduled):
+        """Give what is left of ``budget`` to prompts that were limited to their share, in order of rank."""
+        for position, (seq, num_tokens) in enumerate(plan.scheduled):
             more = min(budget, seq.num_uncomputed - num_tokens)
             if more > 0 and self.kv.grow(seq, num_tokens + more):
-                plan.scheduled[place] = Scheduled(seq, num_tokens + more)
+                plan.scheduled[position] = Scheduled(seq, num_tokens + more)
                 budget -= more
 
-    def _enter(self, seq: Sequence) -> None:
+    def _start_running(self, seq: Sequence) -> None:
         insort(self.running, seq, key=self.rank)
         seq.status = Status.RUNNING
         self._promised_rows += seq.pending_forks
 
     def _preempt(self, seq: Sequence, plan: StepPlan) -> None:
-        """``seq`` has just left ``running``. Its tokens stay; its KV goes to the host, or is computed again."""
+        """Call after taking ``seq`` out of ``running``. It keeps its tokens; its KV is swapped out or dropped."""
         self._promised_rows -= seq.pending_forks
         if self.config.preemption_mode == "swap" and not seq.ending:
             self.kv.swap_out(seq)
@@ -250,29 +260,29 @@ class Scheduler:
             self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """``child`` has the parent's history. It runs beside it, or waits for room, or as long as the parent waits."""
+        """Schedule ``child``, a copy of ``parent``: it runs if the parent runs and there is room, else it waits."""
         has_row = parent.status is not Status.RUNNING or self._free_rows() > 0
         if has_row and self.kv.fork(parent, child):
-            self._enter(child)
+            self._start_running(child)
         else:
             child.status = Status.WAITING
             self.waiting.push(child)
 
     def claim_forks(self, parent: Sequence) -> int:
-        """How many siblings ``parent`` is to have; the rows that were kept for them are theirs to take now."""
+        """How many forks ``parent`` is to have. The rows kept for them become free: fork at once."""
         count, parent.pending_forks = parent.pending_forks, 0
         if parent.status is Status.RUNNING:
             self._promised_rows -= count
         return count
 
     def unblock(self, seq: Sequence) -> None:
-        """A beam has been given its next token."""
+        """Let ``seq`` compute again: a beam that has been given its next token."""
         seq.blocked = False
         if self._parked.pop(id(seq), None) is not None:
             self.waiting.push(seq)
 
     def finish(self, seq: Sequence) -> None:
-        """Take a sequence out, wherever it is, and give everything back."""
+        """Remove a sequence, whatever its state, and free its KV."""
         if seq.status is Status.RUNNING:
             self._promised_rows -= seq.pending_forks
             self.running.remove(seq)
@@ -285,12 +295,12 @@ class Scheduler:
         seq.status = Status.FINISHED
 
     def check_integrity(self, live: list[Sequence]) -> None:
-        """Assert that each of the ``live`` sequences is in one place, and what must hold there."""
+        """Assert that each of the ``live`` sequences is in exactly one state, and what must hold in it."""
         waiting = [*self.waiting.unordered(), *self.passed_over.unordered()]
         parked = list(self._parked.values())
         assert all(seq.blocked and seq.status is Status.PREEMPTED for seq in parked)
-        places = [id(seq) for seq in (*self.running, *waiting, *parked)]
-        assert sorted(places) == sorted(map(id, live)), "a sequence is in two places, or in none"
+        known = [id(seq) for seq in (*self.running, *waiting, *parked)]
+        assert sorted(known) == sorted(map(id, live)), "a sequence is in two queues, or in none"
         assert self.running == sorted(self.running, key=self.rank), "running is out of order"
         assert all(seq.status is Status.RUNNING and seq.row >= 0 for seq in self.running)
         assert all(seq.row < 0 and not seq.pages for seq in (*waiting, *parked)), "a waiting sequence owns pages"

@@ -17,7 +17,7 @@ class Scheduled(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether the sequence then needs a new token. Of a step that is not launched yet."""
+        """Whether a token is drawn after these; valid until the step is launched."""
         return self.seq.num_computed + self.num_tokens == len(self.seq.token_ids)
 
 
@@ -38,12 +38,12 @@ class StepHandle(Protocol):
     """A step that was launched."""
 
     def tokens(self) -> list[Drawn | None]:
-        """What each scheduled item drew, in the plan's order; None where its prompt goes on. Waits for the device."""
+        """Wait for the device; what each scheduled item drew, in the plan's order. None: its prompt is not done."""
         ...
 
 
 class Computed(NamedTuple):
-    """The handle of a step whose results are there already."""
+    """The handle of a step that is already computed."""
 
     drawn: list[Drawn | None]
 

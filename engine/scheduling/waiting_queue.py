@@ -1,4 +1,4 @@
-"""Who is next: waiting sequences in order of rank, with removal from anywhere."""
+"""The waiting sequences in order of rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Rank = tuple[int, int, int]
 
 
 class WaitingQueue:
-    """A heap with lazy removal: push and pop O(log n), peek and remove O(1) amortised.
+    """A heap with lazy removal: push O(log n), peek and remove O(1) amortised.
 
-    Why a heap for first come, first served as well: a preempted sequence comes back to its place by arrival, before
-    everybody who came later, and a long prompt that is passed over keeps its place.
+    A heap even for first come, first served: a preempted sequence returns to its place by arrival, before all that
+    came later.
     """
 
     def __init__(self, rank_of: Callable[[Sequence], Rank]):
@@ -44,14 +44,14 @@ class WaitingQueue:
         heapq.heappush(self._heap, (self._rank_of(seq), self._entries, seq))
 
     def peek(self) -> Sequence | None:
-        """The first one; None when nobody waits."""
+        """The first in rank; None if the queue is empty."""
         while self._heap and self._heap[0][1] not in self._live:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
     def remove(self, seq: Sequence) -> None:
-        """Take ``seq`` out, wherever it stands."""
+        """Remove ``seq`` from any position."""
         del self._live[self._entry_of.pop(id(seq))]
-        if len(self._heap) > 2 * len(self._live) + 64:  # aborts at the far end would pile up
+        if len(self._heap) > 2 * len(self._live) + 64:  # else entries of aborted requests would pile up
             self._heap = [entry for entry in self._heap if entry[1] in self._live]
             heapq.heapify(self._heap)

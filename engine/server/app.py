@@ -28,7 +28,7 @@ from engine.server.streaming import EventStream
 from engine.server.tokenizer import ServerTokenizer
 
 MAX_BODY_BYTES = 32 * 2**20
-STOP_SECONDS = 2.0  # that a running step gets to end when the server stops
+STOP_SECONDS = 2.0  # for a running step to end when the server stops
 _PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
 
 Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
@@ -40,12 +40,12 @@ def create_app(
     served_model_name: str | None = None,
     thread: EngineThread | None = None,
 ) -> FastAPI:
-    """The application for one engine. Its lifespan runs the engine on ``thread``: start it in the loop that serves."""
+    """The application for one engine. Its lifespan runs the engine on ``thread``."""
     async_engine = AsyncEngine(engine, thread)
     name = served_model_name or engine.model_info.name
-    also = frozenset() if served_model_name else frozenset({engine.config.model})
+    aliases = frozenset() if served_model_name else frozenset({engine.config.model})
     metrics = ServerMetrics(engine.config, engine.capacity, async_engine.last_stats)
-    state = ServerState(async_engine, tokenizer, metrics, name, also, int(time.time()))
+    state = ServerState(async_engine, tokenizer, metrics, name, aliases, int(time.time()))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -71,7 +71,7 @@ def _post(
     """
 
     async def handle(request: Request) -> Response:
-        status: int | None = 500  # of an error that nobody foresaw
+        status: int | None = 500  # for an unexpected error
         try:
             response = await endpoint(state, request, await read_body(request))
             status = None if isinstance(response, EventStream) else response.status_code
@@ -200,7 +200,7 @@ def model_card(state: ServerState) -> dict[str, Any]:
 
 
 def describe_server(state: ServerState) -> dict[str, Any]:
-    """The JSON of /server_info. ``engine`` is what was asked for, ``resolved`` what became of ``auto`` and null."""
+    """The JSON of /server_info. ``engine``: the settings as given; ``resolved``: the values of ``auto`` and null."""
     engine = state.engine.engine
     capacity = engine.capacity
     return {
@@ -222,7 +222,7 @@ def describe_server(state: ServerState) -> dict[str, Any]:
 
 
 def _resolved(executor: Any) -> dict[str, Any]:
-    """What the engine computes with; empty for an executor without tensors."""
+    """Device, dtype, kernels and threads in use; empty for an executor without tensors."""
     import torch  # not above: the server's start sets what torch reads when it is imported
 
     if not isinstance(getattr(executor, "model", None), torch.nn.Module):

@@ -52,17 +52,6 @@ HELP = {
     "it needs a C++ compiler.",
     "num_threads": "CPU threads of the arithmetic. Left out: all cores that this process may use.",
 }
-_CHOICES = {
-    "layout": settings.LAYOUTS,
-    "reservation": settings.RESERVATIONS,
-    "kv_cache_dtype": settings.KV_CACHE_DTYPES,
-    "dtype": settings.DTYPES,
-    "device": settings.DEVICES,
-    "load_format": settings.LOAD_FORMATS,
-    "scheduling_policy": settings.SCHEDULING_POLICIES,
-    "preemption_mode": settings.PREEMPTION_MODES,
-    "kernel_backend": settings.KERNEL_BACKENDS,
-}
 DESCRIPTION = """\
 Serve one model over OpenAI's HTTP interface.
 
@@ -151,8 +140,8 @@ def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     keywords: dict[str, Any] = {"default": field.default, "help": text}
     if field.type in ("bool", "bool | None"):
         keywords["action"] = argparse.BooleanOptionalAction
-    elif field.name in _CHOICES:
-        keywords["choices"] = _CHOICES[field.name]
+    elif field.name in settings.CHOICES:
+        keywords["choices"] = settings.CHOICES[field.name]
     elif field.name in settings.BYTE_SETTINGS:
         keywords["metavar"] = "BYTES"
     elif "int" in str(field.type):

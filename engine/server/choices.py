@@ -1,4 +1,4 @@
-"""One choice of a request: from the engine's tokens to text that may be shown, with its times."""
+"""One choice of a request: turns the engine's tokens into text, and measures its times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAILURE_OF = {"abort": "shutdown", "error": "engine_error"}  # the engine's fini
 
 
 class Piece(NamedTuple):
-    """What one engine output adds to one choice. ``text`` may be empty while it is held back."""
+    """What one engine output adds to one choice. ``text`` is empty while a character is incomplete."""
 
     choice: Choice
     text: str
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 class EngineFailure(Exception):
-    """The engine ended a request with an error; the text is for the client. ``shutdown``: the server is stopping."""
+    """The engine ended a request with an error; the message is for the client. ``shutdown``: the server stops."""
 
     def __init__(self, message: str, shutdown: bool):
         super().__init__(message)
@@ -30,7 +30,7 @@ class EngineFailure(Exception):
 
 
 class Choice:
-    """Detokenises, looks for stop strings, counts and times one sequence."""
+    """Detokenises one sequence, finds stop strings, counts its tokens and measures its times."""
 
     __slots__ = (
         "_arrival", "_decoder", "_first_at", "_last_at", "_metrics", "_scheduled_at", "_stop_ids", "_stops",

@@ -10,9 +10,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine.server.choices import Choice
+from engine.server.choices import Choice, EngineFailure
 from engine.server.errors import CLIENT_LEFT, invalid
-from engine.server.generation import ClientGone, Generation, ServerState, check_stops, failures_as_errors
+from engine.server.generation import ClientGone, Generation, ServerState, check_stops, error_of
 from engine.server.protocol import CompletionBody, GenerationBody, parse
 from engine.server.streaming import EventFormat, EventStream
 from engine.server.tokenizer import ServerTokenizer
@@ -104,10 +104,11 @@ async def collect(generation: Generation, request: Request) -> list[tuple[str, l
     ids: list[list[int]] = [[] for _ in generation.choices]
     pieces = generation.pieces(request.receive)
     try:
-        with failures_as_errors():
-            async for piece in pieces:
-                texts[piece.choice.index].append(piece.text)
-                ids[piece.choice.index] += piece.token_ids
+        async for piece in pieces:
+            texts[piece.choice.index].append(piece.text)
+            ids[piece.choice.index] += piece.token_ids
+    except EngineFailure as failure:
+        raise error_of(failure) from None
     except ClientGone:
         return None
     finally:

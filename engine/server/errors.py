@@ -26,21 +26,21 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 _log = logging.getLogger(__name__)
-_FORMS = {  # fields that may be several things, where pydantic would complain about the first one only
+_FORMS = {  # fields of several types, where pydantic's message names only the first
     "prompt": "a text, a list of token ids, a list of texts or a list of lists of token ids",
     "stop": "a text or a list of texts",
     "content": "a text or a list of text parts",
     "early_stopping": 'true, false or "never"',
 }
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
-CLIENT_LEFT = 499  # nginx's status for a client that closed its connection: counted, never read
-RETRY_AFTER_SECONDS = 1  # a place in the queue gets free with the next request that is admitted
+CLIENT_LEFT = 499  # nginx's status for a client that closed its connection; only counted
+RETRY_AFTER_SECONDS = 1  # until the next request is admitted
 
 
 class APIError(Exception):
-    """What a client is told. ``param`` names the offending field, ``code`` is for programs.
+    """An error response. ``param`` names the wrong field, ``code`` is for programs.
 
-    ``counted``: the request's failure is in /metrics already.
+    ``counted``: the failure is already counted in /metrics.
     """
 
     def __init__(
@@ -64,22 +64,22 @@ class APIError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """400: what was sent is wrong."""
+    """400: the request is wrong."""
     return APIError(400, message, param, code)
 
 
 def unprocessable(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """422: what was sent is well-formed, and this server cannot do it."""
+    """422: the request is well-formed, but this server cannot do it."""
     return APIError(422, message, param, code)
 
 
 def queue_full(message: str) -> APIError:
-    """429: the same request may be taken later."""
+    """429: the same request may be accepted later."""
     return APIError(429, message, code="queue_full")
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """The first complaint of pydantic as one sentence that names the field and the value."""
+    """Pydantic's first error as one sentence that names the field and the value."""
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         reason = first["ctx"]["error"]
@@ -101,7 +101,7 @@ def from_validation(error: ValidationError) -> APIError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every refusal of the app, its router's included, in the one shape; a bug is a 500 without its traceback."""
+    """Send every error, the router's too, in OpenAI's format; a bug is a 500 without traceback."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, APIError)

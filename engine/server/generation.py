@@ -1,17 +1,16 @@
-"""One HTTP request's work in the engine: its sequences, their pieces in order of arrival, their usage.
+"""One HTTP request in the engine: its sequences, their text in order of arrival, their usage.
 
     prompts -> one engine request each, with n choices -> AsyncEngine.submit -> pieces -> JSON or a stream of events
 
-A client that goes away, while it waits in the queue as well, interrupts the reader and aborts the requests.
+If the client disconnects, even while it waits in the queue, the requests are aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +35,13 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the endpoints share. ``model_name`` is what clients call the model; ``also`` are other names for it."""
+    """What the endpoints share. ``model_name``: the clients' name of the model; ``aliases``: other names for it."""
 
     engine: AsyncEngine
     tokenizer: ServerTokenizer
     metrics: ServerMetrics
     model_name: str
-    also: frozenset[str]
+    aliases: frozenset[str]
     started: int  # Unix seconds
 
     @property
@@ -50,13 +49,13 @@ class ServerState:
         return self.engine.config.max_model_len or self.engine.model_info.max_model_len or 0
 
     def check_model(self, model: str | None) -> None:
-        if model is not None and model != self.model_name and model not in self.also:
+        if model is not None and model != self.model_name and model not in self.aliases:
             sentence = f"the model {model!r} does not exist: this server has {self.model_name!r}"
             raise APIError(404, sentence, "model", "model_not_found")
 
 
 class Generation:
-    """The choices of one request, submitted and running. Whoever starts one closes it."""
+    """The running choices of one HTTP request. The caller of ``start`` closes it."""
 
     def __init__(self, state: ServerState, requests: Sequence[Request], choices: Sequence[Choice]):
         """``choices``: the n of the first request, then the n of the next ..."""
@@ -103,10 +102,10 @@ class Generation:
         return generation
 
     async def pieces(self, receive: Receive) -> AsyncIterator[Piece]:
-        """Everything the engine gives, one piece an output; aborts what is left when it is closed.
+        """One piece for each output of the engine; aborts what is left when it is closed.
 
         Raises:
-            ClientGone: ``receive`` told that the connection closed.
+            ClientGone: the connection closed.
             EngineFailure: a request failed in the engine; the others are aborted.
         """
         stream = self._stream
@@ -140,10 +139,9 @@ class Generation:
             self._stream.close()
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the request so far, in OpenAI's shape. A prompt counts once however many choices it has.
+        """Tokens of the request so far, in OpenAI's format. A prompt counts once, whatever the number of choices.
 
-        As with OpenAI, ``best_of`` pays for all that it generated, the candidates that are not returned too. Of a beam
-        search the beams that are returned count.
+        As with OpenAI, all candidates of ``best_of`` count. Of a beam search the returned beams count.
         """
         prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
         completion_tokens = sum(choice.num_tokens + choice.num_discarded for choice in self.choices)
@@ -159,7 +157,7 @@ class Generation:
 def sampling_params(
     state: ServerState, body: GenerationBody, prompt: Sequence[int], default_max_tokens: int | None
 ) -> SamplingParams:
-    """The engine's parameters for one prompt, its length checked. ``default_max_tokens`` None: all that is left.
+    """The engine's parameters for one prompt. ``default_max_tokens`` None: up to ``max_model_len``.
 
     Raises:
         APIError: 400 with the numbers.
@@ -201,7 +199,7 @@ def sampling_params(
 
 
 def check_width(state: ServerState, body: GenerationBody, num_prompts: int) -> None:
-    """What one prompt asks for must fit into one step side by side, the prompts into the queue.
+    """Check that the sequences of one prompt fit into one step, and the prompts into the queue.
 
     Raises:
         APIError: 422 with the numbers.
@@ -276,16 +274,8 @@ def check_stops(state: ServerState, body: GenerationBody) -> None:
         )
 
 
-@contextlib.contextmanager
-def failures_as_errors() -> Iterator[None]:
-    """The engine's failures as HTTP errors: 503 when the server is stopping, else 500."""
-    try:
-        yield
-    except EngineFailure as failure:
-        raise error_of(failure) from None
-
-
 def error_of(failure: EngineFailure) -> APIError:
+    """503 if the server is stopping, else 500."""
     if failure.shutdown:
         return APIError(503, str(failure), code="shutting_down", counted=True)
     return APIError(500, str(failure), code="engine_error", counted=True)

@@ -1,4 +1,4 @@
-"""One CSV line per engine step: what it did and where all KV slots were after it."""
+"""Writes one CSV line per engine step: its work, and the use of all KV slots after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TextIO
 from engine.counters import StepRecord
 from engine.kv.manager import LEDGER, KVStats
 
-FLUSH_SECONDS = 1.0  # how far the file may lag behind while steps are made
+FLUSH_SECONDS = 1.0  # the file lags behind by at most this
 _STEP = tuple(field.name for field in dataclasses.fields(StepRecord) if field.name != "kv")
 _KV = tuple(field.name for field in dataclasses.fields(KVStats))
 COLUMNS = ("time_s", *_STEP, *(f"kv_{name}" for name in _KV), *(f"ledger_{place}" for place in LEDGER))
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Writes ``path`` anew, header first. ``write`` is for the engine's thread, ``close`` for any.
+    """Overwrites ``path``, header first. Call ``write`` on the engine's thread, ``close`` on any.
 
     Raises:
         ValueError: the file cannot be written; one sentence.
@@ -42,7 +42,7 @@ class StepLog:
             raise ValueError(f"the step log {path!r} cannot be written ({reason}): choose another --step-log") from None
 
     def write(self, record: StepRecord) -> None:
-        """One line. A disk that fails ends the log, not the engine."""
+        """Write one line. A disk error ends the log, not the engine."""
         now, kv = time.monotonic(), record.kv
         ledger = kv.ledger()
         values = [f"{now:.6f}"]
@@ -54,7 +54,7 @@ class StepLog:
                 return
             try:
                 self._file.write(",".join(values) + "\n")
-                idle = not record.running and not record.waiting  # nothing may come for long
+                idle = not record.running and not record.waiting  # the next step may be far away
                 if idle or now - self._flushed >= FLUSH_SECONDS:
                     self._file.flush()
                     self._flushed = now
@@ -63,7 +63,7 @@ class StepLog:
                 self._close()
 
     def close(self) -> None:
-        """Write what is buffered. May be called again."""
+        """Flush and close; further calls do nothing."""
         with self._lock:
             self._close()
 
@@ -74,4 +74,4 @@ class StepLog:
         try:
             file.close()
         except OSError as error:
-            _log.warning("the end of the step log %r is lost: %s", self.path, error)
+            _log.warning("the last lines of the step log %r are lost: %s", self.path, error)

@@ -1,7 +1,7 @@
-"""Server-sent events, written as cheaply as they can be: one event for each token of each choice.
+"""Server-sent events: one for each token of each choice.
 
-An event is put together from byte strings that are made once per stream; only the text, the token ids and the stamp
-are new. Tokens of different steps are never merged into one event or one write: a client measures the gaps.
+An event is joined from strings that are made once per stream and its text, token ids and time, which is cheap. Tokens
+of different steps are never merged into one event or one write: clients measure the gaps.
 """
 
 from __future__ import annotations

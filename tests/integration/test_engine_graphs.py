@@ -44,13 +44,16 @@ def graphed(engine) -> FakeCapture:
     return capture
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turn", "async"])
-@pytest.mark.parametrize("how", ["recompute", "swap"])
 @pytest.mark.parametrize(
-    "layout", [{"page_size": 1}, {"page_size": 7, "enable_prefix_caching": True}, {"page_size": 16},
-               {"layout": "contiguous", "reservation": "oracle"}],
+    ("layout", "how", "async_scheduling"),
+    [
+        ({"page_size": 1}, "swap", False),
+        ({"page_size": 7, "enable_prefix_caching": True}, "swap", True),
+        ({"page_size": 16}, "recompute", True),
+        ({"layout": "contiguous", "reservation": "oracle"}, "recompute", False),
+    ],
     ids=["1", "7-cached", "16", "contiguous"],
-)  # fmt: skip
+)
 def test_replayed_decodes_say_what_generate_says(folder, expected, layout, how, async_scheduling) -> None:
     settings = {**SIZES, **layout, **preempting(how, 16), "async_scheduling": async_scheduling}
     engine = make_engine(loaded(folder), folder, slots=112, **settings)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.sequence import SamplingParams
-from tests.support.fork_cases import MAX_LEN, PAGE_SIZES, POOLS, PROMPTS, ROOMY, assert_pressed, engine_for, requests
+from tests.support.fork_cases import MAX_LEN, POOLS, PROMPTS, ROOMY, assert_pressed, engine_for, requests
 from tests.support.hf_parts import Run, loaded, model_folder, one_thread, oracle
 
 
@@ -69,9 +69,10 @@ def assert_beams(run: Run, folder: str, params: SamplingParams) -> None:
         assert answer.reason == ("stop" if answer.tokens[-1] in params.stop_token_ids else "length")
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0])
-@pytest.mark.parametrize("width", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("width", "length_penalty", "early_stopping"),
+    [(2, 0.0, True), (3, 1.0, False), (4, -1.0, "never"), (8, 1.0, True), (4, 0.0, False)],
+)
 def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
     """All prompts at once against each alone, half of the searches with EOS."""
     stops = common_tokens(folder) if width % 2 == 0 else ()
@@ -81,9 +82,17 @@ def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
     assert any(answer.reason == "stop" for answer in run.answers.values()) == bool(stops)
 
 
-@pytest.mark.parametrize("pool", [name for name in POOLS if name != "roomy"])
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(
+    ("page_size", "caching", "pool"),
+    [
+        (1, True, "recompute"),
+        (7, False, "recompute"),
+        (7, True, "swap"),
+        (16, False, "swap-small"),
+        (1, False, "swap-overlapping"),
+        (16, True, "swap-overlapping"),
+    ],
+)
 def test_beams_under_pressure(folder, page_size, caching, pool):
     """The pool holds one beam of the longest prompt and little more: its siblings take turns."""
     engine = engine_for(
@@ -101,8 +110,7 @@ def test_beams_under_pressure(folder, page_size, caching, pool):
     assert_pressed(engine, pool)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("slots", [MAX_LEN, 3 * MAX_LEN], ids=["one-reservation", "three-reservations"])
+@pytest.mark.parametrize(("slots", "preemption"), [(MAX_LEN, "swap"), (3 * MAX_LEN, "recompute")])
 def test_beams_in_the_contiguous_layout(folder, slots, preemption):
     """With room for a single reservation the beams of a request take turns."""
     engine = engine_for(folder, slots, layout="contiguous", **POOLS[preemption][1])

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from engine.sequence import Request, SamplingParams
-from tests.support.fork_cases import MAX_LEN, PAGE_SIZES, POOLS, PROMPTS, ROOMY, assert_pressed, engine_for, requests
-from tests.support.hf_parts import Run, greedy_outputs, model_folder, one_thread, oracle
+from tests.support.fork_cases import MAX_LEN, POOLS, PROMPTS, ROOMY, assert_pressed, engine_for, requests
+from tests.support.hf_parts import Run, model_folder, one_thread, oracle
 
 OUTPUT_TOKENS = 20
 SAMPLED = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=4.0, top_p=0.95, ignore_eos=True)
-GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+PRESSED = pytest.mark.parametrize(
+    ("page_size", "pool"),
+    [(7, "roomy"), (1, "recompute"), (7, "swap"), (16, "swap-small"), (16, "swap-overlapping")],
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +44,8 @@ def separate(folder: str, params: SamplingParams, n: int) -> dict[str, list[list
     return {name: [tokens[f"{name}/{i}"] for i in range(n)] for name in PROMPTS}
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@PRESSED
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_sampled_siblings_are_requests_with_the_next_seeds(folder, page_size, caching, pool):
     """They differ from each other, so a sibling that read another's page would say something else."""
     slots, settings = POOLS[pool]
@@ -57,19 +59,7 @@ def test_sampled_siblings_are_requests_with_the_next_seeds(folder, page_size, ca
     assert_pressed(engine, pool)
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_greedy_siblings_are_all_what_generate_gives(folder, page_size, pool):
-    slots, settings = POOLS[pool]
-    engine = engine_for(folder, slots, page_size=page_size, **settings)
-    run = Run(engine, requests(replace(GREEDY, n=3)))
-    expected = greedy_outputs(folder, PROMPTS, OUTPUT_TOKENS)
-    assert {name: run.family(name) for name in PROMPTS} == {name: [tokens] * 3 for name, tokens in expected.items()}
-    assert_pressed(engine, pool)
-
-
-@pytest.mark.parametrize("reservation", ["max", "oracle"])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("reservation", "preemption"), [("max", "swap"), ("oracle", "recompute")])
 def test_siblings_in_the_contiguous_layout(folder, reservation, preemption):
     """A fork copies everything or waits for a reservation; a more urgent request drives siblings out."""
     engine = engine_for(
@@ -89,8 +79,7 @@ def test_siblings_in_the_contiguous_layout(folder, reservation, preemption):
     assert_pressed(engine, preemption)
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@PRESSED
 def test_siblings_go_on_when_others_are_aborted(folder, page_size, pool):
     """Pages that the aborted ones shared stay whole, on the device and on the host."""
     slots, settings = POOLS[pool]
@@ -115,42 +104,6 @@ def test_siblings_go_on_when_others_are_aborted(folder, page_size, pool):
     assert_pressed(engine, pool)
 
 
-def test_unseeded_siblings_differ(folder):
-    engine = engine_for(folder, ROOMY)
-    family = Run(engine, requests(replace(SAMPLED, n=4), names=["17"])).family("17")
-    assert len({tuple(tokens) for tokens in family}) == 4
-
-
-@pytest.mark.parametrize(("name", "page_size"), [("13", 16), ("15", 16), ("17", 16), ("15", 7), ("13", 7)])
-def test_a_partly_filled_page_is_copied_for_all_writers_but_the_last(folder, name, page_size):
-    engine = engine_for(folder, ROOMY, page_size=page_size)
-    Run(engine, requests(replace(SAMPLED, seed=1, n=4), names=[name]))
-    counters = engine.stats().counters
-    assert counters.copied_pages == 3
-    assert counters.copied_slots == 3 * (len(PROMPTS[name]) % page_size)
-
-
-@pytest.mark.parametrize(("name", "page_size"), [("16", 16), ("32", 16), ("14", 7), ("15", 1), ("17", 1)])
-def test_full_pages_are_never_copied(folder, name, page_size):
-    engine = engine_for(folder, ROOMY, page_size=page_size)
-    Run(engine, requests(replace(SAMPLED, seed=1, n=4), names=[name]))
-    assert engine.stats().counters.copied_pages == 0
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_four_siblings_own_the_prompt_once(folder, page_size):
-    """Peak pages are the prompt's full pages once, and each sibling's own rest."""
-    params = replace(SAMPLED, seed=1)
-    forked = Run(engine_for(folder, ROOMY, page_size=page_size), requests(replace(params, n=4), names=["32"]))
-    four = [Request(str(i), PROMPTS["32"], replace(params, seed=1 + i)) for i in range(4)]
-    apart = Run(engine_for(folder, ROOMY, page_size=page_size, max_num_batched_tokens=4 * MAX_LEN), four)
-    assert forked.family("32") == [apart.tokens()[str(i)] for i in range(4)]
-    pages = -(-(32 + OUTPUT_TOKENS - 2) // page_size)  # the last step's are given back before it ends
-    shared = 32 // page_size
-    assert apart.peak_owned == 4 * pages
-    assert forked.peak_owned == shared + 4 * (pages - shared)
-
-
 # best_of
 
 
@@ -161,8 +114,7 @@ def mean_logprob(folder: str, prompt: tuple[int, ...], output: list[int]) -> flo
     return float(chosen.mean())
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@PRESSED
 def test_best_of_returns_the_most_probable(folder, page_size, pool):
     """The candidates as requests of their own, ranked by the mean log probability that Hugging Face's model gives."""
     slots, settings = POOLS[pool]

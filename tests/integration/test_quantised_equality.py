@@ -104,7 +104,7 @@ def assert_everything_met(engine: Engine, preemption: str) -> None:
     assert (stats.recomputed_tokens > 0) == (preemption != "swap")
 
 
-STRICT = [(7, how) for how in PREEMPTION] + [(16, how) for how in PREEMPTION] + [(5, "swap-small")]
+STRICT = [*((7, how) for how in PREEMPTION), (16, "recompute"), (5, "swap-small")]
 
 
 @pytest.mark.parametrize(("page_size", "preemption"), STRICT)
@@ -120,8 +120,7 @@ def test_quantised_cached_preempted_on_a_full_pool(folder, kv_format, page_size,
     assert_everything_met(engine, preemption)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(("kv_format", "preemption"), zip(KV_FORMATS, ["recompute", "swap"] * 2, strict=True))
 def test_quantised_forks_on_a_full_pool(folder, kv_format, preemption):
     """A copy on write copies codes and scales: each sibling is what a request of its own with seed + i is."""
     engine = tight_engine(folder, kv_format, 7, preemption)
@@ -134,8 +133,7 @@ def test_quantised_forks_on_a_full_pool(folder, kv_format, preemption):
     assert (engine.stats().counters.swapped_in_slots > 0) == (preemption == "swap")
 
 
-@pytest.mark.parametrize("preemption", PREEMPTION)
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(("kv_format", "preemption"), zip(KV_FORMATS, (*PREEMPTION, "swap"), strict=True))
 def test_quantised_in_the_contiguous_layout(folder, kv_format, preemption):
     """Whole reservations go out and come back, driven out by more urgent requests."""
     engine = engine_for(
@@ -182,8 +180,7 @@ def undisturbed_float32(folder: str, kv_format: str) -> dict[str, list[int]]:
     return decided
 
 
-@pytest.mark.parametrize("preemption", PREEMPTION)
-@pytest.mark.parametrize("page_size", [7, 16])
+@pytest.mark.parametrize(("page_size", "preemption"), [(7, "swap-small"), (16, "recompute")])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_the_float32_kernels_under_the_same_pressure(folder, kv_format, page_size, preemption):
     """vllm#50702 and vllm#50749 once more, through the CPU kernels and float32 models that are really served."""

@@ -91,13 +91,6 @@ def test_several_prompts_give_choices_in_order(client: openai.OpenAI, prompt: li
     assert answer.usage.completion_tokens == 18
 
 
-def test_streamed_choices_are_told_apart(client: openai.OpenAI) -> None:
-    texts = {0: "", 1: "", 2: "", 3: ""}
-    for chunk in client.completions.create(model="fake", prompt=["a", "b"], n=2, max_tokens=100, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert set(texts.values()) == {LINE}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_across_tokens_ends_the_text(server: RunningServer, client: openai.OpenAI, stream: bool) -> None:
     before = server.metrics()

@@ -71,23 +71,6 @@ def test_the_official_client_comes_again_and_is_served() -> None:
                 assert answer.result().usage.completion_tokens == 2
 
 
-def test_a_burst_over_the_limit_ends_as_answers_or_429_and_nothing_else() -> None:
-    with running_server(fake_engine(max_num_seqs=4, max_num_waiting=8, step_s=0.002)) as server:
-
-        def ask(i: int) -> int:
-            return server.post(COMPLETIONS, {"prompt": [i + 1], "max_tokens": 20, "n": 1 + i % 3}).status
-
-        with concurrent.futures.ThreadPoolExecutor(60) as pool:
-            statuses = list(pool.map(ask, range(60)))
-        assert set(statuses) == {200, 429}
-        metrics = server.wait_for(num_requests_running=0, num_requests_waiting=0, kv_pages_owned=0)
-        taken = [1 + i % 3 for i, status in enumerate(statuses) if status == 200]
-        assert metrics["request_failure_total{kind=queue_full}"] == statuses.count(429)
-        assert metrics["request_success_total{finished_reason=length}"] == sum(taken)
-        assert metrics["generation_tokens_total"] == 20 * sum(taken)
-        assert metrics["http_requests_total{code=200}"] == len(taken)
-
-
 def test_under_the_priority_policy_the_lowest_number_goes_first() -> None:
     order: list[int] = []
 
@@ -123,15 +106,3 @@ def test_pages_are_shared_under_the_same_salt_only() -> None:
         assert [cached(None), cached(None)] == [0, 48]
         assert [cached("mine"), cached("yours"), cached("mine"), cached("yours")] == [0, 0, 48, 48]
         assert cached(None) == 48
-
-
-def test_failed_requests_count_once() -> None:
-    """A request that the engine fails is an engine_error for each choice and nothing else besides."""
-    engine = fake_engine()
-    engine.executor.fail = RuntimeError("the device is lost")
-    with running_server(engine) as server:
-        for stream in (False, True):
-            server.post(COMPLETIONS, {"prompt": [5], "n": 3, "stream": stream})
-        metrics = server.wait_for(**{"http_requests_total{code=500}": 2})
-        failures = {name: value for name, value in metrics.items() if name.startswith("request_failure") and value}
-        assert failures == {"request_failure_total{kind=engine_error}": 6}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 import torch
-import transformers
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.model.loader import load_model
 from engine.server.tokenizer import load_tokenizer
 from tests.support.hf_parts import SMALL
 from tests.support.http_server import RunningServer, running_server
@@ -91,79 +87,7 @@ def test_text_and_ids_are_the_same_prompt(server: RunningServer, client: openai.
     assert both[0].usage.prompt_tokens == both[1].usage.prompt_tokens == len(ids)
 
 
-def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny-llama", messages=[{"role": "user", "content": "Go"}], max_tokens=8, temperature=0
-    )
-    assert answer.choices[0].message.content
-    assert answer.usage.completion_tokens <= 8
-
-
-def test_a_seed_gives_the_same_choices_again_and_choices_differ(client: openai.OpenAI) -> None:
-    options = {"model": "tiny-llama", "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 1.0}
-    texts = [[choice.text for choice in client.completions.create(**options, n=3, seed=11).choices] for _ in range(2)]
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) == 3
-    second = client.completions.create(**options, seed=12)
-    assert second.choices[0].text == texts[0][1]  # choice i has seed + i
-
-
-@pytest.fixture
-def reference(server: RunningServer) -> transformers.PreTrainedModel:
-    """The server's weights in transformers' own hands, with its own attention."""
-    ours = load_model(server.engine.config).model  # once more: the engine's own has its weights packed
-    config = copy.deepcopy(ours.config)  # from_config writes the attention into what it is given
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model.load_state_dict({name: tensor.cpu() for name, tensor in ours.state_dict().items()})
-    return model.float()
-
-
 PROMPT = [5, 60, 700, 8000, 9, 10, 11, 120, 130, 140, 15, 16, 17, 18, 19, 20, 21]
-
-
-def ask_ids(server: RunningServer, **fields: Any) -> list[list[int]]:
-    body = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True, **fields}
-    reply = server.post("/v1/completions", body)
-    assert reply.status == 200, reply.body
-    return [choice["token_ids"] for choice in reply.json["choices"]]
-
-
-@pytest.mark.parametrize(
-    ("width", "n", "length_penalty", "early_stopping"),
-    [(2, 1, 1.0, False), (4, 4, 1.0, True), (5, 3, 0.0, "never"), (3, 2, 2.0, False)],
-)
-def test_beams_are_those_of_transformers(
-    server: RunningServer,
-    reference: transformers.PreTrainedModel,
-    width: int,
-    n: int,
-    length_penalty: float,
-    early_stopping: bool | str,
-) -> None:
-    options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
-    with torch.inference_mode():
-        rows = reference.generate(
-            torch.tensor([PROMPT]), max_new_tokens=12, num_beams=width, num_return_sequences=n, do_sample=False,
-            pad_token_id=1, **options
-        )  # fmt: skip
-    expected = [[token for token in row[len(PROMPT) :] if token != 1] for row in rows.tolist()]
-    assert ask_ids(server, use_beam_search=True, best_of=width, n=n, **options) == expected
-    server.wait_for(kv_pages_owned=0, num_requests_running=0)
-
-
-def test_best_of_returns_those_whose_tokens_are_the_most_likely(
-    server: RunningServer, reference: transformers.PreTrainedModel
-) -> None:
-    candidates = ask_ids(server, n=5, seed=7, temperature=1.5, ignore_eos=True)
-    assert len(set(map(tuple, candidates))) == 5
-    with torch.inference_mode():
-        rows = torch.tensor([PROMPT + tokens for tokens in candidates])
-        logprobs = torch.log_softmax(reference(rows).logits[:, len(PROMPT) - 1 : -1], dim=-1)
-    means = logprobs.gather(2, torch.tensor(candidates)[..., None])[..., 0].mean(dim=1)
-    best = [candidates[i] for i in means.argsort(descending=True).tolist()]
-    assert best != candidates
-    for n in (1, 3):
-        assert ask_ids(server, n=n, best_of=5, seed=7, temperature=1.5, ignore_eos=True) == best[:n]
 
 
 def test_many_at_once_in_a_small_pool_get_what_each_gets_alone(server: RunningServer) -> None:
@@ -192,18 +116,3 @@ def test_many_at_once_in_a_small_pool_get_what_each_gets_alone(server: RunningSe
     metrics = server.wait_for(kv_pages_owned=0, num_requests_running=0, num_requests_waiting=0)
     if server.engine.config.layout == "paged":
         assert metrics["prefix_cache_hits_total"] > 0
-
-
-def test_a_client_that_leaves_gives_its_pages_back(server: RunningServer) -> None:
-    sock = server.open_request({"prompt": [5] * 100, "max_tokens": 150, "stream": True, "ignore_eos": True})
-    assert sock.recv(1) == b"H"
-    sock.close()
-    server.wait_for(kv_pages_owned=0, num_requests_running=0)
-
-
-def test_the_numbers_of_a_refusal(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"300.*256") as caught:
-        client.completions.create(model="tiny-llama", prompt=[5] * 300)
-    assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match=r"8192.*8191"):
-        client.completions.create(model="tiny-llama", prompt=[8192])

@@ -164,31 +164,3 @@ def test_more_beams_than_tokens_are_refused() -> None:
         reply = server.post(COMPLETIONS, {"prompt": [1], "use_beam_search": True, "n": 5})
         assert reply.status == 422
         assert "5 beams" in reply.error["message"] and "4" in reply.error["message"]
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_siblings_that_do_not_fit_side_by_side_take_turns(mode: str) -> None:
-    """Each needs 1000 slots of its own in the end, and the pool has 1024."""
-    with running_server(fake_engine(branching, kv_slots=1024, preemption_mode=mode)) as server:
-        answer = ask(server, prompt=[5], n=4, max_tokens=1000, ignore_eos=True)
-        assert [len(tokens) for tokens in ids(answer)] == [1000] * 4
-        metrics = server.wait_for(kv_pages_owned=0, swap_slots_used=0, num_requests_swapped=0)
-        assert metrics["num_preemptions_total"] > 0
-        assert (metrics["swapped_in_slots_total"] > 0) == (mode == "swap")
-
-
-@pytest.mark.parametrize("fields", [{"n": 4}, {"best_of": 4}, {"use_beam_search": True, "n": 4}])
-def test_a_client_that_leaves_takes_all_siblings_along(fields: dict[str, Any]) -> None:
-    with running_server(fake_engine(branching, step_s=0.005)) as server:
-        sock = server.open_request({"prompt": [5], "max_tokens": 1000, **fields})
-        server.wait_for(num_requests_running=4)
-        sock.close()
-        metrics = server.wait_for(num_requests_running=0, num_requests_waiting=0, kv_pages_owned=0)
-        assert metrics["generation_tokens_total"] < 2000
-        server.wait_for(
-            **{"request_failure_total{kind=disconnect}": fields.get("n", 1), "http_requests_total{code=499}": 1}
-        )
-
-
-def test_the_highest_seed_there_is_has_siblings_too(server: RunningServer) -> None:
-    assert len(ids(ask(server, n=3, seed=2**63 - 1))) == 3

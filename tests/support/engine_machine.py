@@ -95,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.ended: dict[tuple[str, int], str] = {}
         self.records: list[StepRecord] = []
         self.failures = 0
-        self.known = self._counters()
+        self.known: tuple[float, ...] = ()
 
     # What clients do.
 
@@ -252,8 +252,8 @@ class EngineMachine(RuleBasedStateMachine):
         EngineMachine.executed += 1
         EngineMachine.overlapped += self.engine.pipelined
         self.engine.check_integrity()
-        stats, kv = self.engine.stats(), self.engine.kv.stats()
-        ledger = kv.ledger()
+        stats = self.engine.stats()
+        kv, ledger = stats.kv, stats.kv.ledger()
         assert sum(ledger.values()) == kv.slots_total and min(ledger.values()) >= 0, ledger
         assert kv.slots_pinned == 0, "pinned between two steps"
         assert kv.slots_shared >= 0
@@ -268,18 +268,13 @@ class EngineMachine(RuleBasedStateMachine):
                 host = self.engine.kv.swap.pool
                 assert host.num_available + host.num_owned + host.num_pinned == host.num_pages
                 assert not host.num_pinned
-        counters = self._counters()
-        assert all(new >= old for new, old in zip(counters, self.known, strict=True)), "a counter fell"
-        self.known = counters
-
-    def _counters(self) -> tuple[float, ...]:
-        stats = self.engine.stats()
-        return (
-            *vars(stats.counters).values(), *(stats.slot_steps[place] for place in sorted(stats.slot_steps)),
-            stats.steps, stats.prompt_tokens, stats.generation_tokens, stats.prefill_tokens_scheduled,
-            stats.decode_tokens_scheduled, stats.recomputed_tokens, stats.num_preemptions, stats.forks,
-            sum(stats.finished.values()),
+        counters = (
+            *vars(stats.counters).values(), *stats.slot_steps.values(), stats.steps, stats.prompt_tokens,
+            stats.generation_tokens, stats.prefill_tokens_scheduled, stats.decode_tokens_scheduled,
+            stats.recomputed_tokens, stats.num_preemptions, stats.forks, sum(stats.finished.values()),
         )  # fmt: skip
+        assert all(new >= old for new, old in zip(counters, self.known or counters, strict=True)), "a counter fell"
+        self.known = counters
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -344,15 +339,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert in_vain >= 0 if self.engine.pipelined else in_vain == 0
             EngineMachine.events["drawn in vain"] += in_vain
         EngineMachine.events.update({f"pending {what}": count for what, count in done.pending.items()})
-        names = (
-            "prefix_hits",
-            "prefix_evictions",
-            "copied_pages",
-            "swapped_in_slots",
-            "swap_lost_slots",
-            "refused_fragmented",
-        )
-        EngineMachine.events.update({name: getattr(counters, name) for name in names})
+        names = ("prefix_hits", "prefix_evictions", "copied_pages", "swapped_in_slots", "swap_lost_slots")
+        EngineMachine.events.update({name: getattr(counters, name) for name in (*names, "refused_fragmented")})
         EngineMachine.events.update(stats.finished)
         EngineMachine.events.update(
             preemptions=stats.num_preemptions,

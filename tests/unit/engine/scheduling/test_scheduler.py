@@ -1,6 +1,26 @@
+"""What is scheduled, admitted, preempted and refused. That no output changes by it: tests/property."""
+
 import pytest
 
-from tests.support.engine_parts import CountingExecutor, drain, request, small_engine, undisturbed
+from engine.scheduling.scheduler import QueueFull
+from tests.support.engine_parts import CountingExecutor, collect, drain, request, small_engine, undisturbed
+
+
+def add_all(engine, *requests):
+    for one in requests:
+        engine.add_request(one)
+
+
+def running(engine) -> list[str]:
+    return [seq.request_id for seq in engine.scheduler.running]
+
+
+def order_of_first_tokens(engine) -> list[str]:
+    seen: list[str] = []
+    while engine.has_work():
+        seen += [o.request_id for o in engine.step() if o.request_id not in seen]
+        engine.check_integrity()
+    return seen
 
 
 def test_decodes_come_first_and_prefills_are_chunked_into_the_rest():
@@ -14,43 +34,12 @@ def test_decodes_come_first_and_prefills_are_chunked_into_the_rest():
     assert executor.plans == [[("a", 6)], [("a", 1), ("b", 15)], [("a", 1), ("b", 13)]]
 
 
-def test_step_never_exceeds_the_token_budget():
-    executor = CountingExecutor()
-    engine = small_engine(256, executor, page_size=4, max_num_seqs=4)
-    for name in "abcdef":
-        engine.add_request(request(name, 20, max_tokens=5))
-    drain(engine)
-    assert max(sum(n for _, n in plan) for plan in executor.plans) == 16
-    assert max(len(plan) for plan in executor.plans) <= 4
-
-
 def test_without_chunking_a_prompt_waits_until_it_fits_whole():
     executor = CountingExecutor()
     engine = small_engine(256, executor, page_size=4, enable_chunked_prefill=False, max_num_batched_tokens=32)
-    engine.add_request(request("a", 20, max_tokens=3))
-    engine.add_request(request("b", 20, max_tokens=3))
+    add_all(engine, request("a", 20, max_tokens=3), request("b", 20, max_tokens=3))
     drain(engine)
     assert executor.plans[:2] == [[("a", 20)], [("a", 1), ("b", 20)]]
-
-
-def test_preemption_takes_the_newest_and_changes_no_token():
-    requests = [request(n, p, max_tokens=14) for n, p in (("a", 9), ("b", 7), ("c", 5))]
-    engine = small_engine(32, page_size=4)
-    for one in requests:
-        engine.add_request(one)
-    order: list[str] = []
-    got: dict[str, list[int]] = {}
-    while engine.has_work():
-        plan_before = [seq.request_id for seq in engine.scheduler.running]
-        for output in engine.step():
-            got.setdefault(output.request_id, []).extend(output.token_ids)
-        order += [s.request_id for s in engine.scheduler.waiting if s.request_id in plan_before]
-        engine.check_integrity()
-    assert got == undisturbed(requests)
-    stats = engine.stats()
-    assert stats.num_preemptions > 0
-    assert stats.recomputed_tokens > 0
-    assert "a" not in order, "the oldest must never be preempted"
 
 
 def test_recomputed_tokens_are_what_was_computed_twice():
@@ -61,141 +50,36 @@ def test_recomputed_tokens_are_what_was_computed_twice():
     drain(engine)
     computed = sum(n for plan in executor.plans for _, n in plan)
     needed = sum(prompt + 14 - 1 for prompt in (9, 7, 5))  # the last token's KV is never needed
-    assert engine.stats().recomputed_tokens == computed - needed
+    assert engine.stats().recomputed_tokens == computed - needed > 0
     assert engine.stats().prefill_tokens_scheduled + engine.stats().decode_tokens_scheduled == computed
 
 
-def test_full_prefix_hit_still_computes_one_token():
-    executor = CountingExecutor()
-    engine = small_engine(64, executor, page_size=4, enable_prefix_caching=True)
-    prompt = list(range(1, 17))
-    engine.add_request(request("a", prompt, max_tokens=1))
-    drain(engine)
-    engine.add_request(request("b", prompt, max_tokens=1))
-    drain(engine)
-    assert executor.plans[-1] == [("b", 4)]
-    stats = engine.stats()
-    assert (stats.prefix_cache_hits, stats.prefix_cache_queries) == (12, 32)
-
-
-def test_requests_running_side_by_side_share_pages():
-    engine = small_engine(64, page_size=4, enable_prefix_caching=True, max_num_batched_tokens=32)
-    shared = list(range(1, 13))
-    engine.add_request(request("a", [*shared, 50], max_tokens=8))
-    engine.step()
-    engine.add_request(request("b", [*shared, 60], max_tokens=8))
-    engine.step()
-    first, second = engine.scheduler.running
-    assert first.pages[:3] == second.pages[:3]
-    assert first.pages[3] != second.pages[3]
-    assert engine.stats().kv.slots_used == 12 + (13 + 1 - 12) + (13 - 12)
-    engine.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("one", "says"),
-    [
-        (request("x", []), "the prompt is empty"),
-        (request("x", 32), "has 32 tokens and max_model_len is 32"),
-        (request("x", [1, 97]), "token id 97 is not in the vocabulary: ids run from 0 to 96"),
-        (request("x", [-1, 4]), "token id -1"),
-    ],
-)
-def test_requests_that_can_never_run_are_refused_alone(one, says):
-    engine = small_engine(64, page_size=4)
-    with pytest.raises(ValueError, match=says):
-        engine.add_request(one)
-    engine.add_request(request("fine", 3))
-    assert len(drain(engine)["fine"]) == 8
-
-
-def test_output_stops_at_max_model_len_stop_token_and_eos():
-    engine = small_engine(64, page_size=4)
-    engine.add_request(request("long", 30, max_tokens=50))
-    outputs = []
-    while engine.has_work():
-        outputs += engine.step()
-    assert outputs[-1].finish_reason == "length"
-    assert len(outputs) == 2
-
-    history = list(range(1, 6))
-    first = CountingExecutor().next_token(history)
-    engine = small_engine(64, page_size=4)
-    engine.add_request(request("stop", 5, stop_token_ids=(first,)))
-    assert [o.finish_reason for o in engine.step()] == ["stop"]
-    engine = small_engine(64, CountingExecutor(eos=(first,)), page_size=4)
-    engine.add_request(request("eos", 5))
-    engine.add_request(request("ignore", 5, ignore_eos=True))
-    assert [o.finish_reason for o in engine.step()] == ["stop", None]
-
-
-def test_abort_gives_pages_back_in_every_state():
-    engine = small_engine(40, page_size=4)
-    for name in "abcdef":
-        engine.add_request(request(name, 4, max_tokens=26))
-    engine.step()
-    assert engine.abort("a")  # running
-    assert engine.abort("f")  # waiting
-    engine.check_integrity()
-    while engine.has_work() and not engine.scheduler.num_preemptions:
-        engine.step()
-    preempted = [s.request_id for s in engine.scheduler.waiting if s.num_preemptions]
-    assert preempted
-    assert engine.abort(preempted[0])
-    assert not engine.abort("a")
-    drain(engine)
-    stats = engine.stats()
-    assert stats.kv.pages_owned == 0
-    assert stats.finished["abort"] == 3
-
-
-def test_contiguous_holds_as_many_as_it_has_reservations():
-    engine = small_engine(3 * 32, layout="contiguous")
-    for name in "abcd":
-        engine.add_request(request(name, 3, max_tokens=4))
-    engine.step()
-    stats = engine.stats()
-    assert (stats.num_requests_running, stats.num_requests_waiting) == (3, 1)
-    assert stats.kv.slots_reserved == 96
-    assert stats.kv.slots_used == 9
-    assert stats.kv_waste_slots == 87
-    assert not engine.reset_prefix_cache()
-    drain(engine)
-    assert engine.stats().kv.slots_used == 0
-    assert engine.reset_prefix_cache()
-
-
-def test_request_id_in_use_is_refused():
-    engine = small_engine(64, page_size=4)
-    engine.add_request(request("a", 3))
-    with pytest.raises(ValueError, match="in use"):
-        engine.add_request(request("a", 3))
-
-
-def test_a_preempted_sequence_is_first_in_line_again():
+def test_preemption_takes_the_last_in_rank_which_returns_to_its_place():
     engine = small_engine(32, page_size=4, max_num_seqs=3)
-    for name in "abcd":
-        engine.add_request(request(name, 8, max_tokens=14))
-    while not engine.scheduler.num_preemptions:
+    add_all(engine, *(request(name, 8, max_tokens=14) for name in "abcd"))
+    while engine.has_work():
+        before = running(engine)
         engine.step()
-    waiting = [seq.request_id for seq in engine.scheduler.waiting]
-    assert waiting[-1] == "d", "d has never run and comes last"
-    assert len(waiting) > 1
-    assert waiting == sorted(waiting), "arrival order is kept"
+        preempted = [seq.request_id for seq in engine.scheduler.waiting if seq.request_id in before]
+        assert preempted == before[len(before) - len(preempted) :]
+        assert "a" not in preempted, "the first in rank is never preempted"
+        waiting = [seq.request_id for seq in engine.scheduler.waiting]
+        assert waiting == sorted(waiting), "arrival order is kept"
+    assert engine.scheduler.num_preemptions
 
 
 def test_nothing_is_admitted_in_the_step_that_preempted():
-    """The admitted one would be the next to go: its prompt would be computed for nothing."""
+    """It would be the next to be preempted: its prompt would be computed for nothing."""
     executor = CountingExecutor()
     engine = small_engine(32, executor, page_size=4)
     for name, prompt in (("a", 9), ("b", 12), ("c", 3)):
         engine.add_request(request(name, prompt, max_tokens=14))
     while engine.has_work():
         before = engine.scheduler.num_preemptions
-        running = {seq.request_id for seq in engine.scheduler.running}
+        known = running(engine)
         engine.step()
         if engine.scheduler.num_preemptions > before:
-            assert {name for name, _ in executor.plans[-1]} <= running
+            assert {name for name, _ in executor.plans[-1]} <= set(known)
     assert engine.scheduler.num_preemptions
 
 
@@ -213,29 +97,67 @@ def test_admission_leaves_sixteen_tokens_for_each_running_sequence_whatever_the_
     assert not admitted(17)
 
 
-def test_pages_are_freed_from_the_end_so_that_the_beginning_stays_cached_longest():
-    engine = small_engine(32, page_size=4, enable_prefix_caching=True)  # 8 pages
-    prompt = list(range(10, 26))
-    engine.add_request(request("a", prompt, max_tokens=1))
-    drain(engine)  # 4 cached pages
-    engine.add_request(request("b", list(range(50, 70)), max_tokens=1))  # 5 pages: evicts one
-    drain(engine)
-    engine.add_request(request("again", [*prompt, 1], max_tokens=1))
-    hits = engine.stats().prefix_cache_hits
-    drain(engine)
-    assert engine.stats().prefix_cache_hits - hits == 12, "the last page of the prompt was to go first"
+def test_what_could_never_run_is_refused_alone():
+    """As such, even when the queue is full: QueueFull would mean that it may be sent again."""
+    engine = small_engine(64, page_size=4, max_num_waiting=1)
+    fine = request("fine", 3)
+    engine.add_request(fine)
+    for one, says in (
+        (request("x", []), "empty"),
+        (request("x", 32), "32 tokens and max_model_len is 32"),
+        (request("x", [1, 97]), "97 .* 0 to 96"),
+        (request("x", [-1, 4]), "-1"),
+        (request("x", 4, n=5), "5 sequences .* max_num_seqs 4"),
+        (fine, "'fine' is in use"),
+    ):
+        with pytest.raises(ValueError, match=says) as refused:
+            engine.add_request(one)
+        assert not isinstance(refused.value, QueueFull)
+    assert len(drain(engine)["fine"]) == 8
 
 
-def test_a_page_hashed_later_continues_the_chain():
-    """A second prompt that equals the first one's second page must not be served that page."""
-    executor = CountingExecutor()
-    engine = small_engine(64, executor, page_size=4, enable_prefix_caching=True, max_num_batched_tokens=4)
-    first = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    engine.add_request(request("a", first, max_tokens=1))  # chunks of one page: pages are hashed one by one
+def test_a_full_queue_refuses_one_more_and_forgets_it():
+    """A request for which a row is free does not count as waiting, although it is admitted only by the next step."""
+    engine = small_engine(256, page_size=4, max_num_seqs=1, max_num_waiting=2)
+    add_all(engine, *(request(name, 4) for name in "abc"))
+    for _ in range(2):
+        with pytest.raises(QueueFull, match="max_num_waiting is 2"):
+            engine.add_request(request("d", 4))
+        engine.step()  # a runs, b and c wait
+    while engine.stats().num_requests_waiting == 2:
+        engine.step()
+    engine.add_request(request("d", 4))
+    assert sorted(drain(engine)) == ["b", "c", "d"]
+    assert engine.stats().finished == {"length": 4}
+
+
+def test_output_stops_at_max_model_len_stop_token_and_eos():
+    engine = small_engine(64, page_size=4)
+    engine.add_request(request("long", 31, max_tokens=50))
+    assert [o.finish_reason for o in (*engine.step(), *engine.step())] == ["length"]
+
+    first = CountingExecutor().next_token(list(range(1, 6)))
+    engine = small_engine(64, page_size=4)
+    engine.add_request(request("stop", 5, stop_token_ids=(first,)))
+    assert [o.finish_reason for o in engine.step()] == ["stop"]
+    engine = small_engine(64, CountingExecutor(eos=(first,)), page_size=4)
+    add_all(engine, request("eos", 5), request("ignore", 5, ignore_eos=True))
+    assert [o.finish_reason for o in engine.step()] == ["stop", None]
+
+
+def test_abort_gives_pages_back_in_every_state():
+    engine = small_engine(40, page_size=4)
+    add_all(engine, *(request(name, 4, max_tokens=26) for name in "abcdef"))
+    engine.step()
+    assert engine.abort("a")  # running
+    assert engine.abort("f")  # waiting
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    assert engine.abort(next(seq.request_id for seq in engine.scheduler.waiting if seq.num_preemptions))
+    assert not engine.abort("a")
     drain(engine)
-    engine.add_request(request("b", [5, 6, 7, 8, 9], max_tokens=1))
-    drain(engine)
-    assert engine.stats().prefix_cache_hits == 0
+    assert engine.stats().kv.pages_owned == 0
+    assert engine.stats().finished["abort"] == 3
 
 
 def test_invariants_are_checked_after_each_step_when_asked_for(monkeypatch):
@@ -246,3 +168,98 @@ def test_invariants_are_checked_after_each_step_when_asked_for(monkeypatch):
     engine.kv.pool.ref_count[engine.scheduler.running[0].pages[0]] += 1
     with pytest.raises(AssertionError, match="ref_count"):
         engine.step()
+
+
+# Priority.
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcd"), ("priority", "cadb")])
+def test_which_request_goes_first(policy, order):
+    engine = small_engine(256, page_size=4, max_num_seqs=1, scheduling_policy=policy)
+    for name, priority in (("a", 1), ("b", 2), ("c", 0), ("d", 1)):
+        engine.add_request(request(name, 4, max_tokens=2, priority=priority))
+    assert order_of_first_tokens(engine) == list(order)
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_an_urgent_request_preempts_the_least_urgent_one(layout):
+    engine = small_engine(2 * 32, layout=layout, page_size=4, max_num_seqs=2, scheduling_policy="priority")
+    requests = [request(n, 6, max_tokens=10, priority=p) for n, p in (("low", 5), ("mid", 3), ("urgent", 0))]
+    add_all(engine, *requests[:2])
+    got: dict[str, list[int]] = {}
+    for _ in range(3):
+        collect(engine.step(), got)
+    engine.add_request(requests[2])
+    collect(engine.step(), got)
+    assert running(engine) == ["urgent", "mid"]
+    assert [seq.request_id for seq in engine.scheduler.waiting] == ["low"]
+    for name, tokens in drain(engine).items():
+        got[name] += tokens
+    assert got == undisturbed(requests)
+    assert engine.stats().num_preemptions == 1
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("priority", 3), ("fcfs", 0)])
+def test_a_request_of_equal_priority_preempts_nobody(policy, priority):
+    """Neither for a row of the batch nor, where only one that is less urgent and it together would do, for pages."""
+    engine = small_engine(256, page_size=4, max_num_seqs=1, scheduling_policy=policy)
+    engine.add_request(request("a", 6, max_tokens=10, priority=3))
+    engine.step()
+    engine.add_request(request("b", 6, max_tokens=10, priority=priority))
+    engine.step()
+    assert running(engine) == ["a"]
+    drain(engine)
+    assert engine.stats().num_preemptions == 0
+
+    engine = small_engine(32, page_size=4, scheduling_policy=policy)
+    add_all(engine, request("a", 5, max_tokens=3, priority=3), request("less urgent", 5, max_tokens=3, priority=4))
+    engine.step()
+    engine.add_request(request("b", 28, max_tokens=2, priority=priority))
+    engine.step()
+    assert running(engine) == ["a", "less urgent"]
+    drain(engine)
+    assert engine.stats().num_preemptions == 0
+
+
+def test_nobody_is_preempted_when_even_that_would_not_be_enough():
+    """Pages that the urgent one shares with the one that would be preempted are not gained: it needs them itself."""
+    engine = small_engine(36, page_size=4, enable_prefix_caching=True, scheduling_policy="priority")  # 9 pages
+    add_all(engine, request("first", 3, max_tokens=10), request("low", 13, max_tokens=6, priority=2))
+    engine.step()
+    engine.add_request(request("urgent", range(1, 18), max_tokens=2, priority=1))  # begins as low does
+    engine.step()
+    assert running(engine) == ["first", "low"]
+    assert engine.stats().num_preemptions == 0
+    drain(engine)
+
+
+# Shares of a step for short prompts.
+
+
+@pytest.mark.parametrize(("partial_prefills", "step"), [(1, 8), (2, 1)])
+def test_a_long_prompt_does_not_starve_short_ones(partial_prefills, step):
+    """With one share the short prompt comes behind 60 tokens, 8 a step; with two, one is kept for it."""
+    engine = small_engine(256, page_size=4, max_num_batched_tokens=8, max_num_partial_prefills=partial_prefills)
+    add_all(engine, request("long", 30, max_tokens=2), request("also long", 30, max_tokens=2))
+    engine.add_request(request("short", 3, max_tokens=2))
+    for number in range(1, step + 1):
+        assert any(output.request_id == "short" for output in engine.step()) == (number == step)
+    drain(engine)
+
+
+def test_shares_that_nobody_wants_are_not_left_unused():
+    executor = CountingExecutor()
+    engine = small_engine(256, executor, page_size=4, max_num_batched_tokens=8, max_num_partial_prefills=2)
+    add_all(engine, request("long", 30, max_tokens=2), request("also long", 30, max_tokens=2))
+    drain(engine)
+    assert executor.plans[:5] == [[("long", 8)]] * 3 + [[("long", 6)]] + [[("long", 1), ("also long", 7)]]
+
+
+def test_a_passed_over_prompt_keeps_its_rank_and_its_turn_comes():
+    engine = small_engine(256, page_size=4, max_num_batched_tokens=8, max_num_partial_prefills=2)
+    add_all(engine, *(request(f"long {i}", 25, max_tokens=4) for i in range(3)))
+    add_all(engine, *(request(f"short {i}", 3, max_tokens=4) for i in range(9)))
+    order = order_of_first_tokens(engine)
+    assert len(order) == 12
+    assert [name for name in order if name.startswith("long")] == ["long 0", "long 1", "long 2"]
+    assert order.index("long 1") < order.index("short 8"), "short ones that came later do not go first for ever"

@@ -1,19 +1,41 @@
-"""The engine's thread: outputs arrive in order, nothing hangs, whatever fails."""
+"""The engine's thread: outputs arrive in order, each sequence ends by itself, nothing hangs, whatever fails."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from engine.async_engine import AsyncEngine, EngineUnavailable
+from engine.async_engine import AsyncEngine, EngineUnavailable, OutputStream
 from engine.engine import Engine
+from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams, TokenOutput
-from tests.support.fake_engine import fake_engine
+from tests.support.fake_engine import branching, fake_engine
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an asynchronous test, for 60 s at most."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(60):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
 
 
 def request(name: str, max_tokens: int = 4, prompt: int = 3) -> Request:
@@ -25,8 +47,7 @@ async def started(engine: Engine) -> AsyncIterator[AsyncEngine]:
     async_engine = AsyncEngine(engine)
     async_engine.start()
     try:
-        async with asyncio.timeout(20):
-            yield async_engine
+        yield async_engine
     finally:
         assert await async_engine.shutdown(5)
 
@@ -35,204 +56,366 @@ async def collect(engine: AsyncEngine, one: Request) -> list[TokenOutput]:
     return [output async for output in engine.generate(one)]
 
 
-def test_outputs_come_in_order_and_end() -> None:
-    async def main() -> None:
-        async with started(fake_engine()) as engine:
-            results = await asyncio.gather(*[collect(engine, request(f"r{i}", 1 + i % 7)) for i in range(100)])
-            for i, outputs in enumerate(results):
-                assert [t for o in outputs for t in o.token_ids] == list(range(100, 101 + i % 7))
-                assert [o.finish_reason for o in outputs] == [None] * (i % 7) + ["length"]
-            stats = await engine.stats()
-            assert stats.kv.pages_owned == 0
-            assert stats.finished == {"length": 100}
-
-    asyncio.run(main())
-
-
-def test_a_step_wakes_the_loop_once_however_many_tokens_it_brought() -> None:
-    async def main() -> None:
-        async with started(fake_engine(step_s=0.01)) as engine:
-            loop = asyncio.get_running_loop()
-            wakes = 0
-            wake = loop.call_soon_threadsafe
-
-            def counted(*args: object, **kwargs: object) -> object:
-                nonlocal wakes
-                wakes += 1
-                return wake(*args, **kwargs)
-
-            loop.call_soon_threadsafe = counted
-            stream = await engine.submit([request(f"r{i}", 20) for i in range(32)])
-            tokens = 0
-            while not stream.done:
-                tokens += len(await stream.get())
-            assert tokens == 32 * 20
-            assert wakes <= 20 + 1  # a step each, and the reply to submit
-
-    asyncio.run(main())
+@pytest.mark.parametrize("overlap", [False, True])
+@on_loop
+async def test_outputs_come_in_order_and_end(overlap: bool) -> None:
+    async with started(fake_engine(async_scheduling=overlap)) as engine:
+        results = await asyncio.gather(*[collect(engine, request(f"r{i}", 1 + i % 7)) for i in range(30)])
+        for i, outputs in enumerate(results):
+            assert [t for o in outputs for t in o.token_ids] == list(range(100, 101 + i % 7))
+            assert [o.finish_reason for o in outputs] == [None] * (i % 7) + ["length"]
+        stats = await engine.stats()
+        assert (stats.kv.pages_owned, stats.finished) == (0, {"length": 30})
+        assert not engine.engine.has_work()
 
 
-def test_cancelling_a_reader_aborts_its_request() -> None:
-    async def main() -> None:
-        async with started(fake_engine(step_s=0.005)) as engine:
-            task = asyncio.create_task(collect(engine, request("r", 1000)))
-            while (await engine.stats()).kv.pages_owned == 0:
-                await asyncio.sleep(0.005)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            stats = await engine.stats()
-            assert (stats.num_requests_running, stats.kv.pages_owned) == (0, 0)
-            assert stats.finished == {"abort": 1}
+@on_loop
+async def test_a_step_wakes_the_loop_once_however_many_tokens_it_brought() -> None:
+    async with started(fake_engine(step_s=0.01)) as engine:
+        loop = asyncio.get_running_loop()
+        wakes = 0
+        wake = loop.call_soon_threadsafe
 
-    asyncio.run(main())
+        def counted(*args: object, **kwargs: object) -> object:
+            nonlocal wakes
+            wakes += 1
+            return wake(*args, **kwargs)
 
-
-def test_a_refused_request_leaves_none_of_its_companions() -> None:
-    async def main() -> None:
-        async with started(fake_engine(max_model_len=32)) as engine:
-            with pytest.raises(ValueError, match="max_model_len"):
-                await engine.submit([request("fits"), request("too long", prompt=40)])
-            stats = await engine.stats()
-            assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
-            assert len(await collect(engine, request("fits"))) == 4  # its id is free again
-
-    asyncio.run(main())
+        loop.call_soon_threadsafe = counted
+        stream = await engine.submit([request(f"r{i}", 20) for i in range(32)])
+        tokens = 0
+        while not stream.done:
+            tokens += len(await stream.get())
+        assert tokens == 32 * 20
+        assert wakes <= 20 + 1  # a step each, and the reply to submit
 
 
-def test_a_failed_step_ends_the_running_requests_and_spares_the_waiting_ones() -> None:
-    async def main() -> None:
-        fake = fake_engine(max_num_seqs=2, step_s=0.01)
-        async with started(fake) as engine:
-            readers = [asyncio.create_task(collect(engine, request(f"r{i}", 50))) for i in range(3)]
-            while (await engine.stats()).num_requests_running < 2:
-                await asyncio.sleep(0.001)
-            fake.executor.fail = RuntimeError("no memory")
-            first, second = await readers[0], await readers[1]
-            fake.executor.fail = None
-            for outputs in (first, second):
-                assert outputs[-1].finish_reason == "error"
-                assert "no memory" in outputs[-1].error
-            third = await readers[2]
-            assert third[-1].finish_reason in ("length", "error")  # error only if it ran before the fault was mended
-            assert len(await collect(engine, request("after"))) == 4
-            assert engine.failure is None
-            assert (await engine.stats()).kv.pages_owned == 0
-
-    asyncio.run(main())
+@on_loop
+async def test_cancelling_a_reader_aborts_its_request() -> None:
+    async with started(fake_engine(step_s=0.005)) as engine:
+        task = asyncio.create_task(collect(engine, request("r", 1000)))
+        while (await engine.stats()).kv.pages_owned == 0:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        stats = await engine.stats()
+        assert (stats.num_requests_running, stats.kv.pages_owned) == (0, 0)
+        assert stats.finished == {"abort": 1}
 
 
-def test_steps_that_keep_failing_show_in_health_until_one_works() -> None:
-    async def main() -> None:
-        fake = fake_engine()
-        fake.executor.fail = RuntimeError("broken")
-        async with started(fake) as engine:
-            for i in range(3):
-                assert engine.failure is None
-                assert (await collect(engine, request(f"r{i}")))[-1].finish_reason == "error"
-            assert "broken" in engine.failure
-            fake.executor.fail = None
-            assert (await collect(engine, request("works")))[-1].finish_reason == "length"
-            assert engine.failure is None
-
-    asyncio.run(main())
+@on_loop
+async def test_a_refused_request_leaves_none_of_its_companions() -> None:
+    async with started(fake_engine(max_model_len=32)) as engine:
+        with pytest.raises(ValueError, match="max_model_len"):
+            await engine.submit([request("fits"), request("too long", prompt=40)])
+        stats = await engine.stats()
+        assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+        assert len(await collect(engine, request("fits"))) == 4  # its id is free again
 
 
-def test_an_engine_that_cannot_clean_up_ends_everything_and_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_an_engine_that_cannot_clean_up_ends_everything_and_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken_abort(request_id: str, reason: str = "abort", index: int | None = None) -> bool:
         raise AssertionError("the pool is corrupt")
 
-    async def main() -> None:
-        fake = fake_engine(max_num_seqs=2, step_s=0.01)
-        async with started(fake) as engine:
-            readers = [asyncio.create_task(collect(engine, request(f"r{i}", 50))) for i in range(5)]
-            while (await engine.stats()).num_requests_running < 2:
-                await asyncio.sleep(0.001)
-            monkeypatch.setattr(fake, "abort", broken_abort)
-            fake.executor.fail = RuntimeError("no memory")
-            for outputs in await asyncio.gather(*readers):
-                assert outputs[-1].finish_reason == "error"
-            assert "the pool is corrupt" in engine.failure
-            with pytest.raises(EngineUnavailable, match="the pool is corrupt"):
-                await engine.submit([request("more")])
-            assert (await engine.stats()).kv.pages_total > 0  # the last reading still answers
-
-    asyncio.run(main())
+    fake = fake_engine(max_num_seqs=2, step_s=0.01)
+    async with started(fake) as engine:
+        readers = [asyncio.create_task(collect(engine, request(f"r{i}", 50))) for i in range(5)]
+        while (await engine.stats()).num_requests_running < 2:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(fake, "abort", broken_abort)
+        fake.executor.fail = RuntimeError("no memory")
+        for outputs in await asyncio.gather(*readers):
+            assert outputs[-1].finish_reason == "error"
+        assert "the pool is corrupt" in engine.failure
+        with pytest.raises(EngineUnavailable, match="the pool is corrupt"):
+            await engine.submit([request("more")])
+        assert (await engine.stats()).kv.pages_total > 0  # the last reading still answers
 
 
-def test_a_command_that_breaks_the_engine_still_gets_its_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_a_command_that_breaks_the_engine_still_gets_its_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken_add(request: Request) -> None:
         raise TypeError("unheard of")
 
-    async def main() -> None:
-        fake = fake_engine()
-        monkeypatch.setattr(fake, "add_request", broken_add)
-        async with started(fake) as engine:
-            with pytest.raises(EngineUnavailable, match="unheard of"):
-                await engine.submit([request("r")])
-
-    asyncio.run(main())
+    fake = fake_engine()
+    monkeypatch.setattr(fake, "add_request", broken_add)
+    async with started(fake) as engine:
+        with pytest.raises(EngineUnavailable, match="unheard of"):
+            await engine.submit([request("r")])
 
 
-def test_shutdown_ends_streams_and_gives_pages_back() -> None:
-    async def main() -> None:
-        fake = fake_engine(step_s=0.005)
-        async with started(fake) as engine:
-            reader = asyncio.create_task(collect(engine, request("r", 1000)))
-            while (await engine.stats()).kv.pages_owned == 0:
-                await asyncio.sleep(0.005)
-            assert await engine.shutdown(5)
-            outputs = await reader
-            assert outputs[-1].finish_reason == "abort"
-            assert "shutting down" in outputs[-1].error
-        assert fake.stats().kv.pages_owned == 0
-
-    asyncio.run(main())
-
-
-def test_shutdown_does_not_wait_for_an_endless_step() -> None:
+@on_loop
+async def test_shutdown_does_not_wait_for_an_endless_step() -> None:
     release = threading.Event()
 
-    async def main() -> None:
-        fake = fake_engine(lambda seq: release.wait(30) and 1)
-        engine = AsyncEngine(fake)
-        engine.start()
-        reader = asyncio.create_task(collect(engine, request("r")))
-        await asyncio.sleep(0.05)
-        assert not await engine.shutdown(0.2)
-        assert (await reader)[-1].finish_reason == "abort"
+    fake = fake_engine(lambda seq: release.wait(30) and 1)
+    engine = AsyncEngine(fake)
+    engine.start()
+    reader = asyncio.create_task(collect(engine, request("r")))
+    await asyncio.sleep(0.05)
+    assert not await engine.shutdown(0.2)
+    assert (await reader)[-1].finish_reason == "abort"
+    release.set()
+
+
+@on_loop
+async def test_an_idle_engine_does_not_spin() -> None:
+    async with started(fake_engine()) as engine:
+        await collect(engine, request("r"))
+        turns = 0
+        has_work = engine.engine.has_work
+
+        def counted() -> bool:
+            nonlocal turns
+            turns += 1
+            return has_work()
+
+        engine.engine.has_work = counted
+        await asyncio.sleep(0.2)
+        assert turns <= 2
+
+
+@on_loop
+async def test_stats_answer_while_a_step_takes_long() -> None:
+    release = threading.Event()
+
+    async with started(fake_engine(lambda seq: release.wait(30) and 1)) as engine:
+        stream = await engine.submit([request("r", 1)])
+        assert (await engine.stats(timeout_s=0.1)).steps == 0  # the reading from before: the step is not over
         release.set()
-
-    asyncio.run(main())
-
-
-def test_an_idle_engine_does_not_spin() -> None:
-    async def main() -> None:
-        async with started(fake_engine()) as engine:
-            await collect(engine, request("r"))
-            turns = 0
-            has_work = engine.engine.has_work
-
-            def counted() -> bool:
-                nonlocal turns
-                turns += 1
-                return has_work()
-
-            engine.engine.has_work = counted
-            await asyncio.sleep(0.2)
-            assert turns <= 2
-
-    asyncio.run(main())
+        assert [d.output.finish_reason for d in await stream.get()] == ["length"]
 
 
-def test_stats_answer_while_a_step_takes_long() -> None:
-    release = threading.Event()
+# Several sequences of one request.
 
-    async def main() -> None:
-        async with started(fake_engine(lambda seq: release.wait(30) and 1)) as engine:
-            stream = await engine.submit([request("r", 1)])
-            assert (await engine.stats(timeout_s=0.1)).steps == 0  # the reading from before: the step is not over
-            release.set()
-            assert [d.output.finish_reason for d in await stream.get()] == ["length"]
 
-    asyncio.run(main())
+def siblings(name: str, n: int, max_tokens: int = 4, **params: object) -> Request:
+    return Request(name, (1, 2, 3), SamplingParams(max_tokens=max_tokens, n=n, **params))
+
+
+async def drain(stream: OutputStream) -> dict[tuple[str, int], list[TokenOutput]]:
+    found = defaultdict(list)
+    while not stream.done:
+        for delivery in await stream.get():
+            found[delivery.output.request_id, delivery.output.index].append(delivery.output)
+    return found
+
+
+async def busy(engine: AsyncEngine, running: int) -> None:
+    while (await engine.stats()).num_requests_running < running:
+        await asyncio.sleep(0.001)
+
+
+@on_loop
+async def test_each_sibling_says_its_own_and_ends_by_itself() -> None:
+    async with started(fake_engine(branching)) as engine:
+        stream = await engine.submit([siblings("a", 3, 4, stop_token_ids=(202,)), siblings("b", 2, 3)])
+        found = await drain(stream)
+        tokens = {key: [t for o in outputs for t in o.token_ids] for key, outputs in found.items()}
+        assert tokens == {
+            ("a", 0): [100, 101, 102, 103],
+            ("a", 1): [100, 201, 202],
+            ("a", 2): [100, 301, 302, 303],
+            ("b", 0): [100, 101, 102],
+            ("b", 1): [100, 201, 202],
+        }
+        assert [found["a", i][-1].finish_reason for i in range(3)] == ["length", "stop", "length"]
+        stats = await engine.stats()
+        assert stats.finished == {"length": 4, "stop": 1}
+        assert stats.forks == 3
+        assert stats.kv.pages_owned == 0
+        assert not engine._streams
+        assert not engine._live
+
+
+@on_loop
+async def test_stopping_the_last_open_sibling_ends_the_request() -> None:
+    async with started(fake_engine(branching, step_s=0.002)) as engine:
+        stream = await engine.submit([siblings("r", 2, 1000)])
+        await stream.get()
+        stream.stop("r", 0)
+        stream.stop("r", 0)  # once more does nothing
+        stream.stop("r", 1)
+        while not stream.done:
+            await stream.get()
+        stats = await engine.stats()
+        assert stats.finished == {"stop": 2}
+        assert (stats.num_requests_running, stats.kv.pages_owned) == (0, 0)
+        assert not engine._streams
+        assert not engine._live
+
+
+@on_loop
+async def test_closing_the_stream_aborts_all_that_are_left() -> None:
+    async with started(fake_engine(branching, step_s=0.002)) as engine:
+        stream = await engine.submit([siblings("a", 3, 1000), siblings("b", 2, 1000)])
+        await stream.get()
+        stream.stop("a", 2)
+        stream.close()
+        stats = await engine.stats()
+        assert stats.finished == {"stop": 1, "abort": 4}
+        assert (stats.num_requests_running, stats.kv.pages_owned) == (0, 0)
+        assert not engine._streams
+        assert len(await collect(engine, request("a"))) == 4  # its id is free again
+
+
+@on_loop
+async def test_a_full_queue_takes_none_of_a_request_of_several_prompts() -> None:
+    fake = fake_engine(max_num_seqs=1, max_num_waiting=2, step_s=0.005)
+    async with started(fake) as engine:
+        running = asyncio.create_task(collect(engine, request("running", 50)))
+        await busy(engine, 1)
+        waiting = asyncio.create_task(collect(engine, request("waiting", 2)))
+        while (await engine.stats()).num_requests_waiting < 1:
+            await asyncio.sleep(0.001)
+        with pytest.raises(QueueFull, match="2"):
+            await engine.submit([request("one more"), request("too many")])
+        assert (await engine.stats()).num_requests_waiting == 1
+        assert len(engine._streams) == 2
+        assert len(await running) == 50
+        assert len(await waiting) == 2
+        assert len(await collect(engine, request("one more"))) == 4
+
+
+@on_loop
+async def test_a_failed_step_ends_every_sibling_and_spares_the_waiting_ones() -> None:
+    fake = fake_engine(branching, max_num_seqs=3, step_s=0.01)
+    async with started(fake) as engine:
+        stream = await engine.submit([siblings("r", 3, 500)])
+        await busy(engine, 3)
+        stream.stop("r", 1)
+        late = asyncio.create_task(collect(engine, siblings("late", 3, 3)))
+        while (await engine.stats()).num_requests_waiting < 1:
+            await asyncio.sleep(0.001)
+        fake.executor.fail = RuntimeError("no memory")
+        found = await drain(stream)
+        fake.executor.fail = None
+        for index in (0, 2):
+            assert found["r", index][-1].finish_reason == "error"
+            assert "no memory" in found["r", index][-1].error
+        outputs = await late
+        assert sorted(o.index for o in outputs if o.finish_reason == "length") == [0, 1, 2]
+        assert (await engine.stats()).kv.pages_owned == 0
+
+
+@on_loop
+async def test_a_step_that_fails_before_it_chose_anybody_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_schedule() -> None:
+        raise RuntimeError("lost its place")
+
+    fake = fake_engine()
+    async with started(fake) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(fake.scheduler, "schedule", broken_schedule)
+            outputs = await collect(engine, siblings("r", 2))
+        assert [(o.index, o.finish_reason) for o in outputs] == [(0, "error"), (1, "error")]
+        assert len(await collect(engine, request("works"))) == 4
+
+
+@on_loop
+async def test_shutdown_ends_every_sibling() -> None:
+    fake = fake_engine(branching, step_s=0.005)
+    async with started(fake) as engine:
+        reader = asyncio.create_task(collect(engine, siblings("r", 3, 1000)))
+        await busy(engine, 3)
+        assert await engine.shutdown(5)
+        outputs = await reader
+        assert sorted(o.index for o in outputs if o.finish_reason == "abort") == [0, 1, 2]
+    assert fake.stats().kv.pages_owned == 0
+
+
+# Steps that overlap.
+
+
+class GatedHandle:
+    def __init__(self, gate: threading.Semaphore, drawn: list, fail: list[Exception]):
+        self._gate, self._drawn, self._fail = gate, drawn, fail
+
+    def tokens(self) -> list:
+        assert self._gate.acquire(timeout=20), "nobody computed the step"
+        if self._fail:
+            raise self._fail.pop()
+        return self._drawn
+
+
+class Gated:
+    """An engine whose steps are computed one by one, when ``compute`` says so."""
+
+    def __init__(self):
+        self.engine: Engine = fake_engine(async_scheduling=True)
+        self.gate = threading.Semaphore(0)
+        self.launched = 0
+        self.fail: list[Exception] = []
+        launch = self.engine.executor.launch
+
+        def gated(plan):
+            self.launched += 1
+            return GatedHandle(self.gate, launch(plan).tokens(), self.fail)
+
+        self.engine.executor.launch = gated
+
+    def compute(self, steps: int = 1) -> None:
+        self.gate.release(steps)
+
+
+@on_loop
+async def test_tokens_of_a_step_are_delivered_while_the_next_one_runs():
+    gated = Gated()
+    engine = AsyncEngine(gated.engine)
+    engine.start()
+    stream = await engine.submit([request("a", 5)])
+    for step in range(1, 6):
+        ahead = min(step + 1, 5)
+        await wait_until(lambda ahead=ahead: gated.launched >= ahead)
+        assert gated.launched == ahead, "one step ahead and no more; none beyond the foreseen end"
+        gated.compute()  # step number ``step``, and not the one that was launched behind it
+        (delivery,) = await stream.get()
+        assert delivery.output.token_ids == (99 + step,)
+        assert (delivery.output.finish_reason == "length") == (step == 5)
+    assert stream.done
+    assert (await engine.stats()).kv.pages_owned == 0
+    assert await engine.shutdown(5)
+
+
+@on_loop
+async def test_three_failed_reads_in_a_row_show_in_health_until_one_works():
+    """Each of them comes after a successful launch."""
+    gated = Gated()
+    engine = AsyncEngine(gated.engine)
+    engine.start()
+    for i in range(3):
+        assert engine.failure is None
+        stream = await engine.submit([request(str(i), 5)])
+        gated.fail.append(RuntimeError("an illegal memory access"))
+        gated.compute()
+        (delivery,) = await stream.get()
+        assert delivery.output.finish_reason == "error" and "illegal memory access" in delivery.output.error
+    await wait_until(lambda: engine.failure is not None)
+    assert "the last 3 steps failed" in engine.failure
+    gated.compute(10)
+    assert [output.token_ids for output in await collect(engine, request("well", 2))] == [(100,), (101,)]
+    assert engine.failure is None
+    assert await engine.shutdown(5)
+
+
+@on_loop
+async def test_an_abort_and_the_end_with_a_step_in_flight():
+    gated = Gated()
+    engine = AsyncEngine(gated.engine)
+    engine.start()
+    stream = await engine.submit([request("a", 50)])
+    await wait_until(lambda: gated.launched == 2)
+    engine.abort("a")
+    gated.compute(3)
+    stats = await engine.stats()
+    assert (stats.kv.pages_owned, stats.finished) == (0, {"abort": 1})
+    assert not stream.done, "an aborted stream is nobody's to end"
+    again = await engine.submit([request("b", 500)])
+    await wait_until(lambda: gated.launched > 3)
+    ended = asyncio.create_task(engine.shutdown(5))
+    await asyncio.sleep(0)
+    gated.compute(3)
+    assert await ended
+    assert (await again.get())[-1].output.finish_reason == "abort"

@@ -31,20 +31,33 @@ def rows(path: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize(("layout", "requests"), [("paged", 16), ("contiguous", 4)])
 def test_lines_add_up_to_what_the_engine_counted(tmp_path: Path, layout: str, requests: int) -> None:
     path = tmp_path / "steps.csv"
-    engine = fake_engine(kv_slots=1024, max_model_len=128, max_num_seqs=32, layout=layout, preemption_mode="swap")
+    engine = fake_engine(
+        kv_slots=1024,
+        max_model_len=128,
+        max_num_seqs=32,
+        layout=layout,
+        preemption_mode="swap",
+        enable_prefix_caching=layout == "paged",
+    )
+    path.write_text("of another run\n")
     log = StepLog(str(path))
+    assert path.read_text() == ",".join(COLUMNS) + "\n"
     run(engine, log, requests)
     log.close()
     lines, stats = rows(path), engine.stats()
+    run(engine, log, 1)
+    log.close()
+    assert rows(path) == lines, "a closed log takes no more"
     assert tuple(lines[0]) == COLUMNS
     assert sum(line["prefill_tokens"] for line in lines) == stats.prefill_tokens_scheduled
     assert sum(line["decode_tokens"] for line in lines) == stats.decode_tokens_scheduled
     assert sum(line["preempted"] for line in lines) == stats.num_preemptions
     assert sum(line["recomputed_tokens"] for line in lines) == stats.recomputed_tokens
-    for name in ("copied_slots", "swapped_out_slots", "swapped_in_slots"):
+    for name in ("copied_slots", "swapped_out_slots", "swapped_in_slots", "prefix_hits"):
         assert sum(line[name] for line in lines) == getattr(stats.counters, name), name
     assert stats.counters.copied_slots > 0
-    assert (stats.counters.swapped_out_slots > 0) == (layout == "paged")  # a full reservation is never taken back
+    for name in ("swapped_out_slots", "prefix_hits"):
+        assert (getattr(stats.counters, name) > 0) == (layout == "paged"), name  # a reservation is never taken back
     for place in LEDGER:
         assert sum(line[f"ledger_{place}"] for line in lines) == stats.slot_steps[place]
     for line in lines:
@@ -56,14 +69,6 @@ def test_lines_add_up_to_what_the_engine_counted(tmp_path: Path, layout: str, re
 def test_every_field_of_the_record_has_a_column() -> None:
     assert {f"kv_{field.name}" for field in dataclasses.fields(KVStats)} <= set(COLUMNS)
     assert len(set(COLUMNS)) == len(COLUMNS)
-
-
-def test_the_header_is_there_at_once_and_an_older_log_is_gone(tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
-    path.write_text("of another run\n")
-    log = StepLog(str(path))
-    assert path.read_text() == ",".join(COLUMNS) + "\n"
-    log.close()
 
 
 @pytest.mark.parametrize("path", ["", ".", "/nowhere/steps.csv"])
@@ -98,11 +103,3 @@ def test_a_disk_that_fills_up_ends_the_log_and_not_the_engine(
     assert engine.stats().finished == {"length": 4}
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # once, not once a step
     log.close()
-
-
-def test_steps_after_the_end_are_passed_over(tmp_path: Path) -> None:
-    log = StepLog(str(tmp_path / "steps.csv"))
-    log.close()
-    log.close()
-    run(fake_engine(), log, 1)
-    assert len(rows(tmp_path / "steps.csv")) == 0
