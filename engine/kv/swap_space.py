@@ -25,10 +25,6 @@ class SwapSpace:
         self._device_of: dict[int, int] = {}
         self._order: dict[int, Sequence] = {}  # id(seq) -> seq, longest ago first
 
-    @property
-    def num_swapped(self) -> int:
-        return len(self._order)
-
     def twin_on_host(self, device_page: int) -> int | None:
         return self._host_of.get(device_page)
 

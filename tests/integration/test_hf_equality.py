@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.loader import load_model
 from engine.sequence import Request, SamplingParams
+from tests.support.fake_capture import FakeCapture
 from tests.support.hf_parts import (
     FAMILIES,
     PREEMPTION,
@@ -245,3 +246,62 @@ def test_dummy_weights_equal_hf_with_the_same_seed():
     torch.manual_seed(11)
     theirs = AutoModelForCausalLM.from_config(ours.model.config, dtype=torch.float32)
     assert torch.equal(theirs.lm_head.weight, ours.model.lm_head.weight)
+
+
+# Decode steps replayed from static buffers, as CUDA graphs are; the fake capture runs the captured function again.
+
+
+def graphed(engine: Engine) -> FakeCapture:
+    capture = FakeCapture()
+    assert engine.executor.forward.capture_decodes(engine.kv.page_table.shape, MAX_LEN, capture)
+    return capture
+
+
+@pytest.mark.parametrize(
+    ("layout", "preemption", "overlap"),
+    [
+        ({"page_size": 1}, "swap", False),
+        ({"page_size": 7, "enable_prefix_caching": True}, "swap", True),
+        ({"page_size": 16}, "recompute", True),
+        ({"layout": "contiguous", "reservation": "oracle"}, "recompute", False),
+    ],
+    ids=["1", "7-cached", "16", "contiguous"],
+)
+def test_replayed_decodes(root, expected, layout, preemption, overlap):
+    slots = 128 if "page_size" in layout else 2 * MAX_LEN
+    engine = engine_for(root, "gemma2", slots=slots, async_scheduling=overlap, **layout, **preempting(preemption, 32))
+    capture = graphed(engine)
+    assert Run(engine, requests()).tokens() == expected("gemma2")
+    assert capture.replayed > OUTPUT_TOKENS
+    if "page_size" in layout:  # an oracle's reservation is never outgrown
+        assert_preempted(engine, preemption)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"n": 3, "top_p": 0.9}, {"best_of": 4}, {"beam_width": 3}])
+def test_sampled_tokens_do_not_depend_on_graphs(root, params):
+    """Forks, candidates and beams read the logits buffer that the next replay writes over."""
+    sampling = replace(PARAMS, **{"temperature": 0.8, "seed": 5, **params})
+    answers = []
+    for with_graphs in (False, True):
+        engine = engine_for(root, "gemma2", slots=1024, page_size=7)
+        capture = graphed(engine) if with_graphs else None
+        run = Run(engine, [Request(name, PROMPTS[name], sampling) for name in list(PROMPTS)[5:]])
+        answers.append({name: answer.tokens for name, answer in run.answers.items()})
+        assert capture is None or capture.replayed > 0
+    assert answers[0] == answers[1]
+
+
+def test_engines_that_share_a_model_step_in_turns(root, expected):
+    """Each has its own KV cache, and each call routes the model's attention to the engine that steps."""
+    layouts = [{"page_size": 16}, {"layout": "contiguous"}, {"page_size": 7}]
+    engines = [engine_for(root, slots=2048, **layout) for layout in layouts]
+    graphed(engines[2])
+    answers: list[dict[str, list[int]]] = [{} for _ in engines]
+    for engine in engines:
+        for request in requests():
+            engine.add_request(request)
+    while any(engine.has_work() for engine in engines):
+        for engine, tokens in zip(engines, answers, strict=True):
+            for output in engine.step() if engine.has_work() else ():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    assert answers == [expected("llama")] * 3

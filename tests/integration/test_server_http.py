@@ -286,14 +286,6 @@ def test_without_a_tokenizer_ids_work_and_texts_are_refused() -> None:
             assert (reply.status, reply.error["code"]) == (422, "no_tokenizer")
 
 
-def test_continuous_usage_counts_up(server: RunningServer) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    events = server.post(
-        COMPLETIONS, {"prompt": [5], "max_tokens": 3, "stream": True, "stream_options": options}
-    ).events
-    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
-
-
 def test_chunks_arrive_as_they_are_made() -> None:
     """The first event must be readable while the request still runs."""
     body = {"prompt": [5], "max_tokens": 1000, "stream": True}

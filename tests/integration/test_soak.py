@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -50,17 +49,22 @@ def run_soak(server: SoakServer, seed: int, count: int, limit_s: float) -> tuple
 
 def check_rest(server: SoakServer, metrics: dict[str, float]) -> None:
     """Nothing is left: on the device, on the host, in the queue, of the connections."""
-    for name in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_pages_owned",
-                 "kv_pages_pinned", "kv_slots_used", "kv_slots_shared", "swap_slots_used"):  # fmt: skip
-        assert metrics[name] == 0, (name, metrics[name])
+    names = ("num_requests_swapped", "kv_pages_owned", "kv_pages_pinned", "kv_slots_used", "kv_slots_shared")
+    assert not any(metrics[name] for name in (*names, "swap_slots_used")), metrics
     assert metrics["kv_pages_free"] + metrics["kv_pages_cached"] == metrics["kv_pages_total"]
-    assert server.get("/health")
+    assert server.get("/health").status == 200
+
+
+def labelled(metrics: dict[str, float], name: str) -> dict[str, int]:
+    """The samples of a metric with one label: its value -> the sample."""
+    found = [(key[len(name) + 1 : -1].partition("=")[2], int(n)) for key, n in metrics.items() if key.startswith(name)]
+    return dict(found)
 
 
 def check_accounts(tally: Tally, metrics: dict[str, float]) -> None:
     """Each request that was sent is in the server's counters, once. One whose client left may have been answered,
     refused for the queue or noticed as gone: which of these only the server knows."""
-    codes = {name[20:-1]: int(n) for name, n in metrics.items() if name.startswith("http_requests_total[")}
+    codes = labelled(metrics, "http_requests_total")
     assert sum(codes.values()) == tally.sent
     assert {code for code, number in codes.items() if number} == {"200", "400", "404", "422", "429", "499"}
     for status in (400, 404, 422):
@@ -68,18 +72,18 @@ def check_accounts(tally: Tally, metrics: dict[str, float]) -> None:
     of_left = [codes[str(status)] - tally.statuses[status] for status in (200, 429, 499)]
     assert min(of_left) >= 0
     assert sum(of_left) == tally.left
-    failed = {name[22:-1]: int(n) for name, n in metrics.items() if name.startswith("request_failure_total[")}
+    failed = labelled(metrics, "request_failure_total")
     assert failed["refused"] == sum(tally.statuses[status] for status in (400, 404, 422))
     assert failed["queue_full"] == codes["429"]
     assert failed["engine_error"] == failed["unavailable"] == failed["shutdown"] == 0
     assert codes["499"] <= failed["disconnect"] <= tally.choices_left
-    succeeded = metrics["request_success_total[length]"] + metrics["request_success_total[stop]"]
+    succeeded = sum(labelled(metrics, "request_success_total").values())
     assert tally.choices_answered <= succeeded <= tally.choices_answered + tally.choices_left - failed["disconnect"]
 
 
 def check_pressure(tally: Tally, metrics: dict[str, float], swap: bool, paged: bool) -> None:
     """The pool was full, and everything that a full pool does was done; else the soak proves nothing."""
-    slots = {name[20:-1]: value for name, value in metrics.items() if name.startswith("kv_slot_steps_total[")}
+    slots = labelled(metrics, "kv_slot_steps_total")
     assert slots["free"] + slots["fragmented"] < (0.2 if paged else 0.5) * sum(slots.values()), slots
     for name in ("num_preemptions_total", "recomputed_tokens_total", "forks_total", "copied_slots_total"):
         assert metrics[name] > 0, name
@@ -93,18 +97,16 @@ def check_pressure(tally: Tally, metrics: dict[str, float], swap: bool, paged: b
         assert (metrics[name] > 0) == swap, name
     assert tally.statuses[429] > 0
     assert tally.statuses[200] > 0.7 * tally.done
-    assert metrics["http_requests_total[499]"] > 0.04 * tally.done
+    assert labelled(metrics, "http_requests_total")["499"] > 0.04 * tally.done
 
 
 def soak(folder: Path, flags: tuple[str, ...], count: int, limit_s: float, check: bool) -> None:
     swap, paged = "swap" in flags, "contiguous" not in flags
     with soak_server(folder, *flags, check=check) as server:
         files = server.open_files()
-        began = time.monotonic()
         tally, resident = run_soak(server, seed=SEED, count=count, limit_s=limit_s)
-        metrics = server.idle_metrics()
-        print(f"{flags}: {count} requests in {time.monotonic() - began:.1f} s, {tally}")
-        print(f"resident MiB: {[round(size / 2**20, 1) for size in resident]}, {metrics}")
+        metrics = server.wait_for(num_requests_running=0, num_requests_waiting=0)
+        print(f"{tally}\nresident MiB: {[round(size / 2**20, 1) for size in resident]}, {metrics}")
         check_rest(server, metrics)
         check_accounts(tally, metrics)
         check_pressure(tally, metrics, swap, paged)

@@ -56,8 +56,9 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class RunningServer:
-    engine: Engine
+class ServerClient:
+    """Requests to the server at ``port`` of this machine."""
+
     port: int
 
     @property
@@ -99,14 +100,19 @@ class RunningServer:
         return sock
 
     def wait_for(self, **wanted: float) -> dict[str, float]:
-        """Metrics once they have the ``wanted`` values; fails after 10 s."""
-        deadline = time.monotonic() + 10
+        """Metrics once they have the ``wanted`` values; fails after 60 s."""
+        deadline = time.monotonic() + 60
         while True:
             metrics = self.metrics()
             if all(metrics[name] == value for name, value in wanted.items()):
                 return metrics
             assert time.monotonic() < deadline, {name: metrics[name] for name in wanted}
             time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class RunningServer(ServerClient):
+    engine: Engine
 
 
 @contextlib.contextmanager
@@ -121,7 +127,7 @@ def running_server(engine: Engine, tokenizer: ServerTokenizer | None = None) -> 
     thread.start()
     try:
         assert ready.wait(20), "the server did not start"
-        yield RunningServer(engine, port)
+        yield RunningServer(port, engine)
     finally:
         server.stop()
         thread.join(5)

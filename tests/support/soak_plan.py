@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VOCAB, MAX_MODEL_LEN, MAX_NUM_SEQS = 256, 96, 24
-LONGEST_PROMPT, LONGEST_OUTPUT = 56, 20
+LONGEST_PROMPT, LONGEST_OUTPUT = 56, 12
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 ANSWER, LEAVE_EARLY, LEAVE_MID, BAD = "answer", "leave_early", "leave_mid", "bad"

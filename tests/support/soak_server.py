@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from tests.support.http_server import ServerClient
 from tests.support.soak_plan import MAX_MODEL_LEN, MAX_NUM_SEQS, VOCAB
 
 ROOT = Path(__file__).parents[2]
-PAGE_SIZE, PAGES, MAX_NUM_WAITING = 4, 64, 20
+PAGE_SIZE, PAGES, MAX_NUM_WAITING = 4, 96, 20
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,39 +57,8 @@ def memory_flags(slot_bytes: int, swap: bool) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class SoakServer:
+class SoakServer(ServerClient):
     pid: int
-    port: int
-
-    def get(self, path: str) -> bytes:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            body = response.read()
-            assert response.status == 200, (response.status, body)
-            return body
-        finally:
-            connection.close()
-
-    def metrics(self) -> dict[str, float]:
-        """Sample name, without the prefix, with the value of its label -> value."""
-        found = {}
-        for family in text_string_to_metric_families(self.get("/metrics").decode()):
-            for sample in family.samples:
-                labels = "".join(f"[{value}]" for value in sample.labels.values())
-                found[sample.name.removeprefix("kvbench:") + labels] = sample.value
-        return found
-
-    def idle_metrics(self, patience_s: float = 20.0) -> dict[str, float]:
-        """The metrics once nothing runs or waits; of a server that never comes to rest, those after ``patience_s``."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            metrics = self.metrics()
-            at_rest = not metrics["num_requests_running"] and not metrics["num_requests_waiting"]
-            if at_rest or time.monotonic() > deadline:
-                return metrics
-            time.sleep(0.1)
 
     def resident_bytes(self) -> int:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -117,7 +83,7 @@ def soak_server(folder: Path, *flags: str, check: bool = False) -> Iterator[Soak
     try:
         ready = process.stdout.readline()
         assert ready.startswith("ready "), log.read_text()
-        yield SoakServer(process.pid, int(ready.rsplit(":", 1)[1]))
+        yield SoakServer(int(ready.rsplit(":", 1)[1]), process.pid)
         process.terminate()
         assert process.wait(10) == 0, log.read_text()
         assert log.read_text() == "", "the server complained"

@@ -57,11 +57,9 @@ def test_the_bits_are_plain_integer_arithmetic():
     assert int(got.min()) >= 0
 
 
-@pytest.mark.parametrize("bits", [(0, 8), (20, 8), (39, 8), (55, 8)], ids=str)
-def test_low_and_high_bits_are_uniform(bits):
-    low, width = bits
-    taken = (random_bits(keys_of(64), 500) >> low) & (2**width - 1)
-    counts = np.bincount(taken.flatten().numpy(), minlength=2**width)
+@pytest.mark.parametrize("low", [0, 20, 55])
+def test_low_and_high_bits_are_uniform(low):
+    counts = np.bincount(((random_bits(keys_of(64), 500) >> low) & 255).flatten().numpy(), minlength=256)
     assert stats.chisquare(counts).pvalue > 1e-4
 
 
