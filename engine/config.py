@@ -1,7 +1,6 @@
 """Engine settings: one frozen dataclass, checked once, importable without torch.
 
-Names follow vLLM's where vLLM's users know them. Every complaint is a ``ValueError`` of one sentence that says
-what, which value, and what to do.
+Names are vLLM's where there are such. Every error is a ``ValueError`` of one sentence: what, which value, what to do.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ def format_bytes(count: int) -> str:
 class EngineConfig:
     """All settings of one engine.
 
-    ``kv_budget`` is in bytes and is the same quantity for both layouts: K and V of all layers plus the page
-    table. ``kv_budget=None`` takes 256 MiB on a CPU and 80 % of the free memory of a GPU. ``swap_space`` is host memory
-    on top of it, used with ``preemption_mode='swap'`` only; None takes as much as ``kv_budget``.
+    ``kv_budget``: bytes of K and V of all layers and the page table, the same for both layouts; None: 256 MiB on a CPU,
+    80 % of the free memory of a GPU. ``swap_space``: bytes of host memory for ``preemption_mode='swap'``; None: as many
+    as ``kv_budget``.
     """
 
     model: str = "llama-32m"  # a local folder, a config JSON, or the name of a config that ships with the engine

@@ -20,7 +20,7 @@ from engine.bench.case import PROMPT_TOKENS, Case, make_case
 from engine.bench.compare import Bar, Comparison, Turn, compare, parse_bars
 from engine.bench.sides import HF_SIDES, OURS, measure, save_model
 from engine.bench.turns import run_apart
-from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, told_of, vllm_version
+from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, speed_settings, vllm_version
 from engine.config import EngineConfig, parse_bytes
 from engine.execution.executor import available_cpus
 from engine.model.spec import find_model
@@ -144,7 +144,7 @@ def turns_of(
                 threads=torch.get_num_threads(),
             )
             if record is not None:
-                record["vllm_environment"] = told_of(peer.environment(os.environ))
+                record["vllm_environment"] = speed_settings(peer.environment(os.environ))
             turns |= {side: partial(peer.measure, side, case) for side in peers}
         yield turns
 
@@ -206,6 +206,6 @@ def main(argv: Sequence[str], watch: Callable[[], Mapping[str, Any]] = dict) -> 
         if vllm is not None:
             versions["vllm"] = vllm
         record |= {"config": asdict(config), "versions": versions, "threads": torch.get_num_threads()}
-        record |= {"machine": dict(machine), "bars": [asdict(bar) for bar in bars], **result.as_dict()}
+        record |= {"machine": dict(machine), "bars": [asdict(bar) for bar in bars], **asdict(result)}
         Path(args.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return verdict(result, bars, machine)

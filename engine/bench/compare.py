@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from engine.bench.case import Outputs
 from engine.bench.sides import OURS
@@ -40,9 +39,6 @@ class Comparison:
     def other_work(self) -> list[str]:
         """Sides whose tokens are not kvbench's."""
         return [side for side, share in self.same_tokens.items() if share < SAME_TOKENS_LIMIT]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class VllmPeer:
         run_command(command, self.environment(os.environ), self.scratch / f"{side}.log", self.limit_s)
         if not result.is_file():
             raise ValueError("it wrote no result")
-        told = json.loads(result.read_text(encoding="utf-8"))
-        return speed_of(case, told["outputs"], told["seconds"]), told["outputs"]
+        measured = json.loads(result.read_text(encoding="utf-8"))
+        return speed_of(case, measured["outputs"], measured["seconds"]), measured["outputs"]
 
     def job(self, side: str, case: Case) -> dict[str, Any]:
         """What ``vllm_turn.py`` reads."""
@@ -98,8 +98,8 @@ class VllmPeer:
         return defaults | kept | ours
 
 
-def told_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of ``environment`` decides on vLLM's speed, for a record that may be shown around: paths by their names."""
+def speed_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that affect vLLM's speed, for the JSON record; of paths only the file names."""
     return {
         name: ":".join(Path(part).name for part in value.split(":")) if "/" in value else value
         for name, value in sorted(environment.items())
@@ -108,17 +108,17 @@ def told_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def vllm_version(python: str) -> str | None:
-    """Name and version of the vLLM package of that environment; None when it does not tell."""
+    """Name and version of the vLLM package of that environment; None if there is none."""
     code = "from importlib import metadata as m; [print(d.name, d.version) for d in m.distributions()]"
     try:
-        told = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return next((line for line in sorted(told.splitlines()) if line.startswith("vllm")), None)
+    return next((line for line in sorted(done.stdout.splitlines()) if line.startswith("vllm")), None)
 
 
 def preloaded(prefix: Path, system: Path = Path("/usr/lib")) -> list[Path]:
-    """Of the libraries that vLLM asks for those that are here, in its environment ``prefix`` or the system's."""
+    """The libraries that vLLM recommends and that exist in its environment ``prefix`` or the system."""
     found = []
     for pattern in _PRELOADED:
         places = [*sorted((prefix / "lib").glob(pattern)), *sorted(system.glob(f"*/{pattern}"))]

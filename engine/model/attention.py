@@ -1,9 +1,9 @@
 """Our attention behind a Hugging Face model's own code.
 
 transformers looks attention up by name and calls ``forward(module, query, key, value, mask, ...)`` after RoPE. The
-name ``kvbench`` is registered here, on purpose without a mask function of that name: the mask is then None and the
-packed batch ``[1, T]`` goes through the model as one row. What the step is about does not travel through the model
-(some drop unknown kwargs): each attention module carries a reference to its model's ``AttentionHost``.
+name ``kvbench`` is registered here without a mask function of that name: the mask is then None and the packed batch
+``[1, T]`` goes through the model as one row. The step's data is not passed through the model (some drop unknown
+kwargs): each attention module has a reference to its model's ``AttentionHost``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StepTensors:
 
     ``slots [T]`` int64 where the new KV goes; ``page_starts [B, pages]`` int64 first slot of each page;
     ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts [prefills + 1]`` int64, from 0, prefills only.
-    The ``max_`` numbers bound what the tensors hold, so that nobody has to read the tensors: no decode or prefill is
-    longer, none has more new tokens (0 where there is none; a larger bound costs programs that end at once).
+    The ``max_`` numbers bound the tensors' values, so that the tensors need not be read: no decode or prefill is
+    longer, none has more new tokens. 0 where there is none; a larger bound only starts more programs.
     """
 
     num_decodes: int
@@ -55,7 +55,7 @@ class StepTensors:
 
 
 class AttentionHost:
-    """Holds the KV cache of all layers and computes attention for whoever calls from inside the model.
+    """Holds the KV cache of all layers and computes the attention of the model's modules.
 
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
@@ -93,11 +93,11 @@ class AttentionHost:
         self._prefill_plan: Any = None
 
     def raw_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Every tensor of the cache, slots first: what a page is made of, for copies and swaps. Codes and scales."""
+        """Every tensor of the cache, ``[slots, ...]``, codes and scales: what copies and swaps move."""
         return tuple(t for cache in (*self.k_caches, *self.v_caches) for t in raw_tensors(cache))
 
     def begin(self, step: StepTensors) -> None:
-        """Everything that all layers share is prepared once."""
+        """Prepare what all layers share."""
         self._step = step
         if step.num_decodes:
             self._decode_plan = self.backend.plan_decode(
@@ -154,7 +154,7 @@ class AttentionHost:
 
 @dataclass
 class ShapeRecorder:
-    """Stands in for the host once, to see what each layer sends: shapes, and how often it calls."""
+    """In place of the host: records the shapes that each layer sends, and how often it calls."""
 
     layers: dict[int, LayerKV] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
@@ -170,7 +170,7 @@ class ShapeRecorder:
 
 
 def install(model: PreTrainedModel, host: AttentionHost | ShapeRecorder) -> None:
-    """Route every attention module of ``model`` to ``host``; nothing to do, and quick, if it is there already."""
+    """Route every attention module of ``model`` to ``host``; quick if that is done already."""
     if getattr(model, HOST, None) is not host:
         for module in model.modules():
             if module is model or hasattr(module, "layer_idx"):
@@ -180,7 +180,7 @@ def install(model: PreTrainedModel, host: AttentionHost | ShapeRecorder) -> None
 
 
 class ForeignMaskError(ValueError):
-    """A layer's attention sends a mask, though no mask of causality was asked for."""
+    """A layer sends an attention mask of its own."""
 
 
 def forward(
@@ -199,7 +199,7 @@ def forward(
     """What transformers calls: ``query [1, H, T, D]``, ``key`` and ``value [1, Hkv, T, D | Dv]``, after RoPE.
 
     Raises:
-        ForeignMaskError: the model made a mask by itself; left out, the output would be silently wrong.
+        ForeignMaskError: the model made its own mask; without it the output would be wrong.
     """
     if attention_mask is not None:
         raise ForeignMaskError(f"{type(module).__name__} of layer {module.layer_idx} sends a mask of its own making")

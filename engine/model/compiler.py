@@ -1,4 +1,4 @@
-"""torch.compile for the model's forward, and what its failures are told as."""
+"""torch.compile for the model's forward, and its errors as one sentence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.model.attention import forward as attention_forward
 
 
 def compile_model(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:
-    """torch.compile for any number of tokens; our attention, which keeps a state of its own, stays outside."""
+    """torch.compile for any number of tokens; our attention, which has state, is not compiled."""
     AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
     return torch.compile(model, dynamic=True, backend=backend)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile next to nothing, so that a missing compiler shows before a model is loaded.
+    """Compile a tiny function, to find a missing compiler before a model is loaded.
 
     Raises:
         ValueError: torch.compile does not work here; the text says why.
@@ -31,7 +31,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """The first line of what a library says, and the second where the first only announces it."""
+    """The first line of an error message, and the second if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
@@ -39,6 +39,5 @@ def first_sentence(error: Exception) -> str:
 def cannot_compile(device: torch.device, error: Exception) -> ValueError:
     return ValueError(
         f"torch_compile cannot be true on device {device.type!r} here, because compiling fails "
-        f"({first_sentence(error)}): install a "
-        "C++ compiler that torch.compile finds, or leave torch_compile out"
+        f"({first_sentence(error)}): install a C++ compiler that torch.compile finds, or leave torch_compile out"
     )

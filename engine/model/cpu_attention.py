@@ -21,7 +21,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 class JointAttention(nn.Module):
-    """What ``own`` does while our attention is installed; with any other attention, ``own`` does it.
+    """Computes the module ``own`` while our attention is installed; with any other attention it calls ``own``.
 
     ``own`` keeps its projections as views of the same packed weights. Q and K may pass a norm per head.
     """
@@ -35,8 +35,8 @@ class JointAttention(nn.Module):
         self.joint = PackedLinear(projections, arena)
         self.originals = dict(zip(_PROJECTIONS, projections, strict=True))
 
-    def settle(self) -> None:
-        """The originals are let go: from now on ``own`` reads the packed weights too."""
+    def free_originals(self) -> None:
+        """Let ``own`` read the packed weights too, and free its original ones."""
         start = 0
         for name, original in self.originals.items():
             setattr(self.own, name, self.joint.part(start, start + original.out_features))
@@ -51,7 +51,7 @@ class JointAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the module it stands for."""
+        """``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the replaced module."""
         ours = self._config._attn_implementation == NAME and len(hidden_states) == 1
         if not ours or past_key_values is not None or attention_mask is not None or position_embeddings is None:
             return self.own(
@@ -77,7 +77,7 @@ class JointAttention(nn.Module):
 
 @dataclass
 class _Capture:
-    """Stands in for the host: keeps what a layer sends, and answers with numbers made from it."""
+    """In place of the host: keeps what a layer sends, and returns numbers made from it."""
 
     options: dict[int, AttentionOptions] = field(default_factory=dict)
     sent: list[torch.Tensor] = field(default_factory=list)
@@ -91,8 +91,8 @@ class _Capture:
 
 
 def join_attention(model: PreTrainedModel, arena: HugeArena) -> None:
-    """Put a ``JointAttention`` wherever it sends the same Q, K and V and returns the same as the model's own, for
-    every probe. ``model`` has our attention installed afterwards, with a host that is of no use.
+    """Replace attention modules by ``JointAttention`` where it sends the same Q, K and V and returns the same for every
+    probe. Afterwards our attention is installed in ``model`` with a dummy host.
     """
     capture = _Capture()
     install(model, capture)
@@ -105,7 +105,7 @@ def join_attention(model: PreTrainedModel, arena: HugeArena) -> None:
         joint = JointAttention(own, capture.options[own.layer_idx], arena)
         setattr(joint, HOST, capture)
         if all(_same_call(own, joint, call[1], size, capture) for call in calls for size in PROBE_SIZES):
-            joint.settle()
+            joint.free_originals()
             model.set_submodule(name, joint)
 
 

@@ -1,10 +1,9 @@
-"""Faster modules for a float32 model on a CPU: the arithmetic of transformers' own, module by module.
+"""Faster modules for a float32 model on a CPU, with the arithmetic of transformers' own.
 
 Linear layers, attention with separate Q, K and V projections, MLPs of the form ``down(act(gate(x)) * up(x))`` and
-RMSNorms give way to those of kernels.layers_cpu, in whatever model they are found. None is taken on its name: each is
-tried out, on small and on large numbers, attention at the first and at the last positions, and stays as it was unless
-both give the same: a norm that adds 1 to its weights, an MLP that clamps, attention whose queries grow with the
-position, are left alone.
+RMSNorms are replaced by those of kernels.layers_cpu, in any model. Each module is tried out first, on small and large
+numbers, attention at the first and the last positions, and is replaced only if both give the same. So a norm that adds
+1 to its weights, an MLP that clamps, or attention that scales queries by their position stays as it is.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 @torch.inference_mode()
 def use_cpu_layers(model: PreTrainedModel) -> None:
-    """Replace what can be replaced. Packed weights take the place of the model's own, which are let go; a head that is
-    tied to the embedding, which would be kept beside it, stays as it is."""
+    """Replace all modules that can be replaced, and free their weights. A head tied to the embedding stays as it is,
+    because the embedding would be kept beside its packed weights."""
     arena = HugeArena()
     for name, norm in _named(model, _is_rms_norm):
         _replace(model, name, norm, RMSNorm(norm.weight, norm.variance_epsilon), len(norm.weight))

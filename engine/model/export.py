@@ -1,10 +1,10 @@
-"""Writes a model as a folder that other engines can serve: config.json, safetensors, tokenizer, generation_config.json.
+"""Writes a model folder for other engines: config.json, safetensors, tokenizer, generation_config.json.
 
     python -m engine.model.export JOB.json
 
 The job is a JSON object: ``settings`` (``model``, ``load_format``, ``seed``, ``dtype``, ``device`` of EngineConfig),
-``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null) and ``ignore_eos``. The weights are the
-very ones that the built-in engine serves for the same settings. A process of its own: its caller needs no torch.
+``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null) and ``ignore_eos``. The weights are
+those that the built-in engine serves with the same settings. A separate process, so that its caller needs no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EOS_FILES = ("config.json", "generation_config.json")
 
 
 def export_model(job: dict[str, Any]) -> None:
-    """Does the job. Raises ValueError in a sentence for a model that cannot be had."""
+    """Do the job. Raises ValueError if the model cannot be loaded."""
     from engine.config import EngineConfig
     from engine.model.loader import load_model
 
@@ -49,10 +49,10 @@ def export_model(job: dict[str, Any]) -> None:
 
 
 def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer for random weights, one word a token: the text of ids 17, 4 is "17 4", and the other way round.
+    """A tokenizer for random weights, one word a token: the text of ids 17, 4 is "17 4", and the reverse.
 
-    So a text has exactly the tokens it was made of, for servers that take no token ids, and every generated token has
-    a text, so that a server holds no chunk back until it is valid UTF-8.
+    A text then has exactly the tokens it was made of, for servers that take no token ids, and every generated token is
+    valid UTF-8, so that a server holds no chunk back.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -63,14 +63,14 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files of another folder."""
+    """Copy the tokenizer's files."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def drop_eos(folder: Path) -> None:
-    """Takes the end-of-sequence token out of the folder's configs, for servers that cannot be told to ignore it."""
+    """Remove the end-of-sequence token from the folder's configs, for servers that cannot ignore it."""
     for name in _EOS_FILES:
         path = folder / name
         if not path.is_file():

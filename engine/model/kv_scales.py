@@ -1,8 +1,8 @@
 """Scales of an fp8 KV cache, measured on the model when it is loaded.
 
-fp8 holds 448 (e4m3) or 57344 (e5m2) at most, so K and V are divided by a scale first, one per layer and side. Engines
-that read scales from the checkpoint and find none go on with 1.0, silently: K or V beyond the range are cut off, small
-ones vanish (sglang#18882). Here a scale is always measured, or the load fails.
+fp8 holds 448 (e4m3) or 57344 (e5m2) at most, so K and V are divided by a scale first, one for K and one for V of each
+layer. Engines that find no scales in the checkpoint use 1.0 without a warning: large values are cut off, small ones
+become 0 (sglang#18882). Here a scale is always measured, or the load fails.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ def calibrate_kv_scales(
 ) -> list[tuple[float, float]]:
     """(K scale, V scale) of each layer: MARGIN x largest absolute value / largest finite code.
 
-    The model prefills one prompt of random tokens with our own attention over a cache in its own dtype, and the
-    largest values are those of the rows that reach the cache, K after RoPE. Random tokens need no data set and no
-    download, are the same in every run, and show the outlier channels, which come from the weights; what text alone
-    provokes is left to the margin, and beyond it values saturate. The margin costs little: fp8 is floating point, so
-    doubling the scale takes one binade from the smallest values and no precision from the others.
+    The model prefills one prompt of random tokens with our attention over a cache in its own dtype; the largest values
+    are those of the cache, K after RoPE. Random tokens need no data set, are the same in every run, and show outlier
+    channels, which come from the weights. The margin is for real text; beyond it values saturate. It costs little:
+    doubling the scale of a floating-point format costs precision in the smallest values only.
 
-    Afterwards the model's attention belongs to the calibration: install your own host.
+    Afterwards the calibration's host is installed in the model: install your own.
 
     Raises:
         ValueError: a layer's K or V is all zero, or not finite.

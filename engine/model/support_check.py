@@ -1,9 +1,8 @@
-"""May this model run through our attention? Checked by trying, because flags lie in both directions.
+"""The load gate: checks whether a model gives the right logits with our attention.
 
-transformers' ``_supports_attention_backend`` is true for families that then pass our function the wrong thing (chunked
-attention, differential attention, recurrent layers) and would be silently wrong, and false for some that are right. So
-a model must pass looks at what it says of itself, a count of the calls that its layers really make, and a comparison
-of logits with its own eager attention; else it is refused by the name of the check:
+transformers' ``_supports_attention_backend`` is true for families that would be silently wrong (chunked attention,
+differential attention, recurrent layers), and false for some that are right. So the config is checked, the calls of the
+layers are counted, and logits are compared with the model's own eager attention. A refusal names the check that failed:
 
 decoder only, layer types, rope type, forward, attention mask, attention backend, one attention call a layer,
 sliding window, logits_to_keep, logits.
@@ -46,11 +45,11 @@ _PROBE_PARTS = [(0, 0, 9), (0, 9, 19), (0, 19, 23), (1, 0, 10), (1, 10, 19), (1,
 
 @dataclass(frozen=True)
 class _Limits:
-    """How far a token's logits may be off, as RMS relative to their spread: ``share`` of the tokens must keep to it.
+    """Largest RMS error of a token's logits, relative to their spread, that ``share`` of the tokens must keep.
 
-    In float32 all must. In half precision a rounding can tip a token to another expert, or a sharp softmax to another
-    key, and that token is off by order 1 though nothing is wrong; a wrong mask, position or state puts most tokens of
-    some part off by order 1. ``overall`` limits all tokens, ``part`` each chunk and the decodes of each prompt.
+    All tokens in float32. In half precision a rounding can send a token to another expert, and its error is then of
+    order 1 although nothing is wrong; a wrong mask, position or state gives most tokens of some part such an error.
+    ``overall`` limits all tokens, ``part`` each chunk and the decodes of each prompt.
     """
 
     share: float

@@ -24,18 +24,18 @@ from engine.server.arguments import ServeOptions, build_parser, options_of
 from engine.server.step_log import StepLog
 from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
 
-GRACE_SECONDS = 2  # that handlers get to send their last words once the requests have been aborted
-# How long an OpenMP thread of torch spins for its next work before it sleeps (GNU OpenMP's own default is for ever,
-# nearly). Event loop, load generator and OpenMP team may share the cores, and a thread that spins keeps the one it
-# waits for off its core; one that sleeps is late at the next of some 100 parallel regions a step. Measured on 2 cores,
-# output tokens/s of llama-32m in process, alone / with one core kept busy by another process: default 552 / 109,
-# 20000 519 / 175, 2000 about 420 / 283; TPOT of 3 streams over HTTP: 30000 11.8 ms, 5000 13.7, 2000 14.9.
+GRACE_SECONDS = 2  # for handlers to send their last events after the requests have been aborted
+# How long an OpenMP thread of torch spins for its next work before it sleeps (GNU OpenMP's default is nearly for ever).
+# A thread that spins may keep the event loop or the load generator off its core; one that sleeps is late at the next of
+# some 100 parallel regions a step. Measured on 2 cores, output tokens/s of llama-32m in process, alone / with one core
+# kept busy by another process: default 552 / 109, 20000 519 / 175, 2000 about 420 / 283; TPOT of 3 streams over HTTP:
+# 30000 11.8 ms, 5000 13.7, 2000 14.9.
 SPIN_COUNT = "20000"
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our way of starting and stopping: tells when it is ready, ends requests on a signal."""
+    """uvicorn's server; calls ``on_ready`` when it listens, and aborts the requests on a signal."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, on_ready: Callable[[], None]):
         super().__init__(config)
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would raise the signal again after a clean stop and so end the process by it."""
+        """Do nothing: uvicorn would raise the signal again after a clean stop."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     def stop(self) -> None:
-        """Take no more requests and abort the running ones."""
+        """Accept no more requests and abort the running ones."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -70,7 +70,7 @@ def reserve_socket(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet, so that nobody connects before the model is there.
 
     Raises:
-        ValueError: the address cannot be had; one sentence.
+        ValueError: the address cannot be bound; one sentence.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -117,7 +117,7 @@ def serve(
     """Serve until a signal comes.
 
     Raises:
-        ValueError: somebody else took the port meanwhile.
+        ValueError: the port has been taken meanwhile.
     """
     port = sock.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
@@ -131,7 +131,7 @@ def serve(
 
 @contextlib.contextmanager
 def step_log(options: ServeOptions) -> Iterator[StepLog | None]:
-    """The log that was asked for, opened before the model is loaded. Raises ValueError when it cannot be written."""
+    """The step log, opened before the model is loaded; None without --step-log. Raises ValueError."""
     if options.step_log is None:
         yield None
         return
@@ -143,8 +143,8 @@ def step_log(options: ServeOptions) -> Iterator[StepLog | None]:
 
 
 def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
-    """Model and tokenizer. Raises ValueError with a sentence when something is missing or does not fit."""
-    # The cheap questions first: torch takes seconds to import, a model longer to load.
+    """Engine and tokenizer. Raises ValueError if something is missing or does not fit."""
+    # cheap checks first: importing torch takes seconds, loading a model longer
     find_model(config.model, config.load_format)
     check_tokenizer_folder(config)
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read once, when torch is imported: not before this line
@@ -157,9 +157,9 @@ def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For what makes a million objects that all stay, modules above all: collecting among them is a fifth of the time.
+    """While modules and the model are loaded: a fifth of the time is collecting garbage where there is none.
 
-    Afterwards they are left out of every later collection too, which would stop all streams while it looks at them.
+    Their objects are left out of later collections too, which would stop all streams meanwhile.
     """
     gc.disable()
     try:

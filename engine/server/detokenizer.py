@@ -1,9 +1,8 @@
 """Token ids to text, one token at a time: no broken character, no half of a stop string.
 
-Byte-level tokenizers (GPT-2, Llama 3, Qwen, bpe8k) are decoded exactly: each token is a run of bytes, so an
-incremental UTF-8 decoder gives, piece by piece, the very text that decoding everything at once would give. Others
-(SentencePiece) are decoded through a small window of recent tokens, because a token's text may depend on the one
-before it.
+Byte-level tokenizers (GPT-2, Llama 3, Qwen, bpe8k) are decoded exactly: each token is a run of bytes for an incremental
+UTF-8 decoder. Others (SentencePiece) are decoded through a small window of recent tokens, because a token's text may
+depend on the one before it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Protocol
 from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
-MAX_HELD_TOKENS = 8  # a character is at most 4 bytes; what is held longer than this is not about to become one
+MAX_HELD_TOKENS = 8  # a character has at most 4 bytes: more tokens will not complete one
 
 
 class TextDecoder(Protocol):
@@ -111,7 +110,7 @@ class WindowDecoder:
 
 
 class SilentDecoder:
-    """Where there is no tokenizer: no text."""
+    """No text, for a server without a tokenizer."""
 
     def push(self, ids: Iterable[int]) -> str:
         return ""
@@ -134,14 +133,13 @@ class StopStrings:
 
     def push(self, text: str, final: bool = False) -> str:
         """The text that may go out; ``matched`` is set when a stop string ended it. ``final``: no text will follow."""
-        assert self.matched is None, "text after the stop"
+        assert self.matched is None, "text after the stop string"
         text = self._held + text
-        end, start, stop = min(
+        _, start, stop = min(
             ((at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
             default=(-1, -1, None),
         )
         if stop is not None:
-            assert end >= 0
             self.matched, self._held = stop, ""
             return text[:start]
         held = 0 if final else self._held_length(text)

@@ -37,16 +37,16 @@ _GAUGES: tuple[_Row, ...] = (
     ("kv_pages_total", "KV pages; contiguous layout: reservations.", lambda s: s.kv.pages_total),
     ("kv_pages_free", "Pages that hold nothing.", lambda s: s.kv.pages_free),
     ("kv_pages_owned", "Pages that at least one request uses.", lambda s: s.kv.pages_owned),
-    ("kv_pages_cached", "Pages that nobody uses, kept for the prefix cache.", lambda s: s.kv.pages_cached),
-    ("kv_pages_pinned", "Pages that nobody uses, kept until copied.", lambda s: s.kv.pages_pinned),
+    ("kv_pages_cached", "Pages that no request uses, kept for the prefix cache.", lambda s: s.kv.pages_cached),
+    ("kv_pages_pinned", "Pages that no request uses, kept until copied.", lambda s: s.kv.pages_pinned),
     ("kv_slots_total", "Token slots of all pages.", lambda s: s.kv.slots_total),
     ("kv_slots_reserved", "Token slots of the owned pages.", lambda s: s.kv.slots_reserved),
     ("kv_slots_used", "Token slots that hold a token's KV, shared ones counted once.", lambda s: s.kv.slots_used),
     ("kv_slots_shared", "Token slots that sharing saves.", lambda s: s.kv.slots_shared),
     ("kv_slots_cached", "Token slots of the cached pages.", lambda s: s.kv.slots_cached),
     ("kv_slots_pinned", "Token slots of the pinned pages.", lambda s: s.kv.slots_pinned),
-    ("kv_slots_free", "Token slots free, scattered ones too.", lambda s: s.kv.slots_free),
-    ("kv_slots_fragmented", "Free slots, too scattered for who waits (contiguous).", lambda s: s.kv.slots_fragmented),
+    ("kv_slots_free", "Free token slots, with the scattered ones.", lambda s: s.kv.slots_free),
+    ("kv_slots_fragmented", "Free slots, too scattered for the waiting one.", lambda s: s.kv.slots_fragmented),
     ("kv_waste_slots", "Slots reserved and not used.", lambda s: s.kv_waste_slots),
     ("kv_waste_bytes", "Bytes of the slots reserved and not used.", lambda s: s.kv_waste_slots * s.bytes_per_slot),
     ("page_table_bytes", "Bytes of the page table.", lambda s: s.kv.page_table_bytes),
@@ -58,40 +58,24 @@ _GAUGES: tuple[_Row, ...] = (
     ("swap_slots_used", "Token slots that swapped-out requests hold.", lambda s: s.kv.host_slots_used),
 )
 _COUNTERS: tuple[_Row, ...] = (
-    (
-        "num_preemptions",
-        "Sequences put back to waiting for want of memory, or for a more urgent one.",
-        lambda s: s.num_preemptions,
-    ),
-    (
-        "recomputed_tokens",
-        "Tokens computed again: of preempted sequences, and of forks that found no room.",
-        lambda s: s.recomputed_tokens,
-    ),
+    ("num_preemptions", "Running sequences put back to waiting.", lambda s: s.num_preemptions),
+    ("recomputed_tokens", "Tokens computed again, after preemptions above all.", lambda s: s.recomputed_tokens),
     ("prefix_cache_hits", "Prompt tokens that the prefix cache served.", lambda s: s.counters.prefix_hits),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.counters.prefix_queries),
-    ("prefix_cache_evictions", "Pages the prefix cache lost to others.", lambda s: s.counters.prefix_evictions),
+    ("prefix_cache_evictions", "Pages evicted from the prefix cache.", lambda s: s.counters.prefix_evictions),
     ("prompt_tokens", "Prompt tokens of the requests that began.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     ("steps", "Engine steps that computed something.", lambda s: s.steps),
     ("forks", "Sequences forked from another (n > 1, best_of, beams).", lambda s: s.forks),
-    (
-        "allocated_pages",
-        "Pages that came to be owned, new ones and ones found in the prefix cache.",
-        lambda s: s.counters.allocated_pages,
-    ),
-    (
-        "freed_pages",
-        "Pages that nobody owned any more; allocated less freed are owned.",
-        lambda s: s.counters.freed_pages,
-    ),
+    ("allocated_pages", "Pages that became owned, cached ones too.", lambda s: s.counters.allocated_pages),
+    ("freed_pages", "Pages no longer owned; allocated - freed = owned.", lambda s: s.counters.freed_pages),
     ("copied_pages", "Pages copied on write.", lambda s: s.counters.copied_pages),
     ("copied_slots", "Token slots copied on write.", lambda s: s.counters.copied_slots),
     ("swapped_out_slots", "Token slots swapped out to the host.", lambda s: s.counters.swapped_out_slots),
     ("swapped_in_slots", "Token slots swapped in again.", lambda s: s.counters.swapped_in_slots),
-    ("swap_lost_slots", "Token slots the swap space had no place for.", lambda s: s.counters.swap_lost_slots),
+    ("swap_lost_slots", "Token slots that did not fit into the swap space.", lambda s: s.counters.swap_lost_slots),
     ("swap_seconds", "Seconds of moving KV: copies on write and swaps.", lambda s: s.swap_seconds),
-    ("refused_fragmented", "Sequences that waited though enough was free.", lambda s: s.counters.refused_fragmented),
+    ("refused_fragmented", "Sequences that waited although enough was free.", lambda s: s.counters.refused_fragmented),
     ("hash_seconds", "Seconds of hashing pages for the prefix cache.", lambda s: s.counters.hash_seconds),
 )
 
@@ -116,8 +100,8 @@ class EngineCollector(Collector):
         yield _labelled("step_time_seconds", "Seconds of the steps by phase.", "phase", phases)
         kinds = {"prefill": stats.prefill_tokens_scheduled, "decode": stats.decode_tokens_scheduled}
         yield _labelled("scheduled_tokens", "Tokens computed, by kind.", "kind", kinds)
-        places = {place: stats.slot_steps.get(place, 0) for place in LEDGER}
-        yield _labelled("kv_slot_steps", "KV slots by what they held, summed over the steps.", "place", places)
+        slots = {state: stats.slot_steps.get(state, 0) for state in LEDGER}
+        yield _labelled("kv_slot_steps", "KV slots by state, summed over the steps.", "place", slots)
         yield InfoMetricFamily(PREFIX + "cache_config", "How the KV memory is set up.", value=self._info)
 
 

@@ -1,8 +1,7 @@
-"""What clients send, checked once: pydantic models in strict mode, unknown fields kept aside.
+"""Request bodies: pydantic models in strict mode.
 
-Strict: ``"5"`` is not a number and ``1`` is not ``true``. A field this server does not know is ignored, as by other
-OpenAI-compatible servers, unless it asks for something that would change the answer (``UNSUPPORTED``): leaving that
-out in silence would be wrong, so it is refused. ``null`` stands for the default everywhere.
+Strict: ``"5"`` is not a number and ``1`` is not ``true``. ``null`` is the default everywhere. An unknown field is
+ignored, as by other OpenAI-compatible servers, unless it would change the answer (``UNSUPPORTED``): then it is refused.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from engine.server.errors import from_validation, invalid, unprocessable
 
 MAX_STOP_STRINGS = 16
-MAX_STOP_TOKEN_IDS = 64  # each new token is compared with all of them, and each beam brings as many candidates more
+MAX_STOP_TOKEN_IDS = 64  # each one costs a comparison a token, and one more candidate a beam
 MAX_SALT_CHARACTERS = 1024
 
-# Options the engine does not have, with the values that ask for nothing.
+# Options the engine does not have, with the values that change nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "chat_template": (None,),
@@ -73,7 +72,7 @@ class GenerationBody(_Body):
     ``n`` choices come back. ``best_of``: so many are generated and the n with the best mean log probability a token
     come back, best first; all of them count in the usage. ``use_beam_search``: ``best_of`` beams (left out: n),
     searched as transformers does, of which the n best come back and count. Neither can be streamed or go with stop
-    strings: candidates are compared by all their tokens, which a text cut short afterwards would belie.
+    strings, because candidates are compared by all their tokens.
     ``priority``: 0 goes first, under the priority policy. ``cache_salt``: cached prefixes are shared only between
     requests of the same salt. The names are vLLM's.
     """
@@ -126,7 +125,7 @@ class GenerationBody(_Body):
 
     @property
     def chooses(self) -> bool:
-        """Only some of what is generated is returned, so that nothing can be told before the end."""
+        """Whether only the best of several sequences are returned, so that nothing can be streamed."""
         return bool(self.use_beam_search) or self.width > self.choices_per_prompt
 
     @property
@@ -152,11 +151,7 @@ class GenerationBody(_Body):
         self._check_choosing()
 
     def _check_choosing(self) -> None:
-        """What cannot go with candidates among which a choice is made, and what needs them.
-
-        Raises:
-            APIError: 400 or 422.
-        """
+        """Refuse (400 or 422) options that do not go with best_of or beam search, and those that need beam search."""
         n = self.choices_per_prompt
         if self.best_of is not None and self.best_of < n:
             raise invalid(f"best_of {self.best_of} is less than n {n}: raise best_of or lower n", "best_of", _BAD)

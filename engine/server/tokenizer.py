@@ -1,4 +1,4 @@
-"""The tokenizer of a server: whose it is, what it refuses, texts and chats to ids."""
+"""The server's tokenizer: which one, which texts it refuses, texts and chats to ids."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class ServerTokenizer:
-    """``text_refusal`` says why texts cannot be prompts; None when they can. ``chat`` is the Hugging Face
-    tokenizer, whose chat template is used; ``backend`` does the work. A text of more than ``max_characters`` has more
-    tokens than the model takes, however it is cut; None: that cannot be said without tokenising it."""
+    """``backend`` tokenises; ``chat``: the Hugging Face tokenizer with the chat template. ``text_refusal``: why texts
+    cannot be prompts, or None. ``max_characters``: longer texts cannot fit into the model's context; None: not known
+    without tokenising."""
 
     name: str
     backend: Tokenizer | None = None
@@ -35,7 +35,7 @@ class ServerTokenizer:
         if self.text_refusal is not None or self.backend is None:
             raise unprocessable(self.text_refusal or "there is no tokenizer", "prompt", "no_tokenizer")
         if self.max_characters is not None and len(text) > self.max_characters:
-            # tokenising megabytes takes seconds and holds up everybody else's streams
+            # tokenising megabytes takes seconds and delays all other streams
             raise invalid(
                 f"the prompt has {len(text)} characters, and no text of more than {self.max_characters} fits the "
                 "model's context: shorten it",
@@ -72,7 +72,7 @@ class ServerTokenizer:
             text = self.chat.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options
             )
-        except Exception as error:  # whatever a template written by others raises concerns this request only
+        except Exception as error:  # a template may raise anything
             reason = str(error) or type(error).__name__
             raise invalid(f"the chat template refuses these messages: {reason}", "messages") from None
         return self.encode(text, add_special_tokens=False)
@@ -100,7 +100,7 @@ def load_tokenizer(config: EngineConfig, model: ModelInfo) -> ServerTokenizer:
 
 
 def _max_characters(backend: Tokenizer, max_model_len: int | None) -> int | None:
-    """``max_model_len`` tokens of the longest kind; None unless every character goes into a token (byte level)."""
+    """Characters of ``max_model_len`` of the longest tokens; None unless the tokenizer keeps every character."""
     if max_model_len is None or backend.normalizer is not None or not is_byte_level(backend):
         return None
     return max_model_len * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)

@@ -5,6 +5,7 @@ Every case runs on a pool that forces preemption, and asserts that it really hap
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +33,7 @@ from tests.support.hf_parts import (
 )
 
 MAX_LEN = 112
-OUTPUT_TOKENS = 36  # more than the room that an admission leaves to the running ones, so that they collide
+OUTPUT_TOKENS = 28  # more than the room that an admission leaves to the running ones, so that they collide
 PAGE_SIZES = (1, 7, 16, 64)
 PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -99,10 +100,11 @@ def assert_preempted(engine: Engine, preemption: str) -> None:
         assert stats.recomputed_tokens > 0
 
 
-@pytest.mark.parametrize("preemption", PREEMPTION)
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "unchunked"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+EVERY = list(itertools.product(PAGE_SIZES, (True, False), (False, True), ("recompute", "swap")))
+EVERY += itertools.product(PAGE_SIZES, (True,), (False, True), ("swap-small",))
+
+
+@pytest.mark.parametrize(("page_size", "chunked", "caching", "preemption"), EVERY)
 def test_paged(root, expected, page_size, chunked, caching, preemption):
     """The pool holds little more than one longest sequence, so the newest is preempted again and again.
 
@@ -213,7 +215,7 @@ def test_eos_ends_a_sequence(root, expected, overlap, preemption):
     Overlapping, one more token is being computed by then, and nobody sees it.
     """
     folder = model_folder(root)
-    eos = tuple({tokens[i] for tokens, i in zip(expected("llama").values(), (21, 22, 30), strict=False)})
+    eos = tuple({tokens[i] for tokens, i in zip(expected("llama").values(), (21, 22, 25), strict=False)})
     known = greedy_outputs(folder, PROMPTS, OUTPUT_TOKENS, eos)
     plain = loaded(folder)
     model = replace(plain, info=replace(plain.info, eos_token_ids=eos))

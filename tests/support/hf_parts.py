@@ -133,8 +133,7 @@ class Answer:
 class Run:
     """Requests driven to their end, integrity checked after every step; ``[name, index]`` are the answers.
 
-    ``later``: step -> what happens before it, requests that arrive or calls with the engine. ``peak_owned``: most
-    pages owned after a step.
+    ``later``: step -> what happens before it, requests that arrive or calls with the engine.
     """
 
     def __init__(
@@ -145,7 +144,6 @@ class Run:
     ):
         self.engine = engine
         self.answers: dict[tuple[str, int], Answer] = {}
-        self.peak_owned = 0
         later = dict(later or {})
         for request in requests:
             engine.add_request(request)
@@ -158,7 +156,6 @@ class Run:
                     event(engine)
             self._take(engine.step())
             engine.check_integrity()
-            self.peak_owned = max(self.peak_owned, engine.stats().kv.pages_owned)
             step += 1
             assert step < 3000, "the engine did not finish"
         stats = engine.stats().kv

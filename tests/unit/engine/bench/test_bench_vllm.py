@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 import pytest
 
 from engine.bench.case import Case
-from engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded, told_of, vllm_version
+from engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded, speed_settings, vllm_version
 
 CASE = Case(((1, 2, 3), (4,)), 2)
 
@@ -61,7 +61,9 @@ def test_cores_and_memory_are_the_comparisons_and_nothing_else_is_taken_from_the
 
 def test_what_vllm_got_is_told_without_paths(peer, tmp_path):
     side = peer("")
-    told = told_of(side.environment({"PATH": "/bin", "LD_PRELOAD": "/a/b/libiomp5.so:/c/libx.so", "HOME": "/home/me"}))
+    told = speed_settings(
+        side.environment({"PATH": "/bin", "LD_PRELOAD": "/a/b/libiomp5.so:/c/libx.so", "HOME": "/home/me"})
+    )
     assert told["OMP_NUM_THREADS"] == "2" and told["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert told["LD_PRELOAD"] == "libiomp5.so:libx.so" and told["VLLM_CACHE_ROOT"] == "vllm-cache"
     assert "/" not in "".join(told.values()) and not told.keys() & {"PATH", "HOME"}
