@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.support.engine_machine import ContiguousMachine, EngineMachine
 
 DEEP = int(os.environ.get("KVBENCH_DEEP", "0"))
-STEPS_IN_CI = 100_000
+RULES_IN_CI = 60_000
 
 pytestmark = pytest.mark.timeout(900 * max(1, DEEP))
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900 * max(1, DEEP))
 def _profile(machine: type[EngineMachine], share: float):
     case = machine.TestCase
     case.settings = settings(
-        max_examples=int(2800 * share) * max(1, DEEP),
+        max_examples=int(1700 * share) * max(1, DEEP),
         stateful_step_count=50,
         derandomize=not DEEP,
         database=None if not DEEP else settings.default.database,
@@ -46,8 +46,8 @@ TestContiguous = _profile(ContiguousMachine, 0.35)
 
 def test_that_many_rules_were_executed():
     """The claim of the two tests above: it is only worth what has really run, and what has really happened."""
-    assert EngineMachine.executed >= STEPS_IN_CI * max(1, DEEP), "the tests above belong to this one"
+    assert EngineMachine.executed >= RULES_IN_CI * max(1, DEEP), "the tests above belong to this one"
     assert EngineMachine.overlapped >= 0.4 * EngineMachine.executed
     assert len(EngineMachine.events) == 18
-    rare = {"pending ending preempted": 5}
+    rare = {"pending ending preempted": 2}
     assert all(count >= rare.get(event, 20) for event, count in EngineMachine.events.items()), EngineMachine.events
