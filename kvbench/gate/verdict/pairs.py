@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import Finding, Verdict
 from kvbench.gate.verdict.wording import is_number
@@ -72,6 +69,9 @@ def pair_page(verdict: Verdict) -> str | None:
     drawn = [finding for finding in wording.worst_first(verdict.findings) if any(map(is_number, finding.series))]
     if not drawn:
         return None
+    from jinja2 import Environment, StrictUndefined  # the counter gate in CI installs neither and draws no pairs
+    from markupsafe import Markup
+
     panels: dict[tuple[str, bool | None], list[Finding]] = {}
     for finding in drawn:
         panels.setdefault((finding.metric or finding.title, finding.higher_is_better), []).append(finding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
+from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.common.files import write_json
 from kvbench.gate.compare.conclude import conclude, judge_again, look_points, read_values, write_pairs
 from kvbench.gate.compare.pair_runner import FailedAttempt
@@ -45,11 +45,6 @@ def test_a_few_pairs_are_inconclusive_and_say_what_they_could_have_seen(tmp_path
     assert verdict.exit_code == EXIT_INCONCLUSIVE
     assert verdict.facts["pairs"] == 5
     assert all(f.figures["pairs_needed"] for f in verdict.of("inconclusive"))
-
-
-def test_without_a_pair_nothing_was_compared(tmp_path):
-    verdict = verdict_of(tmp_path, np.empty((0, 3, 3)), np.empty((0, 3, 3)))
-    assert (verdict.outcome, verdict.exit_code) == ("empty", EXIT_NOTHING)
 
 
 def test_a_pair_counts_only_with_all_its_cells_valid_on_both_sides(tmp_path):

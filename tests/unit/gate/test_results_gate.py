@@ -218,11 +218,3 @@ def test_a_comparison_that_is_not_finished_is_not_looked_at(compared, capsys):
     assert command(compared) == 2
     assert "kvbench compare --resume" in capsys.readouterr().err
     assert not (compared / "verdict.json").exists()
-
-
-def test_help_tells_both_gates_and_all_exit_codes(capsys):
-    assert gate.main(["--help"], prog_name="kvbench gate", standalone_mode=False) in (0, None)
-    shown = capsys.readouterr().out
-    assert "kvbench gate RESULTS" in shown and "kvbench gate counters" in shown
-    for code in range(6):
-        assert f"\n    {code}  " in shown

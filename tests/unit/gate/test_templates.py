@@ -172,9 +172,9 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("path", [GITHUB[0], GITLAB[0]], ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_counter_gate_needs_no_more_than_its_template_installs(path, tmp_path):
-    (words,) = re.findall(r"install --disable-pip-version-check -c constraints.txt (.+)", path.read_text())
+def test_the_counter_gate_needs_no_more_than_its_templates_install(tmp_path):
+    pattern = r"install --disable-pip-version-check -c constraints.txt (.+)"
+    (words,) = {line for path in (GITHUB[0], GITLAB[0]) for line in re.findall(pattern, path.read_text())}
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[ >;=]", each)[0] for each in needed}
     assert set(words.split()) < names and len(names) > 15
@@ -187,11 +187,6 @@ def test_the_counter_gate_needs_no_more_than_its_template_installs(path, tmp_pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "out" / "junit.xml").exists()
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT, ",".join([*missing, words.split()[0]]), "--help"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert "not installed: click" in done.stderr  # what is left out is really missed
 
 
 def test_the_caller_gives_what_the_reusable_workflow_takes():
