@@ -27,18 +27,11 @@ from locust.rpc import Message
 from locust.runners import STATE_MISSING, LocalRunner, MasterRunner, WorkerNode, WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC, RequestStats
 
-from kvbench.common.errors import MeasurementError
+from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
+from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi.messages import send_statistics
 from kvbench.load.multi.shards import make_shards
-from kvbench.load.process import (
-    EXIT_BAD_INPUT,
-    EXIT_NOT_DRIVEN,
-    START_LIMIT_S,
-    Measuring,
-    wait_ready,
-    watch,
-)
 from kvbench.load.samples import Sample, outcome_of, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
@@ -60,7 +53,7 @@ class Node:
     job: LocustJob | None = None
     requests: RequestList | None = None  # of the whole test
     session: LoadSession | None = None
-    measuring: Measuring | None = None
+    measuring: process.Measuring | None = None
     shard: tuple[int, int] | None = (0, 1)
     test: int = 0
     driver: gevent.Greenlet | None = None
@@ -132,7 +125,7 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
         job = NODE.job = job_of(options)
     except _MISTAKES as error:
         print(f"kvbench: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(EXIT_USAGE)
     if isinstance(runner, WorkerRunner):
         NODE.shard = None
         runner.register_message(_SHARD, _on_shard)
@@ -157,7 +150,7 @@ def _on_ended(environment: Environment, msg: Message) -> None:
 
 def _not_driven(environment: Environment, why: str) -> None:
     print(f"kvbench: {why}", file=sys.stderr)
-    environment.process_exit_code = EXIT_NOT_DRIVEN
+    environment.process_exit_code = EXIT_INVALID
 
 
 @events.test_start.add_listener
@@ -179,10 +172,10 @@ def _on_start(environment: Environment, **_: Any) -> None:
     except _MISTAKES as error:
         if options.headless and isinstance(runner, LocalRunner):  # Locust need not spawn users that have nothing to do
             print(f"kvbench: {error}", file=sys.stderr)
-            sys.exit(EXIT_BAD_INPUT)
+            sys.exit(EXIT_USAGE)
         gevent.spawn(_leave, environment, str(error))
         return
-    NODE.session, NODE.measuring = session, Measuring(session)
+    NODE.session, NODE.measuring = session, process.Measuring(session)
     fire = environment.events.request.fire
     session.fire = lambda **event: (fire(**event), _add_rows(environment.stats, event["context"]["sample"]))
     measures = NODE.job.out_dir is not None and NODE.job.mode == "closed" and NODE.shard[1] == 1
@@ -223,7 +216,7 @@ def _deal_out(environment: Environment, master: MasterRunner) -> None:
     nodes, users = sorted(master.clients, key=master.get_worker_index), master.target_user_count
     if NODE.job.mode == "closed" and users < len(nodes):
         print(f"kvbench: {users} users cannot be shared by {len(nodes)} workers; give each one.", file=sys.stderr)
-        environment.process_exit_code = EXIT_BAD_INPUT
+        environment.process_exit_code = EXIT_USAGE
         gevent.spawn(_end, environment)
         return
     NODE.ended.clear()
@@ -250,9 +243,9 @@ def _drive(environment: Environment, line_up: int) -> None:
     try:
         # Who stops the test ends this greenlet.
         spawning_s = line_up / (environment.parsed_options.spawn_rate or 1.0)
-        wait_ready(session, line_up, lambda: False, START_LIMIT_S + spawning_s)
+        process.wait_ready(session, line_up, lambda: False, process.START_LIMIT_S + spawning_s)
         measuring.begin()
-        gone = watch(session, lambda: False, lambda: None)
+        gone = process.watch(session, lambda: False, lambda: None)
         measuring.end()
         measuring.parse_rest(lambda: False, lambda: None)
         problem = None if gone is None else f"the server stopped answering: {gone}"

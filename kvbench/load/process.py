@@ -16,6 +16,7 @@ import gevent
 from locust import User
 from locust.runners import STATE_STOPPED, Runner
 
+from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.load.client import StreamFailure
 from kvbench.load.loop_lag import LagProbe
 from kvbench.load.samples import Clocked
@@ -23,7 +24,6 @@ from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 
-EXIT_OK, EXIT_BAD_INPUT, EXIT_NOT_DRIVEN = 0, 2, 4
 PROGRESS_S = 0.25
 START_LIMIT_S = 30.0
 STOP_LIMIT_S = 1.2
@@ -197,7 +197,7 @@ class LoadEvents:
         """0; 128 + signal when one stopped the load; 4 when it could not be driven (``gone`` says why)."""
         if self.signal is not None:
             return 128 + self.signal
-        return EXIT_OK if gone is None else EXIT_NOT_DRIVEN
+        return EXIT_OK if gone is None else EXIT_INVALID
 
 
 def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], None]) -> str | None:

@@ -16,24 +16,10 @@ from typing import Any
 import gevent
 from locust.env import Environment
 
-from kvbench.common.errors import storage_sentence
+from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, storage_sentence
+from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi.shards import useful_workers
-from kvbench.load.process import (
-    EXIT_BAD_INPUT,
-    EXIT_NOT_DRIVEN,
-    STOP_LIMIT_S,
-    LoadEvents,
-    Measuring,
-    allow_many_sockets,
-    check_server,
-    end_users,
-    undisturbed,
-    user_class,
-    user_count,
-    wait_ready,
-    watch,
-)
 from kvbench.load.samples import outcome_of, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, parse, read_spec, requests_of
@@ -54,7 +40,7 @@ def main(argv: list[str]) -> int:
         load = _load(spec, requests, options)
     except (ValueError, OSError) as error:
         print(f"kvbench load: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return EXIT_USAGE
     try:
         return load.run()
     except OSError as error:
@@ -68,8 +54,8 @@ def _not_stored(load: Any, error: OSError) -> int:
         raise error
     with contextlib.suppress(OSError):
         print(f"kvbench load: {sentence}", file=sys.stderr, flush=True)
-    load.events.say("end", 0, 0, 0.0, exit_code=EXIT_NOT_DRIVEN, error=sentence)
-    return EXIT_NOT_DRIVEN
+    load.events.say("end", 0, 0, 0.0, exit_code=EXIT_INVALID, error=sentence)
+    return EXIT_INVALID
 
 
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
@@ -88,35 +74,35 @@ class Load:
 
     def __init__(self, spec: LoadSpec, requests: RequestList, session: LoadSession) -> None:
         self.spec, self.requests, self.session = spec, requests, session
-        self.events = LoadEvents(len(requests), on_stop=self._on_stop)
+        self.events = process.LoadEvents(len(requests), on_stop=self._on_stop)
 
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one."""
         self.events.listen()
-        allow_many_sockets()
-        session, users = self.session, user_count(self.spec)
-        env = Environment(user_classes=[user_class(self.spec, session)])
+        process.allow_many_sockets()
+        session, users = self.session, process.user_count(self.spec)
+        env = Environment(user_classes=[process.user_class(self.spec, session)])
         session.fire = env.events.request.fire
         runner = env.create_local_runner()
-        measuring = Measuring(session)
+        measuring = process.Measuring(session)
         try:
-            check_server(session)
+            process.check_server(session)
             runner.start(users, spawn_rate=users)
-            wait_ready(session, users, lambda: self.events.stopped)
-            with undisturbed(self.spec) as priority:
+            process.wait_ready(session, users, lambda: self.events.stopped)
+            with process.undisturbed(self.spec) as priority:
                 measuring.clocked.priority = priority
                 self._say("begin")
                 measuring.begin()
-                gone = watch(session, lambda: self.events.stopped, lambda: self._say("progress"))
+                gone = process.watch(session, lambda: self.events.stopped, lambda: self._say("progress"))
                 measuring.end()
                 self._say("measured")
         except StreamFailure as failure:
             print(f"kvbench load: {failure}; is the server running at {self.spec.base_url}?", file=sys.stderr)
-            self._say("end", exit_code=EXIT_NOT_DRIVEN, error=str(failure))
-            return EXIT_NOT_DRIVEN
+            self._say("end", exit_code=EXIT_INVALID, error=str(failure))
+            return EXIT_INVALID
         finally:
-            end_users(runner)
-            with gevent.Timeout(STOP_LIMIT_S, False):
+            process.end_users(runner)
+            with gevent.Timeout(process.STOP_LIMIT_S, False):
                 runner.quit()
         measuring.parse_rest(lambda: self.events.stopped, lambda: self._say("progress"))
         session.close()

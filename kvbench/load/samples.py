@@ -206,28 +206,29 @@ class Outcome:
 def outcome_of(measuring: Measuring, locust_totals: tuple[int, int]) -> Outcome:
     """The outcome of a load that this process drove alone."""
     session, clocked = measuring.session, measuring.clocked
-    samples = session.samples
-    client = client_report(
-        samples, measuring.probe.lags, clocked.cpu_s, clocked.wall_s, session.spec.mode, clocked.kernel_stamps
-    )
-    client |= {"priority": clocked.priority, "reopened_connections": clocked.reopened}
-    client |= {"unstamped_share": clocked.unstamped_reads / clocked.reads if clocked.reads else None}
-    client |= own_costs(samples, client["chunks"], [clocked])
-    return Outcome(samples, session.zero, session.health.most_open, clocked, client, [], locust_totals)
+    client = client_figures(session.samples, measuring.probe.lags, [clocked], session.spec.mode, clocked.wall_s)
+    return Outcome(session.samples, session.zero, session.health.most_open, clocked, client, [], locust_totals)
 
 
-def own_costs(samples: Sequence[Sample], chunks: int, clocked: Sequence[Clocked]) -> dict[str, Any]:
-    """What the client's own work took, of all its processes (``clocked``).
+def client_figures(
+    samples: Sequence[Sample], lags: Sequence[float], clocked: Sequence[Clocked], mode: str, wall_s: float
+) -> dict[str, Any]:
+    """``client_report`` with what the client's work took in its processes (``clocked``).
 
     ``read_delay_p99_ms``: by how much later turns were due than their users had thought, because the answer before had
     first to be parsed; None without such turns.
     """
     cpu_s, parse_cpu_s = sum(c.cpu_s for c in clocked), sum(c.parse_cpu_s for c in clocked)
-    return {
+    client = client_report(samples, lags, cpu_s, wall_s, mode, all(c.kernel_stamps for c in clocked))
+    chunks, reads = client["chunks"], sum(c.reads for c in clocked)
+    return client | {
         "cpu_s": cpu_s,
         "parse_cpu_s": parse_cpu_s,
         "cpu_us_per_chunk": (cpu_s + parse_cpu_s) / chunks * 1e6 if chunks else None,
         "read_delay_p99_ms": percentile_ms(read_delays(samples), 99),
+        "priority": ", ".join(sorted({c.priority for c in clocked})),
+        "reopened_connections": sum(c.reopened for c in clocked),
+        "unstamped_share": sum(c.unstamped_reads for c in clocked) / reads if reads else None,
     }
 
 

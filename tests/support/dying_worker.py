@@ -7,6 +7,7 @@ monkey.patch_all()
 import sys  # noqa: E402
 from typing import Any  # noqa: E402
 
+from kvbench.load import process  # noqa: E402
 from kvbench.load.multi import worker  # noqa: E402
 
 
@@ -15,5 +16,5 @@ def _out_of_files(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    worker.Measuring.begin = _out_of_files
+    process.Measuring.begin = _out_of_files
     sys.exit(worker.run_worker("127.0.0.1", int(sys.argv[1])))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import gevent
@@ -27,23 +27,21 @@ from locust.runners import HEARTBEAT_LIVENESS, MasterRunner
 
 from kvbench import __version__
 from kvbench.common import processes
-from kvbench.common.foreign_cpu import contention_reasons
+from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.common.machine import boot_id
 from kvbench.load.multi import messages
-from kvbench.load.multi.clock import ClockMap, Exchange, Reading, clock_map, reading
+from kvbench.load.multi.clock import Exchange, Reading, clock_map, reading
 from kvbench.load.multi.merge import (
-    WorkerResult,
-    calibration_reasons,
+    Member,
     in_slices,
-    machine_reports,
+    judge_workers,
     merged_client,
     most_in_flight,
     samples_from_bytes,
-    worst_machine,
 )
 from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
-from kvbench.load.multi.shards import Shard, cap_note, make_shards, useful_workers
-from kvbench.load.process import EXIT_NOT_DRIVEN, EXIT_OK, PROGRESS_S, LoadEvents
+from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
+from kvbench.load.process import PROGRESS_S, LoadEvents
 from kvbench.load.samples import Clocked, Outcome, write_outcome
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import UNKNOWN_STREAMS
@@ -80,29 +78,6 @@ class WorkerSetup:
     host: str = "127.0.0.1"
     port: int = 0
     arrive_s: float = LOCAL_ARRIVAL_S
-
-
-@dataclass
-class Member:
-    """One worker as the master sees it. ``node``: Locust's name of it; ``answers``: the newest to each message."""
-
-    node: str
-    name: str
-    host: str
-    pid: int
-    boot: str | None
-    done: int = 0
-    failed: int = 0
-    ended: dict[str, Any] | None = None  # why its streams ended: gone, signal, error
-    lost: str | None = None
-    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shard: Shard | None = None
-    clock: ClockMap | None = None
-    calibration: dict[str, Any] | None = None
-
-    def lose(self, why: str) -> None:
-        """From now on this worker counts as lost."""
-        self.lost = self.lost or f"{self.name} was lost: {why}"
 
 
 class GuardedMaster(MasterRunner):
@@ -177,13 +152,13 @@ class SharedLoad:
         self.events.listen()
         if not self.setup.local:
             self._announce()
-        code = EXIT_NOT_DRIVEN
+        code = EXIT_INVALID
         try:
             code = self._drive()
         except WorkerLost as loss:
             self._problem = str(loss)
             print(f"kvbench load: {loss}", file=sys.stderr)
-            self._say("end", exit_code=EXIT_NOT_DRIVEN, error=str(loss))
+            self._say("end", exit_code=EXIT_INVALID, error=str(loss))
         except LoadStopped:
             code = self.events.exit_code(None)
             self._say("end", exit_code=code, error="stopped before the load began")
@@ -221,12 +196,12 @@ class SharedLoad:
             self._send(messages.STOP, lambda _: {"in_haste": self.events.stopped})
         self._find_lost(IDLE_LOST_S)
         self._read_clocks(needed=False)
-        results = self._collect()
+        measured = self._collect()
         self._problem = problem = problem or self._first_loss()
         if problem is not None:
             print(f"kvbench load: {problem}", file=sys.stderr)
         code = self.events.exit_code(problem)
-        outcome = self._outcome(results, Clocked(started, sum(r.clocked.cpu_s for r in results), wall_s, step_s))
+        outcome = self._outcome(measured, Clocked(started, sum(m.clocked.cpu_s for m in measured), wall_s, step_s))
         load = write_outcome(self.spec, self.requests, outcome, ended_well=code == 0)
         self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
         return code
@@ -417,66 +392,32 @@ class SharedLoad:
     def _first_loss(self) -> str | None:
         return next((member.lost for member in self.members if member.lost is not None), None)
 
-    def _collect(self) -> list[WorkerResult]:
-        """What every worker that still answers has measured, on the master's clock."""
+    def _collect(self) -> list[Member]:
+        """Fetches what every worker that still answers has measured; those workers."""
         self._ask(messages.SAMPLES, limit_s=math.inf, needed=False)  # a worker parses what is left first
         by_index = {r.index: r for r in self.requests}
-        results = []
         for member in self.members:
             if member.lost is not None:
                 continue
-            told, shard = member.answers[messages.SAMPLES], member.shard
+            told, first_user = member.answers[messages.SAMPLES], member.shard.first_user
             try:
-                samples = samples_from_bytes(told["samples"], told["zero"], member.clock, by_index, shard.first_user)
-                lags, clocked = np.frombuffer(told["lags"], dtype=np.float64), Clocked(**told["clocked"])
+                member.samples = samples_from_bytes(told["samples"], told["zero"], member.clock, by_index, first_user)
+                member.lags, member.clocked = np.frombuffer(told["lags"], dtype=np.float64), Clocked(**told["clocked"])
+                member.mismatches, member.machine = told["mismatches"], told["machine"]
             except (ValueError, KeyError, TypeError) as error:
                 member.lose(f"its samples cannot be read ({error!r})")
-                continue
-            results.append(
-                WorkerResult(
-                    member.name,
-                    member.host,
-                    member.pid,
-                    len(shard.requests),
-                    samples,
-                    lags,
-                    clocked,
-                    member.clock,
-                    told["mismatches"],
-                    member.boot,
-                    told["machine"],
-                )
-            )
-        return results
+        return [member for member in self.members if member.lost is None]
 
-    def _outcome(self, results: list[WorkerResult], clocked: Clocked) -> Outcome:
-        client, reasons = merged_client(results, self.spec.mode, clocked.wall_s)
+    def _outcome(self, members: list[Member], clocked: Clocked) -> Outcome:
+        client, reasons = merged_client(members, self.spec.mode, clocked.wall_s)
         if not self.setup.local:
-            reasons += self._judge_workers(results, client, clocked.wall_s)
+            cores = self._cpu_s / clocked.wall_s if clocked.wall_s > 0 else 0.0
+            reasons += judge_workers(members, client, clocked.wall_s, boot_id(), cores)
         if self._problem:
             reasons.append(f"{self._problem.rstrip('.')}.")
-        samples, total = [s for r in results for s in r.samples], self.env.stats.total
+        samples, total = [s for m in members for s in m.samples], self.env.stats.total
         totals = (total.num_requests, total.num_failures)
         return Outcome(samples, self._zero, most_in_flight(samples), clocked, client, reasons, totals)
-
-    def _judge_workers(self, results: list[WorkerResult], client: dict[str, Any], wall_s: float) -> list[str]:
-        """Of the workers' machines, and how well each measures there: adds both to ``client``; what speaks against."""
-        reasons, own = [], client["processes"]
-        if self.spec.calibrate_workers:
-            by_name = {member.name: member.calibration for member in self.members}
-            reasons += calibration_reasons([by_name[result.name] for result in results], results, wall_s)
-            for process in own:
-                process["calibration"] = by_name[process["name"]]
-        seen = [result for result in results if result.machine is not None]  # not of one that was stopped early
-        if seen:
-            here = boot_id()
-            reports = machine_reports(seen, here, self._cpu_s / wall_s if wall_s > 0 else 0.0)
-            reasons += [f"{name}: {x}" for name, report in reports.items() for x in contention_reasons(report)]
-            for process in own:
-                process["machine"] = reports.get(process["name"])
-            with_leader = here is not None and here in [result.boot for result in seen]
-            client["machine"] = worst_machine(reports) | {"with_leader": with_leader}
-        return reasons
 
     def _dismiss(self, code: int) -> None:
         """Sends all home with the load's exit code; local ones that do not go are killed. At most about 10 s."""

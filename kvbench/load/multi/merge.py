@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import gevent
@@ -13,33 +13,46 @@ import numpy as np
 from kvbench.common.foreign_cpu import contention_reasons
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, clock_reasons
-from kvbench.load.samples import SCHEMA, Clocked, Sample, own_costs
-from kvbench.load.validity import RATE_MARGIN, busiest_second, client_report, invalid_reasons
+from kvbench.load.multi.shards import Shard
+from kvbench.load.samples import SCHEMA, Clocked, Sample, client_figures
+from kvbench.load.validity import RATE_MARGIN, busiest_second, invalid_reasons
 from kvbench.requests.request import RequestSpec
 
 _ROWS_BETWEEN_PAUSES = 200
 
 
-@dataclass(frozen=True)
-class WorkerResult:
-    """What one worker handed back. ``samples`` are on the master's clock; ``lags`` [s] float64 [ticks].
+@dataclass
+class Member:
+    """One worker as the master sees it. ``node``: Locust's name of it; ``answers``: the newest to each message.
 
-    ``boot``: the boot id of its machine (None: not known); ``machine``: how that was meanwhile (``machine_report``),
-    None where it did not tell. ``mismatches``: prompts of which the server counted other tokens than were sent; only
-    the sender knows, as the prompt of a later turn has the server's own answers in it.
+    ``boot``: the boot id of its machine (None: not known); ``ended``: why its streams ended (gone, signal, error);
+    ``lost``: why nothing more is expected of it. What it handed back: ``samples`` on the master's clock, ``lags`` [s]
+    float64 [ticks], ``machine`` (``machine_report``, None where it did not tell), ``mismatches``: prompts of which the
+    server counted other tokens than were sent, which only the sender knows.
     """
 
+    node: str
     name: str
     host: str
     pid: int
-    requests: int
-    samples: list[Sample]
-    lags: np.ndarray
-    clocked: Clocked
-    clock: ClockMap
-    mismatches: int = 0
     boot: str | None = None
+    done: int = 0
+    failed: int = 0
+    ended: dict[str, Any] | None = None
+    lost: str | None = None
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shard: Shard | None = None
+    clock: ClockMap | None = None
+    calibration: dict[str, Any] | None = None
+    samples: list[Sample] = field(default_factory=list)
+    lags: np.ndarray = field(default_factory=lambda: np.empty(0))
+    clocked: Clocked = field(default_factory=Clocked)
+    mismatches: int = 0
     machine: dict[str, Any] | None = None
+
+    def lose(self, why: str) -> None:
+        """From now on this worker counts as lost."""
+        self.lost = self.lost or f"{self.name} was lost: {why}"
 
 
 def samples_to_bytes(samples: Sequence[Sample], zero: float) -> bytes:
@@ -106,57 +119,43 @@ def most_in_flight(samples: Sequence[Sample]) -> int:
     return int(np.cumsum([step for _, step in sorted(moments)]).max(initial=0)) if moments else 0
 
 
-def merged_client(results: Sequence[WorkerResult], mode: str, wall_s: float) -> tuple[dict[str, Any], list[str]]:
+def merged_client(members: Sequence[Member], mode: str, wall_s: float) -> tuple[dict[str, Any], list[str]]:
     """The client's figures of the whole load, and what speaks against single workers (one sentence each).
 
     Lag, slip and coalesced chunks are those of all samples together; ``cpu_fraction`` is the busiest process's share of
     a core, since one process cannot have more than one. ``processes`` has each worker's own figures, which must keep
     the same limits: one slow worker of many may not hide among the others.
     """
-    lags = np.concatenate([r.lags for r in results]) if results else np.empty(0)
-    cpu_s, clocked = sum(r.clocked.cpu_s for r in results), [r.clocked for r in results]
-    stamped = all(r.clocked.kernel_stamps for r in results)
-    client = client_report([s for r in results for s in r.samples], lags, cpu_s, wall_s, mode, stamped)
-    own = [
-        client_report(r.samples, r.lags, r.clocked.cpu_s, r.clocked.wall_s, mode, r.clocked.kernel_stamps)
-        for r in results
-    ]
-    for result, figures in zip(results, own, strict=True):
-        figures |= own_costs(result.samples, figures["chunks"], [result.clocked])
-    fractions = [c["cpu_fraction"] for c in own if c["cpu_fraction"] is not None]
+    lags = np.concatenate([np.empty(0), *(m.lags for m in members)])
+    client = client_figures([s for m in members for s in m.samples], lags, [m.clocked for m in members], mode, wall_s)
+    own = [client_figures(m.samples, m.lags, [m.clocked], mode, m.clocked.wall_s) for m in members]
     client["cpu_fraction_total"] = client["cpu_fraction"]
-    client["cpu_fraction"] = max(fractions, default=None)
-    client |= own_costs([s for r in results for s in r.samples], client["chunks"], clocked)
-    client["reopened_connections"] = sum(c.reopened for c in clocked)
-    reads = sum(r.clocked.reads for r in results)
-    client["unstamped_share"] = sum(r.clocked.unstamped_reads for r in results) / reads if reads else None
-    client["priority"] = ", ".join(sorted({c.priority for c in clocked}))
-    client["prompt_token_mismatches"] = sum(r.mismatches for r in results)
-    client["processes"] = [_process(r, c) for r, c in zip(results, own, strict=True)]
+    client["cpu_fraction"] = max((c["cpu_fraction"] for c in own if c["cpu_fraction"] is not None), default=None)
+    client["prompt_token_mismatches"] = sum(m.mismatches for m in members)
+    client["processes"] = [_process(m, c) for m, c in zip(members, own, strict=True)]
     reasons: list[str] = []
     if not invalid_reasons(client, 0):  # else the same is said of the whole load
-        for result, figures in zip(results, own, strict=True):
-            reasons += [f"{result.name}: {x}" for x in invalid_reasons(figures, 0)]
-    for result in results:
-        reasons += clock_reasons(result.name, result.clock, client["itl_p50_ms"])
+        for member, figures in zip(members, own, strict=True):
+            reasons += [f"{member.name}: {x}" for x in invalid_reasons(figures, 0)]
+    for member in members:
+        reasons += clock_reasons(member.name, member.clock, client["itl_p50_ms"])
     return client, reasons
 
 
 _OWN_FIGURES = (
-    "cpu_fraction", "cpu_us_per_chunk", "lag_source", "lag_p50_ms", "lag_p99_ms", "loop_lag_p99_ms",
+    "priority", "cpu_fraction", "cpu_us_per_chunk", "lag_source", "lag_p50_ms", "lag_p99_ms", "loop_lag_p99_ms",
     "schedule_slip_p99_ms", "turnaround_p50_ms", "turnaround_p99_ms", "turnaround_share", "chunks", "coalesced_share",
 )  # fmt: skip
 
 
-def _process(result: WorkerResult, figures: Mapping[str, Any]) -> dict[str, Any]:
-    clock = result.clock
+def _process(member: Member, figures: Mapping[str, Any]) -> dict[str, Any]:
+    clock = member.clock
     return {
-        "name": result.name,
-        "host": result.host,
-        "pid": result.pid,
-        "requests": result.requests,
-        "completed": sum(s.completion.ok for s in result.samples),
-        "priority": result.clocked.priority,
+        "name": member.name,
+        "host": member.host,
+        "pid": member.pid,
+        "requests": len(member.shard.requests),
+        "completed": sum(s.completion.ok for s in member.samples),
         **{name: figures[name] for name in _OWN_FIGURES},
         "clock": {
             "same_clock": clock.same_clock,
@@ -169,42 +168,54 @@ def _process(result: WorkerResult, figures: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def calibration_reasons(
-    calibrations: Sequence[Mapping[str, Any]], results: Sequence[WorkerResult], wall_s: float
+def judge_workers(
+    members: Sequence[Member], client: dict[str, Any], wall_s: float, leader: str | None, leader_cores: float
 ) -> list[str]:
-    """Why single workers may not be believed: over the limits of a load, or busier than they were calibrated for.
+    """What speaks against the clients and machines of workers that came by themselves; adds both to ``client``.
 
-    ``calibrations[i]``: of the worker of ``results[i]``, as JSON.
+    ``leader``: the boot id of the master's machine, on which the master used ``leader_cores``.
     """
+    reasons = calibration_reasons([m for m in members if m.calibration], wall_s)
+    seen = [member for member in members if member.machine is not None]  # not of one that was stopped early
+    reports = machine_reports(seen, leader, leader_cores)
+    reasons += [f"{name}: {reason}" for name, report in reports.items() for reason in contention_reasons(report)]
+    for member, process in zip(members, client["processes"], strict=True):
+        if member.calibration:
+            process["calibration"] = member.calibration
+        process["machine"] = reports.get(member.name)
+    if seen:
+        with_leader = leader is not None and leader in [member.boot for member in seen]
+        client["machine"] = worst_machine(reports) | {"with_leader": with_leader}
+    return reasons
+
+
+def calibration_reasons(members: Sequence[Member], wall_s: float) -> list[str]:
+    """Why single workers may not be believed: over the limits of a load, or busier than they were calibrated for."""
     reasons = []
-    for each, result in zip(calibrations, results, strict=True):
-        reasons += [f"{result.name}: {reason}" for reason in each["reasons"]]
-        streams, most_streams = most_in_flight(result.samples), each["settings"]["streams"]
-        chunks = sum(len(s.completion.chunk_times) for s in result.samples)
-        rate = max(chunks / wall_s if wall_s > 0 else 0.0, busiest_second(result.samples))
-        calibrated_rate = most_streams * 1000 / each["settings"]["itl_ms"]
+    for member in members:
+        settings = member.calibration["settings"]
+        reasons += [f"{member.name}: {reason}" for reason in member.calibration["reasons"]]
+        streams, most_streams = most_in_flight(member.samples), settings["streams"]
+        chunks = sum(len(s.completion.chunk_times) for s in member.samples)
+        rate = max(chunks / wall_s if wall_s > 0 else 0.0, busiest_second(member.samples))
+        calibrated_rate = most_streams * 1000 / settings["itl_ms"]
         if streams > most_streams or rate > RATE_MARGIN * calibrated_rate:
             reasons.append(
-                f"{result.name} had up to {streams} streams at once and {rate:.0f} chunks a second, and was calibrated "
+                f"{member.name} had up to {streams} streams at once and {rate:.0f} chunks a second, and was calibrated "
                 f"at {most_streams} and {calibrated_rate:.0f}; use more workers, or set max_concurrency."
             )
     return reasons
 
 
-def machine_reports(
-    results: Sequence[WorkerResult], leader: str | None, leader_cores: float
-) -> dict[str, dict[str, Any]]:
-    """Each worker's machine report, by the worker's name, without what the load's other processes used there.
-
-    ``leader``: the boot id of the master's machine, on which the master used ``leader_cores``.
-    """
+def machine_reports(members: Sequence[Member], leader: str | None, leader_cores: float) -> dict[str, dict[str, Any]]:
+    """Each worker's machine report, by the worker's name, without what the load's other processes used there."""
     reports = {}
-    for result in results:
-        report = reports[result.name] = dict(result.machine)
-        if report["foreign_cpu_cores"] is not None and result.boot is not None:
-            beside = [r.machine for r in results if r is not result and r.boot == result.boot]
+    for member in members:
+        report = reports[member.name] = dict(member.machine)
+        if report["foreign_cpu_cores"] is not None and member.boot is not None:
+            beside = [m.machine for m in members if m is not member and m.boot == member.boot]
             ours = sum(each["client_cpu_cores"] or 0.0 for each in beside)
-            ours += leader_cores if result.boot == leader else 0.0
+            ours += leader_cores if member.boot == leader else 0.0
             report["foreign_cpu_cores"] = max(0.0, report["foreign_cpu_cores"] - ours)
     return reports
 

@@ -27,26 +27,13 @@ from locust.runners import WorkerRunner
 
 from kvbench import __version__
 from kvbench.common import processes
-from kvbench.common.errors import EXIT_INTERRUPTED
+from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE
 from kvbench.common.foreign_cpu import CpuReading, machine_report, read_cpu, server_at
 from kvbench.common.machine import boot_id
+from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi import messages
 from kvbench.load.multi.merge import in_slices, samples_to_bytes
-from kvbench.load.process import (
-    EXIT_BAD_INPUT,
-    EXIT_NOT_DRIVEN,
-    STOP_LIMIT_S,
-    Measuring,
-    allow_many_sockets,
-    check_server,
-    end_users,
-    undisturbed,
-    user_class,
-    user_count,
-    wait_ready,
-    watch,
-)
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import client_report
@@ -69,7 +56,7 @@ def run_worker(host: str, port: int) -> int:
         socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "not a possible name"
-        return _failed(EXIT_BAD_INPUT, f"--master-host {host!r} is no machine's name or address: {why}")
+        return _failed(EXIT_USAGE, f"--master-host {host!r} is no machine's name or address: {why}")
     waiting = f"while it waited for the master at {host}:{port}"
     handlers = [gevent.signal_handler(number, _end_now, number, waiting) for number in _STOP_SIGNALS]
     _tell_user(f"waiting up to {CONNECT_LIMIT_S:g} s for the master at {host}:{port}")
@@ -77,7 +64,7 @@ def run_worker(host: str, port: int) -> int:
     try:
         runner = env.create_worker_runner(host, port)
     except Exception as error:  # Locust's, after its last attempt
-        return _failed(EXIT_NOT_DRIVEN, f"no master at {host}:{port} ({error!r}); is `kvbench load --master` running?")
+        return _failed(EXIT_INVALID, f"no master at {host}:{port} ({error!r}); is `kvbench load --master` running?")
     for handler in handlers:
         handler.cancel()
     _tell_user("the master has answered; the load begins when all its workers are there")
@@ -121,19 +108,19 @@ class Worker:
         self.env, self.runner = env, runner
         self.session: LoadSession | None = None
         self.over = Event()
-        self.code = EXIT_NOT_DRIVEN
+        self.code = EXIT_INVALID
         self._stopped = self._in_haste = False  # in haste: whoever stopped the load does not wait for long
         self._signal = 0
         self._parent = os.getppid()
         self._joined = False  # the master knows the token, too
         self._silent_s, self._patience_s = 0.0, MASTER_LIMIT_S
-        self._measuring: Measuring | None = None
+        self._measuring: process.Measuring | None = None
         self._measured: gevent.Greenlet | None = None
         self._machine: dict[str, Any] | None = None
 
     def run(self) -> int:
         """Until the master says how the load ended, or is gone."""
-        allow_many_sockets()
+        process.allow_many_sockets()
         runner = self.runner
         for number in _STOP_SIGNALS:
             gevent.signal_handler(number, self._on_signal, number)
@@ -162,8 +149,8 @@ class Worker:
         while not self.over.wait(_LOOK_S):
             self._silent_s += _LOOK_S  # turns are counted: while this process stood still it heard nobody
             if self._silent_s > self._patience_s:
-                self._end(EXIT_NOT_DRIVEN, f"the master has been silent for {self._silent_s:.0f} s")
-        with gevent.Timeout(STOP_LIMIT_S, False):
+                self._end(EXIT_INVALID, f"the master has been silent for {self._silent_s:.0f} s")
+        with gevent.Timeout(process.STOP_LIMIT_S, False):
             runner.send_message("quit")  # Locust's: another may have this one's place
             runner.quit()
         return self.code
@@ -197,9 +184,9 @@ class Worker:
 
     def _on_joined(self, msg: Message, **_: Any) -> None:
         if why := msg.data.get("error"):
-            self._end(EXIT_NOT_DRIVEN, f"the master turned it away, {why}")
+            self._end(EXIT_INVALID, f"the master turned it away, {why}")
         elif not messages.proven(f"master {self.runner.client_id}", msg.data.get("proof")):
-            self._end(EXIT_NOT_DRIVEN, f"the master has another {messages.TOKEN_VARIABLE}; give both the same")
+            self._end(EXIT_INVALID, f"the master has another {messages.TOKEN_VARIABLE}; give both the same")
         else:
             self._joined = True
 
@@ -226,14 +213,14 @@ class Worker:
         requests = [RequestSpec.from_row(json.loads(line)) for line in in_slices(rows.splitlines())]
         self.session = LoadSession(self._spec, RequestList(requests))
         self.session.fire = self.env.events.request.fire
-        users = user_class(self._spec, self.session)
+        users = process.user_class(self._spec, self.session)
         self.env.user_classes = [users]
         try:
-            check_server(self.session)
+            process.check_server(self.session)
         except StreamFailure as failure:
             raise ValueError(f"{failure}; is the server running at {self._spec.base_url}?") from failure
-        self.runner.spawn_users({users.__name__: user_count(self._spec)})
-        wait_ready(self.session, user_count(self._spec), lambda: self._stopped)
+        self.runner.spawn_users({users.__name__: process.user_count(self._spec)})
+        process.wait_ready(self.session, process.user_count(self._spec), lambda: self._stopped)
 
     def _start(self, zero: float) -> dict[str, Any]:
         """Arms the load for ``zero`` [s, this clock]; how much time was left then."""
@@ -245,7 +232,7 @@ class Worker:
     def _measure(self, zero: float, armed: Event) -> None:
         gone = error = None
         try:
-            with undisturbed(self._spec) as priority:
+            with process.undisturbed(self._spec) as priority:
                 armed.set()
                 gone = self._run_from(zero, priority)
         except Exception as failure:  # whatever it was: the load ends now, and its user is told why
@@ -259,10 +246,10 @@ class Worker:
         begun = _own_reading(self._server)
         early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
         gevent.sleep(max(0.0, zero - early - time.perf_counter()))
-        measuring = Measuring(self.session)
+        measuring = process.Measuring(self.session)
         measuring.clocked.priority = priority
         measuring.begin(zero)
-        gone = watch(self.session, lambda: self._stopped, lambda: self._tell(messages.PROGRESS))
+        gone = process.watch(self.session, lambda: self._stopped, lambda: self._tell(messages.PROGRESS))
         measuring.end()
         self._machine = machine_report(begun, _own_reading(self._server), self._server)
         self._measuring = measuring
@@ -272,8 +259,8 @@ class Worker:
         """Ends the users, and hands back what was measured once all of it is parsed."""
         self._patience_s = _MERGE_LIMIT_S
         if self._measured is not None:
-            self._measured.join(timeout=STOP_LIMIT_S)
-        end_users(self.runner)
+            self._measured.join(timeout=process.STOP_LIMIT_S)
+        process.end_users(self.runner)
         session, measuring = self.session, self._measuring
         if measuring is not None:
             measuring.parse_rest(lambda: self._in_haste, lambda: self._tell(messages.PROGRESS))

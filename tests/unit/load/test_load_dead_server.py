@@ -25,10 +25,10 @@ def requests(count: int, tag: int, max_tokens: int, rate: float | None = None) -
 def test_a_server_that_dies_takes_no_answer_and_no_failure_with_it(loads: LoadRunner, processes: int) -> None:
     """Requests are handed out in order, so every one that was must have its row, without a gap."""
     with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (server, loads.url):
-        sent = requests(20_000, 4000, max_tokens=4)
-        process = loads.start(loads.spec(sent, concurrency=64, processes=processes))
+        sent = requests(5000, 4000, max_tokens=4)
+        process = loads.start(loads.spec(sent, concurrency=16, processes=processes))
         for line in process.stdout:
-            if json.loads(line)["done"] >= 1000:
+            if json.loads(line)["done"] >= 200:
                 break
         server.kill()
         out, err = process.communicate(timeout=120)
@@ -38,8 +38,8 @@ def test_a_server_that_dies_takes_no_answer_and_no_failure_with_it(loads: LoadRu
     if processes == 1:
         assert samples["index"].tolist() == list(range(len(samples)))
     kinds = samples["error_kind"].value_counts().to_dict()
-    assert samples["ok"].sum() >= 1000
-    assert kinds["refused"] >= 64
+    assert samples["ok"].sum() >= 200
+    assert kinds["refused"] >= 16
     load = result.load
     assert load["failed"] == sum(kinds.values()) == load["locust"]["num_failures"]
     assert load["incomplete"] and result.events[-1]["done"] == len(samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pandas as pd
 import pytest
 
 from tests.support.loads import ROOT, free_port, own_mock, stamps_of
+from tests.support.raw_worker import RawWorker
 
 TTFT_MS, ITL_MS = 120, 15
 WORKLOAD = """
@@ -97,8 +99,8 @@ def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_ur
 
 
 def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: str, tmp_path: Path) -> None:
-    """60 requests at 2 users take over 5 s; the second worker would send all of them once more."""
-    (tmp_path / "small.yaml").write_text(WORKLOAD.replace("[6, 14]", "[6, 60]"))
+    """30 requests at 2 users take over 3 s; to a worker that comes meanwhile Locust would deal users out, too."""
+    (tmp_path / "small.yaml").write_text(WORKLOAD.replace("[6, 14]", "[6, 30]"))
     port = str(free_port())
 
     def node(*words: str) -> subprocess.Popen:
@@ -111,16 +113,21 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
     master = node("--master", "--master-bind-port", port, *of_master)
     early = node("--worker", "--master-port", port)
     while len(stamps_of(steady_url)) < 2:
-        time.sleep(0.1)
-    late = node("--worker", "--master-port", port)
+        time.sleep(0.05)
+    with RawWorker(port) as late:
+        late.say("client_ready", importlib.metadata.version("locust"))
+        heard = []
+        for kind, _ in late.heard(120.0):
+            heard.append(kind)
+            if kind == "quit":
+                break
     _, said = master.communicate(timeout=120)
     assert master.returncode == 0, said
-    for worker in (early, late):
-        worker.communicate(timeout=120)
+    early.communicate(timeout=120)
+    assert heard[0] == "ack" and heard[-1] == "quit" and "spawn" not in heard and "kvbench_shard" not in heard
     rows = pd.read_csv(tmp_path / "out_stats.csv").set_index("Name")
-    assert rows.loc["Aggregated", "Request Count"] == 60
-    assert rows.loc["Aggregated", "Failure Count"] == 0
-    assert len(stamps_of(steady_url)) == 60
+    assert rows.loc["Aggregated", ["Request Count", "Failure Count"]].tolist() == [30, 0]
+    assert len(stamps_of(steady_url)) == 30
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kvbench.common.foreign_cpu import Server, as_judged, contention_reasons
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, Reading, clock_map
 from kvbench.load.multi.merge import (
-    WorkerResult,
+    Member,
     calibration_reasons,
     machine_reports,
     merged_client,
@@ -22,6 +22,7 @@ from kvbench.load.multi.merge import (
     samples_to_bytes,
     worst_machine,
 )
+from kvbench.load.multi.shards import Shard
 from kvbench.load.samples import Clocked, Sample
 from kvbench.requests.request import RequestSpec
 
@@ -49,9 +50,10 @@ def sample(index: int, ts: float, end: float, *, itl: float = 0.02, late: float 
     return Sample(request, index % 3, ts - 0.001, ts, end, dataclasses.replace(done, **fields), 0.0005)
 
 
-def result(name: str, samples: list[Sample], cpu_s: float = 0.5, lags: float = 1e-4) -> WorkerResult:
-    clocked = Clocked(0.0, cpu_s, 10.0, 0.0, "normal")
-    return WorkerResult(name, "h", 1, len(samples), samples, np.full(1000, lags), clocked, SAME)
+def member(name: str, samples: list[Sample], cpu_s: float = 0.5, lags: float = 1e-4, **more: Any) -> Member:
+    clocked, shard = Clocked(0.0, cpu_s, 10.0, 0.0, "normal"), Shard(None, [s.request for s in samples], 0)
+    own = {"shard": shard, "samples": samples, "lags": np.full(1000, lags), "clocked": clocked, "clock": SAME}
+    return Member("node", name, "h", 1, **own | more)
 
 
 def test_samples_survive_the_way_and_land_on_the_masters_clock() -> None:
@@ -115,8 +117,8 @@ def test_a_request_that_starts_as_another_ends_is_not_beside_it() -> None:
 
 
 def test_cpu_is_limited_for_each_process_and_told_for_all() -> None:
-    fine = result("worker 1", [sample(0, 0.0, 9.0)], cpu_s=6.0)
-    client, reasons = merged_client([fine, result("worker 2", [sample(1, 0.0, 9.0)], cpu_s=6.0)], "closed", 10.0)
+    fine = member("worker 1", [sample(0, 0.0, 9.0)], cpu_s=6.0)
+    client, reasons = merged_client([fine, member("worker 2", [sample(1, 0.0, 9.0)], cpu_s=6.0)], "closed", 10.0)
     assert client["cpu_fraction"] == pytest.approx(0.6)  # of a core each: within the limit of 70 %
     assert client["cpu_fraction_total"] == pytest.approx(1.2)
     assert [p["cpu_fraction"] for p in client["processes"]] == pytest.approx([0.6, 0.6])
@@ -125,8 +127,8 @@ def test_cpu_is_limited_for_each_process_and_told_for_all() -> None:
 
 def test_one_late_worker_does_not_hide_among_many() -> None:
     """Of 400 workers' chunks half a per cent is 5 ms late: not in the p99 of all, but all that this worker saw."""
-    good = [result(f"worker {k}", [sample(k * 9 + i, i, i + 0.99) for i in range(9)]) for k in range(200)]
-    late = result("worker 200", [sample(5000 + i, i, i + 0.99, late=0.005) for i in range(2)])
+    good = [member(f"worker {k}", [sample(k * 9 + i, i, i + 0.99) for i in range(9)]) for k in range(200)]
+    late = member("worker 200", [sample(5000 + i, i, i + 0.99, late=0.005) for i in range(2)])
     slow = dataclasses.replace(
         late, samples=[*late.samples, *(sample(6000 + i, i, i + 0.99, late=0.005) for i in range(2))]
     )
@@ -138,7 +140,7 @@ def test_one_late_worker_does_not_hide_among_many() -> None:
 
 def test_a_badly_known_clock_speaks_against_the_load() -> None:
     far = dataclasses.replace(
-        result("worker 1", [sample(0, 0.0, 3.0)]), clock=ClockMap((Reading(0.0, 7.0, 0.003),), False)
+        member("worker 1", [sample(0, 0.0, 3.0)]), clock=ClockMap((Reading(0.0, 7.0, 0.003),), False)
     )
     client, reasons = merged_client([far], "closed", 10.0)
     assert "clock of worker 1" in reasons[0]
@@ -146,7 +148,7 @@ def test_a_badly_known_clock_speaks_against_the_load() -> None:
 
 
 def test_mismatches_are_those_that_the_senders_saw() -> None:
-    told = dataclasses.replace(result("worker 1", [sample(0, 0.0, 3.0)]), mismatches=2)
+    told = dataclasses.replace(member("worker 1", [sample(0, 0.0, 3.0)]), mismatches=2)
     assert merged_client([told, told], "closed", 10.0)[0]["prompt_token_mismatches"] == 4
 
 
@@ -160,18 +162,18 @@ CALIBRATED = {"reasons": [], "settings": {"streams": 4, "itl_ms": 20.0}}  # 200 
 
 
 def test_each_worker_is_held_to_its_calibration() -> None:
-    results = [result(f"worker {k}", [sample(k, 0.0, 5.0)]) for k in range(3)]
-    assert calibration_reasons([CALIBRATED] * 3, results, 10.0) == []
-    failed = CALIBRATED | {"reasons": ["too late."]}
-    assert calibration_reasons([CALIBRATED, failed, CALIBRATED], results, 10.0) == ["worker 1: too late."]
+    workers = [member(f"worker {k}", [sample(k, 0.0, 5.0)], calibration=CALIBRATED) for k in range(3)]
+    assert calibration_reasons(workers, 10.0) == []
+    workers[1].calibration = CALIBRATED | {"reasons": ["too late."]}
+    assert calibration_reasons(workers, 10.0) == ["worker 1: too late."]
 
 
 def test_a_worker_that_had_more_to_do_than_it_was_calibrated_for_is_told() -> None:
     many = [sample(k, 0.0, 5.0) for k in range(5)]
-    (said,) = calibration_reasons([CALIBRATED], [result("worker 1", many)], 10.0)
+    (said,) = calibration_reasons([member("worker 1", many, calibration=CALIBRATED)], 10.0)
     assert said.startswith("worker 1 had up to 5 streams at once and ") and "was calibrated at 4 and 200" in said
     fast = [sample(0, 0.0, 0.5, itl=0.0016), sample(1, 3.0, 3.5, itl=0.1)]  # 32 a second of the whole
-    (said,) = calibration_reasons([CALIBRATED], [result("worker 1", fast)], 10.0)
+    (said,) = calibration_reasons([member("worker 1", fast, calibration=CALIBRATED)], 10.0)
     assert "1 streams at once and 31" in said and "chunks a second" in said
 
 
@@ -181,8 +183,8 @@ def report(foreign: float | None, client: float = 0.2, steal: float | None = 0.0
     return {"load_average": 0.5, "cores": 8, "server_cpu_cores": None} | known | more
 
 
-def on(boot: str | None, number: int, machine: dict[str, Any]) -> WorkerResult:
-    return dataclasses.replace(result(f"worker {number}", []), boot=boot, machine=machine)
+def on(boot: str | None, number: int, machine: dict[str, Any]) -> Member:
+    return member(f"worker {number}", [], boot=boot, machine=machine)
 
 
 def test_what_the_load_itself_uses_on_a_machine_is_not_foreign_to_it() -> None:
