@@ -6,9 +6,7 @@ FIRE in the environment is a JSON list of rules, tried in order, the first that 
     path     the endpoint, e.g. "/metrics"; "stream" for completions that stream, "plain" for those that do not
     first    1: the ordinal of the first request of that path which is struck (1)
     count    how many are struck from there on (all)
-    every    strike only every so many of them (1)
     from_s   seconds after the first stream began before which the rule does not strike (0)
-    after    a path that must have been asked before the rule strikes (none)
     do       what happens, see ``Fire.strike``; ``seconds`` and ``status`` belong to some of them
     once_a_launch  a file: the rule belongs to the first server that strikes by it, which writes its pid there
 A prompt that is text and begins with "fire:" gets the answer of that name in ``tests.support.fire_wire``.
@@ -55,9 +53,7 @@ class Fire:
             self.first_stream = time.monotonic()
         for rule in self.rules:
             place = number - rule.get("first", 1)
-            if rule["path"] != path or place < 0 or place >= rule.get("count", 1 << 30) or place % rule.get("every", 1):
-                continue
-            if rule.get("after") and not self.seen.get(rule["after"]):
+            if rule["path"] != path or place < 0 or place >= rule.get("count", 1 << 30):
                 continue
             if rule.get("from_s") and (
                 self.first_stream is None or time.monotonic() < self.first_stream + rule["from_s"]
@@ -101,12 +97,6 @@ class Fire:
                 head = f"HTTP/1.1 {status} Fire\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
                 write(head.encode() + body)
                 await writer.drain()
-            case "redirect":
-                write(
-                    b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:9/elsewhere\r\ncontent-length: 0\r\n"
-                    b"connection: close\r\n\r\n"
-                )
-                await writer.drain()
             case "page":
                 write(
                     b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n"
@@ -116,8 +106,6 @@ class Fire:
             case "garbage":
                 write(b"\x16\x03\x01\x00 not HTTP at all \xff\xfe\r\n\r\n")
                 await writer.drain()
-            case "close":
-                pass
             case "reset":
                 hard_reset(writer)
             case "kill":
@@ -168,7 +156,7 @@ def handler(engine: fake.FakeEngine, fire: Fire) -> Any:
                 _, path, raw = request
                 body = json.loads(raw) if path == "/v1/completions" else {}
                 if rule := fire.rule_for(path, body):
-                    if rule["do"] in ("mid_kill", "mid_stop", "mid_hang", "mid_close", "mid_reset", "mid_drip"):
+                    if rule["do"].startswith("mid_"):
                         await struck_midway(fire, rule, writer)
                     else:
                         await fire.strike(rule, writer)
@@ -194,10 +182,7 @@ async def struck_midway(fire: Fire, rule: dict[str, Any], writer: asyncio.Stream
         writer.write(b"%x\r\n%b\r\n" % (len(payload), payload))
         await writer.drain()
         await asyncio.sleep(0.01)
-    if rule["do"] == "mid_drip":
-        await drip(writer, b"3\r\n:\n\n\r\n")
-    else:
-        await fire.strike(rule | {"do": rule["do"].removeprefix("mid_")}, writer)
+    await fire.strike(rule | {"do": rule["do"].removeprefix("mid_")}, writer)
 
 
 async def run(flags: argparse.Namespace) -> None:

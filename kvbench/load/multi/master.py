@@ -401,7 +401,7 @@ class SharedLoad:
                 continue
             told, first_user = member.answers[messages.SAMPLES], member.shard.first_user
             try:
-                member.samples = samples_from_bytes(told["samples"], told["zero"], member.clock, by_index, first_user)
+                member.samples = samples_from_bytes(told["samples"], member.clock, by_index, first_user)
                 member.lags, member.clocked = np.frombuffer(told["lags"], dtype=np.float64), Clocked(**told["clocked"])
                 member.mismatches, member.machine = told["mismatches"], told["machine"]
             except (ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ from kvbench.common.foreign_cpu import contention_reasons
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, clock_reasons
 from kvbench.load.multi.shards import Shard
-from kvbench.load.samples import SCHEMA, Clocked, Sample, client_figures
+from kvbench.load.samples import Clocked, Sample, client_figures
 from kvbench.load.validity import RATE_MARGIN, busiest_second, invalid_reasons
 from kvbench.requests.request import RequestSpec
 
@@ -55,29 +55,32 @@ class Member:
         self.lost = self.lost or f"{self.name} was lost: {why}"
 
 
-def samples_to_bytes(samples: Sequence[Sample], zero: float) -> bytes:
-    """The rows of requests.parquet as msgpack, with times in seconds since ``zero``."""
-    columns = SCHEMA.names
-    rows = [[row[name] for name in columns] for row in (s.to_row(zero) for s in in_slices(samples))]
-    return msgpack.packb([columns, rows], unicode_errors="surrogatepass")
+def samples_to_bytes(samples: Sequence[Sample]) -> bytes:
+    """What the master does not know of the samples, as msgpack."""
+    return msgpack.packb(
+        [(s.request.index, s.user, s.t0, s.ts, s.end, s.queued_s, vars(s.completion)) for s in in_slices(samples)]
+    )
 
 
 def samples_from_bytes(
-    data: bytes, zero: float, clock: ClockMap, requests: Mapping[int, RequestSpec], first_user: int = 0
+    data: bytes, clock: ClockMap, requests: Mapping[int, RequestSpec], first_user: int = 0
 ) -> list[Sample]:
     """The reverse of ``samples_to_bytes``, every time moved onto the master's clock.
 
-    ``zero``: the worker's time zero on its own clock; ``requests``: by index; ``first_user`` is added to the users'
-    numbers, which each worker counts from 0. ValueError for rows that are none.
+    ``requests``: by index; ``first_user`` is added to the users' numbers, which each worker counts from 0. ValueError,
+    KeyError or TypeError for something else.
     """
-    try:
-        columns, rows = msgpack.unpackb(data, unicode_errors="surrogatepass")
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ValueError(f"the samples cannot be read: {error!r}") from error
-    if columns != SCHEMA.names:
-        raise ValueError("the samples have other columns; run the same version of kvbench on every machine.")
-    found = (dict(zip(columns, row, strict=True)) for row in in_slices(rows))
-    return [_sample(row, zero, clock, requests[row["index"]], first_user) for row in found]
+
+    def moved(times: Sequence[float]) -> list[float]:
+        return clock.to_master(np.asarray(times, dtype=np.float64)).tolist()
+
+    samples = []
+    for index, user, t0, ts, end, queued_s, fields in in_slices(msgpack.unpackb(data)):
+        done = Completion(**fields)
+        done.chunk_times, done.sent_times = moved(done.chunk_times), moved(done.sent_times)
+        done.first = None if done.first is None else moved([done.first])[0]
+        samples.append(Sample(requests[index], user + first_user, *moved([t0, ts, end]), done, queued_s))
+    return samples
 
 
 def in_slices(rows: Sequence[Any]) -> Iterator[Any]:
@@ -86,31 +89,6 @@ def in_slices(rows: Sequence[Any]) -> Iterator[Any]:
         if k % _ROWS_BETWEEN_PAUSES == 0:
             gevent.sleep(0)
         yield row
-
-
-def _sample(row: Mapping[str, Any], zero: float, clock: ClockMap, request: RequestSpec, first_user: int) -> Sample:
-    def moved(times: Sequence[float]) -> list[float]:
-        return clock.to_master(np.asarray(times, dtype=np.float64) + zero).tolist()
-
-    t0, ts, end = moved([row["t0"], row["ts"], row["end"]])
-    done = Completion(
-        http_status=row["http_status"],
-        chunk_times=moved(row["chunk_times"]),
-        chunk_tokens=row["chunk_tokens"],
-        sent_times=moved(row["sent_times"] or []),
-        token_ids=row["output_token_ids"] or [],
-        text=row["text"],
-        first=None if row["first"] is None else moved([row["first"]])[0],
-        finish_reason=row["finish_reason"],
-        prompt_tokens=row["prompt_tokens"],
-        output_tokens=row["output_tokens"],
-        cached_tokens=row["cached_tokens"],
-        coalesced=row["coalesced"],
-        done=row["ok"],
-        error_kind=row["error_kind"],
-        error=row["error"],
-    )
-    return Sample(request, row["user"] + first_user, t0, ts, end, done, row["queued_s"])
 
 
 def most_in_flight(samples: Sequence[Sample]) -> int:

@@ -269,8 +269,7 @@ class Worker:
         messages.send_statistics(self.runner)  # before the answer, so that the master has them when it has that
         figures = client_report(session.samples, [], 0.0, 0.0, self._spec.mode)
         return {
-            "zero": session.zero,
-            "samples": samples_to_bytes(session.samples, session.zero),
+            "samples": samples_to_bytes(session.samples),
             "lags": np.asarray(measuring.probe.lags if measuring else (), dtype=np.float64).tobytes(),
             "clocked": vars(measuring.clocked) if measuring else {},
             "mismatches": figures["prompt_token_mismatches"],

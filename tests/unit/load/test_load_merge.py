@@ -80,9 +80,7 @@ def test_samples_survive_the_way_and_land_on_the_masters_clock() -> None:
         )
         for s in truth
     ]
-    zero = shown(2.0)
-    data = samples_to_bytes(seen, zero)
-    back = samples_from_bytes(data, zero, clock, {s.request.index: s.request for s in truth}, first_user=10)
+    back = samples_from_bytes(samples_to_bytes(seen), clock, {s.request.index: s.request for s in truth}, first_user=10)
     for was, now in zip(truth, back, strict=True):
         assert now.request is was.request
         assert now.user == was.user + 10
@@ -92,11 +90,6 @@ def test_samples_survive_the_way_and_land_on_the_masters_clock() -> None:
         same = ("token_ids", "text", "finish_reason", "output_tokens", "cached_tokens", "error_kind", "error", "ok")
         assert all(getattr(now.completion, n) == getattr(was.completion, n) for n in same)
         assert now.queued_s == was.queued_s
-
-
-def test_what_is_no_sample_file_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        samples_from_bytes(b"PAR1 nonsense", 0.0, SAME, {})
 
 
 def test_most_in_flight_is_that_of_counting_at_every_moment() -> None:

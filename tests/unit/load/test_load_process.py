@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from kvbench.load.spec import read_spec
 from kvbench.requests.request import RequestSpec
-from tests.support.loads import ROOT, LoadRunner, stamps_of
+from tests.support.loads import LoadRunner, stamps_of
 
 
 def requests(count: int, tag: int, max_tokens: int = 5, spacing_s: float | None = None) -> list[RequestSpec]:
@@ -142,24 +138,6 @@ def test_bad_input_is_exit_2_and_no_traceback(loads: LoadRunner, change: dict, w
     assert result.code == 2
     assert words in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_the_same_load_under_locusts_own_command_line(loads: LoadRunner) -> None:
-    spec = loads.spec(requests(9, tag=1900), model="mock?itl_ms=3", concurrency=3)
-    done = subprocess.run(
-        [sys.executable, "-m", "locust", "-f", "kvbench/load/locustfile.py", "--headless", "-u", "3", "-r", "3"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=os.environ | {"KVBENCH_LOAD_SPEC": str(spec), "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    samples = pd.read_parquet(spec.parent / "requests.parquet")
-    assert samples["ok"].tolist() == [True] * 9, done.stderr
-    load = json.loads((spec.parent / "load.json").read_text())
-    assert load["max_in_flight"] == 3
-    assert load["locust"]["num_requests"] == 9
 
 
 def test_the_load_is_over_with_its_last_stream_not_with_its_last_parse(loads: LoadRunner) -> None:

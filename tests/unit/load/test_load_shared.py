@@ -18,7 +18,6 @@ import pytest
 
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.foreign_cpu import MachineWatch, Server
-from kvbench.load.samples import SCHEMA
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, SUPPORT, LoadRunner, Result, free_port, stamps_of
 from tests.support.raw_worker import RawWorker
@@ -279,8 +278,7 @@ def scripted(raw: RawWorker, last: str, **machine: Any) -> None:
         "kvbench_shard": {},
         "kvbench_start": {"left_s": 1.0},
         "kvbench_samples": {
-            "zero": 0.0, "samples": msgpack.packb([SCHEMA.names, []]), "lags": b"", "clocked": {}, "mismatches": 0,
-            "machine": machine or None,
+            "samples": msgpack.packb([]), "lags": b"", "clocked": {}, "mismatches": 0, "machine": machine or None,
         },
     }  # fmt: skip
     for kind, _ in raw.heard(LIMIT_S):
