@@ -6,9 +6,8 @@
 
 Beside each request (POST) there are rows TTFT, ITL and TPOT for each class; the row Aggregated is that of the requests
 alone. In closed loop ``--users`` is the concurrency; the test ends when the workload's requests are used up, or
-at ``--run-time``, if that is sooner. ``--kvbench-spec SPEC.json`` drives the load of ``python -m kvbench.load`` in its
-place, which remains the way to measure: it also raises its priority, keeps the garbage collector out and checks clocks.
-The spec's files are written then, by a test of one process.
+at ``--run-time``, if that is sooner. ``kvbench load`` remains the way to measure: it also raises its priority, keeps
+the garbage collector out and checks clocks.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi.messages import send_statistics
 from kvbench.load.multi.shards import make_shards
-from kvbench.load.samples import Sample, outcome_of, write_outcome
+from kvbench.load.samples import Sample
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 from kvbench.loadtest.locust_job import LocustJob, add_arguments, job_of
-from kvbench.requests.request import RequestList
 
 _SHARD, _ENDED = "kvbench_shard", "kvbench_ended"
 _MISTAKES = (ValueError, OSError, MeasurementError)
@@ -51,9 +49,7 @@ class Node:
     """
 
     job: LocustJob | None = None
-    requests: RequestList | None = None  # of the whole test
     session: LoadSession | None = None
-    measuring: process.Measuring | None = None
     shard: tuple[int, int] | None = (0, 1)
     test: int = 0
     driver: gevent.Greenlet | None = None
@@ -175,20 +171,18 @@ def _on_start(environment: Environment, **_: Any) -> None:
             sys.exit(EXIT_USAGE)
         gevent.spawn(_leave, environment, str(error))
         return
-    NODE.session, NODE.measuring = session, process.Measuring(session)
+    NODE.session = session
     fire = environment.events.request.fire
     session.fire = lambda **event: (fire(**event), _add_rows(environment.stats, event["context"]["sample"]))
-    measures = NODE.job.out_dir is not None and NODE.job.mode == "closed" and NODE.shard[1] == 1
     if isinstance(runner, WorkerRunner):
         NODE.shard = None  # the next test's is not known
-    NODE.driver = gevent.spawn(_drive, environment, users if measures else 1)
+    NODE.driver = gevent.spawn(_drive, environment)
 
 
 def _session(environment: Environment, users: int) -> LoadSession:
     """What this process's users share: its part of the test. Asks the server for its model. See ``_MISTAKES``."""
     number, processes = NODE.shard
     spec, requests = NODE.job.requests(environment.host, environment.parsed_options, users, NODE.test)
-    NODE.requests = requests
     if processes > 1:
         part = make_shards(spec.model_copy(update={"concurrency": max(users, processes)}), requests, processes)[number]
         spec, requests = part.spec, part.requests
@@ -233,21 +227,18 @@ def _await_workers(environment: Environment, master: MasterRunner, nodes: set[st
     _end(environment)
 
 
-def _drive(environment: Environment, line_up: int) -> None:
-    """Starts when ``line_up`` users stand at the line, and ends Locust's test when the load has ended."""
-    session, measuring = NODE.session, NODE.measuring
+def _drive(environment: Environment) -> None:
+    """Starts when the first user stands at the line, and ends Locust's test when the load has ended."""
+    session = NODE.session
     if not session.total:  # more workers than conversations
         _leave(environment)
         return
     problem = None
     try:
-        # Who stops the test ends this greenlet.
-        spawning_s = line_up / (environment.parsed_options.spawn_rate or 1.0)
-        process.wait_ready(session, line_up, lambda: False, process.START_LIMIT_S + spawning_s)
-        measuring.begin()
+        process.wait_ready(session, 1, lambda: False)  # who stops the test ends this greenlet
+        session.begin()
         gone = process.watch(session, lambda: False, lambda: None)
-        measuring.end()
-        measuring.parse_rest(lambda: False, lambda: None)
+        process.parse_rest(session, lambda: False, lambda: None)
         problem = None if gone is None else f"the server stopped answering: {gone}"
     except StreamFailure as failure:
         problem = str(failure)
@@ -288,7 +279,7 @@ def _end(environment: Environment) -> None:
 
 @events.test_stop.add_listener
 def _on_stop(environment: Environment, **_: Any) -> None:
-    session, measuring = NODE.session, NODE.measuring
+    session = NODE.session
     if session is None:
         return
     NODE.session, session.stopping = None, True
@@ -296,13 +287,5 @@ def _on_stop(environment: Environment, **_: Any) -> None:
     if from_outside:
         NODE.driver.kill(block=False)  # it must not end the next test
     if session.go.is_set():
-        if measuring.clocked.wall_s == 0.0:  # stopped before its end
-            measuring.end()
-        measuring.parse_rest(lambda: from_outside, lambda: None)
+        process.parse_rest(session, lambda: from_outside, lambda: None)
     session.close()
-    if not session.go.is_set() or NODE.job.out_dir is None or isinstance(environment.runner, WorkerRunner):
-        return
-    NODE.job.out_dir.mkdir(parents=True, exist_ok=True)
-    totals = (environment.stats.total.num_requests, environment.stats.total.num_failures)
-    outcome = outcome_of(measuring, totals)
-    write_outcome(NODE.job.spec, NODE.requests, outcome)

@@ -52,10 +52,10 @@ def check_server(session: LoadSession) -> None:
     client.close()
 
 
-def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool], limit_s: float = START_LIMIT_S) -> None:
+def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) -> None:
     """Until every user stands at the line with an open connection, or the load is stopped. StreamFailure."""
-    late = StreamFailure("connect_timeout", f"the users were not ready in {limit_s:g} s")
-    with gevent.Timeout(limit_s, late):
+    late = StreamFailure("connect_timeout", f"the users were not ready in {START_LIMIT_S:g} s")
+    with gevent.Timeout(START_LIMIT_S, late):
         while session.ready < users:
             if session.start_failure is not None:
                 raise session.start_failure
@@ -142,26 +142,30 @@ class Measuring:
         return clocked
 
     def parse_rest(self, stopped: Callable[[], bool], tick: Callable[[], None]) -> None:
-        """After the streams: until all that came back is judged. ``tick``: 4 times a second.
-
-        Once the load is ``stopped`` it may take ``STOP_LIMIT_S`` more; otherwise it ends when nothing gets done.
-        """
-        session = self.session
-        moved = ticked = time.monotonic()
-        stopped_at, done = float("inf"), session.done
-        while session.unparsed:
-            gevent.sleep(_LOOK_S)
-            now = time.monotonic()
-            if session.done != done:
-                moved, done = now, session.done
-            if stopped():
-                stopped_at = min(stopped_at, now)
-            if now - moved > _STALL_MARGIN_S or now - stopped_at > STOP_LIMIT_S:
-                break
-            if now - ticked >= PROGRESS_S:
-                tick()
-                ticked = now
+        """After ``end``: see ``parse_rest``."""
+        parse_rest(self.session, stopped, tick)
         self.clocked.parse_cpu_s = time.process_time() - self._cpu
+
+
+def parse_rest(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], None]) -> None:
+    """Until all that came back is judged. ``tick``: 4 times a second.
+
+    Once the load is ``stopped`` it may take ``STOP_LIMIT_S`` more; otherwise it ends when nothing gets done.
+    """
+    moved = ticked = time.monotonic()
+    stopped_at, done = float("inf"), session.done
+    while session.unparsed:
+        gevent.sleep(_LOOK_S)
+        now = time.monotonic()
+        if session.done != done:
+            moved, done = now, session.done
+        if stopped():
+            stopped_at = min(stopped_at, now)
+        if now - moved > _STALL_MARGIN_S or now - stopped_at > STOP_LIMIT_S:
+            break
+        if now - ticked >= PROGRESS_S:
+            tick()
+            ticked = now
 
 
 class LoadEvents:

@@ -1,4 +1,4 @@
-"""What ``locust -f kvbench/load/locustfile.py`` sends: the load of a workload file or of a SPEC.json.
+"""What ``locust -f kvbench/load/locustfile.py`` sends: a load of a workload file.
 
 Every process of a distributed test makes the same requests from the same seed, and sends its own share of them.
 """
@@ -6,19 +6,17 @@ Every process of a distributed test makes the same requests from the same seed, 
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbench.load import launch as loadrun
-from kvbench.load.spec import LoadSpec, read_spec, requests_of
+from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, load_workload
 
-SPEC_VARIABLE = "KVBENCH_LOAD_SPEC"
 _WORKLOAD = Path(__file__).resolve().parents[2] / "workloads" / "mixed.yaml"
 
 
@@ -36,24 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kvbench-model", default="", help="model name (default: the server's first)")
     add("--kvbench-vocab-size", type=int, default=None, help="where the server does not tell")
     add("--kvbench-max-model-len", type=int, default=None, help="where the server does not tell")
-    spec = os.environ.get(SPEC_VARIABLE, "")
-    add("--kvbench-spec", default=spec, help="SPEC.json of one load, in place of a workload")
 
 
 @dataclass(frozen=True)
 class LocustJob:
-    """What to send. ``users``: Locust users where --users does not say. Either a workload's load, or a whole spec."""
+    """What to send. ``users``: Locust users where --users does not say."""
 
     mode: str
     users: int
-    workload: Workload | None = None
-    point: LoadPoint | None = None
-    spec: LoadSpec | None = None
-
-    @property
-    def out_dir(self) -> Path | None:
-        """Where requests.parquet and load.json go; None for a test that only Locust reports."""
-        return Path(self.spec.out_dir) if self.spec else None
+    workload: Workload
+    point: LoadPoint
 
     def requests(self, host: str, options: Any, users: int, test: int) -> tuple[LoadSpec, RequestList]:
         """The spec and requests of the whole test, which ``users`` share.
@@ -61,8 +51,6 @@ class LocustJob:
         ``test``: how many tests this process has started; a workload's drawn prompts differ from test to test. Asks the
         server for its model. ValueError, UsageError or MeasurementError.
         """
-        if self.spec:
-            return self.spec, requests_of(self.spec)
         if not host:
             raise ValueError("no server is given; write for example --host http://127.0.0.1:8000.")
         target = OpenAITarget(
@@ -92,10 +80,6 @@ class LocustJob:
 
 def job_of(options: Any) -> LocustJob:
     """The job of this command line. ValueError or UsageError."""
-    if options.kvbench_spec:
-        spec = read_spec(options.kvbench_spec)
-        requests_of(spec)  # a mistake is told before the test starts
-        return LocustJob(spec.mode, spec.concurrency or 1, spec=spec)
     workload = load_workload(
         options.kvbench_workload, profile=options.kvbench_profile or None, seed=options.kvbench_seed
     )

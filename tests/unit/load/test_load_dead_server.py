@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-import urllib.request
 
-import pandas as pd
 import pytest
 
 from kvbench.requests.request import RequestSpec
-from tests.support.loads import ROOT, LoadRunner, Result, free_port, own_mock
+from tests.support.loads import LoadRunner, Result, own_mock
 
 
 def requests(count: int, tag: int, max_tokens: int, rate: float | None = None) -> list[RequestSpec]:
@@ -67,37 +61,3 @@ def test_streams_that_are_too_slow_for_their_timeout_are_no_dead_server(loads: L
     assert result.code == 0, result.stderr
     assert result.samples["error_kind"].tolist() == ["timeout"] * 12
     assert (result.samples["chunk_times"].map(len) > 0).all()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_locusts_own_test_ends_with_the_server(loads: LoadRunner, processes: int) -> None:
-    with own_mock("--ttft-ms", "5", "--itl-ms", "5") as (server, url):
-        loads.url = url
-        spec = loads.spec(requests(5000, 4003, max_tokens=4), concurrency=8)
-        command = ["-f", "kvbench/load/locustfile.py", "--headless", "--only-summary", "--kvbench-spec", str(spec)]
-        if processes > 1:
-            port = str(free_port())
-            command += ["--processes", str(processes), "--master-bind-port", port, "--master-port", port]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "locust", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        while served(url) < 50:
-            assert process.poll() is None
-            time.sleep(0.05)
-        server.kill()
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 4, err
-    assert "kvbench: the server stopped answering: " in err and "Traceback" not in err
-    if processes == 1:
-        samples = pd.read_parquet(spec.parent / "requests.parquet")
-        assert samples["ok"].sum() >= 50 and (samples["error_kind"] == "refused").sum() >= 8
-        load = json.loads((spec.parent / "load.json").read_text())
-        assert load["incomplete"] and load["failed"] == load["locust"]["num_failures"]
-
-
-def served(url: str) -> int:
-    """Requests that the mock server has finished."""
-    with urllib.request.urlopen(url + "/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return int(float(next(x.split()[1] for x in lines if x.startswith("kvbench:request_success_total"))))

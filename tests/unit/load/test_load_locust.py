@@ -130,6 +130,27 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
     assert len(stamps_of(steady_url)) == 30
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_test_ends_with_the_server(tmp_path: Path, processes: int) -> None:
+    (tmp_path / "small.yaml").write_text(WORKLOAD.replace("[6, 14]", "[6, 5000]"))
+    more = ["--kvbench-at", "c4"]
+    if processes > 1:
+        port = str(free_port())
+        more += ["--processes", str(processes), "--master-bind-port", port, "--master-port", port]
+    with own_mock("--ttft-ms", "5", "--itl-ms", "5") as (server, url):
+        running = subprocess.Popen(
+            command(tmp_path, "--host", url, *more), stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        while len(stamps_of(url)) < 50:
+            assert running.poll() is None
+            time.sleep(0.05)
+        server.kill()
+        _, said = running.communicate(timeout=120)
+    assert running.returncode == 4, said
+    assert "kvbench: the server stopped answering: " in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
