@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import gevent
-from locust import User
 from locust.runners import STATE_STOPPED, Runner
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
@@ -34,22 +33,18 @@ _NICENESS = -10
 _REALTIME = 1  # the lowest real-time priority: before every ordinary process, behind every other real-time one
 
 
-def user_class(spec: LoadSpec, session: LoadSession | None = None) -> type[User]:
-    """Locust's user class of this load; without a session (a master, which runs no user) only its name counts."""
+def line_up(runner: Runner, session: LoadSession, stopped: Callable[[], bool]) -> None:
+    """Spawns the load's users; returns when each stands at the line, connected. StreamFailure; none if ``stopped``."""
+    env, spec = runner.environment, session.spec
+    session.fire = env.events.request.fire
     base = ClosedLoopUser if spec.mode == "closed" else OpenLoopUser
-    return type(base.__name__, (base,), {"session": session, "abstract": False})
-
-
-def user_count(spec: LoadSpec) -> int:
-    """Locust users of one process: the concurrency in closed loop, one dispatcher in open loop."""
-    return int(spec.concurrency or 1) if spec.mode == "closed" else 1
-
-
-def check_server(session: LoadSession) -> None:
-    """StreamFailure when the server takes no connection."""
+    env.user_classes = [type(base.__name__, (base,), {"session": session, "abstract": False})]
     client = session.new_client()
-    client.connect()
+    client.connect()  # a server that is not there is told once, and not by every user
     client.close()
+    count = spec.concurrency or 1  # in open loop one user dispatches all arrivals
+    runner.spawn_users({base.__name__: count})
+    wait_ready(session, count, stopped)
 
 
 def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) -> None:

@@ -60,7 +60,7 @@ def _not_stored(load: Any, error: OSError) -> int:
 
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
     if not options.master and useful_workers(spec, requests, spec.processes) == 1:
-        return Load(spec, requests, LoadSession(spec, requests))
+        return Load(spec, requests)
     from kvbench.load.multi.master import SharedLoad, WorkerSetup
 
     if not options.master:
@@ -70,30 +70,26 @@ def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) ->
 
 
 class Load:
-    """One load of this process alone: users, probe, progress, end."""
+    """One load of this process alone."""
 
-    def __init__(self, spec: LoadSpec, requests: RequestList, session: LoadSession) -> None:
-        self.spec, self.requests, self.session = spec, requests, session
+    def __init__(self, spec: LoadSpec, requests: RequestList) -> None:
+        self.spec, self.requests, self.session = spec, requests, LoadSession(spec, requests)
         self.events = process.LoadEvents(len(requests), on_stop=self._on_stop)
 
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one."""
         self.events.listen()
         process.allow_many_sockets()
-        session, users = self.session, process.user_count(self.spec)
-        env = Environment(user_classes=[process.user_class(self.spec, session)])
-        session.fire = env.events.request.fire
+        session, measuring = self.session, process.Measuring(self.session)
+        env = Environment()
         runner = env.create_local_runner()
-        measuring = process.Measuring(session)
         try:
-            process.check_server(session)
-            runner.start(users, spawn_rate=users)
-            process.wait_ready(session, users, lambda: self.events.stopped)
+            process.line_up(runner, session, self._stopped)
             with process.undisturbed(self.spec) as priority:
                 measuring.clocked.priority = priority
                 self._say("begin")
                 measuring.begin()
-                gone = process.watch(session, lambda: self.events.stopped, lambda: self._say("progress"))
+                gone = process.watch(session, self._stopped, self._progress)
                 measuring.end()
                 self._say("measured")
         except StreamFailure as failure:
@@ -104,19 +100,24 @@ class Load:
             process.end_users(runner)
             with gevent.Timeout(process.STOP_LIMIT_S, False):
                 runner.quit()
-        measuring.parse_rest(lambda: self.events.stopped, lambda: self._say("progress"))
+        measuring.parse_rest(self._stopped, self._progress)
         session.close()
         if gone is not None:
             print(f"kvbench load: the server stopped answering: {gone}", file=sys.stderr)
         code = self.events.exit_code(gone)
-        totals = (env.stats.total.num_requests, env.stats.total.num_failures)
-        outcome = outcome_of(measuring, totals)
+        outcome = outcome_of(measuring, (env.stats.total.num_requests, env.stats.total.num_failures))
         load = write_outcome(self.spec, self.requests, outcome, ended_well=code == 0)
         self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
         return code
 
     def _on_stop(self) -> None:
         self.session.stopping = True
+
+    def _stopped(self) -> bool:
+        return self.events.stopped
+
+    def _progress(self) -> None:
+        self._say("progress")
 
     def _say(self, event: str, **more: Any) -> None:
         session = self.session

@@ -20,7 +20,7 @@ from typing import Any
 
 import gevent
 import numpy as np
-from gevent.event import Event
+from gevent.event import AsyncResult, Event
 from locust.env import Environment
 from locust.rpc import Message
 from locust.runners import WorkerRunner
@@ -116,6 +116,7 @@ class Worker:
         self._silent_s, self._patience_s = 0.0, MASTER_LIMIT_S
         self._measuring: process.Measuring | None = None
         self._measured: gevent.Greenlet | None = None
+        self._zero: AsyncResult = AsyncResult()
         self._machine: dict[str, Any] | None = None
 
     def run(self) -> int:
@@ -200,7 +201,7 @@ class Worker:
         try:
             reply = act(**msg.data) or {}
         except Exception as error:  # whatever it was, the master must hear of it and end the load
-            reply = {"error": str(error) if isinstance(error, StreamFailure | ValueError) else repr(error)}
+            reply = {"error": str(error) if isinstance(error, ValueError) else repr(error)}
         self.runner.send_message(msg.type, reply)
 
     def _tell(self, name: str, **more: Any) -> None:
@@ -212,29 +213,26 @@ class Worker:
         self._server = server_at(self._spec.base_url)
         requests = [RequestSpec.from_row(json.loads(line)) for line in in_slices(rows.splitlines())]
         self.session = LoadSession(self._spec, RequestList(requests))
-        self.session.fire = self.env.events.request.fire
-        users = process.user_class(self._spec, self.session)
-        self.env.user_classes = [users]
         try:
-            process.check_server(self.session)
+            process.line_up(self.runner, self.session, lambda: self._stopped)
         except StreamFailure as failure:
             raise ValueError(f"{failure}; is the server running at {self._spec.base_url}?") from failure
-        self.runner.spawn_users({users.__name__: process.user_count(self._spec)})
-        process.wait_ready(self.session, process.user_count(self._spec), lambda: self._stopped)
+        armed = Event()
+        self._measured = gevent.spawn(self._measure, armed)
+        armed.wait()
 
     def _start(self, zero: float) -> dict[str, Any]:
-        """Arms the load for ``zero`` [s, this clock]; how much time was left then."""
-        armed = Event()
-        self._measured = gevent.spawn(self._measure, zero, armed)
-        armed.wait()
+        """The load begins at ``zero`` [s, this clock]; how much time is left until then."""
+        self._zero.set(zero)
         return {"left_s": zero - time.perf_counter()}
 
-    def _measure(self, zero: float, armed: Event) -> None:
+    def _measure(self, armed: Event) -> None:
+        """Waits for the start with all that takes time done, at the priority of the load."""
         gone = error = None
         try:
             with process.undisturbed(self._spec) as priority:
                 armed.set()
-                gone = self._run_from(zero, priority)
+                gone = self._run_from(self._zero.get(), priority)
         except Exception as failure:  # whatever it was: the load ends now, and its user is told why
             self.session.stopping, error = True, repr(failure)
         finally:

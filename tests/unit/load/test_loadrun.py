@@ -156,6 +156,9 @@ def test_a_process_that_outlives_kill_is_given_up(monkeypatch):
         def wait(self, timeout):
             raise subprocess.TimeoutExpired("x", timeout)
 
+        def release_watchdog(self):
+            pass
+
     assert processes.stop(Stuck(), grace_s=0.1) == -9
 
 
