@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kvbench.common.files import write_atomically, write_json
 from kvbench.load.completion import Completion
 from kvbench.load.validity import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
 from kvbench.metrics.latency import SESSION_BROKEN
@@ -157,9 +158,8 @@ def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:
 def write_samples(path: Path, samples: Sequence[Sample], zero: float) -> None:
     """Writes requests.parquet, rows in the order of the requests file; a half-written file is never seen."""
     rows = [s.to_row(zero) for s in sorted(samples, key=lambda s: s.request.index)]
-    part = path.with_suffix(".part")
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), part)
-    part.replace(path)
+    with write_atomically(path) as scratch:
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
 
 
 @dataclass
@@ -196,7 +196,6 @@ class Outcome:
 
     samples: Sequence[Sample]
     zero: float
-    max_in_flight: int
     clocked: Clocked
     client: dict[str, Any]
     reasons: list[str] = field(default_factory=list)
@@ -207,7 +206,7 @@ def outcome_of(measuring: Measuring, locust_totals: tuple[int, int]) -> Outcome:
     """The outcome of a load that this process drove alone."""
     session, clocked = measuring.session, measuring.clocked
     client = client_figures(session.samples, measuring.probe.lags, [clocked], session.spec.mode, clocked.wall_s)
-    return Outcome(session.samples, session.zero, session.health.most_open, clocked, client, [], locust_totals)
+    return Outcome(session.samples, session.zero, clocked, client, [], locust_totals)
 
 
 def client_figures(
@@ -240,6 +239,12 @@ def read_delays(samples: Sequence[Sample]) -> list[float]:
     return [max(0.0, s.t0 - when) for s, when in zip(later, due, strict=True)]
 
 
+def most_in_flight(samples: Sequence[Sample]) -> int:
+    """The most requests that were between send and end at one moment (an end and a start at once: one of them)."""
+    moments = [(s.ts, 1) for s in samples] + [(s.end, -1) for s in samples]
+    return int(np.cumsum([step for _, step in sorted(moments)]).max(initial=0)) if moments else 0
+
+
 def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended_well: bool = True) -> dict[str, Any]:
     """Writes both files into ``spec.out_dir`` and returns load.json's content.
 
@@ -255,15 +260,12 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         "duration_s": clocked.wall_s,
         "zero_perf_counter": zero,
         "wall_clock_step_s": clocked.wall_step_s,
-        "mode": spec.mode,
-        "concurrency": spec.concurrency,
-        "max_concurrency": spec.max_concurrency,
-        "request_rate": spec.request_rate,
+        **spec.model_dump(include={"mode", "concurrency", "max_concurrency", "request_rate"}),
         "num_requests": len(requests),
         "completed": sum(s.completion.ok for s in samples),
         "failed": sum(s.sent and not s.completion.ok for s in samples),
         "incomplete": missing > 0 or not ended_well,
-        "max_in_flight": outcome.max_in_flight,
+        "max_in_flight": most_in_flight(samples),
         "client": {**outcome.client, "short_outputs": short},
         "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons + of_server,
         "notes": {**requests.notes, **_clock_note(clocked), **unknown_answers(samples)},
@@ -279,9 +281,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
     load |= {"target_start_s": window[0] if window else None, "target_end_s": window[1] if window else None}
     out = Path(spec.out_dir)
     write_samples(out / "requests.parquet", samples, zero)
-    part = out / "load.json.part"
-    part.write_text(json.dumps(load, indent=2) + "\n", encoding="utf-8")
-    part.replace(out / "load.json")
+    write_json(out / "load.json", load)
     return load
 
 

@@ -28,7 +28,6 @@ class ServerHealth:
     def __init__(self, spec: LoadSpec, new_client: Callable[[], StreamingClient]) -> None:
         self.gone: str | None = None
         self.open: set[StreamingClient] = set()  # those with a request under way
-        self.most_open = 0
         self._limit = spec.concurrency if spec.mode == "closed" else spec.max_concurrency
         self._new_client = new_client
         self._in_a_row = 0
@@ -39,7 +38,6 @@ class ServerHealth:
     def begin(self, client: StreamingClient) -> None:
         """A request sets out."""
         self.open.add(client)
-        self.most_open = max(self.most_open, len(self.open))
 
     def end(self, client: StreamingClient, raw: RawStream) -> None:
         """It has ended so."""

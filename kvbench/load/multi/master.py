@@ -36,7 +36,6 @@ from kvbench.load.multi.merge import (
     in_slices,
     judge_workers,
     merged_client,
-    most_in_flight,
     samples_from_bytes,
 )
 from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
@@ -417,7 +416,7 @@ class SharedLoad:
             reasons.append(f"{self._problem.rstrip('.')}.")
         samples, total = [s for m in members for s in m.samples], self.env.stats.total
         totals = (total.num_requests, total.num_failures)
-        return Outcome(samples, self._zero, most_in_flight(samples), clocked, client, reasons, totals)
+        return Outcome(samples, self._zero, clocked, client, reasons, totals)
 
     def _dismiss(self, code: int) -> None:
         """Sends all home with the load's exit code; local ones that do not go are killed. At most about 10 s."""

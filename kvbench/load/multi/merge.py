@@ -14,7 +14,7 @@ from kvbench.common.foreign_cpu import contention_reasons
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, clock_reasons
 from kvbench.load.multi.shards import Shard
-from kvbench.load.samples import Clocked, Sample, client_figures
+from kvbench.load.samples import Clocked, Sample, client_figures, most_in_flight
 from kvbench.load.validity import RATE_MARGIN, busiest_second, invalid_reasons
 from kvbench.requests.request import RequestSpec
 
@@ -89,12 +89,6 @@ def in_slices(rows: Sequence[Any]) -> Iterator[Any]:
         if k % _ROWS_BETWEEN_PAUSES == 0:
             gevent.sleep(0)
         yield row
-
-
-def most_in_flight(samples: Sequence[Sample]) -> int:
-    """The most requests that were between send and end at one moment (an end and a start at once: one of them)."""
-    moments = [(s.ts, 1) for s in samples] + [(s.end, -1) for s in samples]
-    return int(np.cumsum([step for _, step in sorted(moments)]).max(initial=0)) if moments else 0
 
 
 def merged_client(members: Sequence[Member], mode: str, wall_s: float) -> tuple[dict[str, Any], list[str]]:

@@ -206,23 +206,13 @@ def test_one_stall_does_not_fail_the_command_and_is_told(tmp_path, monkeypatch, 
     assert told["attempts"][0]["foreign_cpu_cores"] == 0.31 and told["attempts"][0]["steal_share"] == 0.07
 
 
-def test_a_client_that_fails_each_time_has_failed(monkeypatch, capsys) -> None:
-    measured(monkeypatch, *[{"lag_p99_ms": 9.0}] * 3, {}, foreign=0.05)
-    code, said = run_command(capsys)
-    assert code == 1 and said.count("OVER THE LIMIT in attempt") == 3 and "meanwhile" not in said
-    measured(monkeypatch, {"lag_p99_ms": 9.0}, {})
-    assert run_command(capsys, "--attempts", "1")[0] == 1
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--json", "no/such/c.json"), "cannot be written: the folder"),
-        (("--json", "."), "is a directory"),
-        (("--itl-ms", "nan"), "nan is not a finite number"),
-        (("--seconds", "nan"), "nan is not a finite number"),
+        (("--json", "no/such/c.json"), "no/such"), (("--json", "."), "directory"), (("--itl-ms", "nan"), "nan"),
+        (("--streams", "2", "--processes", "4"), "--processes 4"),
     ],
-)
+)  # fmt: skip
 def test_bad_options_are_refused_before_the_measurement(tmp_path, monkeypatch, capsys, words, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     measured(monkeypatch)  # nothing: to measure is an error
@@ -241,13 +231,6 @@ def test_the_commands_exit_code_and_file(tmp_path, monkeypatch, capsys, change: 
     assert ("OVER THE LIMIT in attempt 3 of 3: the load client does not keep up" in said) == (code == 1)
     stored = Calibration.from_json(json.loads((tmp_path / "c.json").read_text()))
     assert stored.settings.streams == 64 and bool(stored.reasons) == (code == 1)
-
-
-def test_the_command_refuses_fewer_streams_than_processes(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["calibrate-client", "--streams", "2", "--processes", "4"])
-    assert ended.value.code == 2
-    assert "--streams 2 is less than --processes 4" in capsys.readouterr().err
 
 
 def test_a_mock_server_that_does_not_start_is_said(tmp_path, monkeypatch) -> None:

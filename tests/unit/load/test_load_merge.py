@@ -17,13 +17,12 @@ from kvbench.load.multi.merge import (
     calibration_reasons,
     machine_reports,
     merged_client,
-    most_in_flight,
     samples_from_bytes,
     samples_to_bytes,
     worst_machine,
 )
 from kvbench.load.multi.shards import Shard
-from kvbench.load.samples import Clocked, Sample
+from kvbench.load.samples import Clocked, Sample, most_in_flight
 from kvbench.requests.request import RequestSpec
 
 SAME = ClockMap((Reading(0.0, 0.0, 1e-4),), True)
