@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +58,17 @@ def settings_for(demand: ClientLoad) -> CalibrationSettings:
 
 @dataclass(frozen=True)
 class Calibrator:
-    """Calibrates the client before a load, once per machine and settings. ``say``: what a user is told meanwhile;
-    ``warn``: what is to be read later, too.
+    """Calibrates the client before a load, once per machine and settings. ``wanted`` False: nothing is measured.
 
     ``folder``: of a sweep or a load; its calibration.json keeps what was measured. Only a calibration that the client
     passed is used again: one that failed in all its attempts has one more before each further load, and by --resume.
-    ``wanted`` False: nothing is measured, and the loads say so.
+    ``say``: what a user is told meanwhile; ``warn``: what is to be read later, too.
     """
 
     folder: Path
     wanted: bool = True
     say: Callable[[str], None] = lambda text: None
     warn: Callable[[str], None] = lambda text: None
-    _good: dict[tuple[str, CalibrationSettings], Calibration] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, demand: ClientLoad, before: Calibration | None = None) -> Calibration | None:
         """The calibration for ``demand``: ``before``, if that is enough; None where none is wanted.
@@ -93,13 +91,11 @@ class Calibrator:
 
     def _at(self, settings: CalibrationSettings, again: bool) -> Calibration:
         """Known to be good, else measured now; ``again``: the load asked more than was expected before it."""
-        key = (machine_key(), settings)
         stored = _stored(self.folder)
-        if key not in self._good:
-            self._good.update({(c.machine, c.settings): c for c in stored if not c.reasons})
-        if key in self._good:
-            return self._good[key]
-        failed = [c for c in stored if (c.machine, c.settings) == key]
+        same = [c for c in stored if (c.machine, c.settings) == (machine_key(), settings)]
+        failed = [c for c in same if c.reasons]
+        if good := [c for c in same if not c.reasons]:
+            return good[-1]
         where = f"{settings.streams} streams{' through TLS' if settings.tls else ''}"
         why = "again, as the load asked more of it than expected, " if again else ""
         at = f"{where} of {settings.itl_ms:.4g} ms ITL"
@@ -109,8 +105,6 @@ class Calibrator:
             self.warn(f"loads of {where} will be invalid: {reason}")
         if new.reasons and (disturbed := [each.disturbed for each in new.attempts if each.disturbed]):
             self.warn(f"while the client was calibrated {disturbed[-1]}: stop what runs there and try again")
-        if not new.reasons:
-            self._good[key] = new
         kept = [c for c in stored if c not in failed] if new.reasons else stored
         write_json(self.folder / FILE, [c.to_json() for c in (*kept, new)])
         return new

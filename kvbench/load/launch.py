@@ -33,6 +33,11 @@ _EXIT_LIMIT_S = 10.0
 _SILENCE_S = {"start": 400.0, "begin": 30.0, "measured": 120.0}
 _SILENCE_PER_REQUEST_S = 0.05  # to read and write them
 
+_FROM_WORKLOAD = (
+    "max_concurrency", "timeout_s", "connect_timeout_s", "first_byte_timeout_s", "idle_timeout_s", "ignore_eos",
+    "temperature", "processes",
+)  # fmt: skip
+
 Progress = Callable[[int, int, int, float], None]  # done, total, failed, elapsed seconds
 Phase = Callable[[str, int], None]  # "begin" or "measured", the client's pid
 
@@ -82,17 +87,10 @@ def load_spec(
         "mode": point.mode,
         "concurrency": point.concurrency,
         "request_rate": point.request_rate,
-        "max_concurrency": load.max_concurrency,
         "requests_file": str(requests_file),
         "out_dir": str(out_dir),
-        "timeout_s": load.timeout_s,
-        "connect_timeout_s": load.connect_timeout_s,
-        "first_byte_timeout_s": load.first_byte_timeout_s,
-        "idle_timeout_s": load.idle_timeout_s,
-        "ignore_eos": load.ignore_eos,
-        "temperature": load.temperature,
         "send_priority": send_priority,
-        "processes": load.processes,
+        **{name: getattr(load, name) for name in _FROM_WORKLOAD},
     }
 
 
