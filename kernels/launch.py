@@ -18,6 +18,15 @@ SHORT_QUERIES = 8  # chunks up to here (speculation, the tail of a prompt) take 
 FP8_HARDWARE_ARCH = 89  # the first whose conversions take e4m3
 ONE_PAGE = 1 << 30  # stands for any page size where a sequence has one page
 LARGEST_PAGE = 256  # of a paged cache; a larger page is a contiguous reservation
+# Shared memory a thread block may have, by compute capability (90 for sm_90): CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability".
+_SHARED_KIB = {70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+_SMALLEST_SHARED_KIB = 99  # of the chips from sm_80 on
+
+
+def shared_bytes_limit(arch: int) -> int:
+    """Bytes of shared memory that one block may have on sm_``arch``; of an unknown chip, the smallest since sm_80."""
+    return _SHARED_KIB.get(arch, _SMALLEST_SHARED_KIB) * 1024
 
 
 class Tiles(NamedTuple):

@@ -12,8 +12,14 @@ from torch import nn
 
 from kernels.cpu_memory import HugeArena
 from kernels.numba_gemm import HAS_BIAS, HAS_GATE, NUM_GEMM_ARGS, PANEL, build_gemm, run_gemm
-from kernels.numba_norm import NUM_NORM_ARGS, norm_worker, run_norm
-from kernels.numba_rope import NUM_ROPE_ARGS, rope_worker, run_rope
+from kernels.numba_layers import (
+    NUM_NORM_ARGS,
+    NUM_ROPE_ARGS,
+    norm_worker,
+    rope_worker,
+    run_norm,
+    run_rope,
+)
 from kernels.numba_threads import thread_team
 from kernels.numba_vectors import LANES
 

@@ -31,8 +31,8 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from kernels import compile_ahead
-from kernels.chips import shared_bytes_limit
 from kernels.compile_ahead import Resources, compile_for, read_resources
+from kernels.launch import shared_bytes_limit
 from kernels.variants import ARCHITECTURES, Variant, variants
 
 TABLE = Path(__file__).resolve().parent.parent / "ci" / "kernel_resources.json"

@@ -19,9 +19,16 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 
-from kernels.chips import shared_bytes_limit
 from kernels.kv_formats import find_format
-from kernels.launch import MIN_DOT, Tiles, decode_tiles, next_power_of_two, padded_dim, prefill_tiles
+from kernels.launch import (
+    MIN_DOT,
+    Tiles,
+    decode_tiles,
+    next_power_of_two,
+    padded_dim,
+    prefill_tiles,
+    shared_bytes_limit,
+)
 
 FOLDER = Path(__file__).parent / "tuned"
 KERNELS = ("decode", "prefill")

@@ -13,10 +13,9 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from kernels.chips import shared_bytes_limit
 from kernels.compile_ahead import compile_for
 from kernels.kv_formats import KV_FORMATS
-from kernels.launch import KernelShape
+from kernels.launch import KernelShape, shared_bytes_limit
 from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import resources, triton_decode, triton_prefill
-from kernels.chips import shared_bytes_limit
 from kernels.kv_formats import KV_FORMATS
-from kernels.launch import KernelShape, Tiles, short_tiles
+from kernels.launch import KernelShape, Tiles, shared_bytes_limit, short_tiles
 from kernels.tuning import (
     FOLDER,
     Entry,
