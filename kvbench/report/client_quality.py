@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.tables import Column, Render, Table, Value, cell_table, identity_columns, number_column
+from kvbench.report.tables import Column, Table, Value, cell_table, identity_columns, number_column
+from kvbench.report.wording import Render
 from kvbench.runs.model import MeasuredCell, Run, number
 
 QUALITY_NOTE = (

@@ -60,7 +60,7 @@ def throughput_figure(run: Run) -> Drawing:
     if any(not cell.valid for cell in run.cells):
         caption += " Hatched: invalid."
     width = min(1150, max(120 * len(run.loads) + 320, 52 * bars + 80))
-    title = figure_title(run, "output tokens/s", lambda pair: pair.throughput, is_latency=False)
+    title = figure_title(run, "Output tokens/s", lambda pair: pair.throughput, is_latency=False)
     return Drawing("headline", title, caption, finish(figure, 440), width)
 
 
@@ -219,7 +219,7 @@ def latency_figure(run: Run) -> Drawing:
     figure.update_xaxes(title_text=_throughput_axis(run), rangemode="tozero")
     sizes = f"Larger markers: higher load ({words.listing([load.tick for load in run.loads])}). "
     caption = f"{sizes if len(run.loads) > 1 else ''}Right and down is better."
-    title = figure_title(run, "median TPOT", lambda pair: pair.tpot)
+    title = figure_title(run, "Median TPOT", lambda pair: pair.tpot)
     return Drawing("latency", title, caption, finish(figure, 420), 640)
 
 

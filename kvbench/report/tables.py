@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.report.comparisons import HIGHER, LOWER, Ratio, compare, median, ratio_to_reference, reference, spread
-from kvbench.report.wording import RATIO_MARKS, marked_ratio
+from kvbench.report.wording import RATIO_MARKS, Render, marked_ratio
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell, Run
 
@@ -25,9 +25,6 @@ _PERCENTILES = (
     ("itl_ms", "p50"),
     ("itl_ms", "p95"),
 )
-
-
-Render = Callable[[float | None], str]
 
 
 @dataclass(frozen=True)

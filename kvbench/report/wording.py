@@ -30,6 +30,7 @@ from kvbench.runs.kv_ledger import ledger, share_of_steps, swapped_bytes
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import effective, setting_title, value_words
 
+Render = Callable[[float | None], str]
 NOT_TOLD = "not told apart"
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
 _DOUBT = " Invalid measurement, not to be relied on."
@@ -44,8 +45,8 @@ _THROUGHPUT = {
 _TPOT = {
     HIGHER: "median TPOT {a} instead of {b}",
     LOWER: "median TPOT {a} instead of {b}",
-    SAME: "median TPOT level, {ratio}",
-    UNCLEAR: f"median TPOT {{a}} instead of {{b}}, {NOT_TOLD}: {{ratio}}",
+    SAME: "median TPOT {ratio}",
+    UNCLEAR: "median TPOT {a} instead of {b}, {ratio}",
 }
 _KERNEL = {
     HIGHER: "walking page tables cost time",
@@ -138,7 +139,7 @@ def _pair_sentence(pairs: list[PairedComparison]) -> str:
     )
     text = sentence(
         bought + _both(", with {a} sequences running at once against {b}", c, running, words.decimal),
-        _against("p95 TTFT {a} instead of {b}", c, "ttft_ms", "p95") if c.load.mode == "open" else "",
+        _against("p95 TTFT {a} instead of {b}", c, "ttft_ms", "p95", c.ttft) if c.load.mode == "open" else "",
         _at_low_load(low) if low is not c else "",
         _against(_TPOT[c.tpot.verdict], c, "tpot_ms", "p50", c.tpot) if c.tpot else "",
         _preempted(c.a),
@@ -188,20 +189,14 @@ def _at_low_load(c: PairedComparison) -> str:
     return f"at {c.load.tick} it was {_AHEAD[c.throughput.verdict]}, {ratio_words(c.throughput)}"
 
 
-def _both(
-    template: str,
-    c: PairedComparison,
-    of: Callable[[MeasuredCell], float | None],
-    render: Callable[[float | None], str],
-) -> str:
+def _both(template: str, c: PairedComparison, of: Callable[[MeasuredCell], float | None], render: Render) -> str:
     """A number of both configurations."""
-    return say(template, a=render(of(c.a)), b=render(of(c.b)))
+    return say(template, a=render(of(c.a)), b=render(of(c.b)), a_name=c.a.name, b_name=c.b.name)
 
 
-def _against(template: str, c: PairedComparison, metric: str, which: str, r: Ratio | None = None) -> str:
+def _against(template: str, c: PairedComparison, metric: str, which: str, r: Ratio | None) -> str:
     """A percentile of both configurations and its ratio."""
-    ratio = ratio_words(r, repeats=False) if r else ""
-    return say(template, a=latency(c.a, metric, which), b=latency(c.b, metric, which), ratio=ratio)
+    return say(template, a=latency(c.a, metric, which), b=latency(c.b, metric, which), ratio=verdict_words(r))
 
 
 def _preempted(cell: MeasuredCell) -> str:
@@ -231,7 +226,9 @@ def best_sentence(run: Run, load: MeasuredLoad) -> str:
     against = []
     if base is not None and base is not cell and not top.by_default:
         r = compare(cell, base).throughput if base.valid else None
-        against = [f"{ratio_words(r)} the baseline {base.name}" if r else f"the baseline {base.name} is not valid"]
+        against = [
+            f"{ratio_words(r)} the baseline {base.name}" if r else f"not comparable with the baseline {base.name}"
+        ]
     for what, names in (("level with", top.level_with), (f"{NOT_TOLD} from", top.unclear_with)):
         if names:
             against.append(f"{what} {words.listing(names) if len(names) <= 3 else f'{len(names)} others'}")
@@ -294,7 +291,7 @@ def _bought(c: PairedComparison) -> str:
     return sentence(
         f"at {c.load.label}: output tokens/s {verdict_words(c.throughput)}",
         _both("{a} sequences running at once against {b}", c, running, words.decimal),
-        _against(f"p95 TTFT {{a}} against {{b}}, ratio {verdict_words(c.ttft)}", c, "ttft_ms", "p95"),
+        _against("p95 TTFT {a} against {b}, ratio {ratio}", c, "ttft_ms", "p95", c.ttft),
     ) + ("" if c.valid else _DOUBT)
 
 
@@ -302,24 +299,18 @@ def _cost(pairs: list[PairedComparison]) -> list[str]:
     """Slower tokens under load, preemptions, the kernel, page tables, waste."""
     low, c = pairs[0], pairs[-1]
     per_token = sentence(
-        _against(
-            f"at {c.load.label}: median TPOT {{a}} against {{b}}, ratio {verdict_words(c.tpot)}", c, "tpot_ms", "p50"
-        ),
-        _against(f"p95 ITL {{a}} against {{b}}, ratio {verdict_words(c.itl)}", c, "itl_ms", "p95"),
+        _against("median TPOT {a} against {b}, ratio {ratio}", c, "tpot_ms", "p50", c.tpot),
+        _against("p95 ITL {a} against {b}, ratio {ratio}", c, "itl_ms", "p95", c.itl),
         _both("{a} sequences shared each step against {b}", c, running, words.decimal),
     )
     preempted = _preempted(c.a)
+    unused = "slots reserved but unused: {a} ({a_name}) against {b} ({b_name})"
     memory = sentence(
         say("page tables peaked at {size}", size=words.data_size(median(c.a.observed("page_table_bytes")))),
-        _both(
-            f"slots reserved but unused: {{a}} ({c.a.name}) against {{b}} ({c.b.name})",
-            c,
-            lambda cell: median(cell.observed("waste_share")),
-            words.percent,
-        ),
+        _both(unused, c, lambda cell: median(cell.observed("waste_share")), words.percent),
     )
     points = (
-        per_token + ("" if c.valid else _DOUBT),
+        f"At {c.load.label}: {per_token[:1].lower()}{per_token[1:]}{'' if c.valid else _DOUBT}" if per_token else "",
         f"{words.upper_first(preempted)} of {c.a.name} at {c.load.label}." if preempted else "",
         kernel_cost(low) if low is not c else "",
         memory,
@@ -420,8 +411,8 @@ def figure_title(run: Run, what: str, of: Callable[[PairedComparison], Ratio | N
         if (r := of(c))
     ]
     if not found:
-        return f"{words.upper_first(what)} by configuration and load"
-    return f"{words.upper_first(what)} of {pairs[0].a.name} against {pairs[0].b.name}: {'; '.join(found)}"
+        return f"{what} by configuration and load"
+    return f"{what} of {pairs[0].a.name} against {pairs[0].b.name}: {'; '.join(found)}"
 
 
 def occupancy_title(run: Run, load: MeasuredLoad) -> str:
@@ -429,7 +420,8 @@ def occupancy_title(run: Run, load: MeasuredLoad) -> str:
     pair = next((p for p in paging(run) if p.load == load), None)
     shares = [
         say(
-            f"{cell.name} reserves {{reserved}} of the KV budget and fills {{used}}",
+            "{name} reserves {reserved} of the KV budget and fills {used}",
+            name=cell.name,
             reserved=words.percent(median(cell.observed("usage_mean"))),
             used=words.percent(median(cell.observed("used_share"))),
         )
