@@ -56,19 +56,6 @@ class Segment:
         """Expected arrivals over the segment: the integral of the rate."""
         return 0.0 if self.mean_rps == 0 else self.seconds * self.mean_rps
 
-    def first(self, seconds: float) -> Segment:
-        """Its beginning, of at most so many seconds."""
-        if seconds >= self.seconds:
-            return self
-        part = seconds / self.seconds
-        if self.constant:
-            end = self.start_rps
-        elif self.strategy == "linear":
-            end = self.start_rps + part * (self.end_rps - self.start_rps)
-        else:
-            end = self.start_rps * (self.end_rps / self.start_rps) ** part
-        return Segment(seconds, self.start_rps, end, self.strategy)
-
     def inverse(self, mass: np.ndarray) -> np.ndarray:
         """Seconds from the segment's start until ``mass`` arrivals [0, ``mass``] are due. float64 [n]"""
         if self.constant:
@@ -143,7 +130,10 @@ def draw_arrivals(
     starts = np.concatenate([[0.0], np.cumsum([segment.seconds for segment in profile])[:-1]])
     if count is None:
         last = math.inf if duration_s is None else duration_s
-        horizon = sum(s.first(last - start).mass for s, start in zip(profile, starts, strict=True) if start < last)
+        # Cut off is at most a constant rate: a ramp has ended by then.
+        horizon = sum(
+            min(s.seconds, last - start) * s.mean_rps for s, start in zip(profile, starts, strict=True) if start < last
+        )
         if not 0 < horizon < math.inf:
             raise ValueError(
                 f"{horizon:g} arrivals are expected of these rates; give rates above 0 and an end: duration_s or steps."

@@ -21,8 +21,8 @@ from kvbench.requests.draw import draw_lengths, draw_prefixes, largest_remainder
 from kvbench.requests.from_trace import draw_trace
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.traces.tokenizer import find_file, load_tokenizer
-from kvbench.workload.load_section import LoadConfig, SyntheticPrompts, TextPrompts
-from kvbench.workload.prompts_section import scale_lengths
+from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts, scale_lengths
 
 _ARRIVALS = 1  # arrivals have a stream of random numbers of their own
 

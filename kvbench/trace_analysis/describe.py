@@ -93,23 +93,16 @@ def _sessions(trace: Trace) -> SessionStats | None:
 
 def as_dict(found: Description) -> dict[str, Any]:
     """What ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
-    trace, memory = found.trace, found.memory
-
-    def keyed(values: dict[Any, Any], name: str) -> dict[str, Any]:
-        return {name.format(key): value for key, value in values.items()}
-
-    arrivals = None
-    if found.arrivals is not None:
-        arrivals = dataclasses.asdict(found.arrivals) | {"fano": keyed(found.arrivals.fano, "{}s")}
-        arrivals["tick_s"] = trace.tick_s
-    cache = None
-    if found.cache is not None:
-        cache = {
-            "pages": int(trace.pages.sum()),
-            "unique_pages": found.cache.ceiling.run.num_pages,
-            "infinite_cache": found.cache.ceiling.as_dict(),
-            "capacities": [point.as_dict() for point in found.cache.points],
-        }
+    trace = found.trace
+    memory, arrivals, sessions = (
+        None if part is None else dataclasses.asdict(part) for part in (found.memory, found.arrivals, found.sessions)
+    )
+    if memory is not None:
+        memory["waste"] = {f"page_{size}": share for size, share in memory["waste"].items()}
+        memory["share_up_to"] = {f"{size}_tokens": share for size, share in memory["share_up_to"].items()}
+    if arrivals is not None:
+        fano = {f"{window}s": value for window, value in arrivals["fano"].items()}
+        arrivals |= {"fano": fano, "tick_s": trace.tick_s}
     return {
         "files": [str(path) for path in found.paths],
         "format": trace.format,
@@ -119,12 +112,18 @@ def as_dict(found: Description) -> dict[str, Any]:
         "page_size_from": trace.page_size_from or None,
         "totals": found.totals,
         "lengths": {key: dataclasses.asdict(value) for key, value in found.lengths.items()},
-        "memory": None
-        if memory is None
-        else dataclasses.asdict(memory)
-        | {"waste": keyed(memory.waste, "page_{}"), "share_up_to": keyed(memory.share_up_to, "{}_tokens")},
+        "memory": memory,
         "arrivals": arrivals,
-        "sessions": None if found.sessions is None else dataclasses.asdict(found.sessions),
-        "prefix_cache": cache,
+        "sessions": sessions,
+        "prefix_cache": None if found.cache is None else _cache(found.cache),
         "prefix_cache_unknown": found.why_no_cache or None,
+    }
+
+
+def _cache(result: Simulation) -> dict[str, Any]:
+    return {
+        "pages": int(result.trace.pages.sum()),
+        "unique_pages": result.ceiling.run.num_pages,
+        "infinite_cache": result.ceiling.as_dict(),
+        "capacities": [point.as_dict() for point in result.points],
     }

@@ -71,17 +71,13 @@ def lengths_figure(found: Description) -> Drawing | None:
         return None
     figure.update_xaxes(title_text=unit, type="log", tickvals=_LOG_TICKS, tickformat=",")
     figure.update_yaxes(title_text="share of requests, %", range=[0, 101])
-    return Drawing("lengths", "How long are the requests?", _caption(found), finish(figure, 420))
-
-
-def _caption(found: Description) -> str:
-    memory = found.memory
-    if memory is None:
-        return "Cumulative distributions."
-    return (
-        f"Cumulative distributions. A reservation for the longest request, {memory.total.max:,.0f} tokens, is used to "
-        f"{memory.reserve_max_util:.1%} by the mean request of {memory.total.mean:,.0f}."
-    )
+    caption = "Cumulative distributions."
+    if (memory := found.memory) is not None:
+        caption += (
+            f" A reservation for the longest request, {memory.total.max:,.0f} tokens, is used to "
+            f"{memory.reserve_max_util:.1%} by the mean request of {memory.total.mean:,.0f}."
+        )
+    return Drawing("lengths", "How long are the requests?", caption, finish(figure, 420))
 
 
 def arrivals_figure(trace: Trace) -> Drawing | None:
@@ -125,12 +121,9 @@ def arrivals_figure(trace: Trace) -> Drawing | None:
 def _window(span: float, tick: float | None) -> float:
     """The smallest round number of seconds that keeps the bars few and holds whole ticks."""
     least = max(span / _BARS, tick or 0.0)
-    for power in range(-3, 9):
-        for digit in (1, 2, 5):
-            window = float(digit * 10.0**power)
-            if window >= least:
-                return float(np.ceil(window / tick) * tick) if tick else window
-    return least
+    rounds = (digit * 10.0**power for power in range(-3, 16) for digit in (1, 2, 5))
+    window = next(number for number in rounds if number >= least)
+    return float(np.ceil(window / tick) * tick) if tick else window
 
 
 def cache_figure(result: Simulation, title: str = "") -> Drawing:

@@ -15,29 +15,7 @@ from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
 from kvbench.common.schema import StrictModel
 from kvbench.workload.design import LoadPoint, load_point
-from kvbench.workload.prompts_section import (
-    Counts,
-    Length,
-    PromptClass,
-    Prompts,
-    Sessions,
-    SharedPrefix,
-    SyntheticPrompts,
-    TextPrompts,
-    TracePrompts,
-    as_tuple,
-)
-
-__all__ = [
-    "Length",
-    "LoadConfig",
-    "PromptClass",
-    "SharedPrefix",
-    "Slo",
-    "SyntheticPrompts",
-    "TextPrompts",
-    "TracePrompts",
-]
+from kvbench.workload.prompts_section import Counts, Prompts, Sessions, SyntheticPrompts, TracePrompts, as_tuple
 
 # A key that means something only beside certain values of another key: key -> (the other key, those values).
 _OPEN, _RAMP = ("mode", ("open",)), ("arrivals", ("ramp",))

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from kvbench.requests.build import build_requests
 from kvbench.requests.draw import draw_lengths, largest_remainder, random_tokens
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes, read_requests, write_requests
-from kvbench.workload.load_section import Length, LoadConfig
+from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.prompts_section import Length
 
 ROOT = Path(__file__).resolve().parents[3]
 CLASSES = [

@@ -37,7 +37,7 @@ GOOD = {
 
 def write(tmp_path, data):
     path = tmp_path / "w.yaml"
-    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data), errors="surrogateescape")
     return path
 
 
@@ -82,8 +82,7 @@ def test_overrides_reach_into_lists_and_make_missing_sections(tmp_path):
     overrides = ["load.prompts.classes.0.name=renamed", "load.slo.ttft_ms=100.0", "sweep={}"]
     workload = load_workload(path, profile="cpu", overrides=overrides)
     assert workload.load.prompts.classes[0].name == "renamed"
-    assert workload.load.slo.ttft_ms == 100.0
-    assert workload.sweep == {}
+    assert workload.load.slo.ttft_ms == 100.0 and workload.sweep == {}
     same = load_workload(path, profile="cpu", overrides=[*overrides[:2], "sweep=null"])
     assert same.resolved == workload.resolved
 
@@ -138,7 +137,12 @@ def test_paths_are_looked_for_beside_the_file_first(tmp_path, monkeypatch):
         (changed("model.path", "/nowhere"), ["both config and path"]),
         (changed("load.prompts.classes.0.share", 0.5), ["0.5", "add up to 1"]),
         (changed("load.num_requests", "many"), ["num_requests", "'many'"]),
+        (changed("load.prompts", 5), ["load.prompts", "5"]),
         (changed("load", ...), ["load", "missing"]),
+        (changed("engine.page_size", [16]), ["engine.page_size", "[16]"]),
+        (changed("engine.seed", 1), ["engine.seed", "model:"]),
+        (changed("profiles", 5), ["profiles", "mapping"]),
+        ("name: \udcff\n", ["cannot be read"]),
         (changed("name", "a/b"), ["name", "a/b"]),
         (changed("design", "half"), ["design", "half"]),
         (changed("seed", -1), ["seed", "-1"]),
@@ -216,8 +220,10 @@ def test_shipped_workloads_pass_every_check(name):
 
 def test_a_model_folder_takes_the_place_of_the_file_s_model(tmp_path):
     """As the README has it; the weights are the folder's own, and no random ones."""
-    mixed = Path(__file__).parents[3] / "workloads" / "mixed.yaml"
-    engine = load_workload(mixed, profile="cpu", overrides=[f"model.path={tmp_path}"]).engine
-    assert (engine["model"], engine["load_format"]) == (str(tmp_path), "auto")
-    again = load_workload(mixed, profile="cpu", overrides=[f"model.path={tmp_path}", "model.config=llama-32m"]).engine
-    assert (again["model"], again["load_format"]) == ("llama-32m", "dummy")
+
+    def model(*overrides: str) -> tuple[str, str]:
+        engine = load_workload(WORKLOADS / "mixed.yaml", profile="cpu", overrides=overrides).engine
+        return engine["model"], engine["load_format"]
+
+    assert model(f"model.path={tmp_path}") == (str(tmp_path), "auto")
+    assert model(f"model.path={tmp_path}", "model.config=llama-32m") == ("llama-32m", "dummy")
