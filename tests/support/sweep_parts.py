@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+from kvbench.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = ROOT / "tests" / "support" / "fake_engine_server.py"
@@ -80,7 +86,22 @@ class Bench:
         return {**os.environ, **ours, **self.env, **env}
 
     def sweep(self, *arguments: str, fake: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.run(self.command(*arguments, fake=fake), **env)
+        """``kvbench sweep`` in this process."""
+        return self.kvbench(*self.command(*arguments, fake=fake)[3:], **env)
+
+    def kvbench(self, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+        """A command in this process, which has imported what it needs."""
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            unittest.mock.patch.dict(os.environ, self.environment(**env)),
+            contextlib.chdir(cwd),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as ended,
+        ):
+            main(list(words))
+        assert "Traceback" not in err.getvalue() and "unexpected" not in err.getvalue(), err.getvalue()
+        return subprocess.CompletedProcess(words, ended.value.code, out.getvalue(), err.getvalue())
 
     def run(self, command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
