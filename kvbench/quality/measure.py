@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
@@ -26,14 +25,6 @@ if TYPE_CHECKING:
 _QUANTILES = {"p95": 0.95, "p99": 0.99}
 # What decides which weights are loaded, and for what.
 _OF_THE_MODEL = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "kv_cache_dtype", "torch_compile")
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Token ids and how many tokens follow each."""
-
-    token_ids: tuple[tuple[int, ...], ...]
-    max_tokens: tuple[int, ...]
 
 
 def quantised(workload: Workload, only: Sequence[str] = ()) -> tuple[Configuration, ...]:
@@ -63,8 +54,12 @@ def measure(
     Raises:
         UsageError: a configuration cannot be, or the workload's prompts have no token ids.
     """
+    from engine.config import EngineConfig
+    from engine.model.loader import load_model
+    from engine.teacher_forcing import measure_divergence
+
     began = time.monotonic()
-    told: dict[str, Mapping[str, Any]] = {}
+    results: dict[str, Mapping[str, Any]] = {}
     fingerprints: dict[str, None] = {}  # as sets that keep their order: a sweep may have several models
     dtypes: dict[str, None] = {}
     loaded: LoadedModel | None = None
@@ -72,37 +67,45 @@ def measure(
     for configuration in configurations:
         say(f"{configuration.config_id}: loading")
         try:
-            config = _config(configuration.settings)
+            config = EngineConfig.from_mapping(configuration.settings)
             wanted = tuple(getattr(config, name) for name in _OF_THE_MODEL)
             if loaded is None or wanted != key:
                 loaded, key = None, wanted  # before the next one: two large models may not fit
-                loaded = _load(config)
-            drawn = draw_prompts(workload, config, loaded, prompts, output_tokens)
-            say(f"{configuration.config_id}: {sum(map(len, drawn.token_ids)):,} prompt tokens")
-            told[configuration.config_id] = _measured(config, loaded, drawn)
-            fingerprints[loaded.info.weights_fingerprint] = None
-            dtypes[str(loaded.dtype).removeprefix("torch.")] = None
+                loaded = load_model(config)
+            token_ids, max_tokens = draw_prompts(workload, config, loaded, prompts, output_tokens)
+            say(f"{configuration.config_id}: {sum(map(len, token_ids)):,} prompt tokens")
+            divergence = measure_divergence(config, loaded, token_ids, max_tokens)
         except UsageError:
             raise
         except ValueError as error:
             raise UsageError(f"configuration {configuration.config_id}: {error}") from None
+        facts = {"kv_cache_dtype": config.kv_cache_dtype, "reference": "auto"}
+        results[configuration.config_id] = facts | figures(divergence)
+        fingerprints[loaded.info.weights_fingerprint] = None
+        dtypes[str(loaded.dtype).removeprefix("torch.")] = None
     assert loaded is not None
-    weights = {_weights(each.settings): _is_random(each.settings) for each in configurations}
+    random = {c.config_id: _is_random(EngineConfig.from_mapping(c.settings)) for c in configurations}
+    weights = dict.fromkeys(
+        f"random (seed {c.settings.get('seed', 0)}) in the shape of {c.settings['model']}"
+        if random[c.config_id]
+        else f"those of {c.settings['model']}"
+        for c in configurations
+    )
     return QualityResult(
         workload=workload.name,
         weights="; ".join(weights),
-        configurations=told,
+        configurations=results,
         weights_fingerprint="".join(fingerprints) if len(fingerprints) == 1 else "",
         git=git_state(),
         versions=versions(),
-        note=_RANDOM_NOTE if any(weights.values()) else "",
+        note=_RANDOM_NOTE if any(random.values()) else "",
         facts={
             "device": str(loaded.device),
             "dtype": ", ".join(dtypes),
             "kernel_backend": loaded.backend.name,
-            "prompts": len(drawn.token_ids),
-            "prompt_tokens": sum(map(len, drawn.token_ids)),
-            "output_tokens": sum(drawn.max_tokens),
+            "prompts": len(token_ids),
+            "prompt_tokens": sum(map(len, token_ids)),
+            "output_tokens": sum(max_tokens),
             "seed": workload.seed,
             "seconds": round(time.monotonic() - began, 3),
         },
@@ -117,8 +120,8 @@ _RANDOM_NOTE = (
 
 def draw_prompts(
     workload: Workload, config: EngineConfig, loaded: LoadedModel, count: int, output_tokens: int
-) -> Prompts:
-    """The first requests of the workload's first load, by its own generator and seed. Raises UsageError."""
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Token ids and output tokens of the first requests of the workload's first load. Raises UsageError."""
     length = config.max_model_len or loaded.info.max_model_len
     if length is None:
         raise UsageError(f"model {config.model!r} states no maximum length: set engine.max_model_len")
@@ -132,8 +135,7 @@ def draw_prompts(
     )[:count]
     if any(request.prompt_token_ids is None for request in requests):
         raise UsageError(f"the prompts of {workload.name} are texts without token ids: give it load.prompts.tokenizer")
-    token_ids = tuple(tuple(request.prompt_token_ids) for request in requests)
-    return Prompts(token_ids, tuple(min(request.max_tokens, output_tokens) for request in requests))
+    return [tuple(r.prompt_token_ids) for r in requests], [min(r.max_tokens, output_tokens) for r in requests]
 
 
 def figures(divergence: Divergence) -> dict[str, Any]:
@@ -155,33 +157,7 @@ def figures(divergence: Divergence) -> dict[str, Any]:
     }
 
 
-def _measured(config: EngineConfig, loaded: LoadedModel, drawn: Prompts) -> dict[str, Any]:
-    from engine.teacher_forcing import measure_divergence
-
-    found = measure_divergence(config, loaded, drawn.token_ids, drawn.max_tokens)
-    return {"kv_cache_dtype": config.kv_cache_dtype, "reference": "auto", **figures(found)}
-
-
-def _config(settings: Mapping[str, Any]) -> EngineConfig:
-    from engine.config import EngineConfig
-
-    return EngineConfig.from_mapping(settings)
-
-
-def _load(config: EngineConfig) -> LoadedModel:
-    from engine.model.loader import load_model
-
-    return load_model(config)
-
-
-def _is_random(settings: Mapping[str, Any]) -> bool:
+def _is_random(config: EngineConfig) -> bool:
     from engine.model.spec import find_model, uses_random_weights
 
-    config = _config(settings)
     return uses_random_weights(find_model(config.model, config.load_format), config.load_format)
-
-
-def _weights(settings: Mapping[str, Any]) -> str:
-    if _is_random(settings):
-        return f"random (seed {settings.get('seed', 0)}) in the shape of {settings['model']}"
-    return f"those of {settings['model']}"
