@@ -147,13 +147,6 @@ def test_a_new_or_removed_scenario_alone_fails_as_it_does_among_all(gate):
         assert code == 1 and said in output
 
 
-def test_outside_of_the_repository_it_says_where_to_go(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for command in ((counters,), (accept, "counters", "--reason", "r")):
-        code, words = run(*command)
-        assert code == 2 and f"in {tmp_path}: go to the root of the repository, or give the file" in words
-
-
 def test_without_a_lock_nothing_is_compared(gate):
     gate.lock_path.unlink()
     code, output = run(counters, gate.workload_path, "--lock", gate.lock_path)
@@ -163,12 +156,16 @@ def test_without_a_lock_nothing_is_compared(gate):
     assert run(counters, gate.workload_path, "--lock", gate.lock_path)[0] == 0
 
 
-def test_bad_input(gate, tmp_path):
+def test_bad_input(gate, tmp_path, monkeypatch):
     code, words = run(accept, "counters", gate.workload_path, "--lock", gate.lock_path, "--reason", "  ")
-    assert code == 2 and "--reason is empty" in words
+    assert code == 2 and "--reason" in words
     assert run(counters, tmp_path / "none.yaml")[0] == 2
     gate.lock_path.write_text("{}")
     assert run(counters, gate.workload_path, "--lock", gate.lock_path)[0] == 2
+    monkeypatch.chdir(tmp_path)
+    for command in ((counters,), (accept, "counters", "--reason", "r")):  # outside of the repository
+        code, words = run(*command)
+        assert code == 2 and str(tmp_path) in words
 
 
 def test_a_second_run_that_fails_is_no_regression(gate, monkeypatch):

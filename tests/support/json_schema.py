@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 _ANNOTATIONS = {"$schema", "$id", "$defs", "title", "description"}
@@ -23,7 +25,7 @@ def errors(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = Non
         if keyword in _ANNOTATIONS:
             continue
         if keyword == "$ref":
-            found += errors(value, _resolve(rule, root), root, where)
+            found += errors(value, reduce(getitem, rule.removeprefix("#/").split("/"), root), root, where)
         elif keyword == "properties":
             for key, below in rule.items():
                 if isinstance(value, dict) and key in value:
@@ -41,32 +43,17 @@ def errors(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = Non
 
 
 def _holds(keyword: str, rule: Any, value: Any) -> bool:
-    """One keyword that looks at nothing below. Raises NotImplementedError for one that is not known here."""
+    """One keyword that looks at nothing below. KeyError for one that is not known here."""
     number = _TYPES["number"](value)
-    match keyword:
-        case "type":
-            return any(_TYPES[name](value) for name in ([rule] if isinstance(rule, str) else rule))
-        case "const":
-            return value == rule
-        case "enum":
-            return value in rule
-        case "required":
-            return not isinstance(value, dict) or set(rule) <= set(value)
-        case "minimum":
-            return not number or value >= rule
-        case "maximum":
-            return not number or value <= rule
-        case "minItems":
-            return not isinstance(value, list) or len(value) >= rule
-        case "maxItems":
-            return not isinstance(value, list) or len(value) <= rule
-        case "minLength":
-            return not isinstance(value, str) or len(value) >= rule
-    raise NotImplementedError(keyword)
-
-
-def _resolve(reference: str, root: dict[str, Any]) -> dict[str, Any]:
-    found: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        found = found[part]
-    return found
+    rules = {
+        "type": lambda: any(_TYPES[name](value) for name in ([rule] if isinstance(rule, str) else rule)),
+        "const": lambda: value == rule,
+        "enum": lambda: value in rule,
+        "required": lambda: not isinstance(value, dict) or set(rule) <= set(value),
+        "minimum": lambda: not number or value >= rule,
+        "maximum": lambda: not number or value <= rule,
+        "minItems": lambda: not isinstance(value, list) or len(value) >= rule,
+        "maxItems": lambda: not isinstance(value, list) or len(value) <= rule,
+        "minLength": lambda: not isinstance(value, str) or len(value) >= rule,
+    }
+    return rules[keyword]()

@@ -12,6 +12,7 @@ HOSTILE = (
     "<b>x</b> | `y` *z* [l](http://e) @all #1 $a$ \\ \x00\x1b[31m\x08\ud800\x9b\ufffe\n"
     "## head ]]> &amp; \U0001f680 %0A::"
 )
+AGAIN = "kvbench compare a b --workload w.yaml"
 
 
 def read(folder: Path) -> Verdict:
@@ -91,23 +92,14 @@ def failed() -> Verdict:
 
 
 def passed() -> Verdict:
-    return Verdict(
-        "compare",
-        PASS,
-        "no metric is worse than its margin; 8 pairs",
-        (timing(), timing("mixed/a", suite="cell")),
-        reproduce="kvbench compare a b --workload w.yaml",
-    )
+    findings = (timing(), timing("mixed/a", suite="cell"))
+    return Verdict("compare", PASS, "no metric is worse than its margin; 8 pairs", findings, reproduce=AGAIN)
 
 
 def inconclusive() -> Verdict:
-    return Verdict(
-        "compare",
-        INCONCLUSIVE,
-        "p95 TTFT could not be told: the smallest detectable effect is 6.1 %; 20 pairs are needed",
-        (timing("overall", INCONCLUSIVE, 0.031), timing("mixed/a", suite="cell")),
-        reproduce="kvbench compare a b --workload w.yaml",
-    )
+    sentence = "p95 TTFT could not be told: the smallest detectable effect is 6.1 %; 20 pairs are needed"
+    findings = (timing("overall", INCONCLUSIVE, 0.031), timing("mixed/a", suite="cell"))
+    return Verdict("compare", INCONCLUSIVE, sentence, findings, reproduce=AGAIN)
 
 
 def invalid() -> Verdict:
@@ -121,32 +113,20 @@ def invalid() -> Verdict:
 
 
 def empty() -> Verdict:
-    return Verdict("compare", EMPTY, "no cell is in both", reproduce="kvbench compare a b --workload w.yaml")
+    return Verdict("compare", EMPTY, "no cell is in both", reproduce=AGAIN)
 
 
 def counters() -> Verdict:
     """Of the counter gate, with a history that parts at a step."""
     finding = Finding(
-        "paged-p16-swap/preemptions",
-        "counters",
-        "preemptions of paged-p16-swap",
-        FAIL,
-        "1 more preemption than locked (4 instead of 3); the histories part at step 118",
-        metric="num_preemptions",
-        base=3.0,
-        candidate=4.0,
-        change=1 / 3,
-        details=("step 118: preempted [] -> [7]", "copied pages 12 -> 13"),
-    )
+        "paged-p16-swap/preemptions", "counters", "preemptions of paged-p16-swap", FAIL,
+        "1 more preemption than locked (4 instead of 3); the histories part at step 118", metric="num_preemptions",
+        base=3.0, candidate=4.0, change=1 / 3, details=("step 118: preempted [] -> [7]", "copied pages 12 -> 13"),
+    )  # fmt: skip
     same = Finding("paged-p8/preemptions", "counters", "preemptions of paged-p8", PASS, "all as locked")
-    return Verdict(
-        "counters",
-        FAIL,
-        "1 of 2 scenarios differs",
-        (same, finding),
-        reproduce="kvbench gate counters workloads/ci_counters.yaml",
-        accept='kvbench accept counters --reason "..."',
-    )
+    commands = {"reproduce": "kvbench gate counters workloads/ci_counters.yaml"}
+    commands["accept"] = 'kvbench accept counters --reason "..."'
+    return Verdict("counters", FAIL, "1 of 2 scenarios differs", (same, finding), **commands)
 
 
 def hostile() -> Verdict:
@@ -158,19 +138,8 @@ def hostile() -> Verdict:
     )  # fmt: skip
     moved = Moved(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 0.0, 1.0, None)
     side = {"name": HOSTILE, HOSTILE: HOSTILE}
-    return Verdict(
-        "compare",
-        FAIL,
-        HOSTILE,
-        (finding,),
-        side,
-        side,
-        (moved,),
-        f"kvbench '{HOSTILE}' ```",
-        HOSTILE,
-        (HOSTILE,),
-        side,
-    )
+    command = f"kvbench '{HOSTILE}' ```"
+    return Verdict("compare", FAIL, HOSTILE, (finding,), side, side, (moved,), command, HOSTILE, (HOSTILE,), side)
 
 
 def huge(count: int = 3_000) -> Verdict:
@@ -183,12 +152,4 @@ def huge(count: int = 3_000) -> Verdict:
     return Verdict("compare", FAIL, "all is slower", findings, moved=moved, reproduce="kvbench compare a b")
 
 
-EVERY = {
-    "failed": failed,
-    "passed": passed,
-    "inconclusive": inconclusive,
-    "invalid": invalid,
-    "empty": empty,
-    "counters": counters,
-    "hostile": hostile,
-}
+EVERY = {make.__name__: make for make in (failed, passed, inconclusive, invalid, empty, counters, hostile)}

@@ -61,13 +61,8 @@ def test_the_file_is_well_formed_and_its_counts_are_right(name: str) -> None:
     assert root.get("errors") == str(sum(int(suite.get("errors") or 0) for suite in root))
     keys = [(case.get("classname"), case.get("name")) for case in root.iter("testcase")]
     assert len(set(keys)) == len(keys)  # GitLab drops the second of one name
-
-
-@pytest.mark.parametrize("name", ["failed", "passed", "inconclusive", "invalid", "counters"])
-def test_each_finding_is_one_case_with_its_outcome(name: str) -> None:
-    verdict = verdicts.EVERY[name]()
-    wanted = {finding.id: TAGS.get(finding.outcome, "success") for finding in verdict.findings}
-    assert outcomes(parse(verdict)) == wanted
+    if name not in ("hostile", "empty"):
+        assert outcomes(root) == {finding.id: TAGS.get(finding.outcome, "success") for finding in verdict.findings}
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_p_of_one_hypothesis_is_that_of_scipys_permutation_test(pairs, seed):
     assert adjusted_p(x[:, :1]) == pytest.approx([scipy_p(x[:, 0])], abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_adjusted_p_is_that_of_step_down_over_all_patterns_tried_one_by_one(seed):
     x = sample(8, seed, shift=0.9)
     t = every_t(x)
@@ -55,16 +55,10 @@ def test_adjusted_p_is_that_of_step_down_over_all_patterns_tried_one_by_one(seed
     assert adjusted_p(x) == pytest.approx(expected, abs=1e-12)
 
 
-def test_smallest_p_is_one_pattern_and_never_zero():
+def test_the_smallest_p_is_one_pattern_and_better_is_no_harm_however_clear():
     x = np.abs(sample(8, 4)) + SCALES
-    assert single_p(x).min() == 2.0**-8
-    assert adjusted_p(x).min() == 2.0**-8
-
-
-def test_better_is_no_harm_however_clear():
-    x = -np.abs(sample(8, 5)) - SCALES
-    assert (single_p(x) == 1).all()
-    assert (adjusted_p(x) == 1).all()
+    assert single_p(x).min() == adjusted_p(x).min() == 2.0**-8
+    assert (single_p(-x) == 1).all() and (adjusted_p(-x) == 1).all()
 
 
 def test_without_variance_zero_has_p_one_and_a_constant_harm_the_smallest_there_is():
@@ -77,18 +71,14 @@ def test_without_variance_zero_has_p_one_and_a_constant_harm_the_smallest_there_
     assert t_of_u(np.sqrt(8), 8) == np.inf
 
 
-def test_the_unit_of_a_hypothesis_does_not_matter_and_more_hypotheses_never_make_p_smaller():
+def test_neither_unit_nor_order_of_hypotheses_matters_and_more_of_them_never_make_p_smaller():
     x = sample(9, 6, shift=0.8)
     assert adjusted_p(x * [1, 1000, 1, 1e-3]) == pytest.approx(adjusted_p(x), abs=1e-12)
+    assert adjusted_p(x[:, ::-1])[::-1] == pytest.approx(adjusted_p(x), abs=1e-12)
+    assert len(set(adjusted_p(np.repeat(x[:, :1], 3, axis=1)))) == 1
     assert (adjusted_p(x)[:2] >= adjusted_p(x[:, :2]) - 1e-12).all()
     assert (adjusted_p(x) >= single_p(x) - 1e-12).all()
-
-
-def test_order_of_hypotheses_does_not_matter_among_equals():
-    x = np.repeat(sample(8, 7, shift=1.0)[:, :1], 3, axis=1)
-    assert len(set(adjusted_p(x))) == 1
-    x = sample(8, 8)
-    assert adjusted_p(x[:, ::-1])[::-1] == pytest.approx(adjusted_p(x), abs=1e-12)
+    assert adjusted_p(np.empty((8, 0))).shape == (0,)
 
 
 def test_noninferiority_is_the_same_test_from_the_margin():
@@ -115,11 +105,4 @@ def test_critical_t_is_reached_by_as_many_patterns_as_alpha_allows(pairs, alpha,
     x -= x.mean(axis=0)
     largest = every_t(x).max(axis=1)
     assert (largest >= critical_t(x, alpha) - 1e-9).sum() == may_reach
-
-
-def test_no_t_is_enough_where_no_p_is_small_enough():
-    assert critical_t(sample(7, 11), 0.004) == np.inf
-
-
-def test_no_hypotheses_have_no_p():
-    assert adjusted_p(np.empty((8, 0))).shape == (0,)
+    assert critical_t(x[:7], 2.0**-7 / 2) == np.inf  # no p is as small

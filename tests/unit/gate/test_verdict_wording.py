@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, Verdict
+from tests.support import verdicts
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,10 @@ def test_sides_are_named_once(base: dict[str, str], words: str) -> None:
     assert wording.sides(Verdict("compare", PASS, "s", base=base, candidate={"command": "x"})) == words
 
 
-def test_where_no_direction_is_better_the_greater_change_comes_first() -> None:
+def test_the_worst_comes_first_and_where_no_direction_is_better_the_greater_change() -> None:
+    kwargs = {"metric": "output_throughput", "unit": "tokens/s", "higher": True}
+    less, more = (verdicts.timing("a", FAIL, change, **kwargs) for change in (-0.05, 0.5))
+    assert wording.worst_first([more, less]) == [less, more]
     up, down, small = (
         Finding(str(change), "counters", "t", FAIL, "s", change=change, higher_is_better=None)
         for change in (0.3, -0.9, 0.1)

@@ -98,14 +98,10 @@ def test_a_cell_with_another_definition_is_another_series_and_says_so(tmp_path: 
     write_run(tmp_path, 2, {"a-c3": [25.0]}, workload=changed)
     write_run(tmp_path, 3, {"a-c3": [101.0]})
     assert list(map(values, series_of(tmp_path))) == [[100.0, 101.0], [50.0], [25.0]]
-    table = show(tmp_path)[1]
-    assert table.count("a-c3 [") == 3
-
-
-def test_more_repeats_or_other_objectives_ask_for_the_same(tmp_path: Path) -> None:
-    for day, load in enumerate(({"repeats": 3}, {"repeats": 5, "slo": {"ttft_ms": 1}, "concurrency": [3, 9]})):
-        write_run(tmp_path, day, {"a-c3": [100.0]}, workload={"name": "mixed", "load": load})
-    assert len(series_of(tmp_path)) == 1
+    assert show(tmp_path)[1].count("a-c3 [") == 3
+    for day, load in enumerate(({"repeats": 3}, {"repeats": 5, "slo": {"ttft_ms": 1}, "concurrency": [3, 9]}), 4):
+        write_run(tmp_path, day, {"b-c3": [100.0]}, workload={"name": "mixed", "load": load})
+    assert len(series_of(tmp_path)) == 4  # repeats and objectives change no request
 
 
 def test_what_is_not_valid_or_not_complete_is_shown_and_not_counted(tmp_path: Path) -> None:
@@ -120,19 +116,15 @@ def test_what_is_not_valid_or_not_complete_is_shown_and_not_counted(tmp_path: Pa
     assert sparkline(series.points) == "▁··█"
 
 
-def test_sparklines(tmp_path: Path) -> None:
+def test_sparklines_and_the_natural_order_of_cells(tmp_path: Path) -> None:
     for day, value in enumerate((100.0, 100.2, 99.9, 100.1)):
         write_run(tmp_path, day, {"a-c3": [value], "b-c3": [100.0 + 5 * day]})
     flat, rising = series_of(tmp_path)
+    write_run(tmp_path / "order", 0, {cell: [1.0] for cell in ("p16-c32", "p16-c4", "p8-c4", "contiguous-c4")})
+    assert [series.cell for series in series_of(tmp_path / "order")] == ["contiguous-c4", "p8-c4", "p16-c4", "p16-c32"]
     assert len(set(sparkline(flat.points))) <= 2 and sparkline(rising.points) == "▁▃▆█"
     equal = [dataclasses.replace(flat.points[0], values=(3.0 * 1.37**i,)) for i in range(60)]
     assert {sparkline([point] * n) for point in equal for n in (1, 2)} == {"▄", "▄▄"}
-
-
-def test_cells_are_in_natural_order(tmp_path: Path) -> None:
-    write_run(tmp_path, 0, {cell: [1.0] for cell in ("p16-c32", "p16-c4", "p8-c4", "contiguous-c4")})
-    cells = [series.cell for series in series_of(tmp_path)]
-    assert cells == ["contiguous-c4", "p8-c4", "p16-c4", "p16-c32"]
 
 
 def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:

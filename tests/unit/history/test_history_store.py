@@ -66,15 +66,14 @@ def test_adding_again_changes_nothing_and_another_content_is_refused(tmp_path: P
 def test_a_verdict_makes_no_other_run_of_it(tmp_path: Path) -> None:
     run, to = write_run(tmp_path / "results", 0, {"a-c3": [100.0]}), tmp_path / "history"
     assert add(run, "--to", to)[1].startswith("added: ")
-    (run / "verdict.json").write_text('{"outcome": "pass"}')  # `kvbench gate` in between
     before = files(to)
+    (run / "verdict.json").write_text('{"outcome": "pass"}')  # `kvbench gate` in between
     assert add(run, "--to", to)[1].startswith("there already: ") and files(to) == before
     other = write_run(tmp_path / "results", 1, {"a-c3": [100.0]})
-    (other / "verdict.json").write_text('{"outcome": "pass"}')
-    add(other, "--to", to)
-    (other / "verdict.json").write_text('{"outcome": "fail"}')
-    assert add(other, "--to", to)[1].startswith("there already: ")
-    assert [path.read_text() for path in to.rglob("verdict.json")] == ['{"outcome": "pass"}']
+    for outcome in ("pass", "fail"):
+        (other / "verdict.json").write_text(outcome)
+        add(other, "--to", to)
+    assert [path.read_text() for path in to.rglob("verdict.json")] == ["pass"]
 
 
 def test_a_history_can_be_added_to_another_one(tmp_path: Path) -> None:
