@@ -9,7 +9,7 @@ import pytest
 from kvbench.common.files import read_json
 from kvbench.measure.load import collect_metrics
 from kvbench.targets.prometheus import MetricsSample
-from tests.unit.metrics.test_metrics import frame, row
+from tests.support.request_rows import frame, row
 
 
 def counters(folder, readings: dict[float, float]) -> dict[str, float]:

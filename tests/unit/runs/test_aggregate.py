@@ -15,7 +15,7 @@ from kvbench.metrics.latency import distribution, summarise
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import RunFolder
 from kvbench.workload.design import Cell, Configuration, LoadPoint
-from tests.unit.metrics.test_metrics import queued_at_the_end
+from tests.support.request_rows import queued_at_the_end
 
 CONFIGURATION = Configuration("paged", "paged", {"layout": "paged"}, {}, True)
 BURST, LATER = 0.9, 0.1  # s to the first token: of users that start together, of those that follow

@@ -91,10 +91,6 @@ def test_a_replay_by_hand_leaves_nothing_owned(monkeypatch):
     assert done.hits.tolist() == [0, 2, 0, 0] and done.evictions == 7 and done.num_cut == 1
 
 
-def test_an_id_hits_only_behind_the_same_pages():
-    assert replay(trace_of([[1, 2], [3, 2], [2], [1, 2], [7, 7, 7]]), 20).hits.tolist() == [0, 0, 0, 2, 0]
-
-
 def test_rates_count_pages_tokens_full_pages_and_requests():
     # pages of 4 tokens: 10 tokens are 3 pages, the last with 2 of 4
     trace = trace_of([[1, 2, 3], [1, 2, 3], [1, 9], []], page_size=4, tokens=[10, 10, 5, 3])
