@@ -17,11 +17,12 @@ import pytest
 import yaml
 
 from kvbench.cli import main as cli
-from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.errors import Interrupted, MeasurementError, UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare import builds, manifest, run
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.run import Comparison
+from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.verdict.verdict import Verdict
 from kvbench.workload.file import load_workload
 from tests.support.compare_folders import HERE, POLICY, stored_run, write_load
@@ -29,6 +30,7 @@ from tests.support.git_repo import make_repo
 from tests.support.sweep_parts import TINY
 
 SIDES = ("page_size=16", "page_size=32")
+EXECUTE = Comparison.execute
 WORDS = ("--workload", "tiny.yaml", "--policy", "gates.yaml", "--profile", "cpu")
 
 
@@ -42,7 +44,7 @@ def here(monkeypatch):
 
 @pytest.fixture
 def compare(tmp_path, monkeypatch, capfd, here):
-    """Runs the command: (exit code, its folder, stderr). Every Comparison that would have measured is in ``begun``."""
+    """Runs the command: (exit code, its folder, its output). ``begun``: the comparisons that would have measured."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     (tmp_path / "gates.yaml").write_text(POLICY)
@@ -58,7 +60,7 @@ def compare(tmp_path, monkeypatch, capfd, here):
         with pytest.raises(SystemExit) as left:
             cli.main(["compare", *words])
         new = set(tmp_path.glob("results/compare/*")) - known
-        return left.value.code, new.pop() if new else None, capfd.readouterr().err
+        return left.value.code, new.pop() if new else None, "".join(capfd.readouterr())
 
     command.begun = begun
     return command
@@ -152,6 +154,20 @@ def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp
     assert verdict["base"]["text"] == "page_size=16" and verdict["reproduce"].startswith("kvbench compare page_size")
     assert "a full disk" in ET.parse(folder / "junit.xml").find(".//error").get("message")
     assert "a full disk" in (tmp_path / "step.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Interrupted("SIGTERM"), 130), (OSError(28, "No space left on device"), 4)]
+)
+def test_an_interruption_and_a_full_disk_leave_a_folder_that_can_be_resumed(compare, monkeypatch, error, code):
+    def compile(self, folder, say):
+        raise error
+
+    monkeypatch.setattr(PairedWorkload, "compile", compile)
+    left, folder, said = compare(*SIDES, *WORDS, measure=EXECUTE)
+    assert left == code and f"kvbench compare --resume results/compare/{folder.name}" in said
+    assert read_json(folder / "manifest.json")["status"] == "incomplete"
+    assert (folder / "verdict.json").exists() == (code == 4)
 
 
 def test_bad_input_leaves_no_verdict_and_nothing_at_all_where_nothing_was_measured(compare):
