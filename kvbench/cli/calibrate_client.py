@@ -28,7 +28,7 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
     compared with what was sent, and lost, cut-off and refused streams must be counted as what they were.
 
     The client is good if it keeps to every limit in one of up to 3 --attempts: a stall of the machine may spoil one,
-    and a client that cannot keep up fails each time. All attempts are told, with the CPU time that others used
+    and a client that cannot keep up fails each time. All attempts are shown, with the CPU time that others used
     meanwhile. Before a load it is the same, with the limits that a load is held to.
 
     \b

@@ -64,10 +64,6 @@ class LoadFolder:
         path.mkdir(parents=True)
         return path
 
-    def drop(self, path: Path) -> None:
-        """Removes a run of a search: it is measured again, perhaps under another number."""
-        shutil.rmtree(path)
-
     def finished_runs(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Folder and metrics.json of the runs that ended, in their order."""
         for path in sorted((self.path / RUNS).glob(f"*/{METRICS}")):

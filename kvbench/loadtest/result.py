@@ -85,15 +85,22 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What the table does not hold, one sentence each."""
     metrics = kept["metrics"]
-    said = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics), _cache(kept)]
+    sentences = [
+        _warm_up(kept),
+        _lengths(kept),
+        _throughput(metrics),
+        _goodput(kept),
+        *_requests(metrics),
+        _cache(kept),
+    ]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
-        said.append(
+        sentences.append(
             "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
         )
-    said += [_client(metrics), _calibration(kept), _server(kept)]
+    sentences += [_client(metrics), _calibration(kept), _server(kept)]
     if any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS):
-        said.append("* too few samples for this percentile: p95 needs 130, p99 662")
-    return [text for text in said if text]
+        sentences.append("* too few samples for this percentile: p95 needs 130, p99 662")
+    return [text for text in sentences if text]
 
 
 def _warm_up(kept: Mapping[str, Any]) -> str:
@@ -118,14 +125,14 @@ def _lengths(kept: Mapping[str, Any]) -> str:
 
 def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int) -> dict[str, Any] | None:
     """metrics.json's ``lengths``: how those of ``requests`` were scaled; None where nothing was or could be."""
-    asked = getattr(load.prompts, "length_scale", 1.0)
+    wanted = getattr(load.prompts, "length_scale", 1.0)
     scale = getattr(requests, "notes", {}).get("length_scale")  # not of a trace's texts, which are never cut
-    if asked == 1.0 or (scale is None and load.prompts.kind == "trace"):
+    if wanted == 1.0 or (scale is None and load.prompts.kind == "trace"):
         return None
     totals = [len(r.prompt_token_ids) + r.max_tokens for r in requests if r.prompt_token_ids is not None]
     return {
         "scale": 1.0 if scale is None else scale,
-        "auto": asked == "auto",
+        "auto": wanted == "auto",
         "max_model_len": max_model_len,
         "longest_total_tokens": max(totals, default=None),
     }
@@ -173,15 +180,15 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
 
 def _cache(kept: Mapping[str, Any]) -> str:
     cache = kept.get("prefix_cache") or {}
-    hits, asked, bounds = cache.get("hits"), cache.get("queries"), kept.get("prefix_cache_bounds")
+    hits, queries, bounds = cache.get("hits"), cache.get("queries"), kept.get("prefix_cache_bounds")
     doubt = cache.get("unverified")
     text = f"prefix cache, declared {kept['cache_state']}{f', not verified ({doubt})' if doubt else ''}: "
     if kept.get("prefix_caching") is False:
         return text + "none, the server has prefix caching off"
-    if hits is None or not asked:
+    if hits is None or not queries:
         return text + ("hit rate not known" if hits is None else "no token was looked up")
-    text += f"{hits / asked:.1%} of {asked:,.0f} prompt tokens hit"
-    return text + (f", possible {bounds['low'] / asked:.1%} to {bounds['high'] / asked:.1%}" if bounds else "")
+    text += f"{hits / queries:.1%} of {queries:,.0f} prompt tokens hit"
+    return text + (f", possible {bounds['low'] / queries:.1%} to {bounds['high'] / queries:.1%}" if bounds else "")
 
 
 def _client(metrics: Mapping[str, Any]) -> str:

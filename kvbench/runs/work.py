@@ -22,7 +22,7 @@ class Work:
 
     check: Callable[[], None]
     next_step: str
-    close: Callable[[], None] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 @contextmanager
@@ -46,34 +46,25 @@ def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iter
             yield work
         except (Interrupted, KeyboardInterrupt, SystemExit) as end:
             with suppress(OSError):
-                _close(work)
-            _tell_interrupted(end, work.next_step, tell)
+                work.close()
+            unread = isinstance(end, SystemExit)  # rich raises it when nobody reads stdout any more
+            name = "SIGPIPE (nobody reads the output)" if unread else getattr(end, "signal_name", "SIGINT")
+            with suppress(OSError):  # the terminal may be gone
+                (say if unread else tell)(f"stopped by {name}; {work.next_step}")
         except OSError as error:
             with suppress(OSError):  # there may be no room for it; the folder is marked incomplete since its start
-                _close(work)
+                work.close()
             if (sentence := storage_sentence(error, path)) is None:
                 raise
             raise MeasurementError(f"{sentence}; {work.next_step}") from error
         except MeasurementError as error:
-            _close(work)
+            work.close()
             raise MeasurementError(f"{error}; {work.next_step}") from error
         except BaseException:
-            _close(work)
+            work.close()
             raise
 
 
 def kept(command: str) -> str:
     """The next step after an interruption: ``command`` goes on."""
     return f"what was measured is kept. Go on with:\n  {command}"
-
-
-def _close(work: Work) -> None:
-    if work.close is not None:
-        work.close()
-
-
-def _tell_interrupted(end: BaseException, next_step: str, tell: Callable[[str], None]) -> None:
-    unread = isinstance(end, SystemExit)  # rich raises it when nobody reads stdout any more
-    name = "SIGPIPE (nobody reads the output)" if unread else getattr(end, "signal_name", "SIGINT")
-    with suppress(OSError):  # the terminal may be gone
-        (say if unread else tell)(f"stopped by {name}; {next_step}")

@@ -24,7 +24,7 @@ from kvbench.workload.file import Workload
 
 
 class Listener(Protocol):
-    """What a progress display is told."""
+    """A progress display, called as the sweep goes on."""
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None: ...
 

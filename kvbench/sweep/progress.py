@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from kvbench.common.console import QUIET_S, Heartbeat, LiveText
+from kvbench.common.console import QUIET_S, Heartbeat, LiveText, print_plain
 from kvbench.common.text import clock
 from kvbench.sweep.plan import START_GUESS_S
 from kvbench.workload.design import Block, Cell
@@ -46,7 +46,7 @@ class Estimator:
             self._starts.append(server_start_s)
 
     def load_s(self, cell: Cell) -> float:
-        for key in (cell.cell_id, f"{cell.load.load_id}"):
+        for key in (cell.cell_id, cell.load.load_id):
             if key in self._seen:
                 return statistics.median(self._seen[key])
         ratio = statistics.median(self._ratios) if self._ratios else 1.0
@@ -90,18 +90,12 @@ class SweepProgress:
             self._load_bar = self._bars.add_task("starting", total=None, text=self._load_text)
 
     def __enter__(self) -> SweepProgress:
-        if self._bars:
-            self._bars.start()
-        else:
-            self._heartbeat.__enter__()
+        (self._bars or self._heartbeat).__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not self._bars:
-            self._heartbeat.__exit__(*exc)
-        else:
-            with suppress(OSError):  # a terminal that is gone
-                self._bars.stop()
+        with suppress(OSError):  # a terminal that is gone
+            (self._bars or self._heartbeat).__exit__(*exc)
 
     def time_left_s(self) -> float:
         """Loads not finished, plus one server start for each block that still has some."""
@@ -158,12 +152,7 @@ class SweepProgress:
         self._heartbeat.printed()
         elapsed, left = clock(time.monotonic() - self._began), self._left_words()
         head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
-        self._console.print(
-            f"{head}{text}" + ("" if self._bars else f"  (elapsed {elapsed}, {left})"),
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_plain(self._console, f"{head}{text}" + ("" if self._bars else f"  (elapsed {elapsed}, {left})"))
         if self._bars:
             self._bars.update(self._sweep_bar, completed=self._done)
 

@@ -106,7 +106,7 @@ class Sweep:
         self._close(run, manifest, "complete" if complete else "incomplete")
         if complete:
             report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
-            work.close, work.next_step = None, f"everything is measured. Write the report with:\n  {report}"
+            work.close, work.next_step = lambda: None, f"everything is measured. Write the report with:\n  {report}"
         if note := capacity_note(design.configurations, manifest["capacity"]):
             self._say(note)
         return complete
@@ -208,14 +208,14 @@ def _manifest_writer(
     """Stores what the first server of each configuration says of itself, and refuses one that is another."""
 
     def write(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
-        told = dict(info or {})
+        info = dict(info or {})
         config_id = block.configuration.config_id
-        accept_server(manifest, config_id, told, force=force)
-        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | (told.get("model") or {})
-        if capacity := told.get("capacity"):  # what the server has made of the budget wins over the arithmetic
+        accept_server(manifest, config_id, info, force=force)
+        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | (info.get("model") or {})
+        if capacity := info.get("capacity"):  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})
             known |= capacity | {"kv_budget_bytes": capacity.get("budget_bytes", known.get("kv_budget_bytes"))}
-        add_server(manifest, config_id, told)
+        add_server(manifest, config_id, info)
         write_json(run.manifest_path, manifest)
 
     return write

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.loadtest.max_rate.search import Bounds, Condition, arrivals_to_tell, parse_conditions, share_told
+from kvbench.loadtest.max_rate.search import Bounds, Condition, arrivals_to_detect, parse_conditions, detectable_share
 from kvbench.loadtest.options import LoadOptions, choose_load
 from kvbench.metrics.latency import QUANTILES
 from kvbench.workload.design import LoadPoint
@@ -47,7 +47,7 @@ class RunLength:
         counts = [self.least, math.ceil(rate * self.seconds)]
         if self.enough:
             counts += [c.samples_needed for c in conditions]
-            by_number = arrivals_to_tell(self.tolerance)
+            by_number = arrivals_to_detect(self.tolerance)
             counts.append(math.ceil(min(rate * self.patience_s / self.tolerance, by_number)))
         return max(counts)
 
@@ -55,9 +55,9 @@ class RunLength:
         """Seconds for which a run at ``rate`` [1/s] sends."""
         return self.requests(rate, conditions) / rate
 
-    def overload_told(self, rate: float, requests: int) -> float:
+    def detectable_overload(self, rate: float, requests: int) -> float:
         """The least overload, as a share of the capacity, that a run of so many requests at ``rate`` [1/s] shows."""
-        return min(rate * self.patience_s / max(requests, 1), share_told(requests))
+        return min(rate * self.patience_s / max(requests, 1), detectable_share(requests))
 
 
 def patience_s(conditions: Sequence[Condition], slo: Slo | None) -> float:

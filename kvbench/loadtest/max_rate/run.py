@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,7 +106,7 @@ class RateSearch:
         """What a stopped search has measured. Invalid runs at its end are run again: they may be what ended it."""
         finished = list(self.folder.finished_runs())
         while finished and finished[-1][1]["trial"]["cause"] == INVALID:
-            self.folder.drop(finished.pop()[0])
+            shutil.rmtree(finished.pop()[0])
         for path, kept in finished:
             self._note(path, kept)
         if self.trials:
@@ -252,7 +253,7 @@ def _evidence(rate: float, conditions: Sequence[Condition], rows: Sequence[Mappi
 
 def _undetected_overload(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, length: RunLength) -> str:
     """That the runs were too short to show a small overload, where they were."""
-    share = max(length.overload_told(rate, r["arrivals"]) for r in rows if r["rate"] == rate and r["met"])
+    share = max(length.detectable_overload(rate, r["arrivals"]) for r in rows if r["rate"] == rate and r["met"])
     if share <= bounds.tolerance * 1.01:
         return ""
     return (

@@ -107,20 +107,20 @@ def _condition(part: str) -> Condition:
 
 # A run cannot show every overload: one of a share x of the capacity lets the queue grow by x of the arrivals, while the
 # number of n arrivals of a Poisson process itself swings by sqrt(n). So x shows from about 1/x^2 arrivals on
-# (``arrivals_to_tell`` takes three times as many).
+# (``arrivals_to_detect`` takes three times as many).
 GROWTH_SHARE = 0.05  # of the arrivals meanwhile: fewer were served than came
 GROWTH_DEVIATIONS = 3.0  # of a Poisson count: how far the number in flight of a server that keeps up swings
 _CERTAINTY = 3.0  # a settled part of 3/4 has then 1.5 deviations, and two of three runs decide
 _SETTLED_QUANTILE = 0.95  # of the times in the system: the number in flight climbs until the long ones end, too
 
 
-def arrivals_to_tell(share: float) -> float:
+def arrivals_to_detect(share: float) -> float:
     """Arrivals of a run that shows an overload of ``share`` of the capacity by their number alone."""
     return _CERTAINTY / share**2
 
 
-def share_told(arrivals: int) -> float:
-    """The inverse of ``arrivals_to_tell``: the least overload that so many arrivals show."""
+def detectable_share(arrivals: int) -> float:
+    """The inverse of ``arrivals_to_detect``: the least overload that so many arrivals show."""
     return math.sqrt(_CERTAINTY / max(arrivals, 1))
 
 
@@ -163,7 +163,7 @@ def queue_growth(starts: Sequence[float], ends: Sequence[float]) -> QueueGrowth 
     """How the queue of an open loop grew, from intended starts and ends [s], each [requests].
 
     The first quarter of the arrivals is left out, and ``filling_s``; of the rest the first third is compared with the
-    last. None when that cannot be told: under 8 arrivals, or in less than twice ``filling_s``. An end that is not
+    last. None when that cannot be known: under 8 arrivals, or in less than twice ``filling_s``. An end that is not
     known (NaN) is one after the last arrival.
     """
     if len(starts) < 8:

@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.loadtest.max_rate.plan import RunLength, SearchPlan, at_rate, mean_rate, patience_s
-from kvbench.loadtest.max_rate.search import arrivals_to_tell, parse_conditions, share_told
+from kvbench.loadtest.max_rate.search import arrivals_to_detect, parse_conditions, detectable_share
 from kvbench.workload.load_section import LoadConfig, Slo
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
@@ -39,9 +39,9 @@ def test_a_run_has_enough_requests_for_its_percentiles_its_seconds_and_the_toler
 
 def test_the_least_overload_that_a_run_shows():
     waiting = RunLength(1, 20.0, tolerance=0.05, patience_s=5.0)
-    assert waiting.overload_told(4.0, 400) == pytest.approx(0.05)
-    assert waiting.overload_told(4.0, 100) == pytest.approx(math.sqrt(3 / 100))  # by number, sooner than by 20 %
-    assert share_told(round(arrivals_to_tell(0.03))) == pytest.approx(0.03, rel=1e-3)
+    assert waiting.detectable_overload(4.0, 400) == pytest.approx(0.05)
+    assert waiting.detectable_overload(4.0, 100) == pytest.approx(math.sqrt(3 / 100))  # by number, sooner than by 20 %
+    assert detectable_share(round(arrivals_to_detect(0.03))) == pytest.approx(0.03, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -52,18 +52,6 @@ def test_several_conditions_hold_together(new):
     assert tighter == pytest.approx(md1_capacity(0.99, 0.5), rel=0.08) and tighter < md1_capacity(0.95, 0.5) * 0.97
 
 
-def test_a_saturated_queue_is_not_met_however_loose_the_slo(new):
-    search = new(Queue(), "p95_e2el<=3600s", length=RunLength(400, 0.0))
-    search.run()
-    assert 9.0 < answer(search)["highest_rate_met"] < 11.5  # 10/s is what the queue can serve
-
-
-def test_two_invalid_runs_in_a_row_count_for_nothing(new):
-    queue = Queue(invalid=lambda number: number in (3, 4))
-    assert new(queue, bounds=Bounds(1.0, 0.1, 8.0, 0.5)).run() == EXIT_OK
-    assert [rate for rate, _, _ in queue.runs[:6]] == [1, 2, 4, 4, 4, 8]
-
-
 def test_three_invalid_runs_end_the_search_with_their_reason_and_are_measured_again(new):
     search = new(Queue(invalid=lambda number: number >= 3))
     assert search.run() == EXIT_INVALID and search.can_continue
@@ -162,13 +150,6 @@ def test_a_trace_that_is_too_short_to_tell_is_not_called_invalid(new):
     assert "invalid" not in search.printed.getvalue().lower()
 
 
-def test_the_number_of_runs_is_bounded(new):
-    bounds = Bounds(1.0, 0.1, 100.0, max_runs=3)
-    search = new(Queue(), bounds=bounds, length=RunLength(50, 0.0, enough=False))
-    assert search.run() == EXIT_INCONCLUSIVE and len(answer(search)["runs"]) == 3
-    assert not answer(search)["confirmed"] and "--max-runs" in answer(search)["answer"]
-
-
 def test_a_run_that_cannot_end_in_time_is_not_begun(new):
     queue = Queue()
     search = new(queue, "p99_ttft<=500ms", Bounds(0.5, 0.1, 100.0), RunLength(1, 20.0), limit_s=600.0)
@@ -211,12 +192,6 @@ def test_where_the_client_is_the_limit_the_answer_says_so(new):
     found = answer(search)
     assert found["outcome"] == "the client was the limit" and 3 / 1.05 <= found["highest_rate_met"] <= 3
     assert found["lowest_rate_not_met"] is None and "the client's timestamps lagged" in found["answer"]
-
-
-def test_a_client_that_fails_above_the_servers_limit_does_not_hide_it(new):
-    search = new(Queue(client_limit=13.0), bounds=Bounds(5.0, 0.1, 100.0, 0.05))
-    assert search.run() == EXIT_OK
-    assert answer(search)["highest_rate_met"] == pytest.approx(md1_capacity(0.95, 0.5), rel=0.08)
 
 
 def test_a_run_that_others_disturbed_as_well_is_not_the_clients_limit(new):

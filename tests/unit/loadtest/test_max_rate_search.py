@@ -158,13 +158,6 @@ def test_an_end_that_the_client_does_not_bear_again_ends_the_search(rate):
     )
 
 
-def test_runs_that_are_too_short_have_an_outcome_of_their_own():
-    bounds = Bounds(1, 0.1, 100)
-    assert next_step([Trial(1, True), nothing(2, TOO_SHORT)], bounds) == NextRun(2)
-    answer = next_step([Trial(1, True), *[nothing(2, TOO_SHORT, "9 s are needed")] * 2], bounds)
-    assert answer.outcome == TOO_SHORT and answer.met == 1 and "9 s are needed" in answer.reason
-
-
 def test_an_invalid_run_is_repeated_twice_and_then_ends_the_search_with_its_reason():
     bounds = Bounds(1, 0.1, 100)
     once = [Trial(1, True), Trial(2, None, ("foreign work",), INVALID)]
@@ -183,13 +176,6 @@ def test_the_number_of_runs_is_bounded_and_the_bracket_so_far_is_told():
     answer, trials = search(lambda rate, _: rate <= 7, Bounds(1, 0.1, 100, 0.001, max_runs=6))
     assert answer.outcome == OUT_OF_RUNS and len(trials) == 6 and "--max-runs" in answer.reason
     assert answer.met <= 7 < answer.unmet and not answer.confirmed
-
-
-def test_a_search_goes_on_from_its_runs():
-    bounds = Bounds(1, 0.1, 100)
-    _, trials = search(lambda rate, _: rate <= 7, bounds)
-    for done in range(len(trials)):
-        assert next_step(trials[:done], bounds).rate == trials[done].rate
 
 
 def test_conditions_are_read_with_their_units():
