@@ -85,22 +85,15 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What the table does not hold, one sentence each."""
     metrics = kept["metrics"]
-    sentences = [
-        _warm_up(kept),
-        _lengths(kept),
-        _throughput(metrics),
-        _goodput(kept),
-        *_requests(metrics),
-        _cache(kept),
-    ]
+    found = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
-        sentences.append(
+        found.append(
             "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
         )
-    sentences += [_client(metrics), _calibration(kept), _server(kept)]
+    found += [_client(metrics), _calibration(kept), _server(kept)]
     if any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS):
-        sentences.append("* too few samples for this percentile: p95 needs 130, p99 662")
-    return [text for text in sentences if text]
+        found.append("* too few samples for this percentile: p95 needs 130, p99 662")
+    return [text for text in found if text]
 
 
 def _warm_up(kept: Mapping[str, Any]) -> str:

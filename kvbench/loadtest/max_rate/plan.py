@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.loadtest.max_rate.search import Bounds, Condition, arrivals_to_detect, parse_conditions, detectable_share
+from kvbench.loadtest.max_rate.search import Bounds, Condition, arrivals_to_detect, detectable_share, parse_conditions
 from kvbench.loadtest.options import LoadOptions, choose_load
 from kvbench.metrics.latency import QUANTILES
 from kvbench.workload.design import LoadPoint
