@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def describe_command(
     if plot is not None:
         from kvbench.trace_analysis.page import page
 
-        _write("--plot", plot, lambda: page(found))
+        plot.write_text(page(found), encoding="utf-8")
     if as_json:
         print(json.dumps(describe.as_dict(found), indent=2))
         return 0
@@ -94,7 +93,8 @@ def cache_sim_command(
     if html is not None:
         from kvbench.trace_analysis.page import cache_figure
 
-        _write("--html", html, lambda: cache_figure(result, title).figure.to_html(include_plotlyjs=True))
+        figure = cache_figure(result, title).figure
+        html.write_text(figure.to_html(include_plotlyjs=True), encoding="utf-8")
     if as_json:
         print(json.dumps({"trace": file_names(trace), **_as_dict(result)}, indent=2))
         return 0
@@ -143,11 +143,3 @@ def _as_dict(result: Simulation) -> dict[str, Any]:
         "infinite_cache": entries[-1],
         "replay_seconds": result.seconds,
     }
-
-
-def _write(option: str, path: Path, made: Callable[[], str]) -> None:
-    try:
-        path.write_text(made(), encoding="utf-8")
-    except OSError as error:
-        why = error.strerror or error
-        raise UsageError(f"{option} {str(path)!r} cannot be written ({why}): check the path") from None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvbench.common.text import and_more
+
 UNKNOWN = -1  # a number of tokens that the trace does not tell
 MOST_TOKENS = 2**40  # of one prompt or output: anything above is a mistake and not a length
 
@@ -87,7 +89,7 @@ def count_turns(session: np.ndarray) -> np.ndarray:
 
 def file_names(paths: Sequence[str | Path]) -> str:
     """The first file's name, and how many more there are."""
-    return Path(paths[0]).name + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    return and_more([Path(path).name for path in paths], 1)
 
 
 def select(

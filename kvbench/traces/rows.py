@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.common.text import and_more
 from kvbench.traces.model import MOST_TOKENS, UNKNOWN, Prompt, Trace, count_turns, find_tick
 from kvbench.traces.source import Row, Source, short
 
@@ -182,5 +183,4 @@ def read_rows(
                 add(rows, row, (number, where))
             except ValueError as error:
                 raise source.error(where, error) from None
-    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-    return rows.trace(name, f"{sources[0].path}{more}", same_clock=same_clock)
+    return rows.trace(name, and_more([source.path for source in sources], 1), same_clock=same_clock)
