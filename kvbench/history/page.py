@@ -34,7 +34,7 @@ def page(view: View) -> str:
     """The whole page: drift since the release, then a figure for every metric."""
     drawn = [(series[0], _drawings(view, series, f"g{index}")) for index, series in enumerate(view.groups)]
     flat = [drawing for _, some in drawn for drawing in some]
-    places = {id(drawing): index for index, drawing in enumerate(flat)}
+    index_of = {id(drawing): index for index, drawing in enumerate(flat)}
     return render(
         "history.html.j2",
         flat,
@@ -45,7 +45,7 @@ def page(view: View) -> str:
         drift_heads=_DRIFT_HEADS,
         drift_note=_DRIFT_NOTE,
         groups=[
-            (f"{first.workload} on {first.machine}", [(places[id(each)], each) for each in some])
+            (f"{first.workload} on {first.machine}", [(index_of[id(each)], each) for each in some])
             for first, some in drawn
         ],
     )

@@ -65,7 +65,7 @@ class StoredCell:
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """One run of a sweep. ``place``: machine, device and model as (name, value); places are never compared."""
+    """One run of a sweep. ``place``: machine, device and model as (name, value); it is equal within a series."""
 
     folder: Path
     workload: str

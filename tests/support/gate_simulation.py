@@ -143,7 +143,7 @@ def _stops(clock: np.ndarray, failed: np.ndarray, rng: np.random.Generator) -> I
 
 
 def harms(log_ratio: np.ndarray) -> tuple[tuple[Hypothesis, ...], np.ndarray]:
-    """The hypotheses, and [runs, pairs, hypotheses]; they are sums of log ratios: what one is made of is asked once."""
+    """The hypotheses, and [runs, pairs, hypotheses]; they are sums of log ratios: each is made once."""
     runs, pairs, cells, metrics = log_ratio.shape
     made = hypotheses(table(np.eye(cells * metrics).reshape(-1, cells, metrics)))
     return made.each, (log_ratio.reshape(runs * pairs, -1) @ made.harm).reshape(runs, pairs, -1)

@@ -97,7 +97,7 @@ def passed() -> Verdict:
 
 
 def inconclusive() -> Verdict:
-    sentence = "p95 TTFT could not be told: the smallest detectable effect is 6.1 %; 20 pairs are needed"
+    sentence = "p95 TTFT is undecided: the smallest detectable effect is 6.1 %; 20 pairs are needed"
     findings = (timing("overall", INCONCLUSIVE, 0.031), timing("mixed/a", suite="cell"))
     return Verdict("compare", INCONCLUSIVE, sentence, findings, reproduce=AGAIN)
 

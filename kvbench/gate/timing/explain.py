@@ -5,7 +5,7 @@ candidate against base within each pair, with the 95 % Student t interval of the
 lies beyond that interval and changed by more than the floor. Dozens of figures are looked at, so one in twenty of those
 that did not change can be listed all the same: this explains a verdict and is never one.
 
-Where the time went is told in means, since times add up and percentiles do not: the mean time between tokens against
+Where the time went is shown in means, since times add up and percentiles do not: the mean time between tokens against
 the mean step and its phases (schedule, prepare, execute, sample, output), the mean time to the first token against its
 two parts, queue and prefill (exact: the server takes all three at the same moments). A step's phases make up the time
 between tokens only nearly: a long step with many sequences counts once among the steps, and once for each of them
@@ -169,7 +169,8 @@ def moved_between(counters: ByCell, findings: Sequence[Finding] = (), floor: flo
 def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding] = (), counters: ByCell | None = None) -> str:
     """One sentence on where the time went; empty where nothing can be said.
 
-    ``counters``: as ``moved_between`` took them; with them it also says what did not move, and what is not told.
+    ``counters``: as ``moved_between`` took them; with them it also says what did not move, or that
+    the server has no times.
     """
     words = [text for name in _judged(findings) if (text := _latency_words(name, moved, counters or {}))]
     if new := [f"{m.title} ({m.candidate:.3g} {m.unit})" for m in moved if m.change is None]:

@@ -43,7 +43,7 @@ class Judgement:
     """The outcome of one look at ``pairs`` pairs.
 
     ``findings``: one a hypothesis, in order: overall, classes, cells; then the metrics that only one side has. They do
-    not have the sides' values yet. ``places``: the cells and the metric of each, as indices in the table. ``notes``:
+    not have the sides' values yet. ``indices``: the cells and the metric of each, in the table. ``notes``:
     metrics that cells do not have on either side.
     """
 
@@ -51,7 +51,7 @@ class Judgement:
     pairs: int
     look: Look
     findings: tuple[Finding, ...]
-    places: tuple[tuple[tuple[int, ...], int], ...]
+    indices: tuple[tuple[tuple[int, ...], int], ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -74,9 +74,9 @@ def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
     tested = hypotheses(table)
     findings = _findings(tested, look, rules) if tested.each else []
     findings += [_lost(each, table, look) for each in table.one_sided]
-    places = [(h.cells, h.metric_index) for h in tested.each] + [((e.cell,), e.metric) for e in table.one_sided]
+    indices = [(h.cells, h.metric_index) for h in tested.each] + [((e.cell,), e.metric) for e in table.one_sided]
     outcome = worst([finding.outcome for finding in findings])
-    return Judgement(outcome, table.pairs, look, tuple(findings), tuple(places), tested.notes)
+    return Judgement(outcome, table.pairs, look, tuple(findings), tuple(indices), tested.notes)
 
 
 def _lost(one_sided: OneSided, table: PairTable, look: Look) -> Finding:
@@ -181,7 +181,7 @@ def findings_of(judgement: Judgement, base: np.ndarray, candidate: np.ndarray) -
     ``base`` and ``candidate`` [pairs, cells, metrics]: the values that the table was made of.
     """
     found = []
-    for finding, (cells, metric) in zip(judgement.findings, judgement.places, strict=True):
+    for finding, (cells, metric) in zip(judgement.findings, judgement.indices, strict=True):
         means = {
             side: float(np.exp(np.log(values[:, cells, metric]).mean()))
             for side, values in ((BASE, base), (CANDIDATE, candidate))

@@ -8,7 +8,6 @@ without values has no file.
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,5 @@ def _entry(name: str, unit: str, value: float, spread: float | None, extra: str)
 
 
 def _float(text: str | None) -> float:
-    """NaN for what is no number."""
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return math.nan
+    """NaN for an empty entry."""
+    return float(text or "nan")

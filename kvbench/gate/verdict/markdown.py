@@ -23,8 +23,8 @@ def summary(verdict: Verdict, limit: int = SUMMARY_BYTES) -> str:
     """
     first = first_line(verdict) + "\n"
     note = f"\nThe rest was cut: a summary may have {limit:,} bytes more; {_FULL}.\n"
-    texts = (*(lambda rows=rows: _summary(verdict, rows) for rows in _ROWS), lambda: first + note, lambda: first)
-    return next((text for make in texts if len((text := make()).encode()) <= limit), "")
+    shorter = (*(lambda rows=rows: _summary(verdict, rows) for rows in _ROWS), lambda: first + note, lambda: first)
+    return next((text for make in shorter if len((text := make()).encode()) <= limit), "")
 
 
 def first_line(verdict: Verdict) -> str:

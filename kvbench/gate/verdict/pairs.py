@@ -97,7 +97,7 @@ def pair_page(verdict: Verdict) -> str | None:
 
 
 def _panel(metric: str, findings: Sequence[Finding], dot: str) -> dict[str, Any]:
-    """One metric's rows on one scale; places in px."""
+    """One metric's rows on one scale, in px."""
     shown = findings[:ROWS]
     axis = _Axis(shown)
     x = axis.x

@@ -54,8 +54,8 @@ def test_one_request_counted_by_hand(replayed):
         "free_pages": (15, 13, 13, 13),  # 1 MiB less the page table, in pages of 64 KiB
         "wasted_slots": (0, 2, 1, 0),
     }
-    told = {name: value for name, value in run.counters.items() if value}
-    assert told == {
+    counted = {name: value for name, value in run.counters.items() if value}
+    assert counted == {
         "steps": 3, "prefill_steps": 1, "decode_steps": 2, "empty_steps": 1, "prefill_tokens": 6, "decode_tokens": 2,
         "prompt_tokens": 6, "generation_tokens": 3, "allocated_pages": 2, "freed_pages": 2, "peak_pages_owned": 2,
         "peak_slots_reserved": 8, "finished_length": 1, "peak_running": 1, "running_steps": 3,
@@ -68,8 +68,8 @@ def test_a_fork_that_is_abandoned_and_a_request_that_never_fits(replayed):
     """The two siblings share a page and a half; who writes first copies the half. One client leaves before step 4."""
     run = replayed("{prompt: 6, output: 9, n: 2, abort_after: 3, abort_index: 1}", "{start: 2, prompt: 40, output: 1}")
     assert run.error is None
-    told = ("forks", "copied_pages", "copied_slots", "finished_abort", "finished_length", "refused_never_fits")
-    assert [run.counters[name] for name in told] == [1, 1, 2, 1, 1, 1]
+    names = ("forks", "copied_pages", "copied_slots", "finished_abort", "finished_length", "refused_never_fits")
+    assert [run.counters[name] for name in names] == [1, 1, 2, 1, 1, 1]
     assert run.history["copied_pages"][:3] == (0, 1, 0)
     assert run.history["running"][:5] == (1, 2, 2, 1, 1)
     assert run.history["finished"][3] == 1

@@ -124,8 +124,8 @@ def committed() -> dict[tuple[str, str, str], tuple[float, float]]:
 def test_a_slowdown_is_caught_as_often_as_the_committed_table_says(metric, share, place):
     assert len(committed()) == len(ROWS) == 27
     runs, of_table = 60, int(re.search(r"--runs (\d+)", TABLES)[1])
-    told = committed()[DEFAULT_RULES.metrics[metric].title, f"{share * 100:.0f} %", place]
-    for j, (launch, expected) in enumerate(zip((INDEPENDENT, ONE_LAUNCH), told, strict=True)):
+    known_shares = committed()[DEFAULT_RULES.metrics[metric].title, f"{share * 100:.0f} %", place]
+    for j, (launch, expected) in enumerate(zip((INDEPENDENT, ONE_LAUNCH), known_shares, strict=True)):
         rng = np.random.default_rng([15, j, ROWS.index((metric, share, place))])
         count = int((caught(rng, runs, metric, share, place, launch) > 0).sum())
         known = round(expected * of_table)

@@ -149,10 +149,10 @@ def test_default_rules_are_the_design():
     assert [(look.pairs, look.alpha) for look in DEFAULT_RULES.looks] == [(8, 0.004), (12, 0.003), (16, 0.003)]
     assert DEFAULT_RULES.alpha == pytest.approx(0.01)
     assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
-    told = {
+    found = {
         m.name: (m.higher_is_better, m.floor, m.margins[OVERALL], m.margins[CLASS], m.margins[CELL]) for m in METRICS
     }
-    assert told == {
+    assert found == {
         "output_throughput": (True, 0.015, 0.02, 0.03, 0.04),
         "p95_ttft_ms": (False, 0.03, 0.04, 0.05, 0.10),
         "p95_itl_ms": (False, 0.02, 0.03, 0.03, 0.06),
