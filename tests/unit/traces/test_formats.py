@@ -70,19 +70,23 @@ def test_mooncake_is_in_milliseconds_and_timed_trace_in_seconds(tmp_path):
 
 
 def test_aiperf_puts_texts_and_sessions_into_mooncakes_format(tmp_path):
+    two = {"role": "user", "content": [{"type": "text", "text": "tw"}, {"type": "text", "text": "o"}]}
+    calls = [{"role": "assistant", "tool_calls": [{}]}, {"role": "user", "content": "so"}]
     rows = [
         {"session_id": "s", "timestamp": 1000, "text_input": "one", "output_length": 4},
-        {"session_id": "s", "delay": 250, "messages": [{"role": "user", "content": "two"}], "message_mode": "delta"},
+        {"session_id": "s", "delay": 250, "messages": [two], "message_mode": "delta"},
         {"timestamp": 500, "payload": {"prompt": [7, 8]}, "output_length": 2},
+        {"timestamp": 600, "payload": {"messages": calls}},
         {"timestamp": 700, "input_length": 30},
     ]
     trace = read_trace(write(tmp_path, lines(*rows)))
     assert trace.format == "mooncake" and trace.page_ids is None
-    assert [p if isinstance(p, tuple) else list(p) for p in trace.prompts] == [[7, 8], (), ("one",), ("one", "two")]
-    assert trace.prompt_tokens.tolist() == [UNKNOWN, 30, UNKNOWN, UNKNOWN]
-    assert trace.session.tolist() == [0, 1, 2, 2] and trace.turn.tolist() == [0, 0, 0, 1]
-    assert trace.think_s.tolist() == [0, 0, 0, 0.25]
-    assert np.isnan(trace.arrival_s).tolist() == [False, False, False, True]
+    prompts = [p if isinstance(p, tuple) else list(p) for p in trace.prompts]
+    assert prompts == [[7, 8], ("", "so"), (), ("one",), ("one", "two")]
+    assert trace.prompt_tokens.tolist() == [UNKNOWN, UNKNOWN, 30, UNKNOWN, UNKNOWN]
+    assert trace.session.tolist() == [0, 1, 2, 3, 3] and trace.turn.tolist() == [0, 0, 0, 0, 1]
+    assert trace.think_s.tolist() == [0, 0, 0, 0, 0.25]
+    assert np.isnan(trace.arrival_s).tolist() == [False, False, False, False, True]
     whole = select(trace, start_s=0.4)  # the turn without a time goes with the one before it
     assert len(whole) == 2 and whole.arrival_s[0] == 0 and np.isnan(whole.arrival_s[1])
 
