@@ -95,12 +95,12 @@ def _write_cell(run: RunFolder, config: Config, load: LoadPoint, sc: Scenario) -
 BASELINE, CONTIGUOUS = CONFIGS[0], CONFIGS[1]
 PAIR = (BASELINE, CONTIGUOUS)
 VARIANTS: dict[str, Scenario] = {
-    "normal": Scenario(),
-    "failures": Scenario(configs=PAIR, failures={"baseline": 3}),
-    "invalid": Scenario(configs=PAIR, invalid={"layout-contiguous": ("timestamp lag p99 3.1 ms is over 1.0 ms",)}),
+    "normal": Scenario(repeats=2),
+    "failures": Scenario(configs=PAIR, repeats=1, failures={"baseline": 3}),
+    "invalid": Scenario(configs=PAIR, repeats=1, invalid={"layout-contiguous": ("timestamp lag p99 3.1 ms",)}),
     "incomplete": Scenario(configs=(*PAIR, CONFIGS[3]), repeats=1, missing=("page_size-64",)),
     "single_repeat": Scenario(configs=PAIR, repeats=1),
-    "open_loop": Scenario(configs=PAIR, rates=(2.0, 12.0)),
+    "open_loop": Scenario(configs=PAIR, repeats=1, rates=(2.0, 12.0)),
     "no_contiguous": Scenario(configs=(BASELINE, *CONFIGS[2:4]), repeats=1),
     "one_cell": Scenario(configs=(BASELINE,), concurrencies=(24,)),
     "foreign": Scenario(configs=(replace(BASELINE, config_id="vllm"),), repeats=1, server_metrics=False),
