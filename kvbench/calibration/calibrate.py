@@ -28,7 +28,7 @@ import pandas as pd
 
 from kvbench.calibration.mock.process import MockProcess, self_signed
 from kvbench.common.files import read_json
-from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, Server
+from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, ServerProcess
 from kvbench.common.machine import machine, versions
 from kvbench.load import launch
 from kvbench.load.completion import SENT_TOGETHER_S
@@ -307,7 +307,7 @@ def _measure(settings: CalibrationSettings) -> tuple[Figures, dict[str, Any]]:
             trust, context = {"tls_ca_file": str(cert)}, ssl.create_default_context(cafile=cert)
         mock = MockProcess(folder, flags)
         with mock as url:
-            watch = MachineWatch(Server(mock.pid))
+            watch = MachineWatch(ServerProcess(mock.pid))
             spec = {
                 "base_url": url,
                 "model": "mock",

@@ -108,7 +108,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         seconds = Estimator(guesses, guess_s).total_s(blocks)
         describe_plan(loaded, design, blocks, seconds, console, start_guess_s=guess_s)
         return 0
-    if choice.probes:  # before a results folder is made for it
+    if choice.runs_already:  # before a results folder is made for it
         target = choice.new_target()
         target.start({}, Path())
         target.stop()

@@ -29,7 +29,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerProcess:
     """Where the server runs. ``pid`` None with ``local``: it is on this machine, but which process is not known."""
 
     pid: int | None
@@ -49,7 +49,7 @@ class CpuReading:
     server_s: float | None
 
 
-def read_cpu(server: Server, client_pid: int | None, stat: Path = _PROC_STAT) -> CpuReading | None:
+def read_cpu(server: ServerProcess, client_pid: int | None, stat: Path = _PROC_STAT) -> CpuReading | None:
     """One reading, about 2 ms; None where there is no /proc/stat (not Linux).
 
     Only the cores that kvbench and the server may use are counted: what runs on others is no competition for them.
@@ -87,7 +87,7 @@ def parse_stat(text: str, cores: set[int] | None) -> tuple[float, float, int]:
     return busy, steal, count
 
 
-def _cores_of(server: Server) -> set[int] | None:
+def _cores_of(server: ServerProcess) -> set[int] | None:
     try:
         if server.pid is None:
             return None if server.local else set(psutil.Process().cpu_affinity())
@@ -115,7 +115,7 @@ def tree_cpu_s(pid: int) -> float | None:
     return total
 
 
-def machine_report(start: CpuReading | None, end: CpuReading | None, server: Server) -> dict[str, Any]:
+def machine_report(start: CpuReading | None, end: CpuReading | None, server: ServerProcess) -> dict[str, Any]:
     """``machine`` of a load: all in cores on average, ``steal_share`` of all cores' time. Unknown values are None."""
     report: dict[str, Any] = {
         "foreign_cpu_cores": None,
@@ -155,7 +155,7 @@ class ForeignWatch:
         self._start = self._read()
 
     def _read(self) -> CpuReading | None:
-        return read_cpu(Server(os.getpid()), None, self._stat)
+        return read_cpu(ServerProcess(os.getpid()), None, self._stat)
 
     def report(self) -> dict[str, Any]:
         """``foreign_cpu_cores``: cores that others used on average; ``disturbed``: too many to trust the timing.
@@ -173,7 +173,7 @@ class ForeignWatch:
 class MachineWatch:
     """Reads the CPU times when a load's first request is due and when its last one has ended."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         self.server = server
         self._start: CpuReading | None = None
         self._end: CpuReading | None = None
@@ -212,12 +212,15 @@ def contention_reasons(machine: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def as_judged(here: dict[str, Any], away: Mapping[str, Any] | None, server: Server) -> tuple[dict[str, Any], list[str]]:
-    """What is told of the machine under a load, and why it makes that load invalid.
+def as_judged(
+    here: dict[str, Any], away: Mapping[str, Any] | None, server: ServerProcess
+) -> tuple[dict[str, Any], list[str]]:
+    """The report on the machine under a load, and why it makes that load invalid.
 
-    ``here``: of this machine. ``away``: of the worst of those that streamed where this one only led (None: it streamed
-    itself); the load process has judged them. This one is still held to the limits where the server runs on it, if none
-    that streamed is the same (``with_leader``).
+    ``here``: of this machine.
+    ``away``: of the worst of those that streamed where this one only led (None: it streamed itself); the load process
+    has judged them. This one is still held to the limits where the server runs on it, if none that streamed is the same
+    (``with_leader``).
     """
     if away is None:
         return here, contention_reasons(here)
@@ -246,17 +249,17 @@ def busy_notice() -> str | None:
     )
 
 
-def server_at(base_url: str) -> Server:
+def server_at(base_url: str) -> ServerProcess:
     """The server that listens at a URL, for one that kvbench did not launch."""
     parts = urlsplit(base_url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     if host not in _LOOPBACK and not _is_own_address(host):
-        return Server(None, local=False)
+        return ServerProcess(None, local=False)
     try:
         sockets = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     except (psutil.Error, OSError):
-        return Server(None)
-    return Server(_topmost({c.pid for c in sockets if c.laddr.port == port and c.pid is not None}))
+        return ServerProcess(None)
+    return ServerProcess(_topmost({c.pid for c in sockets if c.laddr.port == port and c.pid is not None}))
 
 
 def _topmost(pids: set[int]) -> int | None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
-from kvbench.common.foreign_cpu import Server, server_at
+from kvbench.common.foreign_cpu import ServerProcess, server_at
 from kvbench.load.http import Dialect
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.http import PLAIN_ACCESS, Access, Answer, HttpCalls
+from kvbench.targets.http import PLAIN_ACCESS, Access, HttpAnswer, HttpCalls
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
@@ -102,7 +102,7 @@ class Target:
         except MeasurementError:
             return False
 
-    def answer_at(self, path: str) -> Answer:
+    def answer_at(self, path: str) -> HttpAnswer:
         """The answer to GET. Raises MeasurementError where none comes or access is refused."""
         return self.http.check_access(self.http.call("GET", path))
 
@@ -151,7 +151,7 @@ class Target:
         except ValueError as error:
             raise self.http.error(f"/metrics cannot be read: {error}") from None
 
-    def server(self) -> Server:
+    def server(self) -> ServerProcess:
         """The server's process, whose CPU time is not foreign."""
         return server_at(self.base_url)
 

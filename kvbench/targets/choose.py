@@ -60,14 +60,17 @@ _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenTarget:
     """What a sweep needs to know of its target.
 
-    ``workload``: as it runs there. ``check``: what is known of a configuration; ValueError for one that cannot be.
-    ``manifest``: what the run's manifest says. ``refuses``: why a configuration cannot be had, None for a target that
-    has all of them or says so in ``check``. ``fresh``: whether a configuration needs a new server before every load
-    that is to find an empty cache. ``notes``: for the user. ``probes``: a running server, asked before a folder is
-    made. ``require``: raises UsageError for a design whose configurations the target cannot tell apart.
+    ``workload``: as it runs there.
+    ``check``: what is known of a configuration; ValueError for one that cannot be.
+    ``manifest``: what the run's manifest says.
+    ``refuses``: why a configuration cannot be had; None for a target that has all of them or says so in ``check``.
+    ``fresh``: whether a configuration needs a new server before every load that is to find an empty cache.
+    ``notes``: for the user.
+    ``runs_already``: not launched by us, so it must answer before a folder is made.
+    ``require``: raises UsageError for a design whose configurations the target cannot tell apart.
     ``start_guess_s``: for a launch, until one is measured; None: as of the built-in server.
     """
 
@@ -78,13 +81,13 @@ class Choice:
     refuses: Callable[[Mapping[str, Any]], str | None] | None = None
     fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False
     notes: tuple[str, ...] = ()
-    probes: bool = False
+    runs_already: bool = False
     close: Callable[[], None] = lambda: None
     require: Callable[[Design], None] = lambda design: None
     start_guess_s: float | None = None
 
 
-def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> Choice:
+def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> ChosenTarget:
     """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
     before = {**(stored.get("target_options") or {}), **{key: stored.get(key) for key in (*STORED, "only")}}
     options = {**options, **{key: options.get(key) or value for key, value in before.items()}}
@@ -149,7 +152,7 @@ def preset_named(name: str | None) -> Preset:
     return PRESETS[name]
 
 
-def _builtin(workload: Workload, options: Mapping[str, Any]) -> Choice:
+def _builtin(workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
     serve_cmd = options["serve_cmd"]
     command = split_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
 
@@ -158,22 +161,22 @@ def _builtin(workload: Workload, options: Mapping[str, Any]) -> Choice:
         return BuiltinTarget(command=command, port=options["port"], start_timeout_s=limit)
 
     manifest = _manifest(options, backend="custom" if serve_cmd else "kvbench", shared=True)
-    return Choice(workload, make, check_configuration, manifest)
+    return ChosenTarget(workload, make, check_configuration, manifest)
 
 
-def _running(workload: Workload, options: Mapping[str, Any], preset: Preset) -> Choice:
+def _running(workload: Workload, options: Mapping[str, Any], preset: Preset) -> ChosenTarget:
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
     url = options["target"]
     given = {key: options[key] for key in _OF_A_RUNNING_SERVER if options.get(key)}
     kept = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
     new_target = running_server("--target", url, options, preset)
     manifest = _manifest(options, backend=preset.name, shared=server_at(url).local)
-    return Choice(
+    return ChosenTarget(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
         new_target,
         lambda settings: {},
         manifest | ({"target_options": kept} if kept else {}),
-        probes=True,
+        runs_already=True,
     )
 
 
@@ -192,10 +195,10 @@ def running_server(flag: str, url: str, options: Mapping[str, Any], preset: Pres
 
 def _launched(
     workload: Workload, options: Mapping[str, Any], preset: Preset, template: CommandTemplate | None
-) -> Choice:
+) -> ChosenTarget:
     load, notes = workload.load, []
     if template is not None:
-        if not options["only"]:  # else the cells that are left are asked, by ``Choice.require``
+        if not options["only"]:  # else ``ChosenTarget.require`` looks at the cells that are left
             template.require(workload.sweep)
         if lost := template.not_passed_on(workload.engine):
             notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
@@ -217,7 +220,7 @@ def _launched(
         limit = options["start_timeout"] or _FOREIGN_START_S
         return LaunchedTarget(launcher, folders, port=options["port"], start_timeout_s=limit)
 
-    return Choice(
+    return ChosenTarget(
         workload,
         make,
         launcher.check,

@@ -58,7 +58,7 @@ PLAIN_ACCESS = Access()
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """``location``: where a redirect points to."""
 
     status: int
@@ -89,7 +89,7 @@ class HttpCalls:
             verify=access.trust(base_url),
         )
 
-    def call(self, method: str, path: str, *, body: Any = None, timeout_s: float | None = None) -> Answer:
+    def call(self, method: str, path: str, *, body: Any = None, timeout_s: float | None = None) -> HttpAnswer:
         """Raises MeasurementError when no whole answer comes."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         deadline, received = time.monotonic() + limit, bytearray()
@@ -104,13 +104,13 @@ class HttpCalls:
         except httpx.HTTPError as error:
             cause = str(error) or type(error).__name__
             raise self.error(f"{path} did not answer ({cause}): {_way_out(cause)}") from None
-        return Answer(response.status_code, bytes(received), response.headers.get("location"))
+        return HttpAnswer(response.status_code, bytes(received), response.headers.get("location"))
 
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
         """``text`` follows the server's URL; a key that the server repeated is taken out."""
         return kind(without_key(f"{self.base_url}{text}", self.access.api_key_env))
 
-    def check_access(self, answer: Answer) -> Answer:
+    def check_access(self, answer: HttpAnswer) -> HttpAnswer:
         """The answer. Raises MeasurementError where it refuses access, or sends the client elsewhere."""
         variable = self.access.api_key_env
         if answer.location is not None and 300 <= answer.status < 400:

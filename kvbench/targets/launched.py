@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.foreign_cpu import Server
+from kvbench.common.foreign_cpu import ServerProcess
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.launch_plan import HOST, Launcher
 from kvbench.targets.model_export import ModelFolders, ServedModel
@@ -97,8 +97,8 @@ class ProcessTarget(Target):
     def _last_lines(self) -> str:
         return processes.last_lines(self._log, after=self._logged_at_start) or "(no output)"
 
-    def server(self) -> Server:
-        return Server(None if self._process is None else self._process.pid)
+    def server(self) -> ServerProcess:
+        return ServerProcess(None if self._process is None else self._process.pid)
 
     def check_alive(self) -> None:
         if self._process is None:

@@ -73,7 +73,7 @@ def new_comparison(
     differences = stored_differences(stored, workloads) if stored else []
     if differences and not options["force"]:
         raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
-    running = any(side.choice.probes for each in workloads for side in each.sides.values())
+    running = any(side.choice.runs_already for each in workloads for side in each.sides.values())
     folder = CompareFolder(create_run(options["output_dir"], KIND, git_state()["short_sha"]).path, stored)
     seed = options["order_seed"]
     manifest = {

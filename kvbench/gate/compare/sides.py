@@ -42,7 +42,7 @@ from kvbench.targets.choose import (
     RUNNING,
     STORED,
     TEMPLATE,
-    Choice,
+    ChosenTarget,
     check_target_options,
     choose,
     kind_of,
@@ -203,7 +203,7 @@ class OpenSide:
     """
 
     side: Side
-    choice: Choice
+    choice: ChosenTarget
     facts: Mapping[str, Any]
     build: Build | None = None
     stored: Path | None = None
@@ -272,7 +272,7 @@ def _target_kind(side: Side, options: Mapping[str, Any]) -> str:
     return kind_of(options.get("target") if side.kind == SET else None, command)
 
 
-def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -> Choice:
+def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
     """The workload with the side's settings. UsageError for one that is swept, unknown, or that the target lacks."""
     if swept := [name for name in side.settings if name in workload.sweep]:
         raise UsageError(
@@ -304,7 +304,7 @@ def _open_ref(side: Side, workload: Workload, options: Mapping[str, Any], builds
     elif is_kvbench(build.source):
         command, limit = (str(build.python), *_SERVER), options["start_timeout"] or _START_S
         manifest = {**dict.fromkeys(STORED), "backend": "kvbench", "shared_machine": True}
-        choice = Choice(
+        choice = ChosenTarget(
             workload,
             lambda: BuiltinTarget(command=command, start_timeout_s=limit, env=build.env),
             check_configuration,
@@ -341,7 +341,7 @@ def _env_words(build: Build) -> str:
     return shlex.join(["env", *gone, *(f"{name}={value}" for name, value in build.env.items() if value is not None)])
 
 
-def _command(choice: Choice, build: Build | None = None) -> str | None:
+def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
     """What launches it, to be read and repeated; the engine's flags come on top."""
     if command := choice.manifest.get("serve_cmd"):
         return str(command)
@@ -364,7 +364,7 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     stored = resolve(manifest["workload"], profile=manifest["profile"], source=None)
     facts = {**side.to_json(), "folder": str(run.path)}
     facts |= {key: manifest.get(key) for key in ("git", "versions", "command", "started", "ended", "target")}
-    choice = Choice(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
+    choice = ChosenTarget(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
     return OpenSide(side, choice, facts, stored=run.path)
 
 
@@ -384,7 +384,7 @@ class PairedWorkload:
     @property
     def notes(self) -> list[str]:
         found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].choice.notes]
-        if any(side.choice.probes for side in self.sides.values()):
+        if any(side.choice.runs_already for side in self.sides.values()):
             found.append(_NOT_FRESH)
         if same := same_sides(*(self.sides[side] for side in SIDES)):
             found.append(same)
@@ -397,7 +397,7 @@ class PairedWorkload:
         failed once. Raises UsageError for a command that does not take the settings.
         """
         for side, opened in self.sides.items():
-            if opened.choice.probes or (opened.build is not None and not opened.build.fresh):
+            if opened.choice.runs_already or (opened.build is not None and not opened.build.fresh):
                 continue
             for configuration in (match.of(side) for match in self.matches):
                 say(f"starting {side} ({opened.name}, {configuration.label}) once, unmeasured: it compiles then")

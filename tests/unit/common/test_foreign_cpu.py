@@ -17,7 +17,7 @@ from kvbench.common import foreign_cpu
 from kvbench.common.foreign_cpu import (
     CpuReading,
     ForeignWatch,
-    Server,
+    ServerProcess,
     contention_reasons,
     machine_report,
     parse_stat,
@@ -66,7 +66,7 @@ def test_busy_is_all_but_idle_waiting_and_stolen_time():
 
 def test_what_the_server_the_client_and_kvbench_use_is_not_foreign():
     end = after(10.0, busy_s=17.0, own_s=0.5, client_s=1.0, server_s=15.0, steal_s=0.4)
-    report = machine_report(START, end, Server(1))
+    report = machine_report(START, end, ServerProcess(1))
     assert report["foreign_cpu_cores"] == pytest.approx(0.05)
     assert report["server_cpu_cores"] == pytest.approx(1.5) and report["client_cpu_cores"] == pytest.approx(0.1)
     assert report["steal_share"] == pytest.approx(0.02) and report["cores"] == 2
@@ -84,28 +84,28 @@ def test_what_the_server_the_client_and_kvbench_use_is_not_foreign():
     ],
 )
 def test_another_process_or_stolen_time_makes_a_load_invalid(seconds, used, said):
-    reasons = contention_reasons(machine_report(START, after(seconds, **used), Server(1)))
+    reasons = contention_reasons(machine_report(START, after(seconds, **used), ServerProcess(1)))
     assert len(reasons) == bool(said) and all(word in reasons[0] for word in said)
 
 
 def test_what_is_not_known_is_none_and_no_reason():
-    unknown = machine_report(None, None, Server(1))
+    unknown = machine_report(None, None, ServerProcess(1))
     assert unknown["foreign_cpu_cores"] is None and contention_reasons(unknown) == []
     nameless = replace(START, server_s=None)  # on this machine, but which process is not known
     end = replace(after(10.0, busy_s=9.0), server_s=None)
-    assert machine_report(nameless, end, Server(None))["foreign_cpu_cores"] is None
-    elsewhere = machine_report(nameless, end, Server(None, local=False))
+    assert machine_report(nameless, end, ServerProcess(None))["foreign_cpu_cores"] is None
+    elsewhere = machine_report(nameless, end, ServerProcess(None, local=False))
     assert elsewhere["foreign_cpu_cores"] == pytest.approx(0.9)  # a server elsewhere uses nothing here
 
 
 @linux
 def test_a_burner_is_foreign_unless_it_is_the_server():
     with running(BURN) as (other, _), running(BURN) as (server, _), running(IDLE) as (client, _):
-        start = [read_cpu(Server(each.pid), client.pid) for each in (server, other)]
+        start = [read_cpu(ServerProcess(each.pid), client.pid) for each in (server, other)]
         time.sleep(1.0)
-        end = [read_cpu(Server(each.pid), client.pid) for each in (server, other)]
+        end = [read_cpu(ServerProcess(each.pid), client.pid) for each in (server, other)]
         used = (end[1].server_s - start[1].server_s) / (end[0].wall - start[0].wall)  # by the foreign one
-        report = machine_report(start[0], end[0], Server(server.pid))
+        report = machine_report(start[0], end[0], ServerProcess(server.pid))
     assert used > 0.05 and report["server_cpu_cores"] > 0.05
     assert report["foreign_cpu_cores"] >= used / 2  # readings of a busy machine are taken some time apart
 
@@ -130,10 +130,10 @@ def test_the_server_at_a_url_is_found_by_its_port():
         "print(s.getsockname()[1], flush=True)\ntime.sleep(60)"
     )
     with running(code) as (process, port):
-        assert foreign_cpu.server_at(f"http://127.0.0.1:{port}/v1") == Server(process.pid)
-        assert foreign_cpu.server_at(f"http://localhost:{port}") == Server(process.pid)
-        assert foreign_cpu.server_at(f"http://192.0.2.1:{port}") == Server(None, local=False)
-    assert foreign_cpu.server_at(f"http://127.0.0.1:{port}") == Server(None)
+        assert foreign_cpu.server_at(f"http://127.0.0.1:{port}/v1") == ServerProcess(process.pid)
+        assert foreign_cpu.server_at(f"http://localhost:{port}") == ServerProcess(process.pid)
+        assert foreign_cpu.server_at(f"http://192.0.2.1:{port}") == ServerProcess(None, local=False)
+    assert foreign_cpu.server_at(f"http://127.0.0.1:{port}") == ServerProcess(None)
 
 
 def test_the_notice_of_a_busy_machine(monkeypatch):

@@ -313,7 +313,7 @@ def test_a_stored_run_is_not_compared_with_a_server():
 class Launches:
     """Stands for a side's choice of target: counts launches, which end with ``error``."""
 
-    probes = False
+    runs_already = False
 
     def __init__(self, error=None):
         self.error, self.launched, self.stopped = error, [], 0

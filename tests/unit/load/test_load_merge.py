@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbench.common.foreign_cpu import Server, as_judged, contention_reasons
+from kvbench.common.foreign_cpu import ServerProcess, as_judged, contention_reasons
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, Reading, clock_map
 from kvbench.load.multi.merge import (
@@ -202,7 +202,7 @@ def test_the_worst_machine_is_told() -> None:
 @pytest.mark.parametrize("local", [False, True])
 def test_a_machine_that_only_leads_is_not_judged_unless_the_server_runs_on_it(local: bool) -> None:
     busy, quiet = report(3.0, client=0.01, server_cpu_cores=1.5), report(0.02, of="worker 1", with_leader=False)
-    server = Server(7 if local else None, local)
+    server = ServerProcess(7 if local else None, local)
     told, reasons = as_judged(busy, quiet, server)
     assert (told["foreign_cpu_cores"], told["of"], told["client_cpu_cores"]) == (0.02, "worker 1", 0.2)
     assert told["server_cpu_cores"] == 1.5

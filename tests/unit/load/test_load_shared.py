@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from kvbench.calibration.calibrate import Calibration
-from kvbench.common.foreign_cpu import MachineWatch, Server
+from kvbench.common.foreign_cpu import MachineWatch, ServerProcess
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, SUPPORT, LoadRunner, Result, free_port, stamps_of
 from tests.support.raw_worker import RawWorker
@@ -118,7 +118,7 @@ def test_a_master_and_three_workers_make_the_schedule_of_one_process(loads: Load
     assert all(p["clock"]["same_clock"] and p["clock"]["error_ms"] == 0 for p in own)
     # Each watched its machine, of which the most disturbed one is told.
     machine = load["client"]["machine"]
-    assert machine.keys() - {"of", "with_leader"} == MachineWatch(Server(None)).report().keys()
+    assert machine.keys() - {"of", "with_leader"} == MachineWatch(ServerProcess(None)).report().keys()
     assert machine["with_leader"] and machine["of"] in [p["name"] for p in own]
     for process in own:
         used_s = process["cpu_fraction"] * load["duration_s"]  # by its own clock; the kernel's has ticks of 10 ms

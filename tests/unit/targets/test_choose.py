@@ -146,7 +146,7 @@ def test_each_kind_of_target(workload):
     plain = chosen(workload(sweep={"page_size": [8]}), serve_cmd=f"{sys.executable} -m other.server")
     assert isinstance(plain.new_target(), BuiltinTarget) and plain.manifest["backend"] == "custom"
     running = chosen(workload(), target="http://10.0.0.7:8000/v1", preset="sglang")
-    assert isinstance(running.new_target(), OpenAITarget) and running.probes
+    assert isinstance(running.new_target(), OpenAITarget) and running.runs_already
     assert running.new_target().preset.name == "sglang" and running.manifest["backend"] == "sglang"
     assert running.workload.engine == {"target": "http://10.0.0.7:8000/v1"} and not running.manifest["shared_machine"]
     launched = chosen(workload(), **VLLM_HERE, target_args="--enforce-eager -x 'a b'")
