@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -38,14 +36,3 @@ def read_request(connection: socket.socket) -> bytes:
     while b"\r\n\r\n" not in data and (more := connection.recv(65536)):
         data += more
     return data
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A self-signed certificate of 127.0.0.1 and its key, made by the openssl program."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=kvbench-test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True, capture_output=True, timeout=30,
-    )  # fmt: skip
-    return cert, key

@@ -19,38 +19,23 @@ _GOOD_ENOUGH_S = 1e-4
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """One question and its answer [s]: t1 and t4 on the master's clock, t2 and t3 on the worker's."""
-
-    t1: float
-    t2: float
-    t3: float
-    t4: float
-
-    @property
-    def offset(self) -> float:
-        """How far the worker's clock is ahead of the master's [s]."""
-        return ((self.t2 - self.t1) + (self.t3 - self.t4)) / 2
-
-    @property
-    def round_trip(self) -> float:
-        """Seconds on the way; the error of ``offset`` is at most half of it."""
-        return max(0.0, (self.t4 - self.t1) - (self.t3 - self.t2))
-
-
-@dataclass(frozen=True)
 class Reading:
-    """An offset [s] at a moment ``at`` [s, worker's clock], true to within ``error`` [s]."""
+    """How far the worker's clock is ahead (``offset`` [s]) at ``at`` [s, worker's clock], true to ``error`` [s]."""
 
     at: float
     offset: float
     error: float
 
 
-def reading(exchanges: Sequence[Exchange]) -> Reading:
-    """The reading of the exchange with the smallest round trip (RFC 5905's clock filter)."""
-    best = min(exchanges, key=lambda e: e.round_trip)
-    return Reading((best.t2 + best.t3) / 2, best.offset, best.round_trip / 2)
+def exchange(t1: float, t2: float, t3: float, t4: float) -> Reading:
+    """The reading of one question and its answer [s]: t1 and t4 on the master's clock, t2 and t3 on the worker's."""
+    round_trip = max(0.0, (t4 - t1) - (t3 - t2))
+    return Reading((t2 + t3) / 2, ((t2 - t1) + (t3 - t4)) / 2, round_trip / 2)
+
+
+def best_of(readings: Sequence[Reading]) -> Reading:
+    """The reading with the smallest round trip (RFC 5905's clock filter)."""
+    return min(readings, key=lambda reading: reading.error)
 
 
 @dataclass(frozen=True)

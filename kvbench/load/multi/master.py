@@ -30,7 +30,7 @@ from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.common.machine import boot_id
 from kvbench.load.multi import messages
-from kvbench.load.multi.clock import Exchange, Reading, clock_map, reading
+from kvbench.load.multi.clock import best_of, clock_map, exchange
 from kvbench.load.multi.merge import (
     Member,
     in_slices,
@@ -306,19 +306,16 @@ class SharedLoad:
     def _read_clocks(self, needed: bool = True) -> None:
         """One reading of every worker's clock, one after the other."""
         for member in self.members:
-            exchanges = []
-            while member.lost is None and len(exchanges) < _EXCHANGES:
+            readings = []
+            while member.lost is None and len(readings) < _EXCHANGES:
                 sent = time.perf_counter()
                 self._ask(messages.CLOCK, of=[member], limit_s=_QUICK_S, needed=needed)
                 if member.lost is None:
                     answer = member.answers[messages.CLOCK]
-                    exchanges.append(Exchange(sent, answer["t2"], answer["t3"], answer["received"]))
+                    readings.append(exchange(sent, answer["t2"], answer["t3"], answer["received"]))
             if member.lost is None:
-                self._add_reading(member, reading(exchanges))
-
-    def _add_reading(self, member: Member, new: Reading) -> None:
-        known = member.clock
-        member.clock = clock_map(new, member.boot, boot_id()) if known is None else known.with_reading(new)
+                new, known = best_of(readings), member.clock
+                member.clock = clock_map(new, member.boot, boot_id()) if known is None else known.with_reading(new)
 
     def _calibrate(self) -> None:
         """Every worker measures how well its own client measures: this machine's calibration says nothing of it."""
@@ -398,7 +395,7 @@ class SharedLoad:
         for member in self.members:
             if member.lost is not None:
                 continue
-            told, first_user = member.answers[messages.SAMPLES], member.shard.first_user
+            told, first_user = member.answers.pop(messages.SAMPLES), member.shard.first_user
             try:
                 member.samples = samples_from_bytes(told["samples"], member.clock, by_index, first_user)
                 member.lags, member.clocked = np.frombuffer(told["lags"], dtype=np.float64), Clocked(**told["clocked"])

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.calibration.mock.process import self_signed
 from kvbench.load.http import authorization, tls_context
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, LoadRunner
-from tests.support.raw_server import certificate, raw_server, read_request
+from tests.support.raw_server import raw_server, read_request
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make a certificate with")
 Exchange = Callable[..., list[list[dict]]]
@@ -32,7 +33,7 @@ WHOLE = (
 
 @pytest.fixture(scope="module")
 def pems(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return certificate(tmp_path_factory.mktemp("tls"))
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="module")

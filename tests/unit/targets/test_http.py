@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.calibration.mock.process import self_signed
 from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets import base, http
@@ -20,7 +21,7 @@ from kvbench.targets.http import Access
 from kvbench.targets.presets import PRESETS
 from kvbench.targets.running import OpenAITarget
 from tests.support.loads import ROOT, free_port, own_mock
-from tests.support.raw_server import certificate, raw_server, read_request
+from tests.support.raw_server import raw_server, read_request
 from tests.support.scripted_http import scripted_server
 
 WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
@@ -117,7 +118,7 @@ def test_nobody_listens_or_the_host_is_unknown_or_it_is_not_healthy() -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make a certificate with")
 def test_certificates_that_are_not_trusted_and_the_wrong_one_of_http_and_https(tmp_path) -> None:
-    cert, key = certificate(tmp_path)
+    cert, key = self_signed(tmp_path)
     with own_mock("--tls-cert", str(cert), "--tls-key", str(key)) as (_, secure):
         for url, access in (
             (secure, Access()),
