@@ -17,12 +17,12 @@ from tests.support.sweep_parts import complaints, finished, manifest
 LOST = {
     "info killed": ("/server_info", "kill", {}, "the server was killed by signal 9", 1),
     "warm-up drip": ("plain", "drip_body", {}, "/v1/completions did not answer", 1),
-    "warm-up page": ("plain", "page", {}, "was answered 200: <h1>hello", 1),
+    "warm-up page": ("plain", "page", {}, "200: <h1>hello", 1),
     "reset 500": ("/reset_prefix_cache", "status", {}, "/reset_prefix_cache answered 500", 1),
     "metrics endless": ("/metrics", "flood", {"from_s": 0.1}, "the answer is longer than 64 MiB", 1),
-    "stream killed": ("stream", "mid_kill", {"first": 3}, "killed by signal 9; it said nothing after", 2),
+    "stream killed": ("stream", "mid_kill", {"first": 3}, "killed by signal 9", 2),
 }
-MOST_S = 40.0
+MOST_S = 120.0
 # name: (load, rules)
 MEASURED = {
     "few fail": (
