@@ -1,4 +1,4 @@
-"""What a limit may hold: short names beside the dotted ones of summary.json, their units and which way is better.
+"""What a limit may hold: short names beside the dotted ones of summary.json, and their units.
 
 A value is of one repeat (one fresh server): ``metrics`` of its entry in summary.json, and its counters under
 ``server.``. ``pooled.`` and ``capacity.`` are of the cell and have one value.
