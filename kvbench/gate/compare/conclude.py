@@ -235,7 +235,7 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
     outcome = FAIL if p <= ATTEMPTS_ALPHA else INCONCLUSIVE if candidate > base else PASS
     text = f"the candidate's server failed alone in {plural(candidate, 'attempt')} and base's in {base} (p = {p:.2g})"
     if outcome == INCONCLUSIVE:
-        text += ": too few to tell it from chance, but what it finished is not all that it was asked"
+        text += ": too few to tell it from chance, but it did not finish all that it was given"
     if candidate:
         text += f"; the last time: {'; '.join(alone[CANDIDATE][-1].faults[CANDIDATE])}"
     return (

@@ -40,11 +40,11 @@ _STORED_RUNS = (
     "candidate's"
 )
 _NOT_RANDOM = (
-    "stored runs, whose order was not random: the chances that are told hold only if nothing but the candidate changed "
+    "stored runs, whose order was not random: the stated probabilities hold only if nothing but the candidate changed "
     "between them"
 )
 _ONE_LAUNCH = (
-    "a running server is one launch, in no random order with others: the chances that are told do not cover what "
+    "a running server is one launch, in no random order with others: the stated probabilities do not cover what "
     "another launch would change"
 )
 # What must be equal, by section of /server_info, and the engine setting that makes a difference an intended one.

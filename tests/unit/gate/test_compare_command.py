@@ -54,11 +54,11 @@ def compare(tmp_path, monkeypatch, capfd, here):
         begun.append(comparison)
         comparison.write("incomplete")
 
-    def command(*words, measure=interrupted):
+    def command(*words, measure=interrupted, subcommand="compare"):
         monkeypatch.setattr(Comparison, "execute", measure)
         known = set(tmp_path.glob("results/compare/*"))
         with pytest.raises(SystemExit) as left:
-            cli.main(["compare", *words])
+            cli.main([subcommand, *words])
         new = set(tmp_path.glob("results/compare/*")) - known
         return left.value.code, new.pop() if new else None, "".join(capfd.readouterr())
 
@@ -254,6 +254,17 @@ def test_the_verdict_is_shown_though_the_pairs_cannot_be_written(compare, monkey
     code, folder, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
     assert code == 4 and "pairs.csv" in err
     assert read_json(folder / "verdict.json")["sentence"] == "it is slower"
+
+
+def test_calibrate_stores_the_noise_of_its_pairs_and_is_resumed_by_calibrate(compare, tmp_path):
+    words = ("page_size=16", *WORDS, "--store", "noise", "--runner-class", "here", "--pairs", "6")
+    code, folder, said = compare(*words, subcommand="calibrate", measure=lambda each: end(each, 2))
+    assert code == 4 and "2 of 6 pairs" in said
+    assert read_json(folder / "manifest.json")["reproduce"].startswith("kvbench calibrate page_size=16 --workload")
+    code, _, said = compare("--resume", str(folder))
+    assert code == 2 and "kvbench calibrate" in said
+    code, _, said = compare(*words, subcommand="calibrate", measure=lambda each: end(each, 6))
+    assert code == 0 and read_json(tmp_path / "noise" / "here.json")["pairs"] == 6, said
 
 
 # --- runs that were measured before
