@@ -1,9 +1,8 @@
-"""Logits of given tokens, of every position, from the engine's own forward pass; and how far two of them are apart.
+"""Logits of given tokens at every position, from the engine's forward pass, and the divergence between two engines.
 
-What a quantised KV cache changes is what the model predicts. To see that alone, two engines are fed the same tokens
-(teacher forcing): whichever tokens they would have drawn, their histories stay the same. The tokens go through what
-serves requests: the same model, kernels and step inputs, KV written to pages that do not follow one another and read
-back from there, prompts in chunks, continuations token by token beside others' (on CUDA by captured graphs).
+To see how a quantised KV cache changes the model's predictions, two engines are fed the same tokens (teacher forcing).
+The tokens go through the code that serves requests: the same model, kernels and step inputs, KV in pages that are not
+contiguous, prompts in chunks, continuations token by token beside others (on CUDA by captured graphs).
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from engine.scheduling.step_plan import Scheduled
 from engine.sequence import Request
 from engine.sequence import Sequence as TokenSequence
 
-REFERENCE = "auto"  # kv_cache_dtype of what others are compared with: KV in the model's own dtype
+REFERENCE = "auto"  # kv_cache_dtype of the reference: KV in the model's own dtype
 _ROWS = 8  # sequences side by side
 _POSITIONS = 64  # at once in float64, of the whole vocabulary each
 
 
 class TeacherForced:
-    """``num_rows`` sequences of up to ``longest`` tokens, in the engine that ``config`` describes.
+    """``num_rows`` sequences of up to ``longest`` tokens, in the engine of ``config``.
 
-    Budget, limits and scheduling are none of ``config``'s: what is needed is there, and nothing is scheduled.
+    Budget and limits of ``config`` are replaced by what is needed; nothing is scheduled.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, num_rows: int, longest: int):
@@ -49,9 +48,9 @@ class TeacherForced:
 
     @torch.inference_mode()
     def feed(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """One step: ``tokens`` by row come after what the row was fed before -> logits of each, ``[T, vocab]``.
+        """One step: append ``tokens`` to their rows -> the logits of each token, ``[T, vocab]``.
 
-        Rows of one token come first, else all are in the order given. The logits are good until the next call.
+        Rows of one token come first, else all are in the given order. The logits are valid until the next call.
         """
         items = []
         for row in sorted(tokens, key=lambda row: len(tokens[row]) > 1):
@@ -100,7 +99,7 @@ class Divergence:
 def divergence(expected: torch.Tensor, got: torch.Tensor, *, decoded: bool) -> Divergence:
     """KL(expected || got) of each row of logits ``[T, vocab]``: sum of p (log p - log q), in float64.
 
-    A KL divergence is not negative; what rounding makes of equal rows (1e-17) is put to 0.
+    Negative results of rounding (1e-17) become 0.
     """
     klds = []
     for start in range(0, len(expected), _POSITIONS):
@@ -114,9 +113,9 @@ def divergence(expected: torch.Tensor, got: torch.Tensor, *, decoded: bool) -> D
 def measure_divergence(
     config: EngineConfig, loaded: LoadedModel, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
 ) -> Divergence:
-    """The engine of ``config`` against the same with KV in the model's own dtype, on the same tokens.
+    """The engine of ``config`` against the same engine with KV in the model's own dtype, on the same tokens.
 
-    Each prompt is followed by the reference's own greedy continuation of ``max_tokens`` tokens, EOS or not, so that KV
+    Each prompt is followed by the reference's greedy continuation of ``max_tokens`` tokens, EOS or not, so that KV
     written by decodes is read as well. Prompts are computed ``config.max_num_batched_tokens`` at a time.
 
     Raises:

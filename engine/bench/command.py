@@ -91,7 +91,7 @@ def _is_program(name: str) -> bool:
 
 
 def check_json_path(name: str | None) -> None:
-    """Before minutes of measuring, not after. Raises ValueError: the file could not be written."""
+    """Raise ValueError before the measurement if the file cannot be written."""
     if name is None:
         return
     path = Path(name)
@@ -150,7 +150,7 @@ def turns_of(
 
 
 def verdict(comparison: Comparison, bars: Sequence[Bar], machine: Mapping[str, Any]) -> int:
-    """Say how the bars stand; the exit code. ``machine``: as ``main`` is told."""
+    """Print whether the bars are reached; the exit code. ``machine``: see ``watch`` of ``main``."""
     if wrong := comparison.other_work():
         print(f"not a comparison of equal work: {', '.join(wrong)} gave other tokens than {OURS}")
         return 4

@@ -1,7 +1,7 @@
-"""An executor without arithmetic: scheduler, pool, prefix cache and swap work for real, and no tensor exists.
+"""An executor that computes nothing, for replays of the real scheduler, pool, prefix cache and swap without tensors.
 
-What it draws depends on the seed, the request, the sibling and the position alone, so a replay is the same on every
-machine, Python and hash seed, and a preempted request goes on with the tokens that it would have had. No torch.
+Its tokens depend only on the seed, the request, the sibling and the position, so a replay is the same on every machine,
+Python and hash seed, and preemption changes no token. No torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORD = 2**64 - 1
 
 
 def mixed(*parts: int) -> int:
-    """64 well-mixed bits of whole numbers: the finaliser of splitmix64 (Steele et al. 2014) over one after another."""
+    """A 64-bit hash of whole numbers: splitmix64's finaliser (Steele et al. 2014) over one after another."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = ((state ^ part) + 0x9E3779B97F4A7C15) & _WORD
@@ -28,15 +28,14 @@ def mixed(*parts: int) -> int:
 
 
 def name_number(name: str) -> int:
-    """A number for a name, the same in every process: ``hash`` is not."""
+    """A hash of a name that is the same in every process, unlike ``hash``."""
     return zlib.crc32(name.encode())
 
 
 class ReplayExecutor:
     """Token ids run from 0 to ``vocab_size`` - 1; the first ``num_eos`` of them end a sequence that does not ignore it.
 
-    ``on_launch``, when set, is shown each plan before its tokens count as computed: the moment at which a step holds
-    most memory.
+    ``on_launch``, if set, is called with each plan before it is committed, when a step holds most memory.
     """
 
     def __init__(self, seed: int, vocab_size: int, num_eos: int = 1):
@@ -58,12 +57,12 @@ class ReplayExecutor:
         return Drawn(tokens, tuple(-0.125 * (token % 8) - 0.125 for token in tokens) if seq.silent else ())
 
     def _token(self, seq: Sequence, index: int) -> int:
-        """The token at the end of ``seq``, or of its sibling ``index``. Tokens that are not read yet count as well."""
+        """The next token of ``seq`` or of its sibling ``index``. Pending tokens count for the position."""
         bits = mixed(self.seed, name_number(seq.request_id), index, len(seq.token_ids))
         return bits % self.model_info.vocab_size
 
     def _continuations(self, seq: Sequence) -> Drawn:
-        """A beam's best, best first. How good they are depends on its last token: beams are dropped, and forked."""
+        """A beam's best, best first; their scores depend on its last token, so that beams are dropped and forked."""
         vocab = self.model_info.vocab_size
         bits = mixed(self.seed, name_number(seq.request_id), seq.token_ids[-1], len(seq.token_ids))
         count = min(seq.num_candidates, vocab)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FACTS = "kvbench.json"  # in the folder: weights_fingerprint and num_parameters, as the built-in server tells them
+FACTS = "kvbench.json"  # in the folder: weights_fingerprint and num_parameters, as in the server's /server_info
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,8 +44,8 @@ def export_model(job: dict[str, Any]) -> None:
         copy_tokenizer(Path(job["tokenizer"]), folder)
     if job["ignore_eos"]:
         drop_eos(folder)
-    told = {"weights_fingerprint": loaded.info.weights_fingerprint, "num_parameters": loaded.info.num_parameters}
-    (folder / FACTS).write_text(json.dumps(told) + "\n", encoding="utf-8")
+    facts = {"weights_fingerprint": loaded.info.weights_fingerprint, "num_parameters": loaded.info.num_parameters}
+    (folder / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def save_word_tokenizer(folder: Path, vocab_size: int) -> None:

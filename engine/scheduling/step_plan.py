@@ -1,4 +1,4 @@
-"""What the scheduler hands to the executor, and what comes back."""
+"""A planned step, and the handle of a launched one."""
 
 from __future__ import annotations
 

@@ -165,15 +165,15 @@ def sampling_params(
     check_prompt(state, prompt)
     limit = state.max_model_len
     left = limit - len(prompt)
-    asked = body.token_limit
-    if asked is not None and asked > left:
+    wanted = body.token_limit
+    if wanted is not None and wanted > left:
         raise invalid(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {asked}, together {len(prompt) + asked}, over the "
-            f"limit of {limit} tokens (max_model_len): lower max_tokens to at most {left} or shorten the prompt",
+            f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}, together {len(prompt) + wanted}, over "
+            f"the limit of {limit} tokens (max_model_len): lower max_tokens to at most {left} or shorten the prompt",
             "max_tokens",
             "context_length_exceeded",
         )
-    max_tokens = asked or min(left, default_max_tokens or left)
+    max_tokens = wanted or min(left, default_max_tokens or left)
     n, beams = body.choices_per_prompt, bool(body.use_beam_search)
     length_penalty = 1.0 if body.length_penalty is None else float(body.length_penalty)
     default_temperature = 0.0 if beams else 1.0

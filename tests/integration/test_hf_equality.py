@@ -92,8 +92,8 @@ def assert_preempted(engine: Engine, preemption: str) -> None:
     assert stats.num_preemptions > 0, "the pool was meant to be too small"
     assert (moved.swapped_out_slots > 0) == (preemption != "recompute")
     assert (moved.swap_lost_slots > 0) == (preemption == "swap-small")
-    if engine.capacity.host_slots > engine.capacity.page_size or not engine.config.enable_prefix_caching:
-        assert (moved.swapped_in_slots > 0) == (preemption != "recompute")  # else the cache still has the one host page
+    if preemption != "swap-small" or not engine.config.enable_prefix_caching:  # else the cache may still have all of it
+        assert (moved.swapped_in_slots > 0) == (preemption != "recompute")
     if preemption == "swap":
         assert stats.recomputed_tokens == 0
     elif not engine.config.enable_prefix_caching:  # else the cache may have kept all of it
@@ -238,12 +238,10 @@ def test_eos_ends_a_sequence(root, expected, overlap, preemption):
     assert engine.stats().num_preemptions > 0
 
 
-def test_dummy_weights_equal_hf_with_the_same_seed():
+def test_dummy_weights_equal_hf_with_the_same_seed(root):
     """Seeded random weights of a bare config are transformers' own initialisation under that seed."""
-    config = EngineConfig(model="llama-32m", seed=11, device="cpu")
-    ours = load_model(config)
-    again = load_model(config)
-    other = load_model(EngineConfig(model="llama-32m", seed=12, device="cpu"))
+    path = f"{model_folder(root)}/config.json"
+    ours, again, other = (load_model(EngineConfig(model=path, seed=seed, device="cpu")) for seed in (11, 11, 12))
     assert ours.info.weights_fingerprint == again.info.weights_fingerprint != other.info.weights_fingerprint
     torch.manual_seed(11)
     theirs = AutoModelForCausalLM.from_config(ours.model.config, dtype=torch.float32)

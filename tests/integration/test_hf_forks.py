@@ -79,31 +79,6 @@ def test_siblings_in_the_contiguous_layout(folder, reservation, preemption):
     assert_pressed(engine, preemption)
 
 
-@PRESSED
-def test_siblings_go_on_when_others_are_aborted(folder, page_size, pool):
-    """Pages that the aborted ones shared stay whole, on the device and on the host."""
-    slots, settings = POOLS[pool]
-    params = replace(SAMPLED, seed=40)
-    expected = separate(folder, params, 3)
-    engine = engine_for(folder, slots, page_size=page_size, **settings)
-    aborts = {
-        step: [lambda engine, name=name, index=index: engine.abort(name, index=index)]
-        for step, (name, index) in {6: ("13", 1), 9: ("14", 0), 12: ("15", 2), 15: ("16", 0), 18: ("17", 1)}.items()
-    }
-    run = Run(engine, requests(replace(params, n=3)), later=aborts)
-    cut = 0
-    for name, family in expected.items():
-        for index, tokens in enumerate(family):
-            answer = run.answers.get((name, index))
-            if answer is None or answer.reason is None:
-                cut += 1
-                assert answer is None or answer.tokens == tokens[: len(answer.tokens)]
-            else:
-                assert answer.tokens == tokens
-    assert cut == engine.stats().finished["abort"] > 0
-    assert_pressed(engine, pool)
-
-
 # best_of
 
 

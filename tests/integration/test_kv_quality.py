@@ -98,13 +98,6 @@ def test_neither_chunks_nor_layout_nor_batch_change_the_divergence(folder):
         np.testing.assert_allclose(measured(folder, "int4_per_token_head", **settings).kld, whole, rtol=0.05, atol=1e-6)
 
 
-def test_more_prompts_than_go_side_by_side(folder, monkeypatch):
-    together = measured(folder, "int4_per_token_head").kld
-    monkeypatch.setattr(teacher_forcing, "_ROWS", 2)
-    apart = measured(folder, "int4_per_token_head").kld
-    np.testing.assert_allclose(np.sort(apart), np.sort(together), rtol=0.05, atol=1e-6)
-
-
 def test_the_continuation_is_the_references_own_greedy_one(folder, monkeypatch):
     fed: list[dict[int, list[int]]] = []
     real = TeacherForced.feed

@@ -74,15 +74,6 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 2 * (len(reciting()) + 1)
 
 
-def test_streamed_chat(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "Go"}]
-    chunks = list(client.chat.completions.create(model="fake", messages=messages, stream=True, max_tokens=4))
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].delta.role for chunk in chunks[1:]] == [None] * 3
-    assert "".join(c.choices[0].delta.content for c in chunks) == shipped_tokenizer().decode(reciting()[:4])
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "length"]
-
-
 @pytest.mark.parametrize("prompt", [["one", "two", "three"], [[5], [6, 7], [8]]])
 def test_several_prompts_give_choices_in_order(client: openai.OpenAI, prompt: list) -> None:
     answer = client.completions.create(model="fake", prompt=prompt, max_tokens=3, n=2)

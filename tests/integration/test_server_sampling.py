@@ -57,12 +57,6 @@ def test_n_choices_are_forks_of_one_prompt(server: RunningServer, path: str) -> 
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 4
 
 
-def test_choices_of_several_prompts_keep_their_order(server: RunningServer) -> None:
-    answer = ask(server, prompt=[[5], [6]], n=2)
-    assert ids(answer) == [SAID[0], SAID[1], SAID[0], SAID[1]]
-    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[5], [5], [6], [6]]
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_streamed_choices_are_told_apart_to_the_end(server: RunningServer, path: str) -> None:
     prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": [5]}

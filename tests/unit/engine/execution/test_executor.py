@@ -52,11 +52,12 @@ def work_of_a_forward(engine) -> Counter[str]:
 
     def counted(*args):
         gc.disable()
+        before = sys.gettrace()  # of a coverage measurement
         sys.settrace(trace)
         try:
             return forward(*args)
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
             gc.enable()
 
     engine.executor.forward = counted

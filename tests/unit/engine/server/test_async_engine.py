@@ -14,7 +14,6 @@ import pytest
 
 from engine.async_engine import AsyncEngine, EngineUnavailable, OutputStream
 from engine.engine import Engine
-from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams, TokenOutput
 from tests.support.fake_engine import branching, fake_engine
 
@@ -259,24 +258,6 @@ async def test_closing_the_stream_aborts_all_that_are_left() -> None:
         assert (stats.num_requests_running, stats.kv.pages_owned) == (0, 0)
         assert not engine._streams
         assert len(await collect(engine, request("a"))) == 4  # its id is free again
-
-
-@on_loop
-async def test_a_full_queue_takes_none_of_a_request_of_several_prompts() -> None:
-    fake = fake_engine(max_num_seqs=1, max_num_waiting=2, step_s=0.005)
-    async with started(fake) as engine:
-        running = asyncio.create_task(collect(engine, request("running", 50)))
-        await busy(engine, 1)
-        waiting = asyncio.create_task(collect(engine, request("waiting", 2)))
-        while (await engine.stats()).num_requests_waiting < 1:
-            await asyncio.sleep(0.001)
-        with pytest.raises(QueueFull, match="2"):
-            await engine.submit([request("one more"), request("too many")])
-        assert (await engine.stats()).num_requests_waiting == 1
-        assert len(engine._streams) == 2
-        assert len(await running) == 50
-        assert len(await waiting) == 2
-        assert len(await collect(engine, request("one more"))) == 4
 
 
 @on_loop

@@ -46,13 +46,6 @@ def test_no_piece_of_a_valid_text_is_broken(text: str) -> None:
     assert decoder.flush() == ""
 
 
-def test_an_incomplete_character_is_held_back_until_it_is_complete() -> None:
-    ids = TOKENIZER.encode("\U0001f980").ids
-    assert len(ids) > 1, "the test needs a character of several tokens"
-    decoder = VOCABULARY.decoder()
-    assert [decoder.push([i]) for i in ids] == [""] * (len(ids) - 1) + ["\U0001f980"]
-
-
 @pytest.mark.parametrize("unknown", [8192, 10**6, 2**32 - 1, 2**32, 2**70, -1])
 def test_ids_outside_the_tokenizer_have_no_text(unknown: int) -> None:
     decoder = VOCABULARY.decoder()
@@ -60,12 +53,6 @@ def test_ids_outside_the_tokenizer_have_no_text(unknown: int) -> None:
     assert decoder.push([*letter, unknown, *letter]) + decoder.flush() == "aa"
     window = WindowDecoder(TOKENIZER, True)
     assert window.push([*letter, unknown, *letter]) + window.flush() == "aa"
-
-
-def test_special_tokens_are_left_out_unless_wanted() -> None:
-    ids = TOKENIZER.encode("<|user|>hi").ids
-    assert VOCABULARY.decoder(skip_special=True).push(ids) == "hi"
-    assert VOCABULARY.decoder(skip_special=False).push(ids) == "<|user|>hi"
 
 
 @given(st.lists(st.sampled_from(["the", "cat", "h\u00e9", "sat.", "\u20ac", "\U0001f980", "a s", "  "]), max_size=8))

@@ -16,7 +16,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_server_s_modules_import_no_torch() -> None:
-    """It takes seconds, and reads settings when it is imported that are not made yet."""
+    """Nor do the settings, which `kvbench plan` reads. torch takes seconds and reads variables that are set later."""
     code = "import sys, engine.server.__main__; sys.exit(bool({'torch', 'transformers', 'numba'} & {*sys.modules}))"
     assert run(code).returncode == 0
 
