@@ -143,3 +143,9 @@ def test_more_beams_than_tokens_are_refused() -> None:
         reply = server.post(COMPLETIONS, {"prompt": [1], "use_beam_search": True, "n": 5})
         assert reply.status == 422
         assert "5 beams" in reply.error["message"] and "4" in reply.error["message"]
+
+
+def test_a_length_penalty_that_leaves_all_bounds_is_refused(server: RunningServer) -> None:
+    reply = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 900, "use_beam_search": True, "length_penalty": 1e9})
+    assert reply.status == 400
+    assert "length_penalty cannot be 1000000000.0" in reply.error["message"]

@@ -236,9 +236,11 @@ async def test_stopping_the_last_open_sibling_ends_the_request() -> None:
         await stream.get()
         stream.stop("r", 0)
         stream.stop("r", 0)  # once more does nothing
+        engine.abort("r", "stop", 0)  # nor does this
         stream.stop("r", 1)
         while not stream.done:
             await stream.get()
+        engine.abort("r")  # nor this
         stats = await engine.stats()
         assert stats.finished == {"stop": 2}
         assert (stats.num_requests_running, stats.kv.pages_owned) == (0, 0)
