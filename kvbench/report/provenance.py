@@ -12,6 +12,7 @@ from typing import Any
 from kvbench.common import text as words
 from kvbench.report.comparisons import SCATTER, scatters
 from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.resume import resumed_differences
 from kvbench.targets.launch_plan import is_template, placeholders
 from kvbench.targets.presets import GENERIC
 
@@ -91,7 +92,7 @@ def warnings(run: Run) -> list[str]:
     ]
     loads = [repeat for cell in run.cells for repeat in cell.repeats]
     unverified = [str(load.cache["unverified"]) for load in loads if load.cache.get("unverified")]
-    resumed = [text for entry in run.manifest.get("resumed") or () for text in entry["differences"]]
+    resumed = resumed_differences(run.manifest)
     found = {
         "Load generator and engine shared this machine and competed for its cores.": run.manifest.get("shared_machine"),
         f"Some cells have {words.plural(fewest, 'repeat')} only: under 3 there is no interval, and with one there is "
@@ -99,7 +100,7 @@ def warnings(run: Run) -> list[str]:
         f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
         f"{words.listing(scattered)}. Other work on the machine is a common cause.": scattered,
         **{f"{words.upper_first(note)}.": True for note in _notes(run) if not note.startswith(_SKIPPED)},
-        f"The run was resumed in another environment; different: {words.listing(list(dict.fromkeys(resumed)))}. "
+        f"The run was resumed in another environment; different: {words.listing(resumed)}. "
         "What was measured before and after is not comparable as it stands.": resumed,
         f"That the prefix cache was {run.load_section.get('cache_state', 'cold')}, as declared, is not verified in "
         f"{len(unverified)} of {len(loads)} loads: {'; '.join(dict.fromkeys(unverified))}.": unverified,

@@ -72,15 +72,26 @@ def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -
     return differences, remarks
 
 
+def resumed_differences(manifest: Mapping[str, Any]) -> list[str]:
+    """What differed each time a run was resumed; of runs of older versions only the commits are known."""
+    found: list[str] = []
+    for entry in manifest.get("resumed") or ():
+        known = entry.get("differences")
+        if known is None:
+            known = _git_differences(manifest.get("git") or {}, entry["git"])[0] if entry.get("git") else []
+        found += known
+    return list(dict.fromkeys(found))
+
+
 def _git_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     if "sha" not in before:
         return [], []
-    if before["sha"] != now["sha"]:
-        return [f"commit ({before.get('short_sha')} then, {now['short_sha']} now)"], []
-    if bool(before.get("dirty")) != bool(now["dirty"]):
+    if before["sha"] != now.get("sha"):
+        return [f"commit ({before.get('short_sha')} then, {now.get('short_sha')} now)"], []
+    if bool(before.get("dirty")) != bool(now.get("dirty")):
         then, here = (("some" if state.get("dirty") else "none") for state in (before, now))
         return [f"uncommitted changes ({then} then, {here} now)"], []
-    if now["dirty"]:
+    if now.get("dirty"):
         return [], [
             "the working tree has uncommitted changes, as it had when the run was started: nobody checks that they "
             "are the same"
@@ -140,7 +151,7 @@ def accept_server(manifest: dict[str, Any], config_id: str, server_info: Mapping
             f"same again, start a new run without --resume, {_MIX}"
         )
     entry = manifest["resumed"][-1]  # --force comes with --resume only
-    entry["differences"] = list(dict.fromkeys([*entry["differences"], *found]))
+    entry["differences"] = list(dict.fromkeys([*entry.get("differences", ()), *found]))
     entry.setdefault("servers", {})[config_id] = {
         key: server_info.get(key) for key in ("model", "resolved", "versions")
     }
