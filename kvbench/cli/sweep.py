@@ -74,7 +74,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from rich.console import Console
 
     from kvbench.cli.report import show_report
-    from kvbench.sweep.plan import START_GUESS_S, SweepOptions, describe_plan, preflight
+    from kvbench.sweep.plan import describe_plan, preflight
     from kvbench.sweep.progress import Estimator
     from kvbench.sweep.run import Sweep
     from kvbench.targets.choose import choose
@@ -87,33 +87,28 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
     stored = run.manifest() if run else {}
     choice = choose(loaded, options, stored)
-    sweep_options = SweepOptions(
-        only=tuple(options["only"]) or tuple(stored.get("only") or ()),
-        output_dir=options["output_dir"],
-        report=None if options["no_report"] else show_report,
-        force=options["force"],
-        calibrate=not options["no_calibration"],
-        check=choice.check,
-        refuses=choice.refuses,
-        require=choice.require,
-        start_guess_s=choice.start_guess_s or START_GUESS_S,
-        fresh=choice.fresh,
-        notes=choice.notes,
-    )
-    loaded = choice.workload
+    only = tuple(options["only"]) or tuple(stored.get("only") or ())
     if dry_run:
-        design, blocks = sweep_options.plan(loaded)
-        _, guesses = preflight(loaded, design, sweep_options)
-        guess_s = sweep_options.start_guess_s
-        seconds = Estimator(guesses, guess_s).total_s(blocks)
-        describe_plan(loaded, design, blocks, seconds, console, start_guess_s=guess_s)
+        design, blocks = choice.plan(only)
+        _, guesses = preflight(choice.workload, design, choice.check)
+        seconds = Estimator(guesses, choice.start_guess_s).total_s(blocks)
+        describe_plan(choice.workload, design, blocks, seconds, console, choice.start_guess_s)
         return 0
     if choice.runs_already:  # before a results folder is made for it
         target = choice.new_target()
         target.start({}, Path())
         target.stop()
     try:
-        return Sweep(loaded, sweep_options, choice.new_target, console, run, choice.manifest).execute()
+        return Sweep(
+            choice,
+            console,
+            only,
+            options["output_dir"],
+            report=None if options["no_report"] else show_report,
+            calibrate=not options["no_calibration"],
+            resumed=run,
+            force=options["force"],
+        ).execute()
     finally:
         choice.close()
 

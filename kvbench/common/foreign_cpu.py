@@ -7,6 +7,7 @@ configuration.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import time
@@ -34,6 +35,9 @@ class ServerProcess:
 
     pid: int | None
     local: bool = True
+
+
+_NO_SERVER = ServerProcess(None, local=False)
 
 
 @dataclass(frozen=True)
@@ -147,27 +151,29 @@ def _rate(start: float | None, end: float | None, wall: float) -> float | None:
     return None if start is None or end is None else max(0.0, end - start) / wall
 
 
+def read_own_cpu(server: ServerProcess, stat: Path = _PROC_STAT) -> CpuReading | None:
+    """A reading in which this process with its children is the client, and nothing else is ours but the server."""
+    found = read_cpu(server, os.getpid(), stat)
+    return found and dataclasses.replace(found, own_s=0.0)
+
+
 class ForeignWatch:
     """CPU time of others than this process and its children, ended ones included, from here to ``report``."""
 
     def __init__(self, stat: Path = _PROC_STAT) -> None:
         self._stat = stat
-        self._start = self._read()
-
-    def _read(self) -> CpuReading | None:
-        return read_cpu(ServerProcess(os.getpid()), None, self._stat)
+        self._start = read_own_cpu(_NO_SERVER, stat)
 
     def report(self) -> dict[str, Any]:
         """``foreign_cpu_cores``: cores that others used on average; ``disturbed``: too many to trust the timing.
 
         Empty where the system does not tell.
         """
-        start, end = self._start, self._read()
-        if start is None or end is None or start.server_s is None or end.server_s is None or not end.cores:
+        found = machine_report(self._start, read_own_cpu(_NO_SERVER, self._stat), _NO_SERVER)
+        foreign = found["foreign_cpu_cores"]
+        if foreign is None:
             return {}
-        wall = end.wall - start.wall
-        foreign = max(0.0, (end.busy_s - start.busy_s - (end.server_s - start.server_s)) / wall)
-        return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > foreign_limit(wall)}
+        return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > foreign_limit(found["seconds"])}
 
 
 class MachineWatch:
@@ -175,19 +181,15 @@ class MachineWatch:
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        self._start: CpuReading | None = None
-        self._end: CpuReading | None = None
+        self._readings: dict[str, CpuReading | None] = {}
 
     def on_phase(self, phase: str, client_pid: int) -> None:
         """``begin`` or ``measured``, as the load client says them."""
-        if phase == "begin":
-            self._start = read_cpu(self.server, client_pid)
-        elif phase == "measured":
-            self._end = read_cpu(self.server, client_pid)
+        self._readings[phase] = read_cpu(self.server, client_pid)
 
     def report(self) -> dict[str, Any]:
         """As ``machine_report``."""
-        return machine_report(self._start, self._end, self.server)
+        return machine_report(self._readings.get("begin"), self._readings.get("measured"), self.server)
 
 
 def foreign_limit(wall_s: float) -> float:

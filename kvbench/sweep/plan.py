@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,47 +17,16 @@ from kvbench.runs.folder import RunFolder
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
 
-START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
 _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is measured
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
 
 
-@dataclass(frozen=True)
-class SweepOptions:
-    """What the command line and the choice of target add to the workload.
-
-    ``report``: writes and shows the report of a finished run; ``force``: resume although something differs;
-    ``calibrate``: the load client, before its first load; ``check``: gives the capacity of a configuration's settings,
-    raises ValueError for settings that cannot be; ``refuses``: why another engine cannot have a configuration, which is
-    then skipped; ``fresh``: whether a configuration's prefix cache is empty on a new server only; ``require``: raises
-    UsageError for a design whose configurations the target cannot tell apart.
-    """
-
-    only: tuple[str, ...] = ()
-    output_dir: Path = Path("results")
-    report: Callable[[Path, Console], None] | None = None
-    force: bool = False
-    calibrate: bool = True
-    check: Check = lambda settings: {}
-    refuses: Callable[[Mapping[str, Any]], str | None] | None = None
-    fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False
-    require: Callable[[Design], None] = lambda design: None
-    notes: tuple[str, ...] = ()
-    start_guess_s: float = START_GUESS_S
-
-    def plan(self, workload: Workload) -> tuple[Design, tuple[Block, ...]]:
-        """As ``plan_sweep`` with these options; the design's notes begin with theirs."""
-        design, blocks = plan_sweep(workload, self.only, self.check, refuses=self.refuses, fresh=self.fresh)
-        self.require(design)
-        return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
-
-
-def preflight(workload: Workload, design: Design, options: SweepOptions) -> tuple[dict[str, Any], dict[str, float]]:
+def preflight(workload: Workload, design: Design, check: Check) -> tuple[dict[str, Any], dict[str, float]]:
     """Everything that can be refused before a launch: each configuration, and the prompts of each load.
 
     Returns capacity by configuration id and guessed seconds by load id. Raises UsageError.
     """
-    capacity = capacities(design, options.check)
+    capacity = capacities(design, check)
     rate = _GUESS_TOKENS_PER_S.get(workload.profile, _GUESS_TOKENS_PER_S["cpu"])
     guesses: dict[str, float] = {}
     drawn: set[tuple[Any, ...]] = set()
@@ -89,8 +56,7 @@ def describe_plan(
     blocks: Sequence[Block],
     seconds: float,
     console: Console,
-    *,
-    start_guess_s: float = START_GUESS_S,
+    start_guess_s: float,
 ) -> None:
     """The plan of --dry-run: cells, order, time; ``seconds`` count ``start_guess_s`` for each launch."""
     say = partial(print_plain, console)

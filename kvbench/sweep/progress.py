@@ -18,7 +18,7 @@ from rich.table import Column
 
 from kvbench.common.console import QUIET_S, Heartbeat, LiveText, print_plain
 from kvbench.common.text import clock
-from kvbench.sweep.plan import START_GUESS_S
+from kvbench.targets.choose import START_GUESS_S
 from kvbench.workload.design import Block, Cell
 
 

@@ -25,9 +25,10 @@ from kvbench.runs.resume import accept_server, reopen
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.sweep.capacity import capacity_note
-from kvbench.sweep.plan import SweepOptions, planned_blocks, preflight, without_done
+from kvbench.sweep.plan import planned_blocks, preflight, without_done
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
+from kvbench.targets.choose import ChosenTarget
 from kvbench.workload.design import Block, Design, make_design
 from kvbench.workload.file import Workload, portable
 
@@ -36,25 +37,37 @@ MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
 
 @dataclass
 class Sweep:
-    """One execution of a sweep in one folder. ``resumed``: the folder of a run to go on with."""
+    """One execution of a sweep in one folder.
 
-    workload: Workload
-    options: SweepOptions
-    new_target: Callable[[], Target]
+    ``only``: patterns of cell ids; ``report``: writes and shows the report of a finished run; ``calibrate``: the load
+    client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
+    differs.
+    """
+
+    target: ChosenTarget
     console: Console
+    only: tuple[str, ...] = ()
+    output_dir: Path = Path("results")
+    report: Callable[[Path, Console], None] | None = None
+    calibrate: bool = True
     resumed: RunFolder | None = None
-    manifest_extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    force: bool = False
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
+
+    @property
+    def workload(self) -> Workload:
+        """The workload as it runs on the target."""
+        return self.target.workload
 
     def execute(self) -> int:
         """Run what is not done; the exit code. Raises UsageError before anything is launched."""
-        design, blocks = self.options.plan(self.workload)
-        capacity, guesses = preflight(self.workload, design, self.options)
+        design, blocks = self.target.plan(self.only)
+        capacity, guesses = preflight(self.workload, design, self.target.check)
         for note in design.notes:
             self._note(note)
         if not self.resumed and (notice := foreign_cpu.busy_notice()):
             self._note(notice)
-        run = self.resumed or create_run(self.options.output_dir, self.workload.name, git_state()["short_sha"])
+        run = self.resumed or create_run(self.output_dir, self.workload.name, git_state()["short_sha"])
         resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
         with work_in(run.path, kept(resume), self._say) as work:
             complete = self._measure(work, run, design, blocks, capacity, guesses)
@@ -82,13 +95,13 @@ class Sweep:
             self._say(f"{finished} loads are finished and are not run again")
             for path in run.damaged_loads():
                 self._note(f"a file in {path} is damaged: the load is run again")
-        with SweepProgress(self.console, left, Estimator(guesses, self.options.start_guess_s)) as listener:
+        with SweepProgress(self.console, left, Estimator(guesses, self.target.start_guess_s)) as listener:
             runner = BlockRunner(
                 self.workload,
                 run,
-                self.new_target,
+                self.target.new_target,
                 listener,
-                _manifest_writer(run, manifest, force=self.options.force),
+                _manifest_writer(run, manifest, force=self.force),
                 work.check,
                 self.failures,
                 calibrate=self._calibrator(run, listener.status, self._say),
@@ -112,14 +125,14 @@ class Sweep:
         return complete
 
     def _calibrator(self, run: RunFolder, *say: Callable[[str], None]) -> Calibrator:
-        return Calibrator(run.path, self.options.calibrate, *say)
+        return Calibrator(run.path, self.calibrate, *say)
 
     def _open_manifest(
         self, run: RunFolder, blocks: Sequence[Block], capacity: Mapping[str, Any], *, something_left: bool
     ) -> dict[str, Any]:
         if self.resumed:
             manifest, remarks = reopen(
-                run, self.workload, self.manifest_extra, force=self.options.force, something_left=something_left
+                run, self.workload, self.target.manifest, force=self.force, something_left=something_left
             )
             for remark in remarks:
                 self._note(remark)
@@ -141,7 +154,7 @@ class Sweep:
             profile=self.workload.profile,
             seed=self.workload.seed,
             plan=plan,
-            extra={"capacity": dict(capacity), "only": list(self.options.only), **self.manifest_extra},
+            extra={"capacity": dict(capacity), "only": list(self.only), **self.target.manifest},
         )
         return manifest | {"started": utc_now()}
 
@@ -172,9 +185,9 @@ class Sweep:
         problems = failed_loads(self.failures)
         if not complete and not any(run.done_repeats(cell.cell_id) for cell in design.cells):
             problems.append("nothing was measured")
-        elif self.options.report:
+        elif self.report:
             try:
-                self.options.report(run.path, self.console)
+                self.report(run.path, self.console)
             except Exception as error:  # it must not cost the results
                 problems.append(
                     f"the report could not be written ({error!r}, {log_traceback(error)}); the results are kept, try "

@@ -25,7 +25,7 @@ from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
-from kvbench.workload.design import Design
+from kvbench.workload.design import Block, Design, plan_sweep
 from kvbench.workload.file import Workload
 
 BUILTIN = "the built-in server, or a command in its place"
@@ -56,6 +56,7 @@ _EXCLUDES = {("target", "serve_cmd"): "measure a running server or launch one (-
 STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
 _OF_A_RUNNING_SERVER = tuple(name for name, kinds in KINDS_OF.items() if kinds == (RUNNING,))
 _START_S = 180.0
+START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
 _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
 
 
@@ -71,7 +72,7 @@ class ChosenTarget:
     ``notes``: for the user.
     ``runs_already``: not launched by us, so it must answer before a folder is made.
     ``require``: raises UsageError for a design whose configurations the target cannot tell apart.
-    ``start_guess_s``: for a launch, until one is measured; None: as of the built-in server.
+    ``start_guess_s``: for a launch, until one is measured.
     """
 
     workload: Workload
@@ -84,7 +85,13 @@ class ChosenTarget:
     runs_already: bool = False
     close: Callable[[], None] = lambda: None
     require: Callable[[Design], None] = lambda design: None
-    start_guess_s: float | None = None
+    start_guess_s: float = START_GUESS_S
+
+    def plan(self, only: Sequence[str] = ()) -> tuple[Design, tuple[Block, ...]]:
+        """Cells and blocks in the order in which they run; the design's notes begin with the target's. UsageError."""
+        design, blocks = plan_sweep(self.workload, only, self.check, refuses=self.refuses, fresh=self.fresh)
+        self.require(design)
+        return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
 
 
 def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> ChosenTarget:

@@ -220,7 +220,12 @@ def plan_sweep(
     refuses: Callable[[Mapping[str, Any]], str | None] | None = None,
     fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False,
 ) -> tuple[Design, tuple[Block, ...]]:
-    """Cells and blocks in the order in which they run; ``only``, ``check`` and the rest: of ``SweepOptions``."""
+    """Cells and blocks in the order in which they run.
+
+    ``only``: patterns of cell ids; ``check``: gives a configuration's capacity, ValueError for one that cannot be;
+    ``refuses``: why another engine cannot have a configuration, which is then skipped; ``fresh``: whether only a new
+    server has an empty prefix cache.
+    """
     design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
     if refuses is not None:
         design = without_refused(design, refuses)

@@ -33,7 +33,7 @@ from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
-from kvbench.sweep.plan import SweepOptions, preflight
+from kvbench.sweep.plan import preflight
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, ServerRefusedError, check_configuration
 from kvbench.targets.choose import (
@@ -467,11 +467,8 @@ def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, M
     choice = side.choice
     if side.stored is not None:
         return select(measured_design(RunFolder(side.stored), choice.workload), only), {}
-    sweep = SweepOptions(
-        only=tuple(only), check=choice.check, refuses=choice.refuses, fresh=choice.fresh, require=choice.require
-    )
-    design, _ = sweep.plan(choice.workload)
-    return design, preflight(choice.workload, design, sweep)[0]
+    design, _ = choice.plan(only)
+    return design, preflight(choice.workload, design, choice.check)[0]
 
 
 def measured_design(run: RunFolder, workload: Workload) -> Design:

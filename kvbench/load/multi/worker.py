@@ -6,7 +6,6 @@ It ends when the master says so, and by itself when the master has not been hear
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -28,7 +27,7 @@ from locust.runners import WorkerRunner
 from kvbench import __version__
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE
-from kvbench.common.foreign_cpu import CpuReading, machine_report, read_cpu, server_at
+from kvbench.common.foreign_cpu import machine_report, read_own_cpu, server_at
 from kvbench.common.machine import boot_id
 from kvbench.load import process
 from kvbench.load.client import StreamFailure
@@ -241,7 +240,7 @@ class Worker:
 
     def _run_from(self, zero: float, priority: str) -> str | None:
         """Why the server is gone; None when all streams have returned or the load was stopped."""
-        begun = _own_reading(self._server)
+        begun = read_own_cpu(self._server)
         early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
         gevent.sleep(max(0.0, zero - early - time.perf_counter()))
         measuring = process.Measuring(self.session)
@@ -249,7 +248,7 @@ class Worker:
         measuring.begin(zero)
         gone = process.watch(self.session, lambda: self._stopped, lambda: self._tell(messages.PROGRESS))
         measuring.end()
-        self._machine = machine_report(begun, _own_reading(self._server), self._server)
+        self._machine = machine_report(begun, read_own_cpu(self._server), self._server)
         self._measuring = measuring
         return gone
 
@@ -273,9 +272,3 @@ class Worker:
             "mismatches": figures["prompt_token_mismatches"],
             "machine": self._machine,
         }
-
-
-def _own_reading(server: Any) -> CpuReading | None:
-    """CPU times for ``machine_report``, of which this process is the client and nothing else."""
-    found = read_cpu(server, os.getpid())
-    return found and dataclasses.replace(found, own_s=0.0)

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from kvbench.common.console import status_line
 from kvbench.common.text import clock
-from kvbench.sweep.plan import START_GUESS_S
 from kvbench.sweep.progress import Estimator, SweepProgress
+from kvbench.targets.choose import START_GUESS_S
 from kvbench.workload.design import load_point, make_design, plan_blocks
 from tests.support.sweep_parts import wait_until
 

@@ -12,7 +12,7 @@ import yaml
 from engine.config import KV_CACHE_DTYPES, EngineConfig
 from engine.server.arguments import build_parser, command_line, options_of
 from kvbench.common.errors import UsageError
-from kvbench.sweep.plan import SweepOptions, planned_blocks, preflight
+from kvbench.sweep.plan import planned_blocks, preflight
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import load_point, make_design, plan_sweep
 from kvbench.workload.file import load_workload, resolve
@@ -137,7 +137,7 @@ def planned(tmp_path, **sections):
     path.write_text(yaml.safe_dump(WORKLOAD | sections))
     workload = load_workload(path, profile="cpu")
     design, _ = plan_sweep(workload, (), check_configuration)
-    preflight(workload, design, SweepOptions(check=check_configuration))
+    preflight(workload, design, check_configuration)
     return design
 
 

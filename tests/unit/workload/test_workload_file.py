@@ -9,7 +9,7 @@ import yaml
 
 from kvbench.common.errors import UsageError
 from kvbench.sweep.capacity import capacity_note
-from kvbench.sweep.plan import SweepOptions, preflight
+from kvbench.sweep.plan import preflight
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import differing_keys, load_workload, resolve
@@ -59,7 +59,7 @@ def check(path, **options):
     """Everything that happens before a launch."""
     workload = load_workload(path, profile="cpu", **options)
     design, _ = plan_sweep(workload)
-    preflight(workload, design, SweepOptions(check=check_configuration))
+    preflight(workload, design, check_configuration)
     return workload
 
 
