@@ -8,9 +8,8 @@ in bfloat16 with 8 KV heads of 128; those of a CPU are in float32.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +28,9 @@ def swap_gb_per_s(page_bytes: int) -> float | None:
     return 45.0 if page_bytes >= 2 << 20 else 30.0 if page_bytes >= 16 << 10 else None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Of one benchmark, what a bar looks at."""
-
-    test: str
-    group: str
-    params: Mapping[str, Any]
-    figures: Mapping[str, Any]
-    device: str
+def _swap_limit(page_size: int) -> float | None:
+    """Of test_move's pages of so many tokens; 0 stands for contiguous KV."""
+    return swap_gb_per_s(page_size * _BENCH_SLOT_BYTES) if page_size else None
 
 
 @dataclass(frozen=True)
@@ -64,32 +57,16 @@ class Bar:
         """``device``: cpu, or a GPU's name."""
         return device == "cpu" if self.device == "cpu" else device not in ("", "cpu")
 
-    def values(self, measured: Sequence[Measured]) -> list[float]:
-        """The figures that the bar is about."""
-        return [
-            float(each.figures[self.figure])
-            for each in measured
-            if each.test == self.test
-            and self.fits_device(each.device)
-            and each.figures.get(self.figure) is not None
-            and all(name in each.params and _meant(wanted, each.params[name]) for name, wanted in self.params.items())
-        ]
-
-    def worst(self, values: Sequence[float]) -> float:
-        """The one that the bar is judged by."""
-        return max(values) if self.at_most else min(values)
-
-    def best(self, values: Sequence[float]) -> float:
-        """The one at the other end."""
-        return min(values) if self.at_most else max(values)
+    def is_about(self, test: str, params: Mapping[str, Any], device: str) -> bool:
+        """Whether it is a bar of this benchmark."""
+        return test == self.test and self.fits_device(device) and all(
+            name in params and (wanted(params[name]) if callable(wanted) else wanted == params[name])
+            for name, wanted in self.params.items()
+        )  # fmt: skip
 
     def met(self, value: float) -> bool:
         """Whether ``value`` reaches the limit; the limit itself does."""
         return value <= self.limit if self.at_most else value >= self.limit
-
-
-def _meant(wanted: Any, value: Any) -> bool:
-    return wanted(value) if callable(wanted) else wanted == value
 
 
 def _decode(batch: int, context: int, kv: str, **more: Any) -> dict[str, Any]:
@@ -98,11 +75,6 @@ def _decode(batch: int, context: int, kv: str, **more: Any) -> dict[str, Any]:
 
 def _at_least_16(page_size: int) -> bool:
     return page_size >= 16
-
-
-def _swaps_at(limit: float) -> Callable[[int], bool]:
-    """Page sizes in tokens, contiguous (0) not among them, whose swaps are to reach ``limit``."""
-    return lambda page_size: page_size > 0 and swap_gb_per_s(page_size * _BENCH_SLOT_BYTES) == limit
 
 
 _CPU_DECODE = (  # (what is measured, figure, limit)
@@ -164,7 +136,8 @@ _GPU = (
         {"kind": "copy", "kv": "bfloat16", "page_size": _at_least_16}, "vs_copy", COPY_SHARE),
     *(
         Bar(f"swap, pages of {pages}: GB/s", "cuda", "test_move",
-            {"kind": lambda kind: kind != "copy", "kv": "bfloat16", "page_size": _swaps_at(limit)},
+            {"kind": lambda kind: kind != "copy", "kv": "bfloat16",
+             "page_size": lambda page_size, limit=limit: _swap_limit(page_size) == limit},
             "moved_gb_per_s", limit)
         for pages, limit in (("2 MiB and more", 45.0), ("16 KiB to 2 MiB", 30.0))
     ),
@@ -172,12 +145,12 @@ _GPU = (
 BARS: tuple[Bar, ...] = (*_CPU, *_GPU)
 
 
-def missed(measured: Measured) -> list[str]:
+def missed(test: str, params: Mapping[str, Any], figures: Mapping[str, Any], device: str = "cpu") -> list[str]:
     """One sentence for each bar that is about this benchmark and is not reached; a figure it lacks is not, either."""
-    said = []
-    for bar in BARS:
-        figure = measured.figures.get(bar.figure)
-        value = math.nan if figure is None else float(figure)  # which reaches no limit
-        if bar.values([dataclasses.replace(measured, figures={bar.figure: value})]) and not bar.met(value):
-            said.append(f"{bar.title}: {value:.3g}, wanted {bar.wanted}")
-    return said
+    return [
+        f"{bar.title}: {value:.3g}, wanted {bar.wanted}"
+        for bar in BARS
+        if bar.is_about(test, params, device)
+        for value in [float(figures.get(bar.figure, math.nan))]  # NaN reaches no limit
+        if not bar.met(value)
+    ]

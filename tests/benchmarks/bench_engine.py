@@ -1,18 +1,24 @@
-"""Engines for the benchmarks, and a closed-loop load in the engine's own process."""
+"""Engines and servers for the benchmarks, and a closed-loop load in the engine's own process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
 
 import numpy as np
-from bench_mode import CUDA, choose
+from bench_timing import CUDA, choose
 
 from engine.build import assemble_engine
 from engine.config import EngineConfig
@@ -47,6 +53,22 @@ def make_engine(**settings) -> Engine:
     """An engine of ``settings``; all of one KV dtype and length share a loaded model."""
     config = EngineConfig(model=model_name(), load_format="dummy", **settings)
     return assemble_engine(config, _loaded(config.kv_cache_dtype, config.max_model_len))
+
+
+@contextlib.contextmanager
+def server(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[int]:
+    """Its port, once it is ready. ``environment`` is added to this process's."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.server", "--model", model_name(), "--port", "0", *flags],
+        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})},
+    )  # fmt: skip
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("ready http://127.0.0.1:"), ready
+        yield int(ready.rsplit(":", 1)[1])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
 
 
 @dataclass

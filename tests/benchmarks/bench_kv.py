@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from bench_mode import CUDA, DEVICE, choose
+from bench_timing import CUDA, DEVICE, choose
 
 from kernels import default_backend, get_backend
 from kernels.api import AttentionBackend, AttentionOptions

@@ -1,4 +1,7 @@
-"""One function against its rivals in one sitting.
+"""How much the benchmarks measure (KVBENCH_BENCH), and one function against its rivals in one sitting.
+
+full (default): the whole matrix, about 10 minutes on 2 cores.  quick: the corners of it, about 4 minutes.
+smoke: everything once and tiny, seconds; its figures mean nothing, it shows that the benchmarks still run.
 
 Whoever is compared takes turns: between two rounds of the function that pytest-benchmark times, each rival runs once
 (a slow one now and then), so that a machine that slows down slows all of them. Figures are the fastest round of each:
@@ -9,18 +12,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from bench_mode import CUDA, choose
+
+T = TypeVar("T")
+Step = Callable[[], object]
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+MODE = os.environ.get("KVBENCH_BENCH", "full")
+
+
+def choose(*, full: T, quick: T, smoke: T) -> T:
+    """What the mode asks for."""
+    return {"full": full, "quick": quick, "smoke": smoke}[MODE]
+
 
 BUDGET_S = choose(full=0.5, quick=0.4, smoke=0.01)
 MIN_ROUNDS, MAX_ROUNDS = 5, 300
 LAUNCHES = 10  # in one round on a GPU, so that waiting for it is not what is timed
-
-Step = Callable[[], object]
 
 
 def wait() -> None:
@@ -57,24 +70,17 @@ def as_round(step: Step, capture: bool) -> tuple[Step, int]:
     return graph.replay, LAUNCHES
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """How many rounds, and for each rival: it runs in every so many of them."""
+def plan_rounds(own_s: float, rivals_s: Mapping[str, float], budget_s: float) -> tuple[int, dict[str, int]]:
+    """How many rounds the budget buys, and for each rival: it runs in every so many of them.
 
-    count: int
-    every: dict[str, int]
-
-
-def plan_rounds(own_s: float, rivals_s: Mapping[str, float], budget_s: float) -> Rounds:
-    """What the budget buys, given the seconds that one round of each takes.
-
-    A rival slower than twice the function runs less often, but ``MIN_ROUNDS`` times all the same.
+    ``own_s`` and ``rivals_s``: seconds of one round of each. A rival slower than twice the function runs less often,
+    but ``MIN_ROUNDS`` times all the same.
     """
     allowed = max(2 * own_s, budget_s / 50)
     every = {name: max(1, math.ceil(cost / allowed)) for name, cost in rivals_s.items()}
     per_round = own_s + sum(cost / every[name] for name, cost in rivals_s.items())
     count = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_s / per_round)))
-    return Rounds(count, {name: min(n, max(1, count // MIN_ROUNDS)) for name, n in every.items()})
+    return count, {name: min(n, max(1, count // MIN_ROUNDS)) for name, n in every.items()}
 
 
 def race(
@@ -85,21 +91,21 @@ def race(
     others = {name: as_round(rival, capture) for name, rival in rivals.items()}
     for run, _ in ((own, launches), *others.values()):
         run()  # what the first call compiles or allocates
-    plan = plan_rounds(timed(own), {name: timed(run) for name, (run, _) in others.items()}, budget_s)
+    rounds, every = plan_rounds(timed(own), {name: timed(run) for name, (run, _) in others.items()}, budget_s)
     fastest = dict.fromkeys(rivals, math.inf)
     numbers = itertools.count()
 
     def rivals_turn() -> None:
         number = next(numbers)
         for name, (run, count) in others.items():
-            if number % plan.every[name] == 0:
+            if number % every[name] == 0:
                 fastest[name] = min(fastest[name], timed(run) / count)
 
     def own_turn() -> None:
         own()
         wait()
 
-    benchmark.pedantic(own_turn, setup=rivals_turn, rounds=plan.count, iterations=1)
+    benchmark.pedantic(own_turn, setup=rivals_turn, rounds=rounds, iterations=1)
     return benchmark.stats.stats.min / launches, fastest
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from bench_engine import make_engine, prompts, run_load, summary
 from bench_kv import CONTIGUOUS
-from bench_mode import CUDA, choose
-from bench_timing import note
+from bench_timing import CUDA, choose, note
 
 PROMPT, SHARED = choose(full=(128, 64), quick=(128, 64), smoke=(24, 16))  # tokens; half is a system prompt
 OUTPUT = choose(full=16, quick=16, smoke=2)

@@ -43,8 +43,7 @@ from bench_kv import (
     side_by_side,
     slots_of,
 )
-from bench_mode import CUDA, DEVICE, choose
-from bench_timing import Step, note, race
+from bench_timing import CUDA, DEVICE, Step, choose, note, race
 
 SHAPES = choose(  # (batch, context): 8 x 4096 on a CPU and 64 x 4096 on a GPU have bars
     full=[(64, 4096), (64, 8192), (1, 32768)] if CUDA else [(32, 1024), (8, 4096), (1, 32768)],

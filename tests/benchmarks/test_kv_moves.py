@@ -11,8 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 from bench_kv import CACHES, CONTIGUOUS, DIM, FLOATS, KV_HEADS, ceiling, compute_dtype, quantise
-from bench_mode import CUDA, DEVICE, choose
-from bench_timing import note, race
+from bench_timing import CUDA, DEVICE, choose, note, race
 
 from engine.config import EngineConfig
 from engine.kv.budget import KVShape, LayerKV, capacity_of

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from bench_mode import MODE, choose
-from bench_timing import note
+from bench_timing import MODE, choose, note
 
 from kvbench.calibration.calibrate import CalibrationSettings, aims, calibrate
 from kvbench.common.machine import usable_cores
-from tests.benchmarks.bench_bars import Measured, missed
+from tests.benchmarks.bench_bars import missed
 
 CASES = choose(full=[(64, 1), (256, 1), (256, 4)], quick=[(64, 1)], smoke=[(8, 1)])
 SECONDS = choose(full=10.0, quick=5.0, smoke=1.0)
@@ -31,16 +30,12 @@ def test_load_client(benchmark, streams: int, processes: int) -> None:
     settings = CalibrationSettings(streams, itl_ms=20.0, processes=processes, seconds=SECONDS)
     calibration = benchmark.pedantic(calibrate, args=(settings, aims(settings), ATTEMPTS), rounds=1)
     figures = dataclasses.asdict(calibration.figures)
-    assert not [
-        name
-        for name in ("events_lost", "requests_lost", "requests_repeated", "faults_counted", "whole_failed")
-        if figures[name]
-    ]
+    lost = ("events_lost", "requests_lost", "requests_repeated", "faults_counted", "whole_failed")
+    assert not [name for name in lost if figures[name]]
     shown = {"coalesced_pct": figures["coalesced_share"] * 100}
     for name in ("lag_p50_ms", "lag_p99_ms", "itl_error_p99_ms", "cpu_us_per_event", "loop_lag_p99_ms",
                  "server_late_p99_ms", "turnaround_p50_ms", "events"):  # fmt: skip
         shown[name] = figures[name]
     note(benchmark, **shown)
     if MODE == "full":
-        params = {"streams": streams, "processes": processes}
-        assert missed(Measured("test_load_client", benchmark.group, params, shown, "cpu")) == []
+        assert missed("test_load_client", {"streams": streams, "processes": processes}, shown) == []

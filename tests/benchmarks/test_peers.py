@@ -13,8 +13,7 @@ from functools import partial
 import pytest
 import torch
 from bench_engine import model_name
-from bench_mode import choose
-from bench_timing import note
+from bench_timing import choose, note
 
 from engine.bench.case import Case, make_case
 from engine.bench.command import available_sides, turns_of

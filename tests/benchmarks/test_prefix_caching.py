@@ -11,8 +11,7 @@ import statistics
 import numpy as np
 import pytest
 from bench_engine import make_engine, prompts, run_load
-from bench_mode import choose
-from bench_timing import note
+from bench_timing import choose, note
 
 from engine.engine import Engine
 

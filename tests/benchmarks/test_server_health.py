@@ -22,10 +22,8 @@ import time
 
 import numpy as np
 import pytest
-from bench_engine import model_name
-from bench_mode import choose
-from bench_server import server
-from bench_timing import note
+from bench_engine import model_name, server
+from bench_timing import choose, note
 
 from engine.model.spec import find_model
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from bench_mode import choose
-from bench_server import server
-from bench_timing import note
+from bench_engine import server
+from bench_timing import choose, note
 
 FIGURES = choose(
     full=("first_start_s", "second_start_s"), quick=("first_start_s", "second_start_s"), smoke=("start_s",)

@@ -11,8 +11,7 @@ and the accounts.
 from __future__ import annotations
 
 import pytest
-from bench_mode import choose
-from bench_timing import note
+from bench_timing import choose, note
 
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -3,13 +3,14 @@
 import csv
 import io
 import json
+import math
 
 import pytest
 
 from kvbench.common.errors import UsageError
-from tests.benchmarks.bench_bars import BARS, Bar, Measured, missed, swap_gb_per_s
+from tests.benchmarks.bench_bars import BARS, Bar, missed, swap_gb_per_s
+from tests.benchmarks.bench_run import bar_lines, read_rows, to_csv, to_markdown, write_tables
 from tests.benchmarks.bench_run import main as run_benchmarks
-from tests.benchmarks.bench_table import bar_lines, read_rows, to_csv, to_markdown, write_tables
 
 MANIFEST = {
     "started": "2026-01-01T00:00:00+00:00",
@@ -120,19 +121,19 @@ def test_a_bar_without_rows_is_not_measured_and_one_of_another_device_is_not_sho
 GOOD = {"lag_p99_ms": 0.7, "itl_error_p99_ms": 0.5, "cpu_us_per_event": 30.0, "coalesced_pct": 0.1}
 
 
-def client(streams=64, processes=1, device="cpu", **changed):
-    params = {"streams": streams, "processes": processes}
-    return Measured("test_load_client", "", params, GOOD | changed, device)
+def missed_by_client(streams=64, processes=1, device="cpu", **changed):
+    return missed("test_load_client", {"streams": streams, "processes": processes}, GOOD | changed, device)
 
 
 @pytest.mark.parametrize("shape", [(64, 1), (256, 4)])
 def test_the_load_client_fails_over_its_bars_and_at_them_it_does_not(shape):
-    assert missed(client(*shape)) == []
+    assert missed_by_client(*shape) == []
     for figure, limit in GOOD.items():
-        for value in (limit * 1.01, None):  # over it, or missing
-            (told,) = missed(client(*shape, **{figure: value}))
+        for value in (limit * 1.01, math.nan):
+            (told,) = missed_by_client(*shape, **{figure: value})
             assert told.startswith(f"load client, {shape[0]} streams") and told.endswith(f"wanted <= {limit:g}")
-    assert missed(client(256, 1, lag_p99_ms=9.0)) == missed(client(device="NVIDIA H100", lag_p99_ms=9.0)) == []
+    assert len(missed("test_load_client", {"streams": 64, "processes": 1}, {})) == len(GOOD)  # all missing
+    assert missed_by_client(256, 1, lag_p99_ms=9.0) == missed_by_client(device="NVIDIA H100", lag_p99_ms=9.0) == []
 
 
 def test_swaps_of_large_and_of_small_pages_have_bars_of_their_own(read):

@@ -1,18 +1,22 @@
-"""Drawn attention problems: hostile caches, and the float64 answer to compare with."""
+"""Attention problems over hostile caches, and the checks against float64 that all backends share."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
+from hypothesis import strategies as st
 
 from kernels import get_backend
-from kernels.api import AttentionOptions
-from kernels.kv_formats import KVFormat
-from kernels.quantized import QuantizedKV
-from kernels.tune.problems import HostileKV, hostile_kv, nan_cache, wide
+from kernels.api import AttentionBackend, AttentionOptions, KVCache
+from kernels.kv_formats import KV_FORMATS
+from kernels.quantized import FP8_MAX, QuantizedKV
+from kernels.tune.problems import HostileKV, as_float64, hostile_kv, wide
 
-SHAPES = [(1, 16, 16), (2, 64, 64), (3, 20, 36), (4, 128, 128), (8, 32, 32), (5, 80, 48)]  # (group, D, Dv)
+KINDS = ["auto", *KV_FORMATS]
+PLAIN = AttentionOptions(scale=0.2)
+LENGTHS = st.one_of(st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]), st.integers(0, 150))
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Problem:
     new: tuple[int, ...]
     page_size: int = 16
     contiguous: bool = False
-    shape: tuple[int, int, int] = (2, 64, 64)
+    shape: tuple[int, int, int] = (2, 64, 64)  # query heads of a KV head, head dims of K and of V
     kv_heads: int = 2
     window: int | None = None
     softcap: float | None = None
@@ -32,6 +36,7 @@ class Problem:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     index_dtype: torch.dtype = torch.int64
+    loudness: float = 1.0
     generator: torch.Generator = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -39,89 +44,140 @@ class Problem:
 
     def random(self, *shape: int) -> torch.Tensor:
         """Normal floats of the problem's dtype on its device."""
-        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+        return self.loudness * torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
 
-def build_cache(p: Problem) -> HostileKV:
-    """The problem's tokens in plain caches."""
-    page_size = None if p.contiguous else p.page_size
-    return hostile_kv(p.lens, "auto", p.kv_heads, p.shape[1:], page_size, p.random, dtype=p.dtype, device=p.device)
-
-
-def quantise(cache: HostileKV, format: KVFormat, backend: str = "torch") -> tuple[QuantizedKV, QuantizedKV]:
-    """The problem's tokens in a quantised cache whose every other slot is NaN."""
-    live = torch.cat(cache.slots)
-    k, v = (
-        nan_cache(
-            format.name, *plain.shape, plain.dtype, plain.device, float(plain[live].abs().max()) if len(live) else 1.0
-        )
-        for plain in (cache.k, cache.v)
+@st.composite
+def problems(draw, shapes, sequences=6, new=(1, 40, 150), dtypes=(torch.float32,), device="cpu") -> Problem:
+    """Up to ``sequences`` sequences, each with at most one of ``new`` new tokens."""
+    lens = tuple(draw(st.lists(LENGTHS, min_size=1, max_size=sequences)))
+    most = [min(n, draw(st.sampled_from(new))) for n in lens]
+    return Problem(
+        lens=lens,
+        new=tuple(draw(st.one_of(st.just(n), st.integers(0, n))) for n in most),
+        page_size=draw(st.one_of(st.sampled_from([1, 16, 32, 64, 128, 256]), st.integers(1, 256))),
+        contiguous=draw(st.booleans()),
+        shape=draw(st.sampled_from(shapes)),
+        kv_heads=draw(st.sampled_from([1, 2, 3])),
+        window=draw(st.one_of(st.none(), st.integers(1, 160))),
+        softcap=draw(st.one_of(st.none(), st.sampled_from([1.0, 30.0]))),
+        with_sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+        dtype=draw(st.sampled_from(dtypes)),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        device=device,
     )
-    get_backend(backend).write_kv(cache.k[live], cache.v[live], k, v, live)
-    return k, v
+
+
+def build_cache(p: Problem, kind: str = "auto") -> HostileKV:
+    """The problem's tokens in caches of the format called ``kind``."""
+    page_size = None if p.contiguous else p.page_size
+    return hostile_kv(p.lens, kind, p.kv_heads, p.shape[1:], page_size, p.random, dtype=p.dtype, device=p.device)
 
 
 def draw_options(p: Problem) -> AttentionOptions:
     """The problem's options, its sinks drawn."""
     group, dim, _ = p.shape
-    sinks = p.random(group * p.kv_heads) if p.with_sinks else None
-    return AttentionOptions(dim**-0.5, p.window, p.softcap, sinks)
+    return AttentionOptions(dim**-0.5, p.window, p.softcap, p.random(group * p.kv_heads) if p.with_sinks else None)
 
 
-def check_decode(backend_name: str, p: Problem, tolerance: float, planned: bool = False) -> None:
-    """One decode step against float64, with `out` poisoned beforehand."""
-    backend, cache, options = get_backend(backend_name), build_cache(p), draw_options(p)
-    heads = p.shape[0] * p.kv_heads
-    q = p.random(len(p.lens), heads, p.shape[1])
-    lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
-    expected = get_backend("torch").decode_attention(
-        q.double(), cache.k.double(), cache.v.double(), cache.page_starts, lens, cache.page_size, wide(options)
+def check_attention(
+    backend: AttentionBackend, p: Problem, tolerance: float, kind: str = "auto", planned=True, every_form=True
+) -> None:
+    """A step of decode and one of prefill against float64 over the same cache, outputs poisoned beforehand.
+
+    ``every_form``: also without an output to write to, and with the new tokens' KV at hand.
+    """
+    cache, options, heads = build_cache(p, kind), draw_options(p), p.shape[0] * p.kv_heads
+    lens, starts = (
+        torch.tensor(values, device=p.device, dtype=p.index_dtype)
+        for values in (p.lens, [0, *torch.tensor(p.new).cumsum(0).tolist()])
     )
-    out = torch.full((len(p.lens), heads, p.shape[2]), float("nan"), dtype=p.dtype, device=p.device)
-    plan = backend.plan_decode(cache.page_starts, lens, cache.page_size, max_tokens=max(p.lens)) if planned else None
-    result = backend.decode_attention(
-        q, cache.k, cache.v, cache.page_starts, lens, cache.page_size, options, out=out, plan=plan
-    )
-    assert result is out
-    torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
-    fresh = backend.decode_attention(q, cache.k, cache.v, cache.page_starts, lens, cache.page_size, options)
-    assert torch.equal(fresh, result)
+    truth, exact = get_backend("torch"), (as_float64(cache.k), as_float64(cache.v))
 
+    def compare(attend, expected, **more) -> None:
+        poisoned = torch.full(expected.shape, math.nan, dtype=p.dtype, device=p.device)
+        for out in (poisoned, None) if every_form else (poisoned,):
+            got = attend(q, cache.k, cache.v, *where, options, out=out, plan=plan, **more)
+            assert out is None or got is out
+            torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
-def check_prefill(backend_name: str, p: Problem, tolerance: float, planned: bool = False) -> None:
-    """One prefill step against float64, with and without the packed new KV."""
-    backend, cache, options = get_backend(backend_name), build_cache(p), draw_options(p)
-    heads = p.shape[0] * p.kv_heads
-    starts = torch.tensor([0, *torch.tensor(p.new).cumsum(0).tolist()], device=p.device, dtype=p.index_dtype)
-    lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
-    total = int(starts[-1])
+    q, where = p.random(len(p.lens), heads, p.shape[1]), (cache.page_starts, lens, cache.page_size)
+    plan = backend.plan_decode(*where, max_tokens=max(p.lens)) if planned else None
+    compare(backend.decode_attention, truth.decode_attention(q.double(), *exact, *where, wide(options)))
+
     # As the engine has it: heads first in memory, so neither tokens nor heads are contiguous rows.
-    q = p.random(heads, total, p.shape[1]).transpose(0, 1)
-    new_slots = torch.cat([s[len(s) - n :] for s, n in zip(cache.slots, p.new, strict=True)])
-    new_kv = cache.k[new_slots], cache.v[new_slots]
-    expected = get_backend("torch").prefill_attention(
-        q.double(),
-        cache.k.double(),
-        cache.v.double(),
-        cache.page_starts,
-        starts,
-        lens,
-        cache.page_size,
-        wide(options),
-    )
-    plan = None
-    if planned:
-        bounds = {"max_queries": max(p.new), "max_tokens": max(p.lens)}
-        plan = backend.plan_prefill(cache.page_starts, starts, lens, cache.page_size, **bounds)
-    for given in (None, new_kv):
-        out = torch.full((total, heads, p.shape[2]), float("nan"), dtype=p.dtype, device=p.device)
-        result = backend.prefill_attention(
-            q, cache.k, cache.v, cache.page_starts, starts, lens, cache.page_size,
-            options, out=out, new_kv=given, plan=plan,
-        )  # fmt: skip
-        assert result is out
-        torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
-    fresh = backend.prefill_attention(
-        q, cache.k, cache.v, cache.page_starts, starts, lens, cache.page_size, options, plan=plan
-    )
-    torch.testing.assert_close(fresh.double(), expected, atol=tolerance, rtol=tolerance)
+    q = p.random(heads, sum(p.new), p.shape[1]).transpose(0, 1)
+    where = (cache.page_starts, starts, lens, cache.page_size)
+    plan = backend.plan_prefill(*where, max_queries=max(p.new), max_tokens=max(p.lens)) if planned else None
+    expected = truth.prefill_attention(q.double(), *exact, *where, wide(options))
+    compare(backend.prefill_attention, expected)
+    if every_form:
+        slots = torch.cat([s[len(s) - n :] for s, n in zip(cache.slots, p.new, strict=True)])
+        compare(backend.prefill_attention, expected, new_kv=tuple(x[slots].to(p.dtype) for x in exact))
+
+
+def filled(kind: str, rows: torch.Tensor, slots: int | None = None, scale: float | None = None) -> KVCache:
+    """A cache of the format called ``kind`` whose first slots hold ``rows [n, Hkv, D]``."""
+    slots = slots or len(rows)
+    if kind == "auto":
+        cache = torch.full((slots, *rows.shape[1:]), math.nan, dtype=rows.dtype, device=rows.device)
+        cache[: len(rows)] = rows
+        return cache
+    kv_format = KV_FORMATS[kind]
+    scale = scale or 2 * float(rows.nan_to_num().abs().max()) / FP8_MAX[kv_format] if kv_format in FP8_MAX else None
+    cache = QuantizedKV.zeros(kv_format, slots, *rows.shape[1:], rows.device, scale)
+    cache.store(torch.arange(len(rows), device=rows.device), rows)
+    return cache
+
+
+def attend_once(
+    backend: AttentionBackend, q: torch.Tensor, k: KVCache, v: KVCache, length: int, options: AttentionOptions = PLAIN
+) -> torch.Tensor:
+    """Decode of one sequence whose tokens are the first slots of the cache."""
+    where = torch.zeros(1, 1, dtype=torch.int64, device=q.device), torch.tensor([length], device=q.device)
+    return backend.decode_attention(q, k, v, *where, k.shape[0], options)
+
+
+def attend_both(
+    backend: AttentionBackend, q: torch.Tensor, k: KVCache, v: KVCache, table: list[int], length: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode of one sequence, and prefill of the same token."""
+    starts, lens = torch.tensor([table], device=q.device), torch.tensor([length], device=q.device)
+    one = torch.tensor([0, 1], device=q.device)
+    decoded = backend.decode_attention(q, k, v, starts, lens, page_size, PLAIN)
+    return decoded, backend.prefill_attention(q, k, v, starts, one, lens, page_size, PLAIN)
+
+
+def check_live_nan_is_not_hidden(backend: AttentionBackend, kind: str, device: str = "cpu") -> None:
+    """Unused slots must not leak, but a NaN that the model computed has to stay visible: to its own KV head."""
+    kv, q = torch.randn(8, 2, 64, device=device), torch.randn(1, 4, 64, device=device)
+    poisoned = kv.clone()
+    poisoned[5, 0, 3] = math.nan
+    for rows in ((poisoned, kv), (kv, poisoned)):
+        out = attend_once(backend, q, *(filled(kind, x) for x in rows), 8)
+        assert out[0, :2].isnan().any(-1).all() and not out[0, 2:].isnan().any()
+
+
+def check_beyond_two_gibibytes(
+    backend: AttentionBackend, kind: str, dtype: torch.dtype, tolerance: float, device: str = "cpu", value_bytes=1
+) -> None:
+    """Overflow of slot x stride at 2**31, for real; the memory is reserved, and few pages of it are touched."""
+    dim = 64
+    width = dim // 2 if kind.startswith("int4") else dim
+    slots = (1 << 31) // (width * value_bytes) + 1000
+    if kind == "auto":
+        cache = torch.empty(slots, 1, dim, dtype=dtype, device=device)
+    else:
+        code = torch.int8 if kind.startswith("int8") else torch.uint8
+        codes = torch.empty(slots, 1, width, dtype=code, device=device)
+        cache = QuantizedKV(KV_FORMATS[kind], codes, torch.empty(slots, 1, device=device), 1.0, dim)
+    where = torch.arange(slots - 40, slots, device=device)
+    rows, q = (torch.randn(n, heads, dim, device=device).to(dtype) for n, heads in ((40, 1), (1, 2)))
+    backend.write_kv(rows, rows, cache, cache, where)
+    held = (cache.load(where) if isinstance(cache, QuantizedKV) else cache[where]).double()[:, 0]
+    assert (held - rows[:, 0]).abs().max() < rows.abs().max() / 10
+    expected = torch.softmax(PLAIN.scale * q[0].double() @ held.T, -1) @ held
+    for page_size in (40, 64):  # a slot for each token, and one for a whole tile
+        for got in attend_both(backend, q, cache, cache, [slots - 40], 40, page_size):
+            torch.testing.assert_close(got[0].double(), expected, atol=tolerance, rtol=tolerance)

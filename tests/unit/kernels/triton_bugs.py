@@ -10,41 +10,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Problem
-from triton_cases import (
-    DEVICE,
-    INTERPRETED,
+from kernel_cases import (
+    KINDS,
+    PLAIN,
+    Problem,
+    attend_both,
     attend_once,
-    backend_on,
-    check_attention,
-    interpreted_bfloat16,  # noqa: F401
+    check_beyond_two_gibibytes,
+    check_live_nan_is_not_hidden,
+    filled,
 )
+from triton_cases import DEVICE, INTERPRETED, backend_on, check, interpreted_bfloat16  # noqa: F401
 
 import kernels.triton_launch
 from kernels import get_backend
 from kernels.api import AttentionOptions
-from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS
-from kernels.quantized import FP8_MAX, QuantizedKV
+from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8
 from kernels.triton_launch import Attention, Chip, Splits
 from kernels.tune.problems import as_float64
 
-KINDS = ["auto", *KV_FORMATS]
 BASE = Problem(lens=(70,), new=(1,), device=DEVICE)
-PLAIN = AttentionOptions(scale=0.2)
-
-
-def filled(kind: str, rows: torch.Tensor, slots: int | None = None, scale: float | None = None):
-    """A cache of the kind called ``kind`` whose first slots hold ``rows [n, Hkv, D]``."""
-    slots = slots or len(rows)
-    if kind == "auto":
-        cache = torch.full((slots, *rows.shape[1:]), float("nan"), dtype=rows.dtype, device=rows.device)
-        cache[: len(rows)] = rows
-        return cache
-    kv_format = KV_FORMATS[kind]
-    scale = scale or 2 * float(rows.nan_to_num().abs().max()) / FP8_MAX[kv_format] if kv_format in FP8_MAX else None
-    cache = QuantizedKV.zeros(kv_format, slots, *rows.shape[1:], rows.device, scale)
-    cache.store(torch.arange(len(rows), device=rows.device), rows)
-    return cache
 
 
 def truth(q: torch.Tensor, k, v, length: int, options: AttentionOptions = PLAIN) -> torch.Tensor:
@@ -54,30 +39,8 @@ def truth(q: torch.Tensor, k, v, length: int, options: AttentionOptions = PLAIN)
 
 @pytest.mark.parametrize("kind", ["auto", "int8_per_token_head", "int4_per_token_head"])
 def test_a_page_beyond_two_gibibytes(kind):
-    """int32 overflow of page x stride (vllm#47671, sglang#20389), for real; few pages of memory are touched."""
-    dim, dtype = 64, torch.float16
-    width = dim // 2 if kind.startswith("int4") else dim
-    slots = (1 << 31) // width + 1000
-    if kind == "auto":
-        cache = torch.empty(slots, 1, dim, dtype=dtype, device=DEVICE)
-    else:
-        codes = torch.empty(
-            slots, 1, width, dtype=torch.int8 if kind.startswith("int8") else torch.uint8, device=DEVICE
-        )
-        cache = QuantizedKV(KV_FORMATS[kind], codes, torch.empty(slots, 1, device=DEVICE), 1.0, dim)
-    backend, where = backend_on(4), torch.arange(slots - 40, slots, device=DEVICE)
-    rows, q = torch.randn(40, 1, dim, dtype=dtype, device=DEVICE), torch.randn(1, 2, dim, dtype=dtype, device=DEVICE)
-    backend.write_kv(rows, rows, cache, cache, where)
-    stored = (cache.load(where) if isinstance(cache, QuantizedKV) else cache[where]).double()[:, 0]
-    assert (stored - rows[:, 0]).abs().max() < rows.abs().max() / 10
-    args = (torch.tensor([[slots - 40]], device=DEVICE), torch.tensor([40], device=DEVICE))
-    expected = torch.softmax(0.2 * q[0].double() @ stored.T, -1) @ stored
-    starts = torch.tensor([0, 1], device=DEVICE)
-    for page_size in (40, 64):  # a slot for each token, and one for a whole tile
-        decoded = backend.decode_attention(q, cache, cache, *args, page_size, PLAIN)
-        prefilled = backend.prefill_attention(q, cache, cache, args[0], starts, args[1], page_size, PLAIN)
-        for got in (decoded, prefilled):
-            torch.testing.assert_close(got[0].double(), expected, atol=3e-3, rtol=3e-3)
+    """int32 overflow of page x stride (vllm#47671, sglang#20389)."""
+    check_beyond_two_gibibytes(backend_on(4), kind, torch.float16, 3e-3, DEVICE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,14 +53,10 @@ def test_nan_in_the_tail_of_v(kind):
     if kind.startswith("int"):
         v.scales[70:] = float("nan")
     q = torch.randn(1, 4, 32, device=DEVICE)
-    table = torch.tensor([[0, 64, 128]], device=DEVICE)  # the last page is nobody's, and all NaN
-    lens = torch.tensor([70], device=DEVICE)
     expected = truth(q, k, v, 70)
-    got = backend_on(4).decode_attention(q, k, v, table, lens, 64, PLAIN)
-    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
-    starts = torch.tensor([0, 1], device=DEVICE)
-    got = backend_on(4).prefill_attention(q, k, v, table, starts, lens, 64, PLAIN)
-    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+    # The last page is nobody's, and all NaN.
+    for got in attend_both(backend_on(4), q, k, v, [0, 64, 128], 70, 64):
+        torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 class RecordedLaunches:
@@ -139,7 +98,7 @@ def test_a_few_queries_after_a_long_context_fill_the_gpu(queries, recorded):
 @pytest.mark.parametrize("queries", [2, 5, 8])
 def test_a_few_queries_after_a_long_context_are_right(queries):
     p = replace(BASE, lens=(400, 9), new=(queries, 1), page_size=7, shape=(4, 32, 32))
-    check_attention(p, "auto", backend_on(60))
+    check(p, "auto", backend_on(60))
 
 
 def test_long_chunks_of_many_sequences_are_not_split(recorded):
@@ -166,15 +125,11 @@ def test_fp8_scales_count(format, hardware):
     rows = [torch.randn(50, 2, 32, device=DEVICE) for _ in "kv"]
     backend, q = backend_on(4, hardware), torch.randn(1, 4, 32, device=DEVICE)
     k, v = filled(format.name, rows[0], scale=0.03), filled(format.name, rows[1], scale=0.007)
-    args = (torch.tensor([[0]], device=DEVICE), torch.tensor([50], device=DEVICE), 50, PLAIN)
-    starts = torch.tensor([0, 1], device=DEVICE)
     expected = truth(q, k, v, 50)
     for side in ("k", "v"):
         other = {"k": k, "v": v} | {side: replace({"k": k, "v": v}[side], scale=1.0)}
         assert (truth(q, other["k"], other["v"], 50) - expected).abs().max() > 0.1  # else this would prove nothing
-    decoded = backend.decode_attention(q, k, v, *args)
-    prefilled = backend.prefill_attention(q, k, v, args[0], starts, *args[1:])
-    for got in (decoded, prefilled):
+    for got in attend_both(backend, q, k, v, [0], 50, 50):
         torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
 
 
@@ -183,7 +138,7 @@ def test_every_length_modulo_the_page_size(page_size, kind):
     """Damage that depends on prompt length mod page size (vllm#50749): around a page's and a tile's end."""
     lens = (1, 3, 4, 5, 61, 63, 64, 65, 67)
     p = replace(BASE, page_size=page_size, shape=(2, 16, 16), kv_heads=1)
-    check_attention(replace(p, lens=lens, new=tuple(min(n, 6) for n in lens)), kind, backend_on(4))
+    check(replace(p, lens=lens, new=tuple(min(n, 6) for n in lens)), kind, backend_on(4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -205,15 +160,9 @@ def test_a_needle_in_a_long_context(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_of_a_live_token_is_not_hidden(kind):
-    """Unused slots must not leak, but a NaN that the model computed has to stay visible: to its own KV head."""
-    kv, q = torch.randn(8, 2, 64, device=DEVICE), torch.randn(1, 4, 64, device=DEVICE)
-    poisoned = kv.clone()
-    poisoned[5, 0, 3] = float("nan")
-    # The interpreter's own conversion makes 480 of e4m3's NaN: the chips' is asked on a GPU.
+    # The interpreter's own conversion makes 480 of e4m3's NaN: the chips' is checked on a GPU.
     for hardware in (False,) if INTERPRETED else (False, True):
-        for rows in ((poisoned, kv), (kv, poisoned)):
-            out = attend_once(backend_on(4, hardware), q, *(filled(kind, x) for x in rows), 8, PLAIN)
-            assert out[0, :2].isnan().any(-1).all() and not out[0, 2:].isnan().any()
+        check_live_nan_is_not_hidden(backend_on(4, hardware), kind, DEVICE)
 
 
 @pytest.mark.parametrize("format", [INT8, INT4], ids=lambda f: f.name)
@@ -223,7 +172,7 @@ def test_small_and_large_values_survive_float16_weights(format):
     k = filled(format.name, torch.randn(80, 1, 32, device=DEVICE))
     for size in (1e-4, 2e4):
         v = filled(format.name, size * torch.randn(80, 1, 32, device=DEVICE))
-        got, expected = attend_once(backend_on(4), q, k, v, 80, PLAIN).double(), truth(q, k, v, 80)
+        got, expected = attend_once(backend_on(4), q, k, v, 80).double(), truth(q, k, v, 80)
         assert (got - expected).abs().max() < 2e-3 * expected.abs().max()
 
 
@@ -263,4 +212,4 @@ def test_split_buffers_are_shared_and_kept_for_graphs(captured, monkeypatch):
 def test_caches_with_gaps_are_refused():
     gaps, q = torch.randn(8, 2, 128, device=DEVICE)[:, :, :64], torch.randn(1, 2, 64, device=DEVICE)
     with pytest.raises(ValueError, match=r"cache \(8, 2, 64\) with strides \(256, 128, 1\) must be dense"):
-        attend_once(backend_on(4), q, gaps, gaps, 3, PLAIN)
+        attend_once(backend_on(4), q, gaps, gaps, 3)

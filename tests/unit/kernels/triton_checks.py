@@ -13,47 +13,27 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_cases import Problem
-from triton_cases import DEVICE, backend_on, check_attention, interpreted_bfloat16  # noqa: F401
-
-from kernels.kv_formats import KV_FORMATS
+from kernel_cases import KINDS, Problem, problems
+from triton_cases import DEVICE, TOLERANCE, backend_on, check, interpreted_bfloat16  # noqa: F401
 
 DEEP = int(os.environ.get("KVBENCH_DEEP", "1"))
-KINDS = ["auto", *KV_FORMATS]
 BASE = Problem(lens=(70, 1, 33, 0), new=(20, 1, 33, 0), device=DEVICE)
 SHAPES = [(1, 64, 64), (2, 16, 16), (4, 64, 64), (3, 7, 33), (5, 20, 36), (8, 96, 64), (16, 80, 48), (2, 128, 128)]
-LENGTHS = st.one_of(st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]), st.integers(0, 150))
 QUIET = settings(
     max_examples=30 * DEEP, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
 )
 
 
-@st.composite
-def problems(draw) -> Problem:
-    lens = tuple(draw(st.lists(LENGTHS, min_size=1, max_size=3)))
-    page_size = draw(st.one_of(st.sampled_from([1, 16, 32, 64, 128, 256]), st.integers(1, 256)))
-    return Problem(
-        lens=lens,
-        new=tuple(draw(st.integers(0, min(n, draw(st.sampled_from([1, 8, 40]))))) for n in lens),
-        page_size=page_size,
-        contiguous=draw(st.booleans()),
-        shape=draw(st.sampled_from(SHAPES)),
-        kv_heads=draw(st.sampled_from([1, 2])),
-        window=draw(st.one_of(st.none(), st.integers(1, 160))),
-        softcap=draw(st.one_of(st.none(), st.sampled_from([1.0, 30.0]))),
-        with_sinks=draw(st.booleans()),
-        seed=draw(st.integers(0, 1000)),
-        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
-        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
-        device=DEVICE,
-    )
-
-
-@given(problem=problems(), kind=st.sampled_from(KINDS), sms=st.sampled_from([1, 4, 40]), hardware=st.booleans())
+@given(
+    problem=problems(SHAPES, 3, (1, 8, 40), tuple(TOLERANCE), DEVICE),
+    kind=st.sampled_from(KINDS),
+    sms=st.sampled_from([1, 4, 40]),
+    hardware=st.booleans(),
+)
 @QUIET
 def test_decode_and_prefill_agree_with_float64(problem, kind, sms, hardware):
     """With 40 multiprocessors the keys are split, with 1 they are not."""
-    check_attention(problem, kind, backend_on(sms, hardware))
+    check(problem, kind, backend_on(sms, hardware))
 
 
 @pytest.mark.parametrize(
@@ -61,14 +41,14 @@ def test_decode_and_prefill_agree_with_float64(problem, kind, sms, hardware):
 )
 def test_wide_heads_and_many_of_them(shape, kind):
     p = replace(BASE, lens=(70, 33), new=(3, 33), shape=shape, kv_heads=1, page_size=32, dtype=torch.float16)
-    check_attention(p, kind, backend_on(4))
+    check(p, kind, backend_on(4))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_odd_dims_of_different_sizes(kind):
     """Of int4 the last byte of a row is half empty, and no dim is a power of two."""
     for shape in ((3, 7, 33), (2, 33, 7)):
-        check_attention(replace(BASE, new=(3, 1, 2, 0), shape=shape, page_size=5), kind, backend_on(4))
+        check(replace(BASE, new=(3, 1, 2, 0), shape=shape, page_size=5), kind, backend_on(4))
 
 
 @pytest.mark.parametrize(
@@ -78,17 +58,17 @@ def test_odd_dims_of_different_sizes(kind):
 def test_splits_and_their_reduction(options, kind):
     """Splits with nothing in them, lengths that end inside a split."""
     p = replace(BASE, lens=(400, 64, 1, 0, 129), new=(1, 5, 0, 0, 2), shape=(2, 16, 16), kv_heads=1, page_size=3)
-    check_attention(replace(p, **options), kind, backend_on(60))
+    check(replace(p, **options), kind, backend_on(60))
 
 
 @pytest.mark.parametrize("window", [1, 31, 32, 40, 95, 128, 159, 170])
 def test_windows_that_end_anywhere_in_a_tile(window):
     """Chunks whose first and last row see different tiles, and tiles that all rows see in full."""
     p = replace(BASE, lens=(170,), new=(40,), shape=(1, 16, 16), kv_heads=1, page_size=9, window=window)
-    check_attention(p, "auto", backend_on(4))
+    check(p, "auto", backend_on(4))
 
 
 def test_lengths_of_a_row_that_is_padding():
     """A padding row's queries get zeros though its length is 0; so does a sequence without tokens in decode."""
     for new in ((0, 0), (3, 2)):
-        check_attention(replace(BASE, lens=(0, 40), new=new, with_sinks=True), "auto", backend_on(4))
+        check(replace(BASE, lens=(0, 40), new=new, with_sinks=True), "auto", backend_on(4))
