@@ -95,21 +95,23 @@ _NONE_ALLOWED = ("events_lost", "requests_lost", "requests_repeated", "faults_co
 
 
 def _table(calibration: Any) -> Any:
-    from rich.table import Table
+    from rich.text import Text
+
+    from kvbench.common.console import make_table
 
     settings, figures = calibration.settings, calibration.figures
     limits = dataclasses.asdict(calibration.limits) | dict.fromkeys(_NONE_ALLOWED, 0)
-    table = Table(
-        title=f"load client: {settings.streams} streams of {settings.itl_ms:g} ms ITL in {settings.processes} process"
-        f"{'es' if settings.processes > 1 else ''}, priority {figures.priority}"
-    )
-    for name in ("", "measured", "limit"):
-        table.add_column(name, justify="right" if name else "left")
+    rows = []
     for name, words, form in _ROWS:
         value, limit = getattr(figures, name), limits.get(name)
         over = value is not None and limit is not None and value > limit
-        shown = "-" if value is None else form.format(value)
-        table.add_row(words, f"[red]{shown}[/red]" if over else shown, "" if limit is None else form.format(limit))
+        shown = Text("-" if value is None else form.format(value), style="red" if over else "")
+        rows.append((words, shown, "" if limit is None else form.format(limit)))
+    title = (
+        f"load client: {settings.streams} streams of {settings.itl_ms:g} ms ITL in "
+        f"{settings.processes} process{'es' if settings.processes > 1 else ''}, priority {figures.priority}"
+    )
+    table = make_table(("", "measured", "limit"), rows, title=title)
     shown = next(k for k, each in enumerate(calibration.attempts, 1) if each.figures == figures)
     which = f"attempt {shown} of {len(calibration.attempts)}: " if len(calibration.attempts) > 1 else ""
     table.caption = (

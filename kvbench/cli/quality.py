@@ -96,20 +96,21 @@ def quality(
 
 
 def _table(result: Any) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from kvbench.common.console import make_table
 
-    facts = result.facts
-    table = Table(
-        title=f"{result.workload}: KL divergence of a quantised KV in nats, {facts['prompts']} prompts, "
-        f"{facts['dtype']} on {facts['device']}",
-        box=SIMPLE_HEAD,
-    )
+    facts, parts = result.facts, ("mean", "p95", "p99", "max", "prompt_mean", "decode_mean")
     heads = ("configuration", "positions", "mean", "p95", "p99", "max", "prompts", "decodes", "same token")
-    for head in heads:
-        table.add_column(head, justify="left" if head == "configuration" else "right", no_wrap=True)
-    for config_id, figures in result.configurations.items():
-        parts = ("mean", "p95", "p99", "max", "prompt_mean", "decode_mean")
-        values = [f"{figures[part]:.2e}" for part in parts]
-        table.add_row(config_id, f"{figures['positions']:,}", *values, f"{figures['same_argmax']:.2%}")
-    return table
+    rows = [
+        (
+            config_id,
+            f"{figures['positions']:,}",
+            *(f"{figures[part]:.2e}" for part in parts),
+            f"{figures['same_argmax']:.2%}",
+        )
+        for config_id, figures in result.configurations.items()
+    ]
+    title = (
+        f"{result.workload}: KL divergence of a quantised KV in nats, {facts['prompts']} prompts, {facts['dtype']} on "
+        f"{facts['device']}"
+    )
+    return make_table(heads, rows, title=title)

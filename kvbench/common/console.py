@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import ProgressColumn, Task
 from rich.table import Table
@@ -72,6 +73,30 @@ def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterat
 def print_plain(console: Console, text: str) -> None:
     """Prints ``text`` as it is: no markup, no colours, no line breaks of rich's own, so that it can be copied."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def make_table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str | Text]] = (),
+    *,
+    numbers_from: int = 1,
+    title: str = "",
+    tight: bool = False,
+) -> Table:
+    """A table whose entries are never read as markup: texts may fold; columns from ``numbers_from`` on are whole.
+
+    ``tight``: one space between columns, for a table that is to fit 80 characters.
+    """
+    made = Table(
+        title=Text(title) if title else None, title_justify="left", header_style="bold", box=SIMPLE_HEAD,
+        pad_edge=False, padding=(0, 0 if tight else 1), collapse_padding=True,
+    )  # fmt: skip
+    for i, head in enumerate(heads):
+        is_number = i >= numbers_from
+        made.add_column(head, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for row in rows:
+        made.add_row(*(entry if isinstance(entry, Text) else Text(entry) for entry in row))
+    return made
 
 
 def print_table(console: Console, table: Table) -> None:

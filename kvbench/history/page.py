@@ -33,21 +33,16 @@ _DRIFT_TITLES = {
 def page(view: View) -> str:
     """The whole page: drift since the release, then a figure for every metric."""
     drawn = [(series[0], _drawings(view, series, f"g{index}")) for index, series in enumerate(view.groups)]
-    flat = [drawing for _, some in drawn for drawing in some]
-    index_of = {id(drawing): index for index, drawing in enumerate(flat)}
     return render(
         "history.html.j2",
-        flat,
+        [drawing for _, some in drawn for drawing in some],
         title=words.listing(sorted({first.workload for first, _ in drawn})),
         headline=view.drift_sentence,
         context=[_runs_shown(view), *view.notes],
         drifts=_drift_tables(view),
         drift_heads=_DRIFT_HEADS,
         drift_note=_DRIFT_NOTE,
-        groups=[
-            (f"{first.workload} on {first.machine}", [(index_of[id(each)], each) for each in some])
-            for first, some in drawn
-        ],
+        groups=[(f"{first.workload} on {first.machine}", some) for first, some in drawn],
     )
 
 

@@ -11,11 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from kvbench.common import text as words
+from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
 from kvbench.history.drift import (
     DRIFTED,
@@ -167,14 +167,10 @@ def sparkline(points: Sequence[TrendPoint]) -> str:
 
 def table(view: View, group: Sequence[Series]) -> Table:
     """The series of one workload on one machine."""
-    made = Table(
-        title=Text(f"{group[0].workload} on {group[0].machine}"), title_justify="left", box=SIMPLE_HEAD,
-        pad_edge=False, padding=(0, 0), header_style="bold",
-    )  # fmt: skip
-    made.add_column("cell", min_width=22, overflow="fold")
-    made.add_column("trend", no_wrap=True, min_width=min(WIDTH, max(len(series.points) for series in group)))
-    for head in ("last", "vs before", "vs release", "n"):
-        made.add_column(head, justify="right", no_wrap=True)
+    heads = ("cell", "trend", "last", "vs before", "vs release", "n")
+    made = make_table(heads, numbers_from=2, title=f"{group[0].workload} on {group[0].machine}", tight=True)
+    made.columns[0].min_width, made.columns[1].no_wrap = 22, True
+    made.columns[1].min_width = min(WIDTH, max(len(series.points) for series in group))
     for name, cell in groupby(group, key=view.cell_name):
         made.add_row(Text(name, style="bold"))
         for series in cell:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from kvbench.common.console import print_plain, print_table
+from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.text import slo_words
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
@@ -56,24 +54,17 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
             values = (metrics.get("steady_latency") or {}).get("ttft_ms") or {}
         if values.get("n") and not (name == "client_queue_ms" and not values.get("max")):
             rows.append((title, *(_percentile(values, which) for which in _SHOWN), str(values["n"])))
-    _print_table(console, f"load {load_id} · ms", ("", *_SHOWN, "samples"), rows)
     plateaus = [plateau_row([plateau]) for plateau in metrics.get("plateaus") or ()]
-    _print_table(console, "each plateau of the rate · ms", PLATEAU_HEADS, plateaus)
+    if rows:
+        print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=f"load {load_id} · ms"))
+    if plateaus:
+        print_table(
+            console, make_table(PLATEAU_HEADS, plateaus, numbers_from=0, title="each plateau of the rate · ms")
+        )
     for line in lines(kept):
         print_plain(console, line)
     for reason in kept["invalid_reasons"]:
         print_plain(console, f"INVALID: {reason}")
-
-
-def _print_table(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if not rows:
-        return
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in heads:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    print_table(console, table)
 
 
 def _percentile(values: Mapping[str, Any], which: str) -> str:

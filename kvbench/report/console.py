@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.common.console import make_table
 from kvbench.report.tables import Value, main_table
 from kvbench.runs.model import MeasuredCell, Run
 
@@ -24,22 +24,14 @@ _STYLES = {"better": "green", "worse": "red"}
 
 def console_table(run: Run) -> Table:
     """The columns that fit 80 characters; markup in names is shown, not interpreted."""
-    made = Table(
-        title=Text(f"{run.workload} · {run.folder.name} · latencies in ms"),
-        title_justify="left",
-        header_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 0),
-        collapse_padding=True,
-        caption=None if all(cell.valid for cell in run.cells) else Text("! invalid measurement", style="red"),
-        caption_justify="left",
-    )
     table = main_table(run)
     shown = [(i, column.key) for i, column in enumerate(table.columns) if column.key in _HEADS]
-    made.add_column(_HEADS["configuration"], min_width=17, overflow="fold")
-    for _, key in shown[1:]:
-        made.add_column(_HEADS[key], justify="right", no_wrap=True, min_width=len(_HEADS[key]), overflow="fold")
+    heads = [_HEADS[key] for _, key in shown]
+    made = make_table(heads, title=f"{run.workload} · {run.folder.name} · latencies in ms", tight=True)
+    for column, head in zip(made.columns, heads, strict=True):
+        column.min_width = 17 if column is made.columns[0] else len(head)
+    if not all(cell.valid for cell in run.cells):
+        made.caption, made.caption_justify = Text("! invalid measurement", style="red"), "left"
     load = None
     for row, cell in zip(table.rows, run.by_load, strict=True):
         if cell.load != load:

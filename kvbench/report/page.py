@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -41,11 +41,12 @@ _SAMPLE_CHARACTERS = 600
 
 
 def page(run: Run) -> str:
-    """The whole page. Everything that came from outside is escaped by the template."""
+    """The whole page."""
     drawn, state = drawings(run), validity(run)
     return render(
         "page.html.j2",
         drawn,
+        title=run.workload,
         run=run,
         verdict=headline(run),
         brief=brief(run),
@@ -55,7 +56,7 @@ def page(run: Run) -> str:
         warnings=warnings(run),
         tiles=tiles(run),
         conclusions=conclusions(run),
-        drawings={drawing.key: (i, drawing) for i, drawing in enumerate(drawn)},
+        drawings={drawing.key: drawing for drawing in drawn},
         sections=sections(run),
         looks=looks(run),
         skipped=skipped_notes(run),
@@ -72,19 +73,17 @@ def page(run: Run) -> str:
 
 
 def render(template: str, drawn: Sequence[Drawing], **values: Any) -> str:
-    """A template of this package with its style, its script and the figures of ``drawn``."""
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return made.from_string(_asset(template)).render(
+    """A template of this package with its style, its script and the figures of ``drawn``. All values are escaped."""
+    loader, templates = PackageLoader("kvbench.report"), files("kvbench.report") / "templates"
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return made.get_template(template).render(
         figures_json=Markup(figures_json(drawn)),
-        css=Markup(_asset("page.css")),
-        js=Markup(_asset("page.js")),
+        places={drawing.key: i for i, drawing in enumerate(drawn)},
+        css=Markup((templates / "page.css").read_text(encoding="utf-8")),
+        js=Markup((templates / "page.js").read_text(encoding="utf-8")),
         plotly_js=Markup(get_plotlyjs()) if drawn else "",
         **values,
     )
-
-
-def _asset(name: str) -> str:
-    return files("kvbench.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def figures_json(drawn: Sequence[Drawing]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kvbench.common.console import make_table
 from kvbench.workload.design import Configuration, Design
 from kvbench.workload.settings import effective
 
@@ -32,10 +33,9 @@ def capacity_table(
     """The table, a row a configuration, and the notes beneath it. ``capacity``: config id -> check_configuration."""
     sized = [known for known in capacity.values() if "num_pages" in known]
     columns = [c for c in _COLUMNS if c[1] not in _OPTIONAL or any(known[c[1]] for known in sized)]
-    table = Table(title=f"{title}: what the KV budget holds")
-    table.add_column("configuration", no_wrap=True)
-    for heading, *_ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    heads = ["configuration", *(heading for heading, *_ in columns)]
+    table = make_table(heads, title=f"{title}: what the KV budget holds")
+    table.columns[0].no_wrap = True
     for configuration in design.configurations:
         known = capacity[configuration.config_id]
         entries = ["at start"] * len(columns)  # the GPU's free memory decides

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench.common.console import print_plain, print_table
+from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import UsageError
 from kvbench.trace_analysis import describe, text
 from kvbench.trace_analysis.cache_sim import Simulation, parse_pages, simulate
@@ -57,11 +57,11 @@ def describe_command(
     about, *rest = text.facts(found)
     for line in about:
         print_plain(console, line)
-    print_table(console, text.table(text.LENGTH_HEADS, text.length_rows(found)))
+    print_table(console, make_table(text.LENGTH_HEADS, text.length_rows(found)))
     for line in (line for lines in rest for line in lines):
         print_plain(console, line)
     if found.cache is not None:
-        print_table(console, text.table(*text.cache_table(found.cache)))
+        print_table(console, make_table(*text.cache_table(found.cache), numbers_from=0))
     if plot is not None:
         print_plain(console, f"figures: {plot}")
     return 0
@@ -100,7 +100,7 @@ def cache_sim_command(
         return 0
     console = Console()
     print_plain(console, title)
-    print_table(console, text.table(*text.cache_table(result)))
+    print_table(console, make_table(*text.cache_table(result), numbers_from=0))
     for line in text.cache_facts(result):
         print_plain(console, line)
     if html is not None:

@@ -20,7 +20,7 @@ _LOG_TICKS = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
 
 
 def page(found: Description) -> str:
-    """The whole page; everything that came from outside is escaped by the template."""
+    """The whole page."""
     drawn = [lengths_figure(found), arrivals_figure(found.trace), waste_figure(found)]
     if found.cache is not None:
         drawn.insert(2, cache_figure(found.cache))
@@ -31,7 +31,7 @@ def page(found: Description) -> str:
         drawn,
         title=file_names(found.paths),
         facts=facts(found),
-        heads=LENGTH_HEADS[1:-1],
+        length_heads=LENGTH_HEADS,
         length_rows=length_rows(found),
         cache_heads=heads,
         cache_rows=rows,

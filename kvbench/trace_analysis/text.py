@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
 
 from engine.config import format_bytes
 from kvbench.trace_analysis.cache_sim import Point, Simulation
@@ -151,13 +146,3 @@ def cache_facts(result: Simulation) -> list[str]:
         *([cut] if any(point.run.num_cut for point in result.points) else []),
         f"Replayed {result.replayed_pages:,} pages in {result.seconds:.2f} s.",
     ]
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table for the terminal; all columns with a head are numbers."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for head in heads:
-        made.add_column(head, justify="right" if head else "left", overflow="fold")  # never shortened
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made

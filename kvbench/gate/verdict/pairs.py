@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 from kvbench.gate.verdict import wording
@@ -69,8 +68,7 @@ def pair_page(verdict: Verdict) -> str | None:
     drawn = [finding for finding in wording.worst_first(verdict.findings) if any(map(is_number, finding.series))]
     if not drawn:
         return None
-    from jinja2 import Environment, StrictUndefined  # the counter gate in CI installs neither and draws no pairs
-    from markupsafe import Markup
+    from kvbench.report.page import render  # needs packages that the counter gate in CI, without pairs, does not have
 
     panels: dict[tuple[str, bool | None], list[Finding]] = {}
     for finding in drawn:
@@ -80,10 +78,10 @@ def pair_page(verdict: Verdict) -> str | None:
     effect = "The diamond is what is judged: their median, or the worst of them where each is held."
     if any(finding.interval for finding in drawn):
         effect = "The diamond is the effect and the bar its 95 % interval; worse is to the right."
-    templates = files("kvbench.report").joinpath("templates")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(templates.joinpath("pairs.html.j2").read_text(encoding="utf-8")).render(
-        css=Markup(templates.joinpath("page.css").read_text(encoding="utf-8")),
+    return render(
+        "pairs.html.j2",
+        [],
+        title=f"{wording.LABELS[verdict.outcome]}: pairs",
         label=wording.LABELS[verdict.outcome],
         kicker=": ".join(filter(None, [f"kvbench {verdict.kind}", wording.sides(verdict)])),
         headline=wording.line(verdict.sentence),

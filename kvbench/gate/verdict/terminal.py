@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvbench.common.console import make_table
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
 
@@ -74,12 +74,8 @@ def _plain(row: Sequence[str], unit: str | None, values: tuple[int, int]) -> lis
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> Table:
-    """Columns that are empty throughout are left out. Words fold; numbers are whole and right-aligned."""
+    """Columns that are empty throughout are left out."""
     used, entries = wording.used_columns(heads, rows)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0, header_style="bold")
-    for head in used:
-        is_text = heads.index(head) < numbers_from
-        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
-    for first, *rest in entries:
-        table.add_row(Text(first, style=_STYLE_OF.get(first, "")), *map(Text, rest))
-    return table
+    styled = [(Text(first, style=_STYLE_OF.get(first, "")), *rest) for first, *rest in entries]
+    texts = sum(head in heads[:numbers_from] for head in used)
+    return make_table(used, styled, numbers_from=texts, tight=True)

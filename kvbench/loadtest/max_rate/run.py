@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.common.console import print_plain, print_table
+from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.common.files import read_json, write_json
 from kvbench.common.text import clock, plural
@@ -264,18 +263,18 @@ def _undetected_overload(rate: float, rows: Sequence[Mapping[str, Any]], bounds:
 
 def _table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> Table:
     """All runs, in their order."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for row in rows:
-        growth = row["backlog"]
-        table.add_row(
-            row["run"][:2],
-            f"{row['rate']:g}",
-            str(row["requests"]),
-            *(c.format(row["values"].get(c.text)) for c in conditions),
-            "-" if row["failed"] is None else str(row["failed"]),
-            f"{growth['early']:.1f} to {growth['late']:.1f}" if growth else "-",
-            {True: "met", False: "not met", None: row["cause"]}[row["met"]],
-        )
-    return table
+    heads = ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", "")
+    return make_table(heads, [_table_row(conditions, row) for row in rows])
+
+
+def _table_row(conditions: Sequence[Condition], row: Mapping[str, Any]) -> tuple[str, ...]:
+    growth = row["backlog"]
+    return (
+        row["run"][:2],
+        f"{row['rate']:g}",
+        str(row["requests"]),
+        *(c.format(row["values"].get(c.text)) for c in conditions),
+        "-" if row["failed"] is None else str(row["failed"]),
+        f"{growth['early']:.1f} to {growth['late']:.1f}" if growth else "-",
+        {True: "met", False: "not met", None: row["cause"]}[row["met"]],
+    )
