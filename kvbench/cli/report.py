@@ -37,9 +37,8 @@ def report(run_dir: Path) -> int:
 def show_report(run_dir: Path, console: Console) -> None:
     """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
     from kvbench.common.console import print_plain
-    from kvbench.report.console import console_table
+    from kvbench.report.outputs import console_table, write_report
     from kvbench.report.wording import headline
-    from kvbench.report.write import write_report
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.text import slo_words
+from kvbench.common.text import calibration_words, slo_words
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
@@ -193,7 +193,7 @@ def _client(metrics: Mapping[str, Any]) -> str:
         "cpu_s_per_1000_output_tokens": "{:.3f} CPU seconds per 1,000 output tokens",
         "cpu_fraction": "{:.0%} of a core",
     }
-    parts += _formatted(client, figures)
+    parts += [form.format(client[name]) for name, form in figures.items() if client.get(name) is not None]
     return f"client: {', '.join(parts)}" if parts else ""
 
 
@@ -203,20 +203,8 @@ def _calibration(kept: Mapping[str, Any]) -> str:
     if not every:
         return "client: not calibrated"
     worst = max(every, key=lambda each: each["figures"]["lag_p99_ms"] or 0.0)
-    settings = worst["settings"]
-    figures = {
-        "lag_p99_ms": "timestamp lag p99 {:.2f} ms",
-        "itl_error_p99_ms": "ITL error p99 {:.2f} ms",
-        "cpu_us_per_event": "{:.0f} us of CPU an event",
-        "coalesced_share": "{:.2%} coalesced",
-    }
     of_whom = f" of the worst of {len(every)} workers" if len(every) > 1 else ""
-    parts = ", ".join(_formatted(worst["figures"], figures))
-    return f"calibration{of_whom} at {settings['streams']} streams of {settings['itl_ms']:g} ms ITL: {parts}"
-
-
-def _formatted(values: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
-    return [words.format(values[name]) for name, words in formats.items() if values.get(name) is not None]
+    return f"calibration{of_whom} at {calibration_words(worst['settings'], worst['figures'])}"
 
 
 def _server(kept: Mapping[str, Any]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from kvbench.common import text as words
 from kvbench.report.tables import Column, Table, Value, cell_table, identity_columns, number_column
@@ -22,14 +21,6 @@ QUALITY_NOTE = (
 
 def _fine_percent(value: float | None) -> str:
     return "–" if value is None else f"{value * 100:.2f} %"
-
-
-_CALIBRATION: Mapping[str, tuple[str, Render]] = {  # figure -> title and format
-    "lag_p99_ms": ("p99 timestamp lag", lambda v: f"{v:.2f} ms"),
-    "itl_error_p99_ms": ("p99 ITL error", lambda v: f"{v:.2f} ms"),
-    "cpu_us_per_event": ("CPU an event", lambda v: f"{v:.0f} µs"),
-    "coalesced_share": ("coalesced", _fine_percent),
-}
 
 
 def quality_table(run: Run) -> Table:
@@ -73,24 +64,13 @@ def calibrations(run: Run) -> list[str]:
     stored = run.manifest.get("calibration") or {}
     if stored.get("left_out"):
         return ["The load client was not calibrated (--no-calibration): how well it measures here is not known."]
-    return [
-        _calibration(each["settings"], each["figures"], each.get("reasons") or ())
-        for each in stored.get("measured") or ()
-        if "figures" in each
-    ]
-
-
-def _calibration(settings: Mapping[str, Any], figures: Mapping[str, Any], reasons: Sequence[str]) -> str:
-    processes = settings.get("processes", 1)
-    where = f"{settings['streams']} streams of {settings['itl_ms']:g} ms ITL"
-    where += f" over {processes} processes" if processes > 1 else ""
-    parts = [
-        f"{title} {render(value)}"
-        for key, (title, render) in _CALIBRATION.items()
-        if (value := number(figures.get(key))) is not None
-    ]
-    over = f" Over the limits: {' '.join(reasons)}" if reasons else ""
-    return f"The load client was calibrated against the mock server at {where}: {', '.join(parts)}.{over}"
+    found = []
+    for each in stored.get("measured") or ():
+        if "figures" in each:
+            over = f" Over the limits: {' '.join(each['reasons'])}" if each.get("reasons") else ""
+            measured = words.calibration_words(each["settings"], each["figures"])
+            found.append(f"The load client was calibrated against the mock server at {measured}.{over}")
+    return found
 
 
 def _worst(values: Iterable[object]) -> float | None:

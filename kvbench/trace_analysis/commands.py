@@ -54,11 +54,10 @@ def describe_command(
         print(json.dumps(describe.as_dict(found), indent=2))
         return 0
     console = Console()
-    about, *rest = text.facts(found)
-    for line in about:
+    for line in text.about(found):
         print_plain(console, line)
     print_table(console, make_table(text.LENGTH_HEADS, text.length_rows(found)))
-    for line in (line for lines in rest for line in lines):
+    for line in text.facts(found):
         print_plain(console, line)
     if found.cache is not None:
         print_table(console, make_table(*text.cache_table(found.cache), numbers_from=0))

@@ -10,7 +10,7 @@ from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish, safe
 from kvbench.trace_analysis.cache_sim import Simulation
 from kvbench.trace_analysis.describe import Description
-from kvbench.trace_analysis.text import LENGTH_HEADS, cache_table, facts, kv_size, length_rows
+from kvbench.trace_analysis.text import LENGTH_HEADS, about, cache_table, facts, kv_size, length_rows
 from kvbench.traces import stats
 from kvbench.traces.model import Trace, file_names
 
@@ -30,6 +30,7 @@ def page(found: Description) -> str:
         "trace.html.j2",
         drawn,
         title=file_names(found.paths),
+        about=about(found),
         facts=facts(found),
         length_heads=LENGTH_HEADS,
         length_rows=length_rows(found),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from engine.config import format_bytes
 from kvbench.trace_analysis.cache_sim import Point, Simulation
 from kvbench.trace_analysis.describe import Description
@@ -13,28 +11,18 @@ _PERCENTILES = ("p50", "p90", "p99", "max", "mean", "min")
 LENGTH_HEADS = ("", *_PERCENTILES, "total")
 
 
-class Facts(NamedTuple):
-    """Sentences about a trace, by subject; what the trace does not tell is said, too."""
-
-    about: tuple[str, ...]
-    arrivals: tuple[str, ...]
-    sessions: tuple[str, ...]
-    memory: tuple[str, ...]
-    prefixes: tuple[str, ...]
+def facts(found: Description) -> list[str]:
+    """Sentences on arrivals, sessions, memory and prefixes; what the trace does not tell is said, too."""
+    return [*_arrivals(found), *_sessions(found), *_memory(found), *_prefixes(found)]
 
 
-def facts(found: Description) -> Facts:
-    """All that can be said."""
-    return Facts(_about(found), _arrivals(found), _sessions(found), _memory(found), _prefixes(found))
-
-
-def _about(found: Description) -> tuple[str, ...]:
+def about(found: Description) -> list[str]:
+    """Which trace it is, and what of its file was left out."""
     trace = found.trace
     lines = [f"{file_names(found.paths)}: {len(trace):,} request{'s' * (len(trace) != 1)}, format {trace.format}."]
     if trace.page_size is not None:
         lines.append(f"Pages of {trace.page_size} tokens ({trace.page_size_from}).")
-    lines += [f"Left out: {count:,} {why}." for why, count in trace.left_out.items()]
-    return tuple(lines)
+    return lines + [f"Left out: {count:,} {why}." for why, count in trace.left_out.items()]
 
 
 def _arrivals(found: Description) -> tuple[str, ...]:

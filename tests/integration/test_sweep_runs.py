@@ -127,7 +127,7 @@ def test_resuming_a_complete_run_measures_nothing_and_an_interrupted_report_is_n
         path.unlink()
     before = sorted(folder.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.report.write.markdown", lambda run: os.kill(os.getpid(), signal.SIGINT) or "")
+        patch.setattr("kvbench.report.outputs.markdown", lambda run: os.kill(os.getpid(), signal.SIGINT) or "")
         stopped = bench.kvbench("sweep", "--resume", str(folder))
     assert stopped.returncode == 130 and "SIGINT" in stopped.stdout and "kvbench report " in stopped.stdout
     assert sorted(folder.iterdir()) == before and manifest(folder)["status"] == "complete"

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvbench.traces.model import UNKNOWN, Trace
+from kvbench.traces.model import UNKNOWN
 from kvbench.traces.rows import Rows, read_rows
 from kvbench.traces.source import Format, Row, Source, seconds, short, text, tokens
 
@@ -133,10 +133,6 @@ def _turn(rows: Rows, row: Any, session: Any, before: tuple[str, ...] = ()) -> t
     return said
 
 
-def _single_turn(rows: Rows, row: Row, where: Any) -> None:
-    _turn(rows, row, row.get("session_id"))
-
-
 def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
@@ -146,46 +142,41 @@ def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
         said = _turn(rows, turn, where, said)
 
 
-def _is_sharegpt(source: Source) -> bool:
-    lists = (source.first.get(key) for key in ("conversations", "conversation"))
-    return source.container in ("array", "jsonl") and any(isinstance(value, list) for value in lists)
-
-
-def _turns_of(source: Source) -> Any:
-    return source.first.get("turns") if source.container == "jsonl" else None
-
-
-def _is_questions(source: Source) -> bool:
-    turns = _turns_of(source)
-    return isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
-
-
-def _is_multi_turn(source: Source) -> bool:
-    turns = _turns_of(source)
-    return isinstance(turns, list) and any(isinstance(turn, dict) for turn in turns)
-
-
-def _is_single_turn(source: Source) -> bool:
-    return (source.has("text") or source.has("texts")) and "turns" not in source.first
+def _list(source: Source, key: str) -> list[Any]:
+    """The list that its first row has under ``key``; empty where there is none."""
+    found = source.first.get(key)
+    return found if isinstance(found, list) else []
 
 
 def _format(name: str, looks: str, fits: Callable[[Source], bool], add: Callable[[Rows, Row, Any], Any]) -> Format:
-    def read(sources: list[Source], page_size: int | None) -> Trace:
-        return read_rows(name, sources, add)
-
-    return Format(name, looks, fits, read)
+    return Format(name, looks, fits, lambda sources, page_size: read_rows(name, sources, add))
 
 
 FORMATS = (
-    _format("sharegpt", "JSON: [{conversations: [...]}]", _is_sharegpt, _sharegpt),
-    _format("questions", "JSONL: turns (texts)", _is_questions, _questions),
+    _format(
+        "sharegpt", "JSON: [{conversations: [...]}]",
+        lambda source: source.container in ("array", "jsonl")
+        and any(isinstance(source.first.get(key), list) for key in ("conversations", "conversation")),
+        _sharegpt,
+    ),
+    _format(
+        "questions", "JSONL: turns (texts)",
+        lambda source: source.has("turns") and all(isinstance(turn, str) for turn in _list(source, "turns") or [0]),
+        _questions,
+    ),
     _format("custom", "JSONL: prompt, output_tokens", lambda source: source.has("prompt"), _custom),
     _format(
-        "lmcache",
-        "JSONL: input, output, session_id",
-        lambda source: source.has("input", "output", "session_id"),
-        _lmcache,
+        "lmcache", "JSONL: input, output, session_id",
+        lambda source: source.has("input", "output", "session_id"), _lmcache,
     ),
-    _format("single_turn", "JSONL: text or texts", _is_single_turn, _single_turn),
-    _format("multi_turn", "JSONL: session_id, turns: [...]", _is_multi_turn, _multi_turn),
-)
+    _format(
+        "single_turn", "JSONL: text or texts",
+        lambda source: (source.has("text") or source.has("texts")) and "turns" not in source.first,
+        lambda rows, row, where: _turn(rows, row, row.get("session_id")),
+    ),
+    _format(
+        "multi_turn", "JSONL: session_id, turns: [...]",
+        lambda source: source.has("turns") and any(isinstance(turn, dict) for turn in _list(source, "turns")),
+        _multi_turn,
+    ),
+)  # fmt: skip

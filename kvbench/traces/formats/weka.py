@@ -22,7 +22,11 @@ def _read(sources: list[Source], page_size: int | None) -> Trace:
         different = ", ".join(map(str, sorted(sizes, key=str)))
         raise ValueError(f"the sessions' block sizes differ ({different}): give one kind")
     fit = PageSize(page_size, sizes.pop())
-    return read_rows("weka", sources, _add, fit, _requests_of, same_clock=len(sources) == 1)
+
+    def items(source: Source) -> Iterator[tuple[str, Row]]:
+        return _requests(source, source.first["requests"], "requests", 0.0, "")
+
+    return read_rows("weka", sources, _add, fit, items, same_clock=len(sources) == 1)
 
 
 def _block_size(source: Source) -> int | None:
@@ -42,10 +46,6 @@ def _add(rows: Rows, row: Row, where: tuple[int, str]) -> None:
         session=(where[0], row["agent"]),
         think_s=seconds(row, "think_time"),
     )
-
-
-def _requests_of(source: Source) -> Iterator[tuple[str, Row]]:
-    return _requests(source, source.first["requests"], "requests", 0.0, "")
 
 
 def _requests(source: Source, requests: list[Any], where: str, start: float, agent: str) -> Iterator[tuple[str, Row]]:

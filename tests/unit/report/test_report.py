@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 import rich.console
 
-from kvbench.report.console import console_table
 from kvbench.report.figures import drawings, ecdf, log_axis
 from kvbench.report.kv import thin
 from kvbench.report.markdown import markdown
+from kvbench.report.outputs import console_table
 from kvbench.report.page import page
 from kvbench.report.style import looks
 from kvbench.report.wording import headline

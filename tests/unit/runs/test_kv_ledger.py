@@ -13,7 +13,7 @@ import pytest
 
 from kvbench.report.kv import SECTION, ledger_figure, ledger_note, ledger_table
 from kvbench.report.markdown import markdown
-from kvbench.report.write import write_report
+from kvbench.report.outputs import write_report
 from kvbench.runs.kv_ledger import PLACES, SLOT_PLACES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run

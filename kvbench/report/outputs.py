@@ -1,12 +1,18 @@
-"""The table a sweep ends with, for a terminal."""
+"""What becomes of a report: report.html, report.md and summary.csv in the run's folder, and a table for a terminal."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
 from kvbench.common.console import make_table
-from kvbench.report.tables import Value, main_table
+from kvbench.common.files import write_text
+from kvbench.report.markdown import markdown
+from kvbench.report.page import page
+from kvbench.report.tables import Value, flat_rows, main_table
 from kvbench.runs.model import MeasuredCell, Run
 
 _HEADS = {
@@ -20,6 +26,18 @@ _HEADS = {
     "failed": "fail",
 }
 _STYLES = {"better": "green", "worse": "red"}
+
+
+def write_report(run: Run) -> list[Path]:
+    """The files of a finished, incomplete or running run; none is written before all of them are made."""
+    made = {
+        run.folder / "report.html": page(run),
+        run.folder / "report.md": markdown(run),
+        run.folder / "summary.csv": pd.DataFrame(flat_rows(run)).to_csv(index=False),
+    }
+    for path, text in made.items():
+        write_text(path, text)
+    return list(made)
 
 
 def console_table(run: Run) -> Table:
