@@ -1,7 +1,10 @@
-"""Launch arithmetic of the Triton kernels."""
+"""Launch arithmetic of the Triton kernels: attention's tiles, and how moves are cut."""
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +26,7 @@ from kernels.launch import (
     prefill_tiles,
     short_tiles,
 )
+from kernels.triton_move import WIDEST, free_of_clashes, move_constants, record_layout, runs_of
 
 
 @given(
@@ -98,3 +102,45 @@ def test_hardware_conversion_of_fp8():
 
 def test_padded_dims():
     assert [padded_dim(d) for d in (1, 16, 20, 64, 80, 128, 192)] == [16, 16, 32, 64, 128, 128, 256]
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([1, 2, 4, 8, 16]))
+def test_tiles_hold_a_unit_exactly(words, align):
+    constants = move_constants(words * align, align)
+    word_bytes = min(align, 8)
+    assert constants["WORDS"] * word_bytes == words * align and constants["ALIGN"] <= WIDEST
+    assert constants["UNITS"] * constants["BLOCK"] == 1024
+    assert constants["BLOCK"] >= min(constants["WORDS"], 1024) > constants["BLOCK"] // 2
+
+
+@given(st.lists(st.integers(0, 12), unique=True), st.integers(1, 5))
+def test_runs_of_records(records, segment):
+    runs = runs_of(np.array(records, dtype=np.int64), segment)
+    pieces = [records[begin:end] for begin, end in runs]
+    assert [r for piece in pieces for r in piece] == records and all(pieces)
+    for piece in pieces:
+        assert piece == list(range(piece[0], piece[-1] + 1)) and piece[0] // segment == piece[-1] // segment
+    for one, other in itertools.pairwise(pieces):  # none could be longer
+        assert other[0] != one[-1] + 1 or other[0] // segment != one[-1] // segment
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+def test_moves_at_once_touch_nothing_of_each_other(moves):
+    parts = free_of_clashes([s for s, _ in moves], [t for _, t in moves])
+    assert [m for begin, end in parts for m in moves[begin:end]] == moves
+    for begin, end in parts:
+        targets = [t for _, t in moves[begin:end]]
+        assert len(set(targets)) == len(targets)
+        assert not any(t == s for i, t in enumerate(targets) for j, (s, _) in enumerate(moves[begin:end]) if i != j)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4, 8, 16])), min_size=1, max_size=8))
+def test_parts_of_a_record_are_aligned_and_apart(parts):
+    """A part that began at less than its alignment would be read as what it is not."""
+    keys = [(words * align, align) for words, align in parts]
+    offsets, size = record_layout(keys)
+    taken = sorted((offset, offset + bytes_) for offset, (bytes_, _) in zip(offsets, keys, strict=True))
+    assert all(offset % align == 0 for offset, (_, align) in zip(offsets, keys, strict=True))
+    assert taken[0][0] == 0 and all(one[1] == other[0] for one, other in itertools.pairwise(taken))
+    widest = max(align for _, align in keys)
+    assert size % widest == 0 and taken[-1][1] <= size < taken[-1][1] + widest

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import default_backend, get_backend
+from kernels import get_backend
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, find_format
 from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
 
@@ -244,19 +244,3 @@ def test_fp8_without_a_usable_scale_is_refused(scale):
         QuantizedKV.zeros(FP8_E4M3, 4, 1, 8, "cpu", scale)
     with pytest.raises(ValueError, match="int8_per_token_head finds a scale per token and head"):
         QuantizedKV.zeros(INT8, 4, 1, 8, "cpu", 0.5)
-
-
-def test_who_serves_quantised_caches():
-    fits = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
-    for name in KV_FORMATS:
-        assert default_backend("cuda", torch.bfloat16, name) == "triton"
-        assert default_backend("cpu", torch.float32, name) == "numba"
-        for backend in ("torch", "numba"):
-            get_backend(backend).check_support(**fits, kv_cache_dtype=name)
-    for refuse in (
-        find_format,
-        lambda name: default_backend("cuda", torch.bfloat16, name),
-        *(lambda name, b=b: get_backend(b).check_support(**fits, kv_cache_dtype=name) for b in ("torch", "numba")),
-    ):
-        with pytest.raises(ValueError, match="'int2'"):
-            refuse("int2")

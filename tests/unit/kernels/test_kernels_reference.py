@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import default_backend, get_backend
+from kernels import get_backend
 from kernels.api import AttentionOptions
 
 
@@ -71,38 +69,3 @@ def test_write_skips_padding_and_touches_nothing_else(backend, dtype, index_dtyp
     for cache, new in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache[7], new[0].to(dtype)) and torch.equal(cache[0], new[2].to(dtype))
         assert not cache[[1, 2, 3, 4, 5, 6, 8]].any()
-
-
-def test_backends_by_device_and_dtype():
-    assert default_backend("cpu", torch.float32) == "numba"
-    assert default_backend("cpu", torch.bfloat16) == "torch"
-    assert default_backend("cuda:0", torch.bfloat16) == "triton"
-    assert get_backend("numba") is get_backend("numba")
-    with pytest.raises(ValueError, match=r"unknown kernel backend 'cuda'.*numba, torch, triton"):
-        get_backend("cuda")
-
-
-@pytest.mark.parametrize(
-    ("backend", "change", "message"),
-    [
-        ("numba", {"dtype": torch.bfloat16}, "float32 models on cpu, not torch.bfloat16"),
-        ("numba", {"head_dim": 513}, r"head dim 513 is outside 1\.\.512"),
-        ("numba", {"num_heads": 7}, "7 query heads cannot share 2 KV heads"),
-        ("torch", {"dtype": torch.int8}, "torch.int8"),
-        ("triton", {"v_head_dim": 300, "device": "cuda"}, r"value head dim 300 is outside 1\.\.256"),
-        ("triton", {"dtype": torch.float64, "device": "cuda"}, "torch.float64"),
-        ("triton", {"num_heads": 256, "device": "cuda"}, "more than the 64"),
-    ],
-)
-def test_unsupported_shapes_are_refused_in_a_sentence(backend, change, message):
-    fits = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
-    with pytest.raises(ValueError, match=message):
-        get_backend(backend).check_support(**(fits | change))
-    if backend != "triton":  # which asks the device: test_triton_support.py
-        get_backend(backend).check_support(**fits)
-
-
-def test_importing_the_package_imports_no_framework():
-    code = "import sys, kernels; print(sorted({'torch', 'numba', 'triton'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"

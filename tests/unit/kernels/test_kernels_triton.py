@@ -13,12 +13,14 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from kernels.compile_ahead import compile_for
+from kernels.compile_ahead import compile_for, read_resources
 from kernels.kv_formats import KV_FORMATS
 from kernels.launch import KernelShape, shared_bytes_limit
 from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
+from kernels.triton_move import move_constants, move_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
+from kernels.triton_sample import BLOCK, NUM_WARPS, gumbel_argmax_kernel
 
 ATTENTION = ("triton_checks.py",)
 OTHERS = ("triton_bugs.py", "triton_write_checks.py", "triton_move_checks.py", "triton_sample_checks.py")
@@ -168,3 +170,52 @@ def test_slot_offsets_are_64_bit(name, page_size, kind):
         assert uses, f"{stride} is not used"
         for line in uses:
             assert "arith.extsi" in line and "i64" in line, f"{stride} used at 32 bits: {line}"
+
+
+MOVE_TYPES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("unit_bytes", "align", "widest"),
+    [(32768, 16, "v2.b64"), (1024, 16, "v2.b64"), (240, 16, "v2.b64"), (24, 8, "b64"), (36, 4, "b32"), (3, 1, "b8")],
+)
+def test_accesses_are_as_wide_as_the_alignment(unit_bytes, align, widest):
+    """16 bytes a thread where a page allows: half as wide a word would halve what is in flight."""
+    ptx = compile_for(move_kernel, move_constants(unit_bytes, align), 90, MOVE_TYPES).asm["ptx"]
+    stores = set(re.findall(r"st\.global\.(\S+)", ptx))
+    assert stores == {widest}
+    assert f"ld.global.{widest}" in ptx
+
+
+@compiles
+def test_addresses_are_computed_in_64_bits():
+    """Every product and sum on the way to an address: unit x step passes 2**31 in a large cache."""
+    ttir = compile_for(move_kernel, move_constants(32768, 16), 90, MOVE_TYPES).asm["ttir"]
+    operations = dict(re.findall(r"(%\S+) = (.*)", ttir))
+    wanted = re.findall(r"(%\S+) = tt\.int_to_ptr", ttir)
+    assert len(wanted) == 2
+    products, left = 0, [name for at in wanted for name in re.findall(r"%[\w.]+", operations[at])]
+    while left:
+        operation = operations.get(left.pop(), "")
+        if not operation.startswith(("arith.", "tt.splat", "tt.broadcast")):
+            continue  # a load: its own addresses are the index arrays'
+        assert re.search(r"(?:<\d+x)?i64\b", operation.rsplit(" : ", 1)[-1]), operation
+        products += operation.startswith("arith.muli")
+        left += re.findall(r"%[\w.]+", operation)
+    assert products == 2
+
+
+SAMPLE_TYPES = {
+    "rows_ptr": "i64", "keys_ptr": "i64", "token_ptr": "i64",
+    "largest_ptr": "fp32", "temperature_ptr": "fp32", "score_ptr": "fp32",
+}  # fmt: skip
+
+
+@compiles
+@pytest.mark.parametrize("arch", [80, 100])
+def test_the_noise_of_a_sample_stays_in_registers(arch):
+    constants = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
+    resources = read_resources(compile_for(gumbel_argmax_kernel, constants, arch, SAMPLE_TYPES))
+    assert resources.spills == resources.stack_bytes == 0
+    assert resources.registers * 32 * NUM_WARPS <= 65536 // 2, "two blocks an SM at least"

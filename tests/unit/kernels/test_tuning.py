@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import resources, triton_decode, triton_prefill
-from kernels.kv_formats import KV_FORMATS
 from kernels.launch import KernelShape, Tiles, shared_bytes_limit, short_tiles
 from kernels.tuning import (
     FOLDER,
@@ -30,7 +29,6 @@ from kernels.tuning import (
 SHAPE = ("auto", 4, 128, 128, 2)  # kind, group, head dims, bytes of a value of q
 ENTRY = Entry("decode", "auto", 16, 128, 128, 2, 16, 16, 32, 4, 8, 90.5, 100.0)
 TABLE = Table(90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (ENTRY, replace(ENTRY, page_size=256, block_n=64)))
-KINDS = ("auto", *KV_FORMATS)
 
 
 def choose(folder, page_size=16, shape=SHAPE, arch=90, choice=choose_decode) -> Tiles:
@@ -67,17 +65,6 @@ def test_measured_shapes_get_their_tiles_and_others_the_computed_ones(folder, tm
 def test_what_compiles_to_the_same_tile_shares_an_entry(folder):
     for group, dim in ((1, 80), (16, 128), (8, 96)):
         assert choose(folder, shape=("auto", group, dim, dim, 2)) == choose(folder)
-
-
-@given(
-    kind=st.sampled_from(KINDS), group=st.integers(1, 64), dim=st.integers(1, 256), v_dim=st.integers(1, 256),
-    itemsize=st.sampled_from([2, 4]), page_size=st.integers(1, 1 << 30), arch=st.sampled_from([0, 80, 86, 89, 90, 100]),
-)  # fmt: skip
-def test_every_shape_has_tiles_that_its_chip_can_run(kind, group, dim, v_dim, itemsize, page_size, arch):
-    for choice in (choose_decode, choose_prefill):
-        tiles = choice(arch, kind, group, dim, v_dim, itemsize, page_size)
-        assert tiles.block_m >= group and tiles.d_pad >= dim and tiles.v_pad >= v_dim
-        assert unusable(tiles, group, kind, itemsize, arch) is None
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=5, unique=True), st.integers(1, 1 << 14))
