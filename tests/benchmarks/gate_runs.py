@@ -13,7 +13,7 @@ forgets by itself. What was begun is gone on with: runs that OUT/runs.csv holds 
 from __future__ import annotations
 
 import argparse
-import csv
+import itertools
 import json
 import math
 import os
@@ -21,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 from scipy import stats
 
 from kvbench.common.machine import environment
@@ -101,55 +102,38 @@ def row_of(kind: str, run: int, verdict: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def read_table(path: Path) -> pd.DataFrame:
+    """As text, so that a number is written again as it was; an empty cell is an empty text."""
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
-def write_rows(path: Path, fields: list[str], rows: list[dict[str, str]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def pairs_of(out: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+def pairs_of(out: Path, rows: pd.DataFrame) -> pd.DataFrame:
     """Every pair that the verdicts of ``rows`` are from, with kind and run in front."""
     folders = {}
     for path in sorted(out.glob("compare/*/verdict.json")):  # by time: a run that was begun anew has its latest folder
         folders[str(json.loads(path.read_text())["facts"]["order_seed"])] = path.parent
-    return [
-        {"kind": row["kind"], "run": row["run"], **pair}
-        for row in rows
-        for pair in read_rows(folders[row["order_seed"]] / "pairs.csv")
-        if int(pair["pair"]) <= int(row["pairs"])
-    ]
+    parts = []
+    for row in rows.itertuples():
+        pairs = read_table(folders[row.order_seed] / "pairs.csv")
+        pairs.insert(0, "kind", row.kind)
+        pairs.insert(1, "run", row.run)
+        parts.append(pairs[pairs.pair.astype(int) <= int(row.pairs)])
+    return pd.concat(parts)
 
 
-def scatter_table(pairs: list[dict[str, str]]) -> list[str]:
+def scatter_table(pairs: pd.DataFrame) -> Iterator[str]:
     """Per metric: the mean change of all runs of a kind, and by how much one pair scatters around its run's mean."""
-    lines = ["| what | metric | mean change | SD of one pair |", "|---|---|--:|--:|"]
-    for kind in (SAME, SLOW):
-        for metric in METRICS:
-            by_run: dict[str, list[float]] = {}
-            for row in pairs:
-                if (row["kind"], row["metric"]) == (kind, metric):
-                    by_run.setdefault(row["run"], []).append(float(row["log_ratio"]))
-            if not by_run:
-                continue
-            within = [y - np.mean(ys) for ys in by_run.values() for y in ys]
-            sd = math.sqrt(np.square(within).sum() / (len(within) - len(by_run)))
-            change = math.expm1(np.mean([np.mean(ys) for ys in by_run.values()]))
-            lines.append(f"| {kind} | {metric} | {change:+.1%} | {sd:.1%} |")
-    return lines
+    yield from ("| what | metric | mean change | SD of one pair |", "|---|---|--:|--:|")
+    for kind, metric in itertools.product((SAME, SLOW), METRICS):
+        of = pairs[(pairs.kind == kind) & (pairs.metric == metric)]
+        if len(of):
+            by_run = of.log_ratio.astype(float).groupby(of.run)
+            sd = math.sqrt(by_run.var(ddof=0).mul(by_run.size()).sum() / (len(of) - by_run.ngroups))
+            yield f"| {kind} | {metric} | {math.expm1(by_run.mean().mean()):+.1%} | {sd:.1%} |"
 
 
-def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float, words: list[str]) -> None:
-    """pairs.csv; README.md: counts with exact 95 % bounds, the scatter of the pairs, and every run."""
-    pairs = pairs_of(out, rows)
-    write_rows(out / "pairs.csv", list(pairs[0]), pairs)
+def write_report(out: Path, rows: pd.DataFrame, pairs: pd.DataFrame, base: str, share: float, words: list[str]) -> None:
+    """README.md: counts with exact 95 % bounds, the scatter of the pairs, and every run."""
     cpu = environment()["cpu"]
     lines = [
         "# The gate, run on its own engine",
@@ -161,27 +145,20 @@ def write_report(out: Path, rows: list[dict[str, str]], base: str, share: float,
         "| what | runs | FAIL | PASS | INCONCLUSIVE | INVALID | share of FAIL, exact 95 % bounds | pairs, mean | min |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for kind in (SAME, SLOW):
-        of = [row for row in rows if row["kind"] == kind]
-        if not of:
-            continue
-        counts = [sum(row["outcome"] == each for row in of) for each in ("fail", "pass", "inconclusive", "invalid")]
-        low, high = stats.binomtest(counts[0], len(of)).proportion_ci(0.95, method="exact")
-        mean_pairs = sum(int(row["pairs"]) for row in of) / len(of)
-        minutes = sum(float(row["minutes"]) for row in of) / len(of)
-        lines.append(
-            f"| {kind} | {len(of)} | {' | '.join(map(str, counts))} | {low:.0%} to {high:.0%} | {mean_pairs:.1f} | "
-            f"{minutes:.1f} |"
-        )
+    for kind, of in rows.groupby("kind"):
+        counts = [(of.outcome == each).sum() for each in ("fail", "pass", "inconclusive", "invalid")]
+        low, high = stats.binomtest(int(counts[0]), len(of)).proportion_ci(0.95, method="exact")
+        mean_pairs, minutes = of.pairs.astype(int).mean(), of.minutes.astype(float).mean()
+        cells = (kind, len(of), *counts, f"{low:.0%} to {high:.0%}", f"{mean_pairs:.1f}", f"{minutes:.1f}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", *scatter_table(pairs)]
     heads = ("what", "run", "verdict", "pairs", "throughput", "p95 TTFT", "p95 ITL", "smallest p")
     lines += ["", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    for row in rows:
-        changes = " | ".join(f"{100 * float(row[m]):+.1f} %" if row.get(m) else "" for m in METRICS)
-        p = min((float(row[f"{m}_p"]) for m in METRICS if row.get(f"{m}_p")), default=float("nan"))
-        lines.append(
-            f"| {row['kind']} | {row['run']} | {row['outcome'].upper()} | {row['pairs']} | {changes} | {p:.4f} |"
-        )
+    for _, row in rows.iterrows():
+        changes = [f"{100 * float(row[m]):+.1f} %" if row[m] else "" for m in METRICS]
+        p = min((float(row[f"{m}_p"]) for m in METRICS if row[f"{m}_p"]), default=float("nan"))
+        cells = (row.kind, row.run, row.outcome.upper(), row.pairs, *changes, f"{p:.4f}")
+        lines.append(f"| {' | '.join(cells)} |")
     (out / "README.md").write_text("\n".join(lines) + "\n")
 
 
@@ -199,20 +176,22 @@ def main() -> None:
     slow = slowed_commit(base, options.share)
     options.out.mkdir(parents=True, exist_ok=True)
     table, began = options.out / "runs.csv", time.monotonic()
-    rows = read_rows(table)
     fields = [*COLUMNS, *(f"{metric}{end}" for metric in METRICS for end in ("", "_p"))]
+    rows = read_table(table) if table.is_file() else pd.DataFrame(columns=fields)
     for run in range(1, options.runs + 1):
         for kind, candidate in ((SAME, base), (SLOW, slow)):
-            if any((row["kind"], row["run"]) == (kind, str(run)) for row in rows):
+            if ((rows.kind == kind) & (rows.run == str(run))).any():
                 continue
             if options.max_minutes and time.monotonic() - began > 60 * options.max_minutes:
                 return
             seed = 2 * run + (kind == SLOW)
             verdict = run_gate(base, candidate, seed, options.out, words)
             row = {key: str(value) for key, value in row_of(kind, run, verdict).items()}
-            rows.append(row)
-            write_rows(table, fields, rows)
-            write_report(options.out, rows, base, options.share, words)
+            rows.loc[len(rows)] = [row.get(field, "") for field in fields]
+            rows.to_csv(table, index=False)
+            pairs = pairs_of(options.out, rows)
+            pairs.to_csv(options.out / "pairs.csv", index=False)
+            write_report(options.out, rows, pairs, base, options.share, words)
             print(f"{kind} {run}: {row['outcome']} after {row['pairs']} pairs, {row['minutes']} min", flush=True)
 
 

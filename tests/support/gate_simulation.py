@@ -20,7 +20,7 @@ import numpy as np
 from kvbench.gate.compare.conclude import look_points
 from kvbench.gate.compare.pair_runner import ATTEMPTS
 from kvbench.gate.timing.pairs import Hypothesis, PairTable, hypotheses
-from kvbench.gate.timing.rules import DEFAULT_RULES, Look, TimingRules
+from kvbench.gate.timing.rules import DEFAULT_RULES, Look
 from kvbench.gate.timing.signflip import adjusted_p, scaled
 
 CELLS, CLASSES = 24, 4
@@ -189,19 +189,17 @@ def _failed(harm: np.ndarray, floors: np.ndarray, look: Look, rejected: np.ndarr
     return failed
 
 
-def decide(
-    log_ratio: np.ndarray, rules: TimingRules = DEFAULT_RULES, passes: bool = True, points: np.ndarray | None = None
-) -> Decisions:
+def decide(log_ratio: np.ndarray, passes: bool = True, points: np.ndarray | None = None) -> Decisions:
     """Each run of [runs, pairs, cells, metrics] through all looks. Not ``passes``: no run ends with a PASS.
 
     ``points`` [runs, looks]: after how many pairs each look is taken; None: when the rules say.
     """
     if points is None:
-        points = np.tile([look.pairs for look in rules.looks], (len(log_ratio), 1))
+        points = np.tile([look.pairs for look in DEFAULT_RULES.looks], (len(log_ratio), 1))
     each, harm = harms(log_ratio)
     floors, margins = np.array([h.floor for h in each]), np.array([h.margin for h in each])
     failed, passed, rejected = (np.zeros(len(harm), dtype=int) for _ in range(3))
-    for number, look in enumerate(rules.looks, start=1):
+    for number, look in enumerate(DEFAULT_RULES.looks, start=1):
         for pairs in np.unique(points[:, number - 1]):
             open_ = np.flatnonzero((failed == 0) & (passed == 0) & (points[:, number - 1] == pairs))
             x = harm[open_, :pairs]
@@ -224,9 +222,10 @@ def worsened(log_ratio: np.ndarray, metric: int, share: float, cells: slice | in
     return changed
 
 
-def passes_at_margin(noise: str, rng: np.random.Generator, runs: int, rules: TimingRules = DEFAULT_RULES) -> int:
+def passes_at_margin(noise: str, rng: np.random.Generator, runs: int) -> int:
     """How many runs one hypothesis passes at some look though its true harm is its margin, the others aside."""
-    y = log_ratios(noise, rng, runs // CELLS + 1, rules.looks[-1].pairs)[..., 1]  # each cell of a run alone
-    noise_alone = y.transpose(0, 2, 1).reshape(-1, rules.looks[-1].pairs, 1)[:runs]  # margin - harm
-    small = [at_most(noise_alone[:, : look.pairs], look.alpha_pass, jointly=True) for look in rules.looks]
+    looks = DEFAULT_RULES.looks
+    y = log_ratios(noise, rng, runs // CELLS + 1, looks[-1].pairs)[..., 1]  # each cell of a run alone
+    noise_alone = y.transpose(0, 2, 1).reshape(-1, looks[-1].pairs, 1)[:runs]  # margin - harm
+    small = [at_most(noise_alone[:, : look.pairs], look.alpha_pass, jointly=True) for look in looks]
     return int(np.any(small, axis=0).sum())

@@ -21,56 +21,31 @@ from kvbench.gate.counters.replay import Replayed, replay_all
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, Verdict
 from tests.support.counter_files import NAMES, Gate
 
-_COLUMNS = st.dictionaries(st.sampled_from(["preempted", "free_pages", "running"]), st.just(None), min_size=1)
-
-
-@st.composite
-def histories(draw):
-    """Two histories of the same columns and lengths of their own, alike more often than not."""
-    names = draw(_COLUMNS)
-    lengths = [draw(st.integers(0, 12)) for _ in range(2)]
-    values = {name: draw(st.lists(st.integers(0, 2), min_size=12, max_size=12)) for name in names}
-    was = {name: tuple(column[: lengths[0]]) for name, column in values.items()}
-    now = {name: list(column[: lengths[1]]) for name, column in values.items()}
-    for _ in range(draw(st.integers(0, 2))):
-        column = now[draw(st.sampled_from(sorted(now)))]
-        if column:
-            column[draw(st.integers(0, len(column) - 1))] += draw(st.integers(-1, 1))
-    return was, {name: tuple(column) for name, column in now.items()}
-
-
-@given(histories())
-def test_the_first_difference_is_the_first(pair):
-    was, now = pair
-    lengths = [len(next(iter(each.values()))) for each in pair]
-    rows = [list(zip(*(each[name] for name in sorted(each)), strict=True)) for each in pair]
-    at = next((i for i in range(min(lengths)) if rows[0][i] != rows[1][i]), None)
-    difference = first_difference(was, now)
-    if at is not None:
-        differ = {name: (was[name][at], now[name][at]) for name in was if was[name][at] != now[name][at]}
-        assert difference.step == at + 1 and {c.name: (c.was, c.now) for c in difference.changes} == differ
-        assert difference.before == ({name: was[name][at - 1] for name in was} if at else {})
-    elif lengths[0] != lengths[1]:
-        assert difference.step == min(lengths) + 1 and not difference.changes
-        assert difference.longer == (lengths[0] < lengths[1])
-    else:
-        assert difference is None
-
 
 @pytest.mark.parametrize(
     ("was", "now", "words"),
     [
         (
-            {"free_pages": (4, 4), "decode_tokens": (3, 3), "preempted": (0, 0)},
-            {"free_pages": (4, 3), "decode_tokens": (3, 2), "preempted": (0, 1)},
+            {"free_pages": (4, 4, 4), "decode_tokens": (3, 3, 3), "preempted": (0, 0, 0)},
+            {"free_pages": (4, 3, 4), "decode_tokens": (3, 2, 9), "preempted": (0, 1, 0)},
             "step 2: preempted 1 (was 0), decode tokens 2 (was 3), free pages 3 (was 4)",  # causes first
         ),
+        ({"running": (1, 1)}, {"running": (0, 1, 1)}, "step 1: running 0 (was 1)"),
         ({"running": (1, 1)}, {"running": (1, 1), "preempted": (0, 2)}, "step 2: preempted 2 (was 0)"),
         ({"running": (1, 1)}, {"running": (1, 1), "preempted": (0, 0)}, "None"),
+        ({}, {}, "None"),
     ],
 )
 def test_the_first_difference_names_its_step_and_its_cause(was, now, words):
     assert str(first_difference(was, now)) == words
+
+
+@pytest.mark.parametrize(("was", "now", "longer"), [((1, 1), (1, 1, 5), True), ((1, 1), (1,), False), ((), (1,), True)])
+def test_histories_of_different_lengths_differ_where_the_shorter_one_ends(was, now, longer):
+    difference = first_difference({"running": was}, {"running": now})
+    shorter = min(len(was), len(now))
+    assert (difference.step, difference.longer, difference.changes) == (shorter + 1, longer, ())
+    assert difference.before == ({"running": 1} if shorter else {})
 
 
 def test_counters_that_moved_most_come_first_and_sums_over_steps_last():
@@ -94,10 +69,6 @@ def failed(verdict: Verdict) -> dict[str, Finding]:
 
 def text_of(finding: Finding) -> str:
     return "\n".join((finding.sentence, *finding.details))
-
-
-def first_step(finding: Finding) -> int:
-    return finding.figures["first_different_step"]
 
 
 def changed(gate: Gate, **parts) -> dict[str, Replayed]:
@@ -128,7 +99,8 @@ def test_one_preemption_more(gate, monkeypatch, steps):
     found = failed(verdict)
     assert set(found) == set(NAMES)
     for name, finding in found.items():
-        assert first_step(finding) == steps["contiguous" in name] and "preempted 1 (was 0)" in finding.sentence
+        assert finding.figures["first_different_step"] == steps["contiguous" in name]
+        assert "preempted 1 (was 0)" in finding.sentence
     assert "preempted 0 -> 1 (+1)" in found["forks/paged-p4-noprefix"].details
     assert f"preempted up, at steps {steps[0]} to {steps[1]}" in verdict.sentence and not verdict.notes
     assert f"kvbench gate counters {gate.workload_path} --lock {gate.lock_path}" in verdict.reproduce
@@ -205,7 +177,7 @@ def test_the_same_totals_in_other_steps_fail(gate):
     place = column.index(max(column))
     column[place], column[place + 30] = column[place + 30], column[place]
     finding = failed(gate.judge(changed(gate, history={**history, "waiting": tuple(column)})))[NAMES[0]]
-    assert first_step(finding) == place + 1 and "0 of 49 counters" in finding.sentence
+    assert finding.figures["first_different_step"] == place + 1 and "0 of 49 counters" in finding.sentence
 
 
 def test_a_changed_workload_is_told_as_such_and_logged_when_accepted(gate):
@@ -271,19 +243,17 @@ def test_a_damaged_lock_is_one_sentence_and_is_not_overwritten(gate, old, new, n
     assert gate.lock_path.read_text() == damaged
 
 
-@pytest.mark.parametrize("history", ["1:1 99:2", "3:1 3:2", "1:x", "1"])
-def test_a_history_that_cannot_be_read_is_named(gate, history):
+@pytest.mark.parametrize("history", ["1:1 99:2", "3:1 3:2", "1:x", "1", None])
+def test_a_lock_with_an_unreadable_history_or_that_is_a_folder_is_named(gate, history):
     data = json.loads(gate.lock_path.read_text())
     data["scenarios"][NAMES[0]]["history"]["running"] = history
     data["scenarios_digest"] = digest(data["scenarios"])
     gate.lock_path.write_text(json.dumps(data))
+    if history is None:
+        gate.lock_path.unlink()
+        gate.lock_path.mkdir()
     with pytest.raises(UsageError, match=str(gate.lock_path)):
         gate.judge()
-
-
-def test_a_lock_that_is_a_folder_is_a_usage_error(gate):
-    with pytest.raises(UsageError, match="Is a directory"):
-        read_lock(gate.lock_path.parent)
 
 
 def test_a_counter_that_one_side_does_not_know_is_marked(gate, monkeypatch):

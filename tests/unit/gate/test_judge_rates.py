@@ -5,7 +5,6 @@
 
 import functools
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from scipy import stats
 
 from kvbench.gate.compare.conclude import look_at
-from kvbench.gate.timing.judge import judge
 from kvbench.gate.timing.power import seen_by
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.gate.timing.signflip import adjusted_p
@@ -23,8 +21,6 @@ from tests.benchmarks.gate_power import INDEPENDENT, ONE_LAUNCH, SHARES, WHERE, 
 from tests.support.gate_simulation import (
     CONFIGURATIONS,
     NOISES,
-    PAIR_SD,
-    VOID,
     Decisions,
     decide,
     harms,
@@ -77,15 +73,6 @@ def test_stopping_resuming_and_repeating_slow_launches_keeps_the_false_alarm_rat
     assert (np.abs(means.mean(axis=0)) < 3.5 * means.std(axis=0) / np.sqrt(len(y))).all()
 
 
-def test_one_side_alone_repeated_when_it_is_slow_would_be_found():
-    """The check of the means above can fail: a gate that repeats only the candidate's slow launches favours it."""
-    rng = np.random.default_rng(14)
-    first, second = rng.normal(size=(2, RUNS, LAST)) * PAIR_SD[1] / np.sqrt(2)
-    slow = second > np.quantile(second, 1 - VOID)
-    means = np.where(slow, 0.0, second - first).mean(axis=1)
-    assert abs(means.mean()) > 3.5 * means.std() / np.sqrt(RUNS)
-
-
 def test_p_values_alone_spend_their_alpha_and_no_more():
     """An exact test is not too careful either: 8 pairs reject in 1 of 256, all looks in a little under 1 %."""
     rejected = np.concatenate([unchanged(*case).rejected for case in CASES])
@@ -93,17 +80,6 @@ def test_p_values_alone_spend_their_alpha_and_no_more():
     assert low <= 2.0**-8 <= high
     low, _ = bounds((rejected > 0).sum(), len(rejected))
     assert 0.005 <= low <= DEFAULT_RULES.alpha
-
-
-@pytest.mark.parametrize(
-    ("metric", "share", "place", "claimed"),
-    [(0, 0.03, "all 24 cells", 0.99), (1, 0.05, "all 24 cells", 0.99), (1, 0.10, "one cell", 0.97)],
-)
-def test_power_is_what_the_design_claims_for_noise_that_cells_do_not_share(metric, share, place, claimed):
-    """99 to 100 % of -3 % throughput or +5 % TTFT everywhere, 97 % of +10 % TTFT in one cell."""
-    runs = 300
-    found = caught(np.random.default_rng([6, metric]), runs, metric, share, place, INDEPENDENT) > 0
-    assert stats.binomtest(int(found.sum()), runs, claimed, alternative="less").pvalue > 0.01
 
 
 TABLES = Path(gate_power.__file__).with_suffix(".md").read_text(encoding="utf-8")
@@ -160,36 +136,18 @@ def test_what_is_called_detectable_is_caught_in_about_four_of_five_cases():
     assert 0.7 <= power <= 0.9
 
 
-def test_the_simulated_decisions_of_interrupted_runs_are_those_of_a_folder_that_is_gone_on_with():
+def test_the_simulated_decisions_are_those_of_a_folder_whether_it_was_interrupted_or_not():
     y, points = interrupted("normal", np.random.default_rng(16), 40, 0.5)
     y = worsened(y, 1, 0.06, ONE_CLASS)
     found = decide(y, points=points)
     usual = [look.pairs for look in DEFAULT_RULES.looks]
-    early = [run for run in range(len(y)) if points[run].tolist() != usual][:8]
-    for run in early:
+    as_planned = (points == usual).all(axis=1)
+    chosen = [*np.flatnonzero(~as_planned)[:8], *np.flatnonzero(as_planned)[:3]]
+    for run in chosen:
         stops = [n for n in points[run].tolist() if n not in usual]
         judgement = look_at(table(y[run]), DEFAULT_RULES, stops)
         assert (judgement.outcome == FAIL) == (found.failed[run] > 0)
         assert (judgement.outcome == PASS) == (found.passed[run] > 0)
         if number := max(found.failed[run], found.passed[run]):
             assert judgement.pairs == points[run][number - 1]
-    assert len(early) == 8 and len(set(found.failed[early])) > 2  # at looks of all kinds
-
-
-def test_the_simulated_decisions_are_those_of_judge():
-    rng = np.random.default_rng(12)
-    y = np.concatenate(
-        [worsened(log_ratios("t4", rng, 4, 10), 1, share, ONE_CLASS) for share in (0.0, 0.03, 0.05, 0.10)]
-    )
-    looks = (DEFAULT_RULES.looks[0], replace(DEFAULT_RULES.looks[1], pairs=10))
-    rules = replace(DEFAULT_RULES, looks=looks)
-    found, seen = decide(y, rules), set()
-    for run, log_ratio in enumerate(y):
-        for number, look in enumerate(looks, start=1):
-            outcome = judge(table(log_ratio[: look.pairs]), rules, number - 1).outcome
-            assert (found.failed[run] == number) == (outcome == FAIL)
-            assert (found.passed[run] == number) == (outcome == PASS)
-            seen.add((number, outcome))
-            if outcome in (FAIL, PASS):
-                break
-    assert len(seen) >= 3
+    assert len(chosen) == 11 and len(set(found.failed[chosen])) > 2  # at looks of all kinds

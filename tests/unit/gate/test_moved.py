@@ -122,15 +122,6 @@ def test_the_interval_is_students_on_the_log_ratios():
     assert queue.change == pytest.approx(np.expm1(np.mean(ratios)))
 
 
-def test_pairs_are_paired():
-    """A machine that is twice as slow in some pairs hides nothing: both sides of a pair saw it."""
-    speeds = [1.0, 2.0, 1.5, 1.0, 3.0, 2.5, 1.2, 1.1]
-    base = [load(scale=s) for s in speeds]
-    candidate = [load(PHASES_MS | {"execute": 10.5}, scale=s) for s in speeds]
-    execute = by_name(moved_between(pairs(base, candidate)))["step_time_seconds_total_execute"]
-    assert execute.change == pytest.approx(0.05) and execute.interval == pytest.approx((0.05, 0.05))
-
-
 def test_noise_is_rarely_listed_and_a_slowdown_in_it_found():
     """Without a difference each figure is listed in at most one of twenty comparisons; 200 of them, one seed."""
     rng = np.random.default_rng(20)

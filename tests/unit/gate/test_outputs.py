@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvbench.gate.verdict
 from kvbench.gate.verdict.outputs import write_outputs
 from tests.support import verdicts
-from tests.support.json_schema import errors
 
 SCHEMA = json.loads((Path(kvbench.gate.verdict.__file__).parent / "verdict.schema.json").read_bytes())
+TYPES = {"object": dict, "array": list, "string": str, "number": (int, float), "boolean": bool, "null": type(None)}
+RULES = {  # keyword -> whether a value keeps to it
+    "type": lambda v, names: isinstance(v, tuple(TYPES[name] for name in names)),
+    "const": lambda v, rule: v == rule,
+    "enum": lambda v, rule: v in rule,
+    "required": lambda v, rule: set(rule) <= set(v),
+    "minimum": lambda v, rule: v is None or v >= rule,
+    "maximum": lambda v, rule: v is None or v <= rule,
+    "minItems": lambda v, rule: v is None or len(v) >= rule,
+    "maxItems": lambda v, rule: v is None or len(v) <= rule,
+    "minLength": lambda v, rule: len(v) >= rule,
+}
+
+
+def errors(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
+    """The places where ``value`` breaks a rule of JSON Schema, of the keywords that ours has."""
+    schema = schema | (SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else {})
+    if isinstance(schema.get("type"), str):
+        schema["type"] = [schema["type"]]
+    found = [f"{where}: {key}" for key in RULES if key in schema and not RULES[key](value, schema[key])]
+    known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
+    for key, below in value.items() if isinstance(value, dict) else ():
+        rule = known.get(key, others)
+        found += [f"{where}.{key} is unknown"] if rule is False else errors(below, rule, f"{where}.{key}")
+    for i, item in enumerate(value) if isinstance(value, list) else ():
+        found += errors(item, schema.get("items", {}), f"{where}[{i}]")
+    return found
 
 
 @pytest.mark.parametrize("name", verdicts.EVERY)
