@@ -75,6 +75,15 @@ def test_a_candidate_that_streams_slower_fails_and_ci_is_told(compare):
     assert "kvbench compare" in verdict["reproduce"] and "FAIL" in said.out
 
 
+def test_time_that_runs_out_ends_inconclusive_and_resume_measures_the_rest(compare):
+    words = ("--workload", "streams.yaml", "--policy", "one.yaml", "--max-minutes", "0.05")
+    code, folder, verdict, said = compare(f"{MOCK}20", f"{MOCK}20", *words)
+    assert code == 3 and 1 <= verdict["facts"]["pairs"] < 5, said.out + said.err
+    code, other, _, said = compare("--resume", str(folder))
+    assert other is None and code in (0, 1, 3), said.out + said.err  # of 100 such comparisons four may fail
+    assert json.loads((folder / "verdict.json").read_text())["facts"]["pairs"] == 5
+
+
 def test_a_candidate_that_never_serves_is_a_regression(compare):
     code, _, verdict, said = compare(f"{MOCK}20", f"{MOCK}20 --fail-rate 1", "--workload", "streams.yaml")
     assert code == 1, said.out + said.err

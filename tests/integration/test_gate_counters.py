@@ -51,21 +51,6 @@ def python(*arguments: object, source: Path = ROOT, **environment: str) -> subpr
     )
 
 
-def test_no_hash_seed_and_no_heavy_import_shows(gate):
-    """The very text of the runs is the same, and nothing was imported that a machine without torch would lack."""
-    printed = []
-    for seed in ("0", "random"):
-        command = ("-X", "importtime", "-m", "kvbench.gate.counters.replay", gate.workload_path, *gate.runs)
-        done = python(*command, PYTHONHASHSEED=seed)
-        assert done.returncode == 0, done.stderr[-500:]
-        printed.append(done.stdout)
-        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-        assert "engine.scheduling.scheduler" in imported
-        assert imported.isdisjoint({"torch", "numba", "triton", "scipy", "pandas", "transformers", "locust"})
-    assert printed[0] == printed[1]
-    assert json.loads(printed[0])["grow/paged-p4-swap"]["counters"]["preempted"] == 1
-
-
 @pytest.mark.parametrize(
     ("file", "old", "new", "code", "words"),
     [

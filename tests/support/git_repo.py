@@ -12,10 +12,10 @@ from kvbench.common.packages import REPOSITORY
 FAKE_SERVER = Path(__file__).with_name("fake_engine_server.py")
 
 
-def git(repo: Path, *arguments: str) -> str:
+def git(repo: Path, *arguments: str, **more: str) -> str:
     """The command's output; with an identity of its own, and nothing of the user's configuration."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", **more}
     who = ("-c", "user.name=Test", "-c", "user.email=test@example.com", "-c", "init.defaultBranch=main")
     done = subprocess.run(["git", *who, *arguments], cwd=repo, env=env, capture_output=True, text=True, check=True)
     return done.stdout.strip()

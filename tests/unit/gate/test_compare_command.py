@@ -155,6 +155,14 @@ def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp
     assert "a full disk" in ET.parse(folder / "junit.xml").find(".//error").get("message")
     assert "a full disk" in (tmp_path / "step.md").read_text()
 
+    def no_room(*_):
+        raise OSError(28, "No space left on device", "pairs.csv")
+
+    monkeypatch.setattr(run, "write_pairs", no_room)  # the verdict is shown though the pairs cannot be written
+    code, folder, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
+    assert code == 4 and "pairs.csv" in err
+    assert read_json(folder / "verdict.json")["sentence"] == "it is slower"
+
 
 @pytest.mark.parametrize(
     ("error", "code"), [(Interrupted("SIGTERM"), 130), (OSError(28, "No space left on device"), 4)]
@@ -246,16 +254,6 @@ def test_a_build_that_fails_leaves_a_verdict_for_ci(compare, tmp_path, monkeypat
     assert (verdict["base"]["name"], verdict["candidate"]["name"]) == ("main", "HEAD")
 
 
-def test_the_verdict_is_shown_though_the_pairs_cannot_be_written(compare, monkeypatch):
-    def no_room(*_):
-        raise OSError(28, "No space left on device", "pairs.csv")
-
-    monkeypatch.setattr(run, "write_pairs", no_room)
-    code, folder, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
-    assert code == 4 and "pairs.csv" in err
-    assert read_json(folder / "verdict.json")["sentence"] == "it is slower"
-
-
 def test_calibrate_stores_the_noise_of_its_pairs_and_is_resumed_by_calibrate(compare, tmp_path):
     words = ("page_size=16", *WORDS, "--store", "noise", "--runner-class", "here", "--pairs", "6")
     code, folder, said = compare(*words, subcommand="calibrate", measure=lambda each: end(each, 2))
@@ -270,19 +268,17 @@ def test_calibrate_stores_the_noise_of_its_pairs_and_is_resumed_by_calibrate(com
 # --- runs that were measured before
 
 
-def test_stored_runs_that_were_measured_with_only(compare, tmp_path, swept):
+def test_stored_runs_are_paired_by_what_they_measured(compare, tmp_path, swept):
     runs = [stored_run(tmp_path / n, swept, [v] * 8, cells="contiguous") for n, v in (("a", 100.0), ("b", 80.0))]
-    code, folder, err = compare(*(f"run:{each.name}" for each in runs))
+    code, folder, err = compare(*(f"run:{each.name}" for each in runs))  # with --only
     assert code == 1, err
     verdict, kept = read_json(folder / "verdict.json"), read_json(folder / "manifest.json")
     assert "order was not random" in verdict["sentence"] and verdict["facts"]["pairs"] == 8
     assert len(kept["cells"]) == 1 and kept["options"]["base"] == f"run:{tmp_path / 'a'}"
-
-
-def test_stored_runs_of_running_servers_are_paired_by_what_they_measured(compare, tmp_path, swept):
-    for name, port, value in (("a", 8001, 100.0), ("b", 8002, 80.0)):
+    for each, port, value in zip(runs, (8001, 8002), (100.0, 80.0), strict=True):  # of running servers
+        shutil.rmtree(each)
         of = dataclasses.replace(swept, engine={"target": f"http://127.0.0.1:{port}"}, sweep={})
-        stored_run(tmp_path / name, of, [value] * 8)
+        stored_run(each, of, [value] * 8)
     code, folder, err = compare("run:a", "run:b")
     assert code == 1, err
     (cell,) = read_json(folder / "manifest.json")["cells"]

@@ -35,16 +35,29 @@ def test_a_slower_candidate_fails_at_the_first_look_and_the_numbers_are_those_of
     assert {f.id for f in verdict.of("fail")} >= {"overall/p95_itl_ms", "class/mixed/output_throughput"}
 
 
-def test_a_faster_candidate_and_an_equal_one_pass(tmp_path):
-    assert verdict_of(tmp_path / "equal", *noisy_pairs(16, 3, 2)).exit_code == EXIT_OK
-    assert verdict_of(tmp_path / "faster", *noisy_pairs(16, 3, 3, (0.2, -0.2, -0.2))).exit_code == EXIT_OK
-
-
-def test_a_few_pairs_are_inconclusive_and_say_what_they_could_have_seen(tmp_path):
-    verdict = verdict_of(tmp_path, *noisy_pairs(5, 3, 4, (-0.3, 0.0, 0.0)))
-    assert verdict.exit_code == EXIT_INCONCLUSIVE
-    assert verdict.facts["pairs"] == 5
+@pytest.mark.parametrize(
+    ("measured", "change", "code", "pairs"),
+    [
+        (16, (0.0, 0.0, 0.0), EXIT_OK, 8),
+        (16, (0.2, -0.2, -0.2), EXIT_OK, 8),  # faster
+        (5, (-0.3, 0.0, 0.0), EXIT_INCONCLUSIVE, 5),
+    ],
+)
+def test_what_is_no_slower_passes_and_a_few_pairs_are_inconclusive(tmp_path, measured, change, code, pairs):
+    verdict = verdict_of(tmp_path, *noisy_pairs(measured, 3, 4, change))
+    assert (verdict.exit_code, verdict.facts["pairs"]) == (code, pairs)
     assert all(f.figures["pairs_needed"] for f in verdict.of("inconclusive"))
+
+
+def test_a_metric_that_no_load_has_is_left_out_and_one_that_is_there_now_and_then_refused(tmp_path):
+    base, candidate = noisy_pairs(8, 3, 6)
+    base[:, 0, 2] = candidate[:, 0, 2] = np.nan
+    verdict = verdict_of(tmp_path / "never", base, candidate)
+    assert "cell/mixed/a-c4/p95_itl_ms" not in {f.id for f in verdict.findings}
+    assert any("mixed/a-c4 has no p95 ITL" in note for note in verdict.notes)
+    base[:3, 0, 2] = 10.0
+    with pytest.raises(UsageError, match="in pair 4 is missing"):
+        verdict_of(tmp_path / "sometimes", base, candidate)
 
 
 def test_a_pair_counts_only_with_all_its_cells_valid_on_both_sides(tmp_path):
@@ -56,21 +69,6 @@ def test_a_pair_counts_only_with_all_its_cells_valid_on_both_sides(tmp_path):
     assert folder.whole_pairs(manifest["cells"]) == 5
     (path / "done.json").unlink()
     assert conclude(folder, manifest, POLICY).facts["pairs"] == 5
-
-
-def test_a_metric_that_no_load_has_is_left_out_and_said(tmp_path):
-    base, candidate = noisy_pairs(8, 3, 6)
-    base[:, 0, 2] = candidate[:, 0, 2] = np.nan
-    verdict = verdict_of(tmp_path, base, candidate)
-    assert "cell/mixed/a-c4/p95_itl_ms" not in {f.id for f in verdict.findings}
-    assert any("mixed/a-c4 has no p95 ITL" in note for note in verdict.notes)
-
-
-def test_a_metric_that_is_there_now_and_then_is_refused(tmp_path):
-    base, candidate = noisy_pairs(8, 3, 7)
-    base[3, 0, 2] = np.nan
-    with pytest.raises(UsageError, match="in pair 4 is missing"):
-        verdict_of(tmp_path, base, candidate)
 
 
 def failed(attempt, pair=9, base=(), candidate=(), machine=(), resume=0):
@@ -147,8 +145,5 @@ def test_a_look_that_the_clock_brought_forward_is_not_taken_again(tmp_path):
     manifest = folder.manifest()
     assert conclude(folder, manifest, POLICY).facts["pairs"] == 12
     assert conclude(folder, manifest | {"early_looks": [10]}, POLICY).facts["pairs"] == 10
-
-
-def test_stops_too_early_to_decide_anything_do_not_hide_what_was_measured_since(tmp_path):
-    folder = stored_comparison(tmp_path, *noisy_pairs(4, 1, 13), CELLS[:1])
-    assert conclude(folder, folder.manifest() | {"early_looks": [1, 4]}, POLICY).facts["pairs"] == 4
+    early = stored_comparison(tmp_path / "early", *noisy_pairs(4, 1, 13), CELLS[:1])  # too early to decide anything
+    assert conclude(early, early.manifest() | {"early_looks": [1, 4]}, POLICY).facts["pairs"] == 4

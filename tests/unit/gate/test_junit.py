@@ -102,13 +102,11 @@ def test_numbers_are_properties_for_programs() -> None:
     assert (values[f"{case} p"], values[f"{case} floor"], values[f"{case} margin"]) == (0.0039, 0.02, 0.03)
 
 
-def test_names_that_differ_only_in_what_xml_cannot_hold_stay_apart() -> None:
-    findings = tuple(Finding(f"a{mark}", "cell", "t", PASS, "s") for mark in ("", "\x00", "\x1b[0m"))
-    assert list(outcomes(parse(Verdict("compare", PASS, "s", findings)))) == ["a", "a (2)", "a (3)"]
-
-
-def test_a_long_log_is_cut_and_two_lines_stay_two() -> None:
-    finding = Finding("a", "cell", "t", FAIL, "one\n  two", details=("x" * 30_000,))
-    failure = parse(Verdict("compare", FAIL, "s", (finding,))).find(".//failure")
+def test_a_long_log_is_cut_and_names_that_differ_only_in_what_xml_cannot_hold_stay_apart() -> None:
+    long = {"details": ("x" * 30_000,)}
+    findings = [Finding(f"a{mark}", "cell", "t", FAIL, "one\n  two", **long) for mark in ("", "\x00", "\x1b[0m")]
+    root = parse(Verdict("compare", FAIL, "s", tuple(findings)))
+    assert list(outcomes(root)) == ["a", "a (2)", "a (3)"]
+    failure = root.find(".//failure")
     assert failure is not None and failure.text is not None and failure.get("message") == "one two"
     assert failure.text.startswith("one\n  two\n") and len(failure.text) < 21_000 and "10,010 more" in failure.text

@@ -104,6 +104,16 @@ def test_what_makes_a_cell_invalid_breaks_its_own_limit_all_the_same(of, limit, 
     assert only(limit, of).outcome == outcome
 
 
+def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_says_so():
+    there = cell(failed=8)
+    for repeat in there.repeats:
+        repeat.metrics.update({"goodput": 2.0, "duration_s": 18.0, "completed": 40, "failed": 8})
+        repeat.metrics["ttft_ms"]["uncertain"] = ["p95"]
+    assert measured(there, "goodput_share").values == {0: 0.75, 1: 0.75, 2: 0.75}  # 36 of 48
+    few, enough = (only(Limit("metric", name, high=500), there) for name in ("p95_ttft_ms", "p95_itl_ms"))
+    assert len(few.details) == len(enough.details) + 1
+
+
 def test_shares_and_server_counters():
     there = cell(
         preemptions=5,
@@ -120,21 +130,6 @@ def test_shares_and_server_counters():
     }  # fmt: skip
     for name, value in values.items():
         assert only(Limit("metric", name, low=value, high=value), there).outcome == PASS, name
-
-
-def test_goodput_share_counts_those_that_failed():
-    there = cell(failed=8)
-    for repeat in there.repeats:
-        repeat.metrics.update({"goodput": 2.0, "duration_s": 18.0, "completed": 40, "failed": 8})
-    assert measured(there, "goodput_share").values == {0: 0.75, 1: 0.75, 2: 0.75}  # 36 of 48
-
-
-def test_a_percentile_of_few_samples_says_so():
-    there = cell()
-    for repeat in there.repeats:
-        repeat.metrics["ttft_ms"]["uncertain"] = ["p95"]
-    few, enough = (only(Limit("metric", name, high=500), there) for name in ("p95_ttft_ms", "p95_itl_ms"))
-    assert len(few.details) == len(enough.details) + 1
 
 
 PAGED, CONTIGUOUS = cell(throughput=(90.0, 200.0, 330.0)), cell("contiguous", throughput=(100.0, 100.0, 300.0))

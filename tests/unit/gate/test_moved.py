@@ -30,13 +30,10 @@ def load(phases=PHASES_MS, queue=100.0, prefill=50.0, outside=0.3, rest=None, sc
     return told | (rest or {})
 
 
-def noisy(rng, sd=0.01, **changes):
-    """A load with its own speed: all of its times are longer or shorter together."""
+def noisy(rng, sd=0.01, slower=1.0, **changes):
+    """A load with its own speed: all of its times are longer or shorter together. ``slower``: the queue alone."""
     factor = float(np.exp(rng.normal(0.0, sd)))
-    times = {"queue": 100.0 * factor, "prefill": 50.0 * factor, "scale": factor}
-    for name, by in changes.pop("slower", {}).items():
-        times[name] *= by
-    return load(**(times | changes))
+    return load(queue=100.0 * factor * slower, prefill=50.0 * factor, scale=factor, **changes)
 
 
 def pairs(base, candidate, cell="w/c8"):
@@ -49,6 +46,24 @@ def failed(metric, cell="w/c8", suite="cell"):
 
 def by_name(moved):
     return {m.name: m for m in moved}
+
+
+@pytest.mark.parametrize(
+    ("metric", "candidate", "shares", "words"),
+    [
+        ("p95_ttft_ms", {"queue": 130.0, "prefill": 60.0}, {"request_queue_time": 0.75, "request_prefill_time": 0.25},
+         ("+40 ms", "75 % in queue", "25 % in prefill")),
+        ("output_throughput", {"phases": PHASES_MS | {"execute": 12.0}, "prefill": 60.0}, {},
+         ("100 % in execute", "100 % in prefill")),  # explained by both latencies
+        ("p95_itl_ms", {"outside": 3.3}, {}, ("+3 ms",)),  # spent in no step: the server does not show it
+    ],
+)  # fmt: skip
+def test_where_the_time_went(metric, candidate, shares, words):
+    counters, findings = pairs([load()] * 8, [load(**candidate)] * 8), [failed(metric)]
+    moved = moved_between(counters, findings)
+    assert {name: by_name(moved)[name].share for name in shares} == pytest.approx(shares)
+    sentence = where_it_went(moved, findings, counters)
+    assert all(each in sentence for each in words)
 
 
 def test_a_slower_forward_pass_explains_the_time_between_tokens():
@@ -66,17 +81,6 @@ def test_a_slower_forward_pass_explains_the_time_between_tokens():
     assert [m.name for m in moved][:2] == ["step_time_seconds_total_execute", "step_time_seconds_total_schedule"]
     sentence = where_it_went(moved, [failed("p95_itl_ms")], counters)
     assert "+2.04 ms" in sentence and "98 % in execute" in sentence
-
-
-def test_a_longer_queue_explains_the_first_token():
-    counters = pairs([load()] * 8, [load(queue=130.0, prefill=60.0)] * 8)
-    findings = [failed("p95_ttft_ms")]
-    moved = moved_between(counters, findings)
-    found = by_name(moved)
-    assert found["request_queue_time"].share == pytest.approx(0.75)
-    assert found["request_prefill_time"].share == pytest.approx(0.25)
-    sentence = where_it_went(moved, findings)
-    assert all(each in sentence for each in ("+40 ms", "75 % in queue", "25 % in prefill"))
 
 
 def test_swapping_is_part_of_prepare():
@@ -113,7 +117,7 @@ def test_what_is_below_the_floor_is_listed_only_if_it_is_the_same_in_every_pair(
 def test_the_interval_is_students_on_the_log_ratios():
     rng = np.random.default_rng(5)
     base = [noisy(rng) for _ in range(8)]
-    candidate = [noisy(rng, slower={"queue": 1.3}) for _ in range(8)]
+    candidate = [noisy(rng, slower=1.3) for _ in range(8)]
     queue = by_name(moved_between(pairs(base, candidate)))["request_queue_time"]
     ratios = [np.log(c["request_queue_time_seconds_sum"] / b["request_queue_time_seconds_sum"])
               for b, c in zip(base, candidate, strict=True)]  # fmt: skip
@@ -147,39 +151,20 @@ def test_only_the_cells_that_failed_are_listed_and_all_where_the_whole_did():
         ([passed, failed("p95_itl_ms", "w/c80")], {"w/c80"}),
     ):
         assert {m.where for m in moved_between(counters, findings)} == cells
-
-
-def test_the_sentence_takes_the_cell_that_changed_most():
-    counters = {}
-    for cell, ms in {"w/c8": 11.0, "w/c80": 15.0}.items():
-        counters |= pairs([load()] * 4, [load(PHASES_MS | {"execute": ms})] * 4, cell)
+    orders = [moved_between({name: counters[name] for name in names}) for names in (counters, reversed(counters))]
+    assert orders[0] == orders[1]
+    counters |= pairs([load()] * 4, [load(PHASES_MS | {"execute": 15.0})] * 4, "w/c80")
     findings = [failed("p95_itl_ms", "", "overall")]
-    sentence = where_it_went(moved_between(counters, findings), findings)
+    sentence = where_it_went(moved_between(counters, findings), findings)  # takes the cell that changed most
     assert "+5 ms" in sentence and "w/c80" in sentence and "100 % in execute" in sentence
 
 
-def test_a_throughput_is_explained_by_both_latencies():
-    counters = pairs([load()] * 4, [load(PHASES_MS | {"execute": 12.0}, prefill=60.0)] * 4)
-    findings = [failed("output_throughput")]
-    text = where_it_went(moved_between(counters, findings), findings)
-    assert "100 % in execute" in text and "100 % in prefill" in text
-
-
-def test_time_that_the_server_does_not_show_is_said():
+def test_a_tail_that_the_means_do_not_show_and_a_server_that_tells_nothing_are_said():
     findings = [failed("p95_itl_ms")]
-    counters = pairs([load()] * 4, [load(outside=3.3)] * 4)  # spent in no step
-    moved = moved_between(counters, findings)
-    assert not [m for m in moved if m.share] and "+3 ms" in where_it_went(moved, findings, counters)
-    counters = pairs([load()] * 4, [load()] * 4)  # a tail that the means do not show
-    assert moved_between(counters, findings) == () and where_it_went((), findings) == ""
-    assert "tail" in where_it_went((), findings, counters)
-
-
-@pytest.mark.parametrize("told", [{}, {"polls": 3, "pages_owned_after": None}])
-def test_a_server_that_tells_nothing(told):
-    counters = pairs([told] * 8, [told] * 8)
-    assert moved_between(counters, [failed("p95_itl_ms")]) == ()
-    assert "not known" in where_it_went((), [failed("p95_itl_ms")], counters)
+    for told, words in ((load(), "tail"), ({}, "not known"), ({"polls": 3, "pages_owned_after": None}, "not known")):
+        counters = pairs([told] * 4, [told] * 4)
+        assert moved_between(counters, findings) == () and where_it_went((), findings) == ""
+        assert words in where_it_went((), findings, counters)
 
 
 def test_another_engine_tells_part():
@@ -196,10 +181,3 @@ def test_one_pair_is_too_few_and_a_load_that_tells_nothing_is_left_out():
     found = by_name(moved_between(pairs([load(), {}, load(), load()], [slow] * 4)))
     assert found["step_time_seconds_total_execute"].change == pytest.approx(0.2)
     assert moved_between(pairs([load(), {}], [{}, slow])) == ()
-
-
-def test_the_order_does_not_depend_on_the_order_of_the_cells():
-    slow = [load(PHASES_MS | {"execute": 12.0})] * 4
-    cells = {name: pairs([load()] * 4, slow, name)[name] for name in ("b", "a", "c")}
-    orders = [[(m.where, m.name) for m in moved_between({k: cells[k] for k in order})] for order in ("bac", "cab")]
-    assert orders[0] == orders[1]

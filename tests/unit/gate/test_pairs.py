@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.gate.timing.pairs import PairTable, hypotheses
-from kvbench.gate.timing.rules import CELL, CLASS, DEFAULT_RULES, OVERALL, Look, TimingRules
+from kvbench.gate.timing.rules import CELL, CLASS, DEFAULT_RULES, OVERALL
 
 METRICS = DEFAULT_RULES.metrics
 
@@ -123,43 +123,6 @@ def test_floors_and_margins_are_relative_changes_for_the_worse():
     for metric in METRICS:
         assert metric.relative_of(metric.harm_of(0.2)) == pytest.approx(0.2)
     assert throughput.relative_of(-0.1) < 0 < throughput.relative_of(0.1)
-
-
-def test_default_rules_are_the_design():
-    assert [(look.pairs, look.alpha) for look in DEFAULT_RULES.looks] == [(8, 0.004), (12, 0.003), (16, 0.003)]
-    assert DEFAULT_RULES.alpha == pytest.approx(0.01)
-    assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
-    found = {
-        m.name: (m.higher_is_better, m.floor, m.margins[OVERALL], m.margins[CLASS], m.margins[CELL]) for m in METRICS
-    }
-    assert found == {
-        "output_throughput": (True, 0.015, 0.02, 0.03, 0.04),
-        "p95_ttft_ms": (False, 0.03, 0.04, 0.05, 0.10),
-        "p95_itl_ms": (False, 0.02, 0.03, 0.03, 0.06),
-    }
-
-
-def test_classes_are_workloads_or_what_globs_say():
-    rules = replace(DEFAULT_RULES, classes={"long": ("*/long-*", "book/*"), "chat": ("chat/*",)})
-    cells = ("chat/a-c8", "chat/long-c8", "book/a", "code/a")
-    assert [rules.class_of(cell) for cell in cells] == ["chat", "long", "long", "code"]
-    assert DEFAULT_RULES.class_of("chat/long-c8") == "chat"
-
-
-@pytest.mark.parametrize(
-    "looks",
-    [
-        (Look(7, 0.004, 0.02),),  # no p of 7 pairs is as small
-        (Look(8, 0.004, 0.003),),
-        (Look(8, 0.6, 0.02),),
-        (Look(12, 0.003, 0.02), Look(8, 0.004, 0.02)),
-        (Look(21, 0.003, 0.02),),
-        (),
-    ],
-)
-def test_looks_that_could_show_nothing_are_refused(looks):
-    with pytest.raises(UsageError, match=str(looks[0].pairs) if looks else "at least one"):
-        TimingRules(METRICS, looks)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ def read(tmp_path: Path):
 def test_the_shipped_policy_writes_out_the_default_rules():
     policy = load_policy(SHIPPED)
     assert (policy.timing, policy.source) == (DEFAULT_RULES, SHIPPED)
+    assert DEFAULT_RULES.alpha == pytest.approx(0.01)
+    assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
     assert {limit.kind for limit in policy.limits} == {"metric", "ratio", "kld"}
 
 
@@ -96,6 +98,7 @@ REFUSED = {
     "timing: {looks: [{pairs: 7, alpha: 0.4%}]}": "alpha of 0.004 after 7 pairs",
     "timing: {looks: [{pairs: 7, alpha: 1%, alpha_pass: 0.5%}]}": "alpha_pass of 0.005 after 7 pairs",
     "timing: {looks: [{pairs: 12, alpha: 3%}, {pairs: 16, alpha: 2.1%}]}": "0.051",
+    "timing: {looks: [{pairs: 8, alpha: 60%}]}": "0.6",
     "timing: {looks: [{pairs: 12, alpha: 1%}, {pairs: 8, alpha: 1%}]}": "[12, 8]",
     "timing: {looks: [{pairs: 80, alpha: 1%}]}": "equal to 20",
     "timing: {looks: [{pairs: 8}]}": "timing.looks.0.alpha",

@@ -37,21 +37,12 @@ def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_p
     assert read_json(path)["pairs"] == pairs
     few = [note for note in notes(path, "mixed") if "is known from 20 or more" in note]
     assert len(few) == (pairs < 20)
+    (unknown,) = notes(path, "prefix", "mixed")  # the noise under other workloads says nothing
+    assert "prefix, mixed" in unknown and "kvbench calibrate" in unknown
 
 
-def test_too_few_pairs_are_not_stored(tmp_path):
+def test_too_few_pairs_are_not_stored_and_a_file_that_is_no_noise_is_refused(tmp_path):
     assert calibrated(tmp_path, 3) == (EXIT_INVALID, None)
-
-
-def test_the_noise_under_other_workloads_says_nothing(tmp_path):
-    _, path = calibrated(tmp_path, 12)
-    assert notes(path, "prefix", "mixed") == [
-        "what this runner can show of prefix, mixed is not known: here.json is its noise under mixed; "
-        "`kvbench calibrate` measures it"
-    ]
-
-
-def test_a_file_that_is_no_noise_is_refused(tmp_path):
     write_json(tmp_path / "x.json", {"format": "kvbench-noise/1"})
     with pytest.raises(UsageError, match=r"x\.json is no noise of a runner .*kvbench-noise/1"):
         notes(tmp_path / "x.json", "mixed")

@@ -52,15 +52,12 @@ def record(manifest, side, info=OURS, *, match=None, alone=False, force=False):
         (OURS, {"served_model": {"name": "/tmp/x"}, "model": {"name": "tiny"}}, []),
         (OURS, {"served_model": {"name": "other"}}, ["model (tiny and other)"]),
         ({}, OURS, []),
+        (OURS, other("model", name="copy of tiny"), []),  # both tell their weights
     ],
 )
 def test_what_two_servers_differ_in(left, right, found):
     for expected, said in zip(found, server_differences(left, right), strict=True):
         assert said.startswith(expected)
-
-
-def test_a_name_is_not_asked_where_both_tell_their_weights():
-    assert server_differences(OURS, other("model", name="copy of tiny")) == []
 
 
 def test_the_other_side_is_held_to_the_first_and_its_own_settings_may_differ(manifest):

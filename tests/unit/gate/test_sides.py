@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -27,7 +28,7 @@ from kvbench.gate.compare.sides import (
     require_used,
     same_sides,
 )
-from kvbench.gate.timing.plan import match_designs
+from kvbench.gate.timing.plan import SIDES, match_designs
 from kvbench.runs.folder import RunFolder
 from kvbench.targets.builtin import BuiltinTarget, ServerRefusedError
 from kvbench.targets.launched import LaunchedTarget
@@ -84,11 +85,6 @@ def test_what_a_text_means(tiny, monkeypatch, text, kind, kept):
     assert (side.kind, side.text) == (kind, kept)
 
 
-def test_two_long_commands_that_end_differently_have_two_names():
-    names = {parse_side(f"cmd:{PYTHON} {'-m some.long.module ' * 5} --itl-ms {ms}").name for ms in (20, 21)}
-    assert len(names) == 2 and all(len(name) <= 60 for name in names)
-
-
 def test_a_folder_of_results_and_a_branch_of_that_name(tiny, tmp_path, workload, monkeypatch):
     stored_run(tmp_path / "results", workload, [])
     monkeypatch.chdir(tmp_path)
@@ -98,10 +94,12 @@ def test_a_folder_of_results_and_a_branch_of_that_name(tiny, tmp_path, workload,
         assert parse_side(text, tiny).kind == kind
 
 
-def test_settings_are_yaml():
+def test_settings_are_yaml_and_long_commands_that_end_differently_have_two_names():
     assert parse_settings("page_size=16,enable_prefix_caching=true,engine.swap_space=64MiB, dtype=null,model=a,b") == {
         "page_size": 16, "enable_prefix_caching": True, "swap_space": "64MiB", "dtype": None, "model": "a,b",
     }  # fmt: skip
+    names = {parse_side(f"cmd:{PYTHON} {'-m some.long.module ' * 5} --itl-ms {ms}").name for ms in (20, 21)}
+    assert len(names) == 2 and all(len(name) <= 60 for name in names)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +107,7 @@ def test_settings_are_yaml():
     [
         ("", "is empty"),
         ("set:", "set: has nothing"),
+        ("main", "--repo PATH"),  # in a folder without git
         ("mian", r"did you mean main\?"),
         ("a/b/c", "a/b/c"),
         ("no-such-program --port 1", "no program 'no-such-program'"),
@@ -124,14 +123,9 @@ def test_settings_are_yaml():
         (str(REPOSITORY), r"without manifest\.json"),
     ],
 )
-def test_what_means_nothing_is_refused(tiny, text, says):
+def test_what_means_nothing_is_refused(tiny, text, says, tmp_path):
     with pytest.raises(UsageError, match=says):
-        parse_side(text, tiny)
-
-
-def test_a_place_without_git(tmp_path):
-    with pytest.raises(UsageError, match="--repo PATH"):
-        parse_side("main", tmp_path)
+        parse_side(text, tmp_path if text == "main" else tiny)
 
 
 def test_settings_are_laid_on_the_workload(tiny, workload):
@@ -181,6 +175,9 @@ def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, t
     opened = open_side(parse_side("main", tiny), workload, {"repo": tiny}, builds)
     sha = git(tiny, "rev-parse", "main")
     assert (opened.facts["sha"], opened.name) == (sha, f"main ({sha[:7]})")
+    assert "A/A" in same_sides(opened, open_side(parse_side("v1.2", tiny), workload, {"repo": tiny}, builds))
+    other = dataclasses.replace(workload, engine={"page_size": 1})
+    assert same_sides(opened, open_side(parse_side("main", tiny), other, {"repo": tiny}, builds)) is None
     target = opened.choice.new_target()
     target.start(opened.choice.workload.engine, tmp_path / "server.log")
     try:
@@ -193,13 +190,6 @@ def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, t
     finally:
         target.stop()
     assert shlex.split(opened.facts["command"])[-3:] == [str(opened.build.python), "-m", "engine.server"]
-
-
-def test_the_same_commit_twice_is_noted(tiny, workload, builds):
-    base, candidate = (open_side(parse_side(t, tiny), workload, {"repo": tiny}, builds) for t in ("main", "v1.2"))
-    assert "A/A" in same_sides(base, candidate)
-    other = dataclasses.replace(workload, engine={"page_size": 1})
-    assert same_sides(base, open_side(parse_side("main", tiny), other, {"repo": tiny}, builds)) is None
 
 
 def test_another_project_is_launched_with_what_was_built(tiny, workload, builds):
@@ -285,6 +275,7 @@ def test_a_stored_design_keeps_the_order_of_its_workload_and_the_settings_that_w
     ("texts", "options", "says"),
     [
         (("main", "http://h:1"), {"vocab_size": 9}, None),
+        (("run:a", "main"), {}, "only with another stored one"),
         ((f"{sys.executable} -m serve", f"{sys.executable} --port {{port}}"), {}, r"has no \{port\}"),
         ((f"{sys.executable} -m engine.server", f"{sys.executable} --port {{port}}"), {}, None),
         (("main", "v1.2"), {"vocab_size": 9}, "--vocab-size"),
@@ -297,7 +288,7 @@ def test_a_stored_design_keeps_the_order_of_its_workload_and_the_settings_that_w
     ],
 )
 def test_an_option_that_means_nothing_is_refused(tiny, texts, options, says):
-    sides = [parse_side(text, tiny) for text in texts]
+    sides = [Side("run", "a", "a") if text == "run:a" else parse_side(text, tiny) for text in texts]
     if says is None:
         require_used(sides, options)
     else:
@@ -305,49 +296,24 @@ def test_an_option_that_means_nothing_is_refused(tiny, texts, options, says):
             require_used(sides, options)
 
 
-def test_a_stored_run_is_not_compared_with_a_server():
-    with pytest.raises(UsageError, match="only with another stored one"):
-        require_used([Side("run", "a", "a"), Side("ref", "main", "main")], {})
-
-
-class Launches:
-    """Stands for a side's choice of target: counts launches, which end with ``error``."""
-
-    runs_already = False
-
-    def __init__(self, error=None):
-        self.error, self.launched, self.stopped = error, [], 0
-
-    def new_target(self):
-        return self
-
-    def start(self, settings, log):
-        self.launched.append(settings)
-        if self.error:
-            raise self.error
-
-    def stop(self):
-        self.stopped += 1
-
-
 @pytest.mark.parametrize("error", [None, MeasurementError("it ended with code 1"), ServerRefusedError("page_size 7")])
 def test_each_configuration_is_launched_once_before_the_pairs_and_a_failure_is_left_to_them(tmp_path, workload, error):
     design = make_design(workload.engine, {"layout": ["contiguous"]}, workload.load_points, "one_at_a_time")
     matches = match_designs("tiny", design, design)
-    said, choices = [], {side: Launches(error) for side in ("base", "candidate")}
     build = SimpleNamespace(fresh=True, commit=SimpleNamespace(sha="1" * 40, changes=None))
-    side = Side("cmd", "serve", "serve")
-    opened = {
-        name: SimpleNamespace(side=side, name=name, choice=choice, build=build) for name, choice in choices.items()
-    }
+    targets, opened, said = [Mock(**{"start.side_effect": error}) for _ in SIDES], {}, []
+    for name, target in zip(SIDES, targets, strict=True):
+        choice = SimpleNamespace(runs_already=False, new_target=lambda target=target: target)
+        opened[name] = SimpleNamespace(side=Side("cmd", "serve", "serve"), name=name, choice=choice, build=build)
+    paired = PairedWorkload("tiny", opened, matches, {})
     if isinstance(error, ServerRefusedError):
         with pytest.raises(UsageError, match=r"page_size 7.*\{port\}"):
-            PairedWorkload("tiny", opened, matches, {}).compile(tmp_path, said.append)
+            paired.compile(tmp_path, said.append)
         return
-    PairedWorkload("tiny", opened, matches, {}).compile(tmp_path, said.append)
-    for choice in choices.values():
-        assert choice.launched == [match.base.settings for match in matches] and choice.stopped == 2
-    assert sum("ended with code 1" in line for line in said) == (4 if error else 0)
+    paired.compile(tmp_path, said.append)
     build.fresh = False  # compiled before
-    PairedWorkload("tiny", opened, matches, {}).compile(tmp_path, said.append)
-    assert len(choices["base"].launched) == 2
+    paired.compile(tmp_path, said.append)
+    for target in targets:
+        assert [call.args[0] for call in target.start.call_args_list] == [match.base.settings for match in matches]
+        assert target.stop.call_count == 2
+    assert sum("ended with code 1" in line for line in said) == (4 if error else 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from scipy import stats
 
 from kvbench.common.errors import UsageError
 from kvbench.history.drift import MARGINS
+from tests.support.git_repo import git, make_repo
 from tests.support.stored_runs import repeat, write_run
 from tests.unit.history.test_history_show import show, shown
 
@@ -57,36 +57,34 @@ def test_the_interval_is_welchs_on_logarithms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "base", "outcome", "code"),
+    ("metric", "factor", "base", "outcome", "code"),
     [
-        (0.94, STEADY, "drifted", 1),
-        (0.98, STEADY, "within", 0),
-        (1.30, STEADY, "within", 0),  # for the better
-        (0.98, [96.0, 100.0, 104.0], "unclear", 3),
-        (0.94, [90.0, 100.0, 110.0], "unclear", 3),  # beyond the margin, yet the repeats cannot tell it from none
-        (0.90, [100.0], "unclear", 3),  # one repeat has no spread
+        ("output_throughput", 0.94, STEADY, "drifted", 1),
+        ("output_throughput", 0.98, STEADY, "within", 0),
+        ("output_throughput", 1.30, STEADY, "within", 0),  # for the better
+        ("output_throughput", 0.98, [96.0, 100.0, 104.0], "unclear", 3),
+        # beyond the margin, yet the repeats cannot tell it from none
+        ("output_throughput", 0.94, [90.0, 100.0, 110.0], "unclear", 3),
+        ("output_throughput", 0.90, [100.0], "unclear", 3),  # one repeat has no spread
+        ("p95_ttft_ms", 1.12, STEADY, "drifted", 1),
+        ("p95_ttft_ms", 1.08, STEADY, "within", 0),
+        ("p95_ttft_ms", 0.80, STEADY, "within", 0),
     ],
 )
-def test_what_a_change_of_throughput_is_called(
-    tmp_path: Path, factor: float, base: list[float], outcome: str, code: int
-) -> None:
-    mark(write_run(tmp_path, 0, {"a-c3": base}), "v1")
-    write_run(tmp_path, 1, {"a-c3": scaled(factor, base)})
-    found = drift(tmp_path)
-    assert found["outcome"] == outcome
-    assert show(tmp_path, "--metric", "output_throughput", "--fail-on-drift")[0] == code
+def test_what_a_change_is_called(tmp_path, metric, factor, base, outcome, code) -> None:
+    for day, scale in enumerate((1.0, factor)):
+        numbers = enumerate(scaled(scale, base), 1)
+        repeats = [repeat(i, *((x, 100.0) if metric == "output_throughput" else (100.0, x))) for i, x in numbers]
+        run = write_run(tmp_path, day, {"a-c3": repeats})
+        if day == 0:
+            mark(run, "v1")
+    [series] = shown(tmp_path, "--metric", metric)["series"]
+    assert series["drift"]["outcome"] == outcome
+    assert show(tmp_path, "--metric", metric, "--fail-on-drift")[0] == code
 
 
-def test_a_longer_latency_is_the_worse_one_and_has_its_own_margin(tmp_path: Path) -> None:
+def test_margins_are_the_gates() -> None:
     assert MARGINS == {"output_throughput": 0.04, "p95_ttft_ms": 0.10, "p95_itl_ms": 0.06}
-
-    def repeats(ttft: float) -> list[dict]:
-        return [repeat(number, 100.0, ttft * wobble) for number, wobble in enumerate((0.999, 1.0, 1.001), 1)]
-
-    mark(write_run(tmp_path, 0, {"a-c3": repeats(100), "b-c3": repeats(100), "c-c3": repeats(100)}), "v1")
-    write_run(tmp_path, 1, {"a-c3": repeats(112), "b-c3": repeats(108), "c-c3": repeats(80)})
-    found = shown(tmp_path, "--metric", "p95_ttft_ms")["series"]
-    assert [series["drift"]["outcome"] for series in found] == ["drifted", "within", "within"]
 
 
 def test_the_release_is_the_newest_that_is_marked_and_counts(tmp_path: Path) -> None:
@@ -100,6 +98,9 @@ def test_the_release_is_the_newest_that_is_marked_and_counts(tmp_path: Path) -> 
     assert drift(tmp_path, "--release", "v1")["change"] == pytest.approx(-0.2)
     assert drift(tmp_path, "--last", "1")["release"] == "v2"  # --last changes what is shown, not what is compared
     assert drift(tmp_path, "--release", "0000000")["release_run"].endswith("-0000000")
+    for wrong in ("v7", "000", "--all"):
+        with pytest.raises(UsageError, match=f"'{wrong}'.* v2"):
+            show(tmp_path, f"--release={wrong}")
 
 
 def test_where_every_run_is_a_release_the_newest_is_compared_with_the_one_before(tmp_path: Path) -> None:
@@ -130,34 +131,18 @@ def test_without_a_release_of_the_same_machine_nothing_is_compared(
     assert show(tmp_path, "--fail-on-drift")[0] == 5
 
 
-def test_an_unknown_release_is_a_usage_error(tmp_path: Path) -> None:
-    mark(write_run(tmp_path, 0, {"a-c3": STEADY}), "v1")
-    for wrong in ("v7", "000", "--all"):
-        with pytest.raises(UsageError, match=f"'{wrong}'.* v1"):
-            show(tmp_path, f"--release={wrong}")
-
-
 def test_without_a_mark_it_is_the_newest_tag_of_the_repository_that_has_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repository = tmp_path / "repository"
-    repository.mkdir()
+    repository = make_repo(tmp_path / "repository", {})
     monkeypatch.chdir(repository)
-    for key in ("AUTHOR_NAME", "AUTHOR_EMAIL", "COMMITTER_NAME", "COMMITTER_EMAIL"):
-        monkeypatch.setenv(f"GIT_{key}", "n")
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
     shas = []
     for number in range(4):
-        monkeypatch.setenv("GIT_COMMITTER_DATE", f"2026-01-0{number + 1}T00:00:00Z")
-        git("commit", "-q", "--allow-empty", "-m", str(number))
-        shas.append(git("rev-parse", "HEAD"))
-        tag = (f"v1.{number}",) if number % 2 else ("-a", f"v1.{number}", "-m", "annotated")
-        git("tag", *tag)
-    git("tag", "nightly")
+        date = {"GIT_COMMITTER_DATE": f"2026-01-0{number + 1}T00:00:00Z"}
+        git(repository, "commit", "-q", "--allow-empty", "-m", str(number), **date)
+        git(repository, "tag", f"v1.{number}", *(() if number % 2 else ("-a", "-m", "annotated")), **date)
+        shas.append(git(repository, "rev-parse", "HEAD"))
+    git(repository, "tag", "nightly")
     for day, (sha, factor) in enumerate(zip(shas[:3], (1.0, 0.9, 0.5), strict=True)):
         write_run(tmp_path / "results", day, {"a-c3": scaled(factor)}, sha=sha)  # no run of v1.3
     dirty = {"git": {"sha": shas[3], "dirty": True}}

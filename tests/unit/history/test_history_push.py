@@ -47,6 +47,14 @@ def _push(clone: Path, *words: str, **env: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=clone, env=_environment(**env), capture_output=True, text=True, timeout=100)
 
 
+def _git_after(programs: Path, before: str) -> dict[str, str]:
+    """The environment in which git does ``before`` first, a shell's text; $REAL is the PATH of git itself."""
+    programs.mkdir()
+    (programs / "git").write_text(f'#!/bin/sh\n{before}\nPATH="$REAL" exec git "$@"\n')
+    (programs / "git").chmod(0o755)
+    return {"REAL": os.environ["PATH"], "PATH": f"{programs}:{os.environ['PATH']}"}
+
+
 def _manifests(remote: Path) -> dict[str, str]:
     names = git(remote, "ls-tree", "-r", "--name-only", BRANCH).splitlines()
     return {
@@ -77,15 +85,9 @@ def test_a_later_run_is_added_and_the_same_one_is_not(remote):
     assert _manifests(remote) == {"r1": "one", "r2": "two"}
     again = _push(later)
     assert again.returncode == 0 and "already" in again.stdout
+    done = _push(_clone(remote, "three", r1="changed", r3="three"))  # a run with other contents is refused
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (1, ["history/mixed/r1/manifest.json"])
     assert git(remote, "rev-list", "--count", BRANCH) == "2"
-
-
-def test_a_run_with_other_contents_is_refused(remote):
-    assert _push(_clone(remote, "one", r1="one")).returncode == 0
-    done = _push(_clone(remote, "two", r1="changed", r2="two"))
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[1:] == ["history/mixed/r1/manifest.json"]
-    assert _manifests(remote) == {"r1": "one"}
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["both make the branch", "the branch is there"])
@@ -94,16 +96,11 @@ def test_who_is_overtaken_begins_again(remote, there):
     if there:
         assert _push(_clone(remote, "zero", r0="zero")).returncode == 0
     mine, other = _clone(remote, "mine", r1="one"), _clone(remote, "other", r2="two")
-    programs = remote.parent / "bin"
-    programs.mkdir()
-    (programs / "git").write_text(
-        '#!/bin/sh\nif [ "$1" = push ] && mkdir "$ONCE" 2>/dev/null; then\n'
-        '  (cd "$OTHER" && unset GIT_INDEX_FILE && PATH="$REAL" bash "$SCRIPT" history) || exit 9\nfi\n'
-        'PATH="$REAL" exec git "$@"\n'
-    )
-    (programs / "git").chmod(0o755)
-    env = {"OTHER": str(other), "SCRIPT": str(SCRIPT), "ONCE": str(remote.parent / "once"), "REAL": os.environ["PATH"]}
-    done = _push(mine, PATH=f"{programs}:{os.environ['PATH']}", **env)
+    before = """if [ "$1" = push ] && mkdir "$ONCE" 2>/dev/null; then
+        (cd "$OTHER" && unset GIT_INDEX_FILE && PATH="$REAL" bash "$SCRIPT" history) || exit 9
+    fi"""
+    env = {"OTHER": str(other), "SCRIPT": str(SCRIPT), "ONCE": str(remote.parent / "once")}
+    done = _push(mine, **_git_after(remote.parent / "bin", before), **env)
     assert done.returncode == 0, done.stderr
     assert "try 1 of 10 was refused" in done.stderr
     assert _manifests(remote) == {**({"r0": "zero"} if there else {}), "r1": "one", "r2": "two"}
@@ -129,18 +126,12 @@ def test_what_cannot_be_done_is_said(remote):
 def test_the_token_goes_through_gits_credential_helper(remote):
     """Asked for the password of an https remote, git gets the token, and no command line holds it."""
     clone = _clone(remote, "job", r1="one")
-    programs, log = remote.parent / "bin", remote.parent / "log"
-    programs.mkdir()
-    (programs / "git").write_text(
-        '#!/bin/sh\necho "$@" >> "$LOG"\nif [ "$1" = ls-remote ]; then\n'
-        '  printf "protocol=https\\nhost=example.org\\n\\n" | PATH="$REAL" git credential fill >> "$LOG.told"\n'
-        "  exit 1\nfi\n"
-        'PATH="$REAL" exec git "$@"\n'
-    )
-    (programs / "git").chmod(0o755)
-    env = {"LOG": str(log), "REAL": os.environ["PATH"], "PATH": f"{programs}:{os.environ['PATH']}"}
-    assert (
-        _push(clone, KVBENCH_HISTORY_TOKEN="s3cret", HISTORY_REMOTE="https://example.org/x.git", **env).returncode == 4
-    )
+    log = remote.parent / "log"
+    before = r"""echo "$@" >> "$LOG"
+    if [ "$1" = ls-remote ]; then
+        printf "protocol=https\nhost=example.org\n\n" | PATH="$REAL" git credential fill >> "$LOG.told"; exit 1
+    fi"""
+    env = {"LOG": str(log), "KVBENCH_HISTORY_TOKEN": "s3cret", "HISTORY_REMOTE": "https://example.org/x.git"}
+    assert _push(clone, **_git_after(remote.parent / "bin", before), **env).returncode == 4
     assert "password=s3cret" in Path(f"{log}.told").read_text()
     assert "s3cret" not in log.read_text()
