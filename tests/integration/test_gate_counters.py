@@ -55,7 +55,7 @@ def python(*arguments: object, source: Path = ROOT, **environment: str) -> subpr
     ("file", "old", "new", "code", "words"),
     [
         ("kv/paged.py", "(len(seq.pages) - 1, -1, -1)", "(len(seq.pages) - 1, seq.index == 0, -1)", 1, "leaked"),
-        ("scheduling/scheduler.py", "budget, self._share)", "budget, self._share, 4 + hash('a') % 8)", 4, "between"),
+        ("scheduling/scheduler.py", "self._share)", "self._share, 4 + hash('share') % 8)", 4, "between"),
     ],
     ids=["leaks a page", "depends on a hash"],
 )
