@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvbench.calibration import cache as module
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
-from kvbench.cli.main import main
-from tests.support.sweep_parts import FAKE, Bench
+from tests.support.sweep_parts import Bench
 from tests.unit.calibration.test_calibration import taken
 
 WHY = "the load client does not keep up with the mock server"
@@ -31,27 +29,17 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
     return asked
 
 
-def sweep(bench: Bench, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[int, Path]:
-    """Exit code and folder of a sweep at 2, 3 and 6 users."""
-    for name, value in bench.environment().items():
-        monkeypatch.setenv(name, value)
-    path = bench.write(load={"concurrency": [2, 3, 6], "repeats": 1}, sweep={})
-    flags = ["--serve-cmd", f"{sys.executable} {FAKE}", "--output-dir", str(bench.results), "--no-report", *more]
-    with pytest.raises(SystemExit) as ended:
-        main(["sweep", str(path), *flags])
-    (folder,) = (bench.results / "tiny").iterdir()
-    return int(ended.value.code), folder
-
-
 def dones(folder: Path) -> dict[str, dict]:
     rows = [json.loads(p.read_text()) for p in folder.glob("cells/*/loads/*/done.json")]
     return {row["cell_id"].rsplit("-", 1)[-1]: row for row in rows}
 
 
-def test_a_sweep_calibrates_once_per_setting_and_believes_it(tmp_path, monkeypatch, measured, capsys) -> None:
-    code, folder = sweep(Bench(tmp_path), monkeypatch)
-    said = capsys.readouterr().out
-    assert code == 4, said
+def test_a_sweep_calibrates_once_per_setting_and_believes_it(tmp_path, measured) -> None:
+    bench = Bench(tmp_path)
+    path = bench.write(load={"concurrency": [2, 3, 6], "repeats": 1}, sweep={})
+    done = bench.sweep(str(path), "--no-report")
+    said, folder = done.stdout, bench.only_run()
+    assert done.returncode == 4, said
     at_first = [s.streams for s in measured if s.itl_ms == DEFAULT_ITL_MS]
     assert sorted(at_first) == [4, 16]
     assert len(set(measured)) == len(measured) > len(at_first)  # the fake server sends more chunks a second than that
@@ -69,10 +57,3 @@ def test_a_sweep_calibrates_once_per_setting_and_believes_it(tmp_path, monkeypat
     for name, row in loads.items():
         settings, metrics = CalibrationSettings(**row["calibration"]["settings"]), row["metrics"]
         assert 1.26 * settings.events_per_s >= metrics["client"]["chunks"] / metrics["duration_s"], name
-
-
-def test_a_sweep_without_it_says_so(tmp_path, monkeypatch, measured) -> None:
-    _, folder = sweep(Bench(tmp_path), monkeypatch, "--no-calibration", "--only", "*-c2")
-    assert measured == []
-    assert {row["calibration"] for row in dones(folder).values()} == {None}
-    assert json.loads((folder / "manifest.json").read_text())["calibration"] == {"left_out": True, "measured": []}

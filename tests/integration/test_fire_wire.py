@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from kvbench.requests.request import RequestSpec
 from tests.support.fire_wire import BROKEN, ENDLESS, LATE, TOKENS, WHOLE
-from tests.support.loads import ROOT, LoadRunner
+from tests.support.loads import LoadRunner, fake_server
 
 NAMES = [*BROKEN, *ENDLESS, *WHOLE]
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fire_server"],
-        stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "FIRE": "[]"},
-    )  # fmt: skip
-    try:
-        yield process.stdout.readline().split()[1]
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
+    with fake_server() as (_, url):
+        yield url
 
 
 @pytest.fixture(scope="module")

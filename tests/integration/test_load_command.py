@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -19,29 +19,15 @@ from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.loadtest.max_rate.search import CLIENT_LIMIT, INVALID
-from tests.support.loads import own_mock
-from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, alive
+from tests.support.loads import fake_server, free_port, own_mock, start_load
+from tests.support.sweep_parts import BUSY_MACHINE, ROOT, TINY, wait_until
 
 CACHING = ("--enable-prefix-caching", "--page-size", "4", "--max-model-len", "256")
 
 
-@contextmanager
-def fake_server(*flags, **env):
-    process = subprocess.Popen(
-        [sys.executable, str(FAKE), *CACHING, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, **env},
-    )  # fmt: skip
-    try:
-        yield process.stdout.readline().split()[1], process
-    finally:
-        process.kill()
-        process.wait(10)
-        process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def url():
-    with fake_server() as (url, _):
+    with fake_server(*CACHING) as (_, url):
         yield url
 
 
@@ -102,53 +88,37 @@ def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, wo
         load(workload, *words, "--num-prompts", 7, "--resume")
 
 
-def test_a_cap_is_shown_apart(url, workload, tmp_path, capsys):
-    out = tmp_path / "out"
-    words = ("--request-rate", "inf", "--max-concurrency", 1, "--num-prompts", 8, "--output-dir", out)
-    load(workload, "--url", url, *words)
-    kept = stored(out, "metrics.json")
-    assert complaints(kept) == [] and kept["request_rate"] == "inf" and kept["max_concurrency"] == 1
-    queued, ttft = (kept["metrics"][name] for name in ("client_queue_ms", "ttft_ms"))
-    assert 0 < queued["max"] < ttft["max"] and queued["mean"] > ttft["mean"] / 2
-    assert "queued in the client" in capsys.readouterr().out
-
-
-def test_warm_up_prompts_are_never_measured_and_a_dirty_cache_is_invalid(workload, tmp_path, capsys):
-    with fake_server(FAKE_FAULT="keep") as (url, _):  # its reset empties nothing
-        load(workload, "--url", url, "--num-warmups", 6, "--output-dir", tmp_path / "a")
-        assert complaints(stored(tmp_path / "a", "metrics.json")) == []
-        words, b = ("--url", url, "--output-dir", tmp_path / "b"), tmp_path / "b"
-        assert load(workload, *words) == 4
-        (reason,) = complaints(stored(b, "metrics.json"))
-        assert "it held prompts from before this load" in reason
-        assert "--resume" in capsys.readouterr().out
-        before = stored(b, "metrics.json")
-        assert load(workload, *words, "--resume") == 4  # measured again
-        assert stored(b, "metrics.json")["started_at"] >= before["ended_at"]
-
-
 def test_warm_ups_that_fail_are_sent_again_and_told(workload, tmp_path, capsys):
     out = tmp_path / "out"
-    with fake_server(FAKE_FAULT="fail:6") as (url, _):
+    with fake_server(*CACHING, fire=[{"path": "plain", "do": "status", "count": 6}]) as (_, url):
         load(workload, "--url", url, "--output-dir", out)
     kept = stored(out, "metrics.json")
     assert complaints(kept) == [] and kept["failed"] == 0
     assert (kept["warm_up"]["answered"], kept["warm_up"]["failures"]) == (4, 6)
-    assert "not yet" in kept["warm_up"]["last"] and stored(out)["warm_up"] == kept["warm_up"]
+    assert "under fire" in kept["warm_up"]["last"] and stored(out)["warm_up"] == kept["warm_up"]
     assert "warm-up: 4 of 4 requests were answered, after 6 failed attempts" in capsys.readouterr().out
 
 
 def test_a_server_that_answers_no_warm_up_ends_the_load_with_what_to_do(workload):
-    with fake_server(FAKE_FAULT="fail:1000") as (url, process):
-        with pytest.raises(MeasurementError, match=r"all 12 attempts .* 500: not yet.*--num-warmups 0"):
+    with fake_server(*CACHING, fire=[{"path": "plain", "do": "status"}]) as (process, url):
+        with pytest.raises(MeasurementError, match=r"all 12 attempts .*under fire: 500.*--num-warmups 0"):
             load(workload, "--url", url)
         assert process.poll() is None
+
+
+def test_a_search_whose_runs_are_invalid_says_how_to_go_on(url, workload, tmp_path, capsys, monkeypatch):
+    words = ("--url", url, "--find-max-rate", "p95_ttft<=9s", "--request-rate", 20, "--max-rate", 20)
+    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)  # nothing keeps that, however short it is
+    assert load(workload, *words, "--num-prompts", 4, "--run-seconds", 0, "--output-dir", tmp_path / "out") == 4
+    told = capsys.readouterr().out
+    assert "Not known whether any rate meets p95_ttft<=9s" in told and "--resume" in told
+    assert stored(tmp_path / "out")["status"] == "incomplete"
 
 
 def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measured(workload, tmp_path):
     out = tmp_path / "out"
     words = ("--max-concurrency", 8, "--num-prompts", 8, "--output-dir", out)
-    with fake_server(FAKE_FAULT="mute", FAKE_TOKEN_S="0.1") as (url, _):
+    with fake_server(*CACHING, FAKE_FAULT="mute", FAKE_TOKEN_S="0.1") as (_, url):
         assert load(workload, "--url", url, *words) == 4
     (reason,) = complaints(stored(out, "metrics.json"))
     assert "/metrics did not answer while the load ran" in reason
@@ -182,64 +152,47 @@ def test_a_server_that_fails_requests_is_to_be_mended_before_the_load_is_measure
 def test_a_models_query_reaches_a_server_that_lists_the_name_before_it(workload, tmp_path):
     with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (_, url):
         words = ("--url", url, "-o", "load.cache_state=steady", "--output-dir", tmp_path / "out")
-        load(workload, *words, "--model", "mock?ttft_ms=300&itl_ms=1")
-        assert stored(tmp_path / "out", "metrics.json")["metrics"]["ttft_ms"]["p50"] > 250
+        load(workload, *words, "--model", "mock?ttft_ms=300&itl_ms=10")
+        found = stored(tmp_path / "out", "metrics.json")["metrics"]
+        assert found["ttft_ms"]["p50"] > 250 and found["itl_ms"]["p50"] == pytest.approx(10, abs=7)
         with pytest.raises(UsageError, match="serves no model 'rock"):
             load(workload, *words, "--model", "rock?ttft_ms=30")
 
 
-def test_a_server_that_dies_leaves_an_incomplete_folder_that_another_goes_on_with(workload, tmp_path):
-    out = tmp_path / "out"
-    with fake_server(FAKE_FAULT="die:2") as (url, _), pytest.raises(MeasurementError):
-        load(workload, "--url", url, "--output-dir", out)
-    port = url.rsplit(":", 1)[1]
-    assert stored(out)["status"] == "incomplete" and not (out / "metrics.json").exists()
-    with fake_server("--port", port) as (again, _):
-        assert again == url
-        load(workload, "--url", url, "--output-dir", out, "--resume")
-    assert stored(out)["status"] == "complete" and complaints(stored(out, "metrics.json")) == []
-
-
-def test_an_interrupted_load_says_how_to_go_on_and_leaves_no_process(workload, tmp_path):
+@pytest.mark.parametrize(
+    ("server", "words", "begun", "number"),
+    [
+        (lambda: fake_server(FAKE_TOKEN_S="1"), ("--num-warmups", "0"), "spec.json", signal.SIGTERM),
+        (lambda: own_mock("--ttft-ms", "100000"), (), "manifest.json", signal.SIGINT),  # in the warm-up
+    ],
+)
+def test_an_interrupted_load_says_how_to_go_on_and_leaves_no_process(workload, tmp_path, server, words, begun, number):
+    """At once, though the server answers nothing."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "kvbench", "load", str(workload), "--no-calibration", "--output-dir", str(out)]
-    with fake_server(FAKE_TOKEN_S="1") as (url, _):
-        process = subprocess.Popen(
-            [*command, "--url", url, "--num-warmups", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        deadline = time.monotonic() + 60
-        while not (out / "spec.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    with server() as (_, url):
+        process = subprocess.Popen([*command, "--url", url, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        wait_until((out / begun).exists)
         time.sleep(0.5)
-        clients = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _runs(p, str(out / "spec.json"))]
-        process.send_signal(signal.SIGTERM)
-        told, _ = process.communicate(timeout=30)
-    assert process.returncode == 130 and "--resume" in told
-    assert stored(out)["status"] == "incomplete"
-    assert clients and not any(alive(pid) for pid in clients)
-
-
-def test_whoever_stops_a_warm_up_need_not_wait_for_the_server(workload, tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "kvbench", "load", str(workload), "--no-calibration", "--output-dir", str(out)]
-    with own_mock("--ttft-ms", "100000") as (_, url):
-        process = subprocess.Popen([*command, "--url", url], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 60
-        while not (out / "manifest.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
         told, _ = process.communicate(timeout=15)  # the workload's own time-out is 20 s
     assert process.returncode == 130 and "--resume" in told
+    assert stored(out)["status"] == "incomplete"
+    assert len(children) >= bool(words) and not psutil.wait_procs(children, timeout=5)[1]
 
 
-def _runs(process, word):
-    try:
-        return word.encode() in (process / "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
+def test_samples_that_cannot_be_written_are_a_sentence_and_the_load_is_resumed(url, workload, tmp_path):
+    out = tmp_path / "out"
+    words = (workload, "--url", url, "--num-prompts", 8, "--output-dir", out)
+    command = [sys.executable, "-m", "kvbench", "load", *map(str, words), "--no-calibration"]
+    small_files = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (5 * 1024, 5 * 1024))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=small_files)
+    assert done.returncode == 4 and "Traceback" not in done.stderr
+    assert f"{out}" in done.stderr and "File too large" in done.stderr and "--resume" in done.stderr
+    assert stored(out)["status"] == "incomplete" and not (out / "metrics.json").exists()
+    load(*words, "--resume")
+    assert stored(out)["status"] == "complete" and stored(out, "metrics.json")["completed"] == 8
 
 
 def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload, tmp_path, capsys):
@@ -251,7 +204,7 @@ def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload,
         "--find-max-rate", "p95_ttft<=150ms", "--request-rate", 20, "--max-concurrency", 1, "--num-prompts", 40,
         "--run-seconds", 0, "--tolerance", 0.5, "--output-dir", out,
     )  # fmt: skip
-    with fake_server(FAKE_TOKEN_S="0.02") as (url, _):
+    with fake_server(*CACHING, FAKE_TOKEN_S="0.02") as (_, url):
         code = load(workload, "--url", url, *words)
         found = stored(out, "search.json")
         if found["outcome"] in (INVALID, CLIENT_LIMIT):
@@ -272,40 +225,22 @@ def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload,
         assert found["answer"] in capsys.readouterr().out
 
 
-def test_a_search_whose_runs_are_invalid_says_how_to_go_on_and_takes_none_of_them(
-    url, workload, tmp_path, capsys, monkeypatch
-):
-    out = tmp_path / "out"
-    words = ("--url", url, "--find-max-rate", "p95_ttft<=9s", "--request-rate", 20, "--max-rate", 20)
-    words += ("--num-prompts", 4, "--run-seconds", 0, "--output-dir", out)
-    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)  # nothing keeps that, however short it is
-    assert load(workload, *words) == 4
-    told = capsys.readouterr().out
-    assert "Not known whether any rate meets p95_ttft<=9s" in told and "--resume" in told
-    assert [run["cause"] for run in stored(out, "search.json")["runs"]] == ["invalid"] * 3
-    assert stored(out)["status"] == "incomplete"
-    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", 1000.0)
-    load(workload, *words, "--resume")
-    again = stored(out, "search.json")["runs"]
-    before, _, _ = capsys.readouterr().out.partition("run 1:")
-    assert "not run again" not in before  # afterwards it may be said of the runs of this time
-    assert [run["run"] for run in again] == sorted(p.name for p in (out / "runs").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "--url is missing"),
-        (("--url", "nowhere"), "--url 'nowhere' is not a URL"),
-        (("--url", "http://127.0.0.1:9", "--resume"), "--resume goes with --output-dir"),
-        (("--url", "http://127.0.0.1:9", "--preset", "vlm"), "--preset 'vlm' is not known"),
-        (("--url", "http://127.0.0.1:9", "--find-max-rate", "fast"), "'fast' is no condition"),
-        (("--url", "http://127.0.0.1:9", "--find-max-rate", "goodput>=95%"), "needs an SLO"),
-        (("--url", "http://127.0.0.1:9", "--find-max-rate", "p95_ttft<=1s", "--request-rate", "inf"), "leave inf out"),
-        (("--url", "http://127.0.0.1:9"), "did not answer"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_sent_or_written(workload, tmp_path, words, said):
-    with pytest.raises(UsageError, match=said):
-        load(workload, *words, *(() if "--resume" in words else ("--output-dir", tmp_path / "out")))
-    assert not (tmp_path / "out").exists()
+def test_a_machine_that_only_leads_is_not_judged_but_its_workers_is(workload, tmp_path, monkeypatch, capsys):
+    """Of this process, any use of its machine by others is too much; the worker has the limits of a load."""
+    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)
+    port, out = str(free_port()), tmp_path / "out"
+    with fake_server(*CACHING) as (_, url):
+        worker = start_load("--worker", "--master-port", port)
+        try:
+            load(workload, "--url", url, "--master", "--bind-port", port, "--output-dir", out)
+            assert worker.wait(timeout=20) == 0
+        finally:
+            worker.kill()
+            worker.communicate()
+    kept, said = stored(out, "metrics.json"), capsys.readouterr().out
+    machine, (process,) = kept["machine"], kept["metrics"]["client"]["processes"]
+    assert machine["of"] == process["name"] and machine["with_leader"]
+    assert machine["foreign_cpu_cores"] == process["machine"]["foreign_cpu_cores"] is not None
+    assert f"other processes on the machine of {process['name']}, the most disturbed one, used" in said
+    assert not [reason for reason in kept["invalid_reasons"] if reason.startswith("other processes used")]
+    assert kept["calibration"] is None and "client: not calibrated" in said

@@ -67,11 +67,6 @@ def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (15 << 30, 16 << 30))
 
 
-def test_a_head_dim_beyond_the_backend_s_from_the_command_line(tmp_path: Path) -> None:
-    said = refusal("--model", config_file(tmp_path, head_dim=1024), "--device", "cpu", "--dtype", "float32")
-    assert "model 'odd'" in said and "head dim 1024" in said and "512" in said
-
-
 def test_torch_compile_without_a_compiler_from_the_command_line(tmp_path: Path) -> None:
     flags = ("--model", config_file(tmp_path), "--device", "cpu", "--torch-compile")
     said = refusal(*flags, CXX=str(tmp_path / "no-compiler"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))

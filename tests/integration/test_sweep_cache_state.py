@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 
@@ -22,9 +19,11 @@ from kvbench.sweep.block import BlockRunner
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
-from tests.support.sweep_parts import BUSY_MACHINE, FAKE, ROOT, TINY, Bench, complaints, finished, manifest
+from tests.support.loads import fake_server
+from tests.support.sweep_parts import BUSY_MACHINE, TINY, Bench, complaints, finished
 
 CACHING = ("--enable-prefix-caching", "--page-size", "4")
+NO_RESET = [{"path": "/reset_prefix_cache", "do": "status", "status": 404}]
 
 
 class Silent:
@@ -32,20 +31,6 @@ class Silent:
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: None
-
-
-@contextmanager
-def fake_server(fault="", *flags):
-    process = subprocess.Popen(
-        [sys.executable, str(FAKE), *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "FAKE_FAULT": fault},
-    )  # fmt: skip
-    try:
-        yield process.stdout.readline().split()[1]
-    finally:
-        process.terminate()
-        process.wait(10)
-        process.stdout.close()
 
 
 @pytest.fixture
@@ -71,7 +56,7 @@ def measure(tmp_path):
 
 
 def test_states_that_were_made_are_valid(measure):
-    with fake_server("", *CACHING) as url:
+    with fake_server(*CACHING) as (_, url):
         for state in ("primed", "cold", "primed", "steady"):  # each but the first meets prompts of the one before
             reasons, done = measure(url, cache_state=state)
             assert reasons == []
@@ -80,7 +65,7 @@ def test_states_that_were_made_are_valid(measure):
 
 
 def test_a_reset_that_is_left_out_is_caught(measure, monkeypatch):
-    with fake_server("", *CACHING) as url:
+    with fake_server(*CACHING) as (_, url):
         assert measure(url)[0] == []
         monkeypatch.setattr(server_state, "_reset", lambda target: True)
         reasons, done = measure(url)
@@ -89,24 +74,24 @@ def test_a_reset_that_is_left_out_is_caught(measure, monkeypatch):
 
 
 def test_a_warm_up_with_measured_prompts_is_caught(measure, monkeypatch):
-    with fake_server("keep", *CACHING) as url:  # its reset empties nothing
+    with fake_server(*CACHING, FAKE_FAULT="keep") as (_, url):  # its reset empties nothing
         assert measure(url, repeat=0)[0] == []  # the warm-up's prompts are others
     monkeypatch.setattr(warming, "_SEED", 0)
     monkeypatch.setattr(warming, "_shuffled", lambda request: list(request.prompt_token_ids))
-    with fake_server("keep", *CACHING) as url:
+    with fake_server(*CACHING, FAKE_FAULT="keep") as (_, url):
         (reason,) = measure(url, repeat=0)[0]
         assert "it held prompts from before this load" in reason
 
 
 def test_a_priming_that_had_no_effect_is_caught(measure):
-    with fake_server("forget", *CACHING) as url:
+    with fake_server(*CACHING, FAKE_FAULT="forget") as (_, url):
         assert measure(url, cache_state="cold")[0] == []
         (reason,) = measure(url, cache_state="primed")[0]
         assert "the shared prefixes were not in it" in reason
 
 
 def test_hits_without_caching_are_impossible_and_the_machine_of_a_load_is_recorded(measure):
-    with fake_server() as url:
+    with fake_server() as (_, url):
         reasons, done = measure(url)
     assert reasons == [] and done["prefix_cache_bounds"] == {"low": 0, "high": 0}
     machine = done["machine"]
@@ -116,7 +101,7 @@ def test_hits_without_caching_are_impossible_and_the_machine_of_a_load_is_record
 
 
 def test_a_server_that_cannot_empty_its_cache_is_measured_only_as_it_is(measure):
-    with fake_server("no_reset", *CACHING) as url:
+    with fake_server(*CACHING, fire=NO_RESET) as (_, url):
         reason = measure(url, cache_state="primed")[0][0]
         assert "the state of the prefix cache is not known" in reason and "cache_state: steady" in reason
         assert measure(url, cache_state="steady")[0] == []
@@ -124,7 +109,7 @@ def test_a_server_that_cannot_empty_its_cache_is_measured_only_as_it_is(measure)
 
 def test_a_server_of_ours_that_cannot_empty_its_cache_is_launched_for_each_load(tmp_path):
     """Nobody knew before: its first answer says so, and from then on a load that needs the cache cold has its own."""
-    bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1", "FAKE_FAULT": "no_reset"})
+    bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1", "FIRE": json.dumps(NO_RESET)})
     engine = TINY["engine"] | {"enable_prefix_caching": True}
     path = bench.write(engine=engine, sweep={}, load={"concurrency": [1, 2], "repeats": 2})
     done = bench.sweep(str(path), "--no-report")
@@ -141,21 +126,10 @@ def test_a_server_of_ours_that_cannot_empty_its_cache_is_launched_for_each_load(
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
 def test_a_contended_machine_makes_the_load_invalid(measure, monkeypatch):
     monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)  # however idle this machine is
-    with fake_server() as url:
+    with fake_server() as (_, url):
         _, done = measure(url)
     assert not done["valid"]
     assert any(reason.startswith("other processes used") for reason in done["invalid_reasons"])
-
-
-def test_a_reset_that_gets_no_answer_costs_one_load_and_not_the_sweep(tmp_path):
-    bench = Bench(tmp_path)
-    path = bench.write(sweep={})
-    spent = tmp_path / "spent"
-    done = bench.sweep(str(path), "--no-report", FAKE_FAULT="drop_reset", FAKE_FAULT_ONCE=str(spent))
-    assert done.returncode == 4 and spent.exists()
-    (failure,) = manifest(bench.only_run())["failures"]
-    assert "/reset_prefix_cache did not answer" in failure["reason"]
-    assert len(finished(bench.only_run())) == 1 and complaints(bench.only_run()) == []
 
 
 def test_a_target_that_is_gone_after_the_first_block_costs_the_others_and_not_the_sweep(tmp_path):
@@ -163,7 +137,7 @@ def test_a_target_that_is_gone_after_the_first_block_costs_the_others_and_not_th
     workload = load_workload(path, profile="cpu")
     _, blocks = plan_sweep(workload, ())
     folder = create_run(tmp_path / "results", "tiny", "none")
-    with fake_server() as url:
+    with fake_server() as (_, url):
         runner = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *a: None, lambda: None)
         assert runner.run_block(blocks[0])
     assert not runner.run_block(blocks[1])
@@ -176,7 +150,7 @@ def test_a_target_that_is_gone_after_the_first_block_costs_the_others_and_not_th
 def test_a_warm_up_that_hangs_is_a_measurement_error(tmp_path, monkeypatch):
     workload = load_workload(Bench(tmp_path).write(load={"timeout_s": 0.1}), profile="cpu")
     monkeypatch.setattr(warming, "_MARGIN_S", 0.0)
-    with fake_server() as url:
+    with fake_server() as (_, url):
         target = OpenAITarget(url)
         target.start({}, tmp_path / "log")
         target.complete = lambda *args: time.sleep(0.5)

@@ -6,14 +6,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 
 import pandas as pd
 import pytest
 
 from kvbench.common import foreign_cpu
-from tests.support.sweep_parts import FAKE, ROOT, Bench, alive, complaints, end, finished, manifest, wait_until
+from tests.support.loads import fake_server
+from tests.support.sweep_parts import FAKE, Bench, alive, complaints, end, finished, manifest, wait_until
 
 EITHER = (0, 4)  # other work on this machine may make loads invalid
 CELLS = ("paged-p16-c3", "contiguous-c3")
@@ -109,14 +109,6 @@ def test_the_manifest_says_what_was_measured_on_what(measured):
     assert found["command"][0] == "kvbench"
 
 
-def test_without_a_terminal_there_is_one_line_a_load_with_progress_and_time_left(measured):
-    _, _, done = measured
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [line.split("]")[0] for line in lines] == [f"[{n}/4" for n in range(1, 5)]
-    assert all("output tok/s" in line and "left)" in line for line in lines)
-    assert "report.html" in done.stdout
-
-
 def test_resuming_a_complete_run_measures_nothing_and_an_interrupted_report_is_not_half_there(
     measured, tmp_path, monkeypatch
 ):
@@ -145,10 +137,13 @@ def test_resume_refuses_another_workload_and_says_what_differs(measured):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_sweep_goes_on_with_what_is_left(bench, number):
+    """An impatient SIGINT comes twice."""
     path = bench.write(sweep={})
     process = bench.start(str(path), "--no-report", FAKE_TOKEN_S="0.03")
     wait_until(lambda: list(bench.results.glob("*/*/cells/*/loads/[0-9]*/done.json")))
     wait_until(lambda: list(bench.results.glob("*/*/cells/*/loads/running-*/spec.json")))  # in the middle of a load
+    if number == signal.SIGINT:
+        process.send_signal(number)
     code, output = end(process, number)
     run = bench.only_run()
     before = finished(run)
@@ -207,14 +202,54 @@ def test_a_server_that_dies_costs_its_load_only_and_resume_mends_it_from_any_fol
 
 def test_a_running_server_can_be_measured_as_it_is(bench):
     path = bench.write(load={"repeats": 1})
-    server = subprocess.Popen([sys.executable, str(FAKE)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        url = server.stdout.readline().split()[1]
+    with fake_server() as (server, url):
         done = bench.sweep(str(path), "--target", url + "/v1", "--no-report", fake=False)
         assert done.returncode in EITHER, done.stdout + done.stderr
         assert set(finished(bench.only_run())) == {("target-c2", "1")}
         assert server.poll() is None  # it is not ours to stop
-    finally:
-        server.terminate()
-        server.wait(10)
-        server.stdout.close()
+
+
+# fault: (repeats, options, exit code, what is said, loads that are measured, launches at most)
+START_FAULTS = {
+    "exit_at_start": (1, [], 4, ["exit code 1 before it was ready", "a library is missing"], 1, 2),  # the first time
+    "never_ready": (5, ["--start-timeout", "1"], 4, ["not ready after 1 s", "still loading", "nothing was"], 0, 2),
+    "refuse": (2, [], 2, ["error: kv_budget 1 is too small for this fake engine: raise kv_budget\n"], 0, 1),
+    "leak": (1, ["--only", "paged*"], 4, ["6 KV pages were still owned 0.5 s after the last request ended"], 1, 1),
+}
+
+
+@pytest.mark.parametrize("fault", START_FAULTS)
+def test_a_server_that_does_not_start_or_keeps_pages(bench, monkeypatch, fault):
+    monkeypatch.setattr("kvbench.measure.server_state.RELEASE_BOUND_S", 0.5)
+    repeats, options, code, said, loads, launches = START_FAULTS[fault]
+    path = str(bench.write(load={"repeats": repeats}))
+    env = {"FAKE_FAULT": fault, "FAKE_FAULT_ONCE": str(bench.folder / "spent")}
+    done = bench.sweep(path, "--no-report", *options, **env)
+    assert done.returncode == code and all(words in done.stdout + done.stderr for words in said)
+    assert len(list(bench.results.glob("*/*/cells/*/loads/[0-9]*/done.json"))) == loads
+    assert 1 <= len(bench.launches) <= launches and not any(alive(launch["pid"]) for launch in bench.launches)
+
+
+def test_each_value_of_a_sweep_is_a_launch_of_its_own_with_its_own_command(bench):
+    """page_size is passed to the mock server as the time between its chunks: what is measured must follow it."""
+    engine = {"layout": "paged", "page_size": 4, "kv_budget": "1MiB", "max_model_len": 256, "max_num_seqs": 8}
+    path = bench.write(engine=engine, sweep={"page_size": [4, 24]}, load={"repeats": 1, "cache_state": "steady"})
+    words = "--port {port} --vocab-size 512 --ttft-ms 5 --itl-ms {page_size}"
+    line = f"{sys.executable} -m kvbench mock-server {words}"
+    done = bench.sweep(str(path), "--no-report", "--serve-cmd", line, fake=False)
+    assert done.returncode in (0, 4), done.stdout + done.stderr
+    assert "model, kv_budget, max_model_len, max_num_seqs" in done.stdout  # which the command does not pass on
+    run = bench.only_run()
+    assert complaints(run) == []
+    tpot = {
+        cell: json.loads((run / "cells" / cell / "loads" / "1" / "done.json").read_text())["metrics"]["tpot_ms"]["p50"]
+        for cell in ("launched-p4-c2", "launched-p24-c2")
+    }
+    assert tpot["launched-p4-c2"] >= 3.0 and tpot["launched-p24-c2"] >= 20.0
+    assert tpot["launched-p4-c2"] < tpot["launched-p24-c2"]  # by how much is the machine's, too
+    facts = manifest(run)
+    assert facts["model"]["name"] == "mock"  # its own: it was not told another
+    assert facts["backend"] == "custom" and facts["serve_cmd"] == line
+    for size in (4, 24):
+        assert facts["servers"][f"launched-p{size}"]["server"]["command"][-2:] == ["--itl-ms", str(size)]
+    assert facts["servers"]["launched-p24"]["engine"] == {"page_size": 24}

@@ -7,10 +7,19 @@ Prints ``ready URL``. What it should do wrong comes from the environment, so tha
     FAKE_WEIGHTS      fingerprint of its weights (f00d)
     FAKE_LAUNCHES     a file to which each launch adds a line with its flags
     FAKE_FAULT        never_ready | exit_at_start | refuse | leak | die:N (in the Nth measured stream) |
-                      no_reset (/reset_prefix_cache is not there) | keep (it says 200 and empties nothing) |
-                      drop_reset (it closes the connection) | forget (only streams' prompts get into the cache) |
-                      mute (/metrics answers 503 while a stream runs) | fail:N (the first N completions: 500)
+                      keep (/reset_prefix_cache says 200 and empties nothing) |
+                      forget (only streams' prompts get into the cache) | mute (/metrics: 503 while a stream runs)
     FAKE_FAULT_ONCE   a file: the fault shows only while it does not exist yet; it is made when the fault shows
+    FIRE              rules by which any request can be answered wrongly, late or not at all: a JSON list, tried in
+                      order, of which the first that matches strikes:
+        path            the endpoint, e.g. "/metrics"; "stream" for completions that stream, "plain" for the others
+        first, count    the ordinal of the first request of that path which is struck (1), and how many are (all)
+        from_s          seconds after the first stream began before which the rule does not strike (0)
+        do              a fault of ``tests.support.fire_wire``, a signal, or ``status`` with the number of one;
+                        "mid_" before it: after two tokens of a stream
+        once_a_launch   a file: the rule belongs to the first server that strikes by it, which writes its pid there
+
+A prompt that is text and begins with "fire:" gets the answer of that name in ``tests.support.fire_wire``.
 """
 
 from __future__ import annotations
@@ -19,13 +28,16 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.support.fire_wire import strike, wire
 
 VOCAB_SIZE = 8192
 MODEL = "fake"
@@ -39,7 +51,6 @@ class FakeEngine:
         self.token_s = float(os.environ.get("FAKE_TOKEN_S", "0.002"))
         self.fault = fault()
         self.running = 0
-        self.asked = 0  # completions, whatever became of them
         self.streams = 0
         self.owned = 0
         self.prompt_tokens = 0
@@ -62,8 +73,6 @@ class FakeEngine:
 
     def reset(self) -> int:
         """The HTTP status."""
-        if self.fault == "no_reset":
-            return 404
         if self.running:
             return 409
         if self.fault != "keep":
@@ -213,25 +222,57 @@ async def answer(engine: FakeEngine, writer: asyncio.StreamWriter, path: str, bo
         case "/reset_prefix_cache":
             respond(writer, engine.reset(), {})
         case "/v1/completions":
-            engine.asked += 1
-            if engine.fault.startswith("fail:") and engine.asked <= int(engine.fault[5:]):
-                respond(writer, 500, "not yet")
-            else:
-                await complete(engine, writer, body)
+            await complete(engine, writer, body)
         case _:
             respond(writer, 404, {"error": {"message": f"no {path}"}})
 
 
-def serve_connection(engine: FakeEngine) -> Any:
+class Fire:
+    """The rules, and what is known of the requests so far."""
+
+    def __init__(self) -> None:
+        self.rules: list[dict[str, Any]] = json.loads(os.environ.get("FIRE", "[]"))
+        self.seen: dict[str, int] = {}
+        self.first_stream = math.inf
+
+    def rule_for(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The rule that strikes this request, which is counted."""
+        if path == "/v1/completions":
+            path = "stream" if body.get("stream") else "plain"
+        self.seen[path] = number = self.seen.get(path, 0) + 1
+        now = time.monotonic()
+        if path == "stream":
+            self.first_stream = min(self.first_stream, now)
+        return next((rule for rule in self.rules if self._strikes(rule, path, number, now)), None)
+
+    def _strikes(self, rule: dict[str, Any], path: str, number: int, now: float) -> bool:
+        since = number - rule.get("first", 1)
+        if rule["path"] != path or not 0 <= since < rule.get("count", math.inf):
+            return False
+        if rule.get("from_s") and now < self.first_stream + rule["from_s"]:
+            return False
+        if once := rule.get("once_a_launch"):
+            with contextlib.suppress(FileExistsError), open(once, "x") as file:
+                file.write(str(os.getpid()))
+            return Path(once).read_text() == str(os.getpid())
+        return True
+
+
+def serve_connection(engine: FakeEngine, fire: Fire) -> Any:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while request := await read_request(reader):
-                _, path, body = request
-                if path == "/reset_prefix_cache" and engine.fault == "drop_reset":
-                    spend()
-                    engine.fault = fault()
+                _, path, raw = request
+                body = json.loads(raw) if path == "/v1/completions" else {}
+                if rule := fire.rule_for(path, body):
+                    await strike(rule["do"], writer, rule.get("status", 500))
                     break
-                await answer(engine, writer, path, json.loads(body) if path == "/v1/completions" else {})
+                prompt = body.get("prompt")
+                if isinstance(prompt, str) and prompt.startswith("fire:"):
+                    if not await wire(prompt[5:], writer):
+                        break
+                    continue
+                await answer(engine, writer, path, body)
                 await writer.drain()
         writer.close()
 
@@ -240,7 +281,7 @@ def serve_connection(engine: FakeEngine) -> Any:
 
 async def run(flags: argparse.Namespace) -> None:
     engine = FakeEngine(flags)
-    server = await asyncio.start_server(serve_connection(engine), flags.host, flags.port)
+    server = await asyncio.start_server(serve_connection(engine, Fire()), flags.host, flags.port)
     port = server.sockets[0].getsockname()[1]
     if engine.fault == "never_ready":
         print("still loading", flush=True)
@@ -253,8 +294,7 @@ async def run(flags: argparse.Namespace) -> None:
     await stop.wait()
 
 
-def main(serve: Callable[[argparse.Namespace], Coroutine[Any, Any, None]] = run) -> int:
-    """The command line; ``serve`` is the server that the flags are for."""
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
@@ -272,7 +312,7 @@ def main(serve: Callable[[argparse.Namespace], Coroutine[Any, Any, None]] = run)
     if fault() == "refuse":
         print("error: kv_budget 1 is too small for this fake engine: raise kv_budget", file=sys.stderr)
         return 2
-    asyncio.run(serve(flags))
+    asyncio.run(run(flags))
     return 0
 
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
+import struct
 from collections.abc import Iterable
 from typing import Any
 
@@ -134,17 +138,22 @@ BROKEN = {  # (the kinds that may be counted, the bytes)
     "trailing": ("timeout malformed truncated", chunked(good(), end=b"0\r\n\r\nstray bytes")),
     "half_stream": ("truncated", chunked(good()[:2], end=b"")),
     "silent_close": ("dropped connection", b""),
+    "reset": ("dropped truncated connection", b""),
+    "switch": ("malformed", b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"),
 }
-ENDLESS = {  # the kind, and what ``Fire.strike`` calls it; 0.5 s and some MiB must be enough of it
-    "hang": ("timeout", "hang"),
-    "half_head": ("timeout", "half_head"),
-    "drip_head": ("timeout", "drip_head"),
-    "drip_body": ("timeout", "drip_body"),
-    "drip_length": ("timeout", "drip_length"),
-    "flood": ("too_long", "flood"),
-    "flood_length": ("too_long", "flood_length"),
-    "reset": ("dropped truncated connection", "reset"),
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+DRIP_S = 0.02
+ENDLESS = {  # the kind, how it begins, what follows for ever and how often [s]; 0.5 s and some MiB must be enough of it
+    "hang": ("timeout", b"", b"", 9),
+    "half_head": ("timeout", HEAD + b"content-le", b"", 9),
+    "drip_head": ("timeout", HEAD + b"x-drip: ", b"a", DRIP_S),
+    "drip_body": ("timeout", CHUNKED, b"1\r\n:\r\n", DRIP_S),
+    "drip_length": ("timeout", HEAD + b"content-type: text/plain\r\ncontent-length: 1000000\r\n\r\n", b"#", DRIP_S),
+    "flood": ("too_long", CHUNKED, b"10000\r\n" + b":" * 65536 + b"\r\n", 0),
+    "flood_length": ("too_long", HEAD + b"content-length: 1000000000000\r\n\r\n", b"#" * 65536, 0),
 }
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 LATE = {  # a right answer, and 20 ms later what nobody has asked for
     "stray": (chunked(good()), b"stray bytes\r\n\r\n"),
     "second_answer": (chunked(good()), chunked(good())),
@@ -152,26 +161,46 @@ LATE = {  # a right answer, and 20 ms later what nobody has asked for
 # The server hangs up after these, as it would after an answer it cannot have meant.
 CLOSING = (
     "not_http long_head no_head half_stream silent_close trailing long_chunk endless_size length_more length_digits "
-    "length_text length_negative status_word status_huge close_delimited"
+    "length_text length_negative switch status_word status_huge close_delimited"
 )
 
 
-async def wire(name: str, body: dict[str, Any], reader: Any, writer: asyncio.StreamWriter, fire: Any) -> bool:
-    """Answers with the fault ``name``; whether the connection is kept."""
-    late = b""
-    if name in WHOLE:
-        answer = WHOLE[name]
-    elif name in LATE:
-        answer, late = LATE[name]
-    elif name in ENDLESS:
-        answer = b""
+async def strike(fault: str, writer: asyncio.StreamWriter, status: int = 500) -> None:
+    """How a request ends that is not served; the connection is closed afterwards."""
+    if fault.startswith("mid_"):
+        fault = fault.removeprefix("mid_")
+        writer.write(chunked(good()[:2], end=b""))
+        await writer.drain()
+        await asyncio.sleep(0.02)
+    if fault in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault])
+    elif fault == "reset":  # RST in place of FIN
+        raw = writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+    elif fault == "status":
+        body = json.dumps({"error": {"message": f"under fire: {status}"}}).encode()
+        writer.write(sized(body, status=f"{status} Fire\r\nconnection: close", kind="application/json"))
+    elif fault in BROKEN:
+        writer.write(BROKEN[fault][1])
     else:
-        _, answer = BROKEN[name]
+        _, begins, piece, pause_s = ENDLESS[fault]
+        writer.write(begins)
+        while not writer.is_closing():
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+    await writer.drain()
+
+
+async def wire(name: str, writer: asyncio.StreamWriter) -> bool:
+    """Answers with the fault ``name``; whether the connection is kept."""
+    if name in ENDLESS or name == "reset":
+        await strike(name, writer)
+        return False
+    answer, late = LATE.get(name, (WHOLE[name] if name in WHOLE else BROKEN[name][1] if name in BROKEN else b"", b""))
     writer.write(answer)
     await writer.drain()
-    if name in ENDLESS:
-        await fire.strike({"do": ENDLESS[name][1]}, writer)
-        return False
     if late:
         await asyncio.sleep(0.02)
         writer.write(late)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvbench.requests.request import RequestSpec, write_requests
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
+FAKE = SUPPORT / "fake_engine_server.py"
 
 
 def stamps_of(url: str) -> dict[tuple[int, ...], dict]:
@@ -34,15 +36,41 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def own_mock(*flags: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A mock server that the test may kill, and its URL."""
-    command = [sys.executable, "-m", "kvbench.calibration.mock", "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+def served(command: list[str], **env: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A server that says ``ready URL`` and that the test may kill, and its URL."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **env})
     try:
         yield process, process.stdout.readline().split()[1]
     finally:
         process.kill()
         process.communicate()
+
+
+def own_mock(*flags: str, **env: str) -> contextlib.AbstractContextManager[tuple[subprocess.Popen, str]]:
+    """A mock server of one test."""
+    return served([sys.executable, "-m", "kvbench.calibration.mock", "--port", "0", *flags], **env)
+
+
+def fake_server(*flags: str, fire: Sequence[dict[str, Any]] = (), **env: str) -> Any:
+    """A fake engine server, struck by the rules ``fire``."""
+    return served([sys.executable, str(FAKE), *flags], FIRE=json.dumps(fire), **env)
+
+
+def requests_of(
+    count: int, tag: int, max_tokens: int = 5, spacing_s: float | None = None
+) -> list[RequestSpec]:
+    """``count`` requests whose prompts [tag, i] nobody else sends."""
+    arrivals = [None if spacing_s is None else i * spacing_s for i in range(count)]
+    return [RequestSpec(i, ("even", "odd")[i % 2], (tag, i), None, max_tokens, arrivals[i]) for i in range(count)]
+
+
+def start_load(*arguments: str, group: bool = False, wrapper: str = "", **env: str) -> subprocess.Popen:
+    """``python -m kvbench.load``, output captured; ``group``: in a process group of its own."""
+    return subprocess.Popen(
+        [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | env,
+        start_new_session=group,
+    )  # fmt: skip
 
 
 class LoadRunner:
@@ -68,15 +96,9 @@ class LoadRunner:
         (out / "spec.json").write_text(json.dumps(spec))
         return out / "spec.json"
 
-    def start(self, spec: Path) -> subprocess.Popen:
+    def start(self, spec: Path, **env: str) -> subprocess.Popen:
         """The load process, output captured."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "kvbench.load", str(spec)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+        return start_load(str(spec), **env)
 
     def run(self, requests: list[RequestSpec], name: str = "load", **fields: Any) -> Result:
         """The whole load."""

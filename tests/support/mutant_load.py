@@ -1,6 +1,6 @@
 """The load process with a client that is broken in one way, which the calibration or the load must notice.
 
-    python tests/support/mutant_load.py NAME SPEC.json
+    python tests/support/mutant_load.py NAME ARGUMENTS      as those of python -m kvbench.load
 
 The product knows nothing of this: the class of the session's clients is replaced before the load starts.
 """
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gevent  # noqa: E402
 
-from kvbench.load import client, process, samples, session  # noqa: E402
+from kvbench.load import client, process, session  # noqa: E402
 from kvbench.load.client import StreamingClient  # noqa: E402
 from kvbench.load.run import main  # noqa: E402
 
@@ -95,17 +95,6 @@ class Buffering(StreamingClient):
         self._connection.receive = whole_buffers
 
 
-class Truncating(StreamingClient):
-    """Loses the last read that carries a token."""
-
-    def exchange(self, *arguments):
-        raw = super().exchange(*arguments)
-        tokens = [i for i, data in enumerate(raw.chunks) if b"token_ids" in data and b"usage" not in data]
-        if tokens:
-            del raw.chunks[tokens[-1]], raw.times[tokens[-1]]
-        return raw
-
-
 def retry_what_was_dropped():
     """Sends again whatever came to nothing on a kept connection, as if the server had never had it."""
     client._CROSSED_S = float("inf")
@@ -130,32 +119,19 @@ def block_the_loop():
     process.Measuring.begin = begin_and_hold
 
 
-def swallow_cut_streams():
-    """What was cut off passes for a success."""
-    judge = session.judge
+def die_at_the_start():
+    """Its heartbeats go on, but nothing is measured."""
 
-    def lenient(*arguments, **options):
-        result = judge(*arguments, **options)
-        if result.chunk_times:
-            result.error_kind = result.error = None
-        return result
+    def out_of_files(*_):
+        raise OSError(24, "Too many open files")
 
-    session.judge = lenient
+    process.Measuring.begin = out_of_files
 
 
-def lose_requests():
-    """Every tenth request leaves no row."""
-    write = samples.write_samples
-    samples.write_samples = lambda path, rows, zero: write(path, [s for s in rows if s.request.index % 10], zero)
-
-
-CLIENTS = {
-    "slow": Slow, "buffering": Buffering, "truncating": Truncating, "early": Early, "stampless": Stampless,
-    "tardy": Tardy,
-}  # fmt: skip
+CLIENTS = {"slow": Slow, "buffering": Buffering, "early": Early, "stampless": Stampless, "tardy": Tardy}
 PATCHES = {
-    "swallowing": swallow_cut_streams, "losing": lose_requests, "blocked": block_the_loop,
-    "secretly retrying": retry_what_was_dropped, "none": lambda: None,
+    "blocked": block_the_loop, "secretly retrying": retry_what_was_dropped, "dying": die_at_the_start,
+    "none": lambda: None,
 }  # fmt: skip
 
 if __name__ == "__main__":

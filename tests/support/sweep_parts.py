@@ -19,9 +19,8 @@ import pytest
 import yaml
 
 from kvbench.cli.main import main
+from tests.support.loads import FAKE, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-FAKE = ROOT / "tests" / "support" / "fake_engine_server.py"
 # A busy test machine may make the client late and take cores from the server; that is not what is tested here.
 BUSY_MACHINE = ("the client", "other processes used", "the host took")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -17,7 +15,7 @@ from kvbench.calibration.mock.server import KEPT_STAMPS
 from kvbench.calibration.mock.settings import MockSettings
 from kvbench.cli.calibrate_client import calibrate_client
 from kvbench.cli.main import main
-from tests.support.loads import ROOT, stamps_of
+from tests.support.loads import own_mock, stamps_of
 
 TOKENS = 12
 
@@ -119,36 +117,6 @@ def test_what_else_it_serves(mock_url: str) -> None:
     assert whole["usage"]["completion_tokens"] == TOKENS
 
 
-def test_kvbench_load_measures_it(mock_url: str, tmp_path, capsys) -> None:
-    """The product's own load on the product's own mock: the client's figures are the schedule's."""
-    workload = tmp_path / "w.yaml"
-    workload.write_text(
-        "name: mock\nmodel: {config: llama-32m}\nengine: {kv_budget: 65MiB, max_model_len: 256}\n"
-        "load: {concurrency: [3], num_requests: 9, timeout_s: 20, cache_state: steady, prompts: {kind: synthetic, "
-        "classes: [{name: a, share: 1.0, prompt_tokens: [4, 16], output_tokens: [20, 20]}]}}\n"
-    )
-    with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "load",
-                str(workload),
-                "--url",
-                mock_url,
-                "--model",
-                "mock?itl_ms=10",
-                "--output-dir",
-                str(tmp_path / "out"),
-            ]
-        )
-    said = capsys.readouterr().out
-    kept = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert ended.value.code in (0, 4), said  # 4: other programs use this machine while the tests run
-    assert kept["completed"] == 9 and kept["failed"] == 0
-    assert kept["metrics"]["itl_ms"]["p50"] == pytest.approx(10, abs=7)
-    assert kept["calibration"] is None
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["calibration"]["left_out"] is True
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -166,18 +134,11 @@ def test_bad_options_are_a_sentence(capsys, flags: list[str], words: str) -> Non
 
 
 def test_sigterm_ends_it_with_streams_open() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvbench.calibration.mock", "--port", "0"], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        url = process.stdout.readline().split()[1]
+    with own_mock() as (process, url):
         body = json.dumps({"model": "mock?fault=stall", "prompt": [1], "max_tokens": 8, "stream": True}).encode()
         with urllib.request.urlopen(urllib.request.Request(url + "/v1/completions", body), timeout=5):
             process.terminate()
             assert process.wait(timeout=5) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_as_many_streams_as_the_command_takes_all_have_their_stamps() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvbench.load.completion import Completion
 from kvbench.load.connection import Address
 from kvbench.load.http import http_request
+from kvbench.load.launch import takes_priority
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec
@@ -43,6 +44,24 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SOME_KEY", " secret \n")
     head, _ = parts(RequestSpec(0, "a", (5, 6), None, 3), api_key_env="SOME_KEY")
     assert b"\r\nAuthorization: Bearer secret\r\n" in head
+
+
+@pytest.mark.parametrize(
+    ("settings", "info", "sent"),
+    [
+        ({"scheduling_policy": "priority"}, None, True),
+        ({"scheduling_policy": "fcfs"}, None, False),
+        ({}, None, False),
+        ({"target": "http://x"}, None, True),
+        ({"target": "http://x"}, {"engine": {"scheduling_policy": "fcfs"}}, False),
+    ],
+)
+def test_the_body_has_the_priority_only_where_the_server_takes_it(settings, info, sent):
+    takes = takes_priority(settings, info)
+    sent_with = (RequestSpec(0, "a", (5, 6), "two words", 3, priority=p) for p in (7, 0))
+    urgent, plain = (parts(request, send_priority=takes) for request in sent_with)
+    assert urgent[1].pop("priority", None) == (7 if sent else None)
+    assert urgent[1] == plain[1] and plain[1]["prompt"] == "two words"  # as text though its ids are known
 
 
 def test_history_is_spliced_where_the_server_told_it() -> None:

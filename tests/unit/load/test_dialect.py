@@ -77,10 +77,3 @@ def test_a_dialect_that_cannot_be_meant(fields, sentence):
     with pytest.raises(ValidationError) as error:
         Dialect.model_validate(fields)
     assert sentence in " ".join(explain(error.value, "dialect"))
-
-
-def test_presets_declare_only_what_their_servers_lack():
-    assert PRESETS["vllm"].dialect == OPENAI
-    assert PRESETS["sglang"].dialect == Dialect(return_token_ids=False)
-    for name in ("tgi", "transformers"):
-        assert not PRESETS[name].dialect.token_id_prompts and not PRESETS[name].dialect.ignore_eos

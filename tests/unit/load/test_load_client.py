@@ -36,14 +36,6 @@ def test_timeouts_are_told_apart(exchange: Exchange) -> None:
     assert long["end"] - long["ts"] > 1.4
 
 
-def test_refused_connection(exchange: Exchange) -> None:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"  # bound, but nobody listens
-        outcome = exchange([{"model": "mock", "prompt": [1], "max_tokens": 2}], url=url)[0][0]
-    assert outcome["error_kind"] == "refused"
-
-
 def test_success_carries_everything(exchange: Exchange, mock_url: str) -> None:
     """Each stamp is after its own send. With 40 ms between sends, it is also before the one after next."""
     job = {"model": "mock?ttft_ms=60&itl_ms=40&cached_tokens=3", "prompt": [11, 12, 13], "max_tokens": 9}
@@ -59,19 +51,6 @@ def test_success_carries_everything(exchange: Exchange, mock_url: str) -> None:
     assert all(t >= s for t, s in zip(times, sends, strict=True))
     late = sum(t > after for t, after in zip(times[:-2], sends[2:], strict=True))
     assert late <= 2  # a machine that is stolen from may pause; stamps taken at the end would all be late
-
-
-def test_chunks_of_several_tokens_and_writes_of_several_chunks(exchange: Exchange) -> None:
-    jobs = [
-        {"model": "mock?tokens_per_chunk=3", "prompt": [90, 0], "max_tokens": 8},
-        {"model": "mock?tokens_per_chunk=3", "prompt": [90, 1], "max_tokens": 8, "return_token_ids": False},
-        {"model": "mock?events_per_write=4&itl_ms=10", "prompt": [90, 2], "max_tokens": 8},
-    ]
-    several, unknown, burst = (outcomes[0] for outcomes in exchange(jobs))
-    assert several["ok"] and several["chunk_tokens"] == [3, 3, 2]
-    assert unknown["ok"] and unknown["chunk_tokens"] is None and len(unknown["chunk_times"]) == 3
-    assert burst["ok"] and len(set(burst["chunk_times"])) == 2  # two writes of four events, as the stamps say:
-    assert burst["coalesced"] == 0  # what was sent together may be read together
 
 
 def test_kept_connection_that_the_server_closed_is_opened_again(exchange: Exchange) -> None:

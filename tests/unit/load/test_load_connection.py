@@ -162,21 +162,16 @@ def test_what_is_no_address_is_a_sentence(url: str) -> None:
         Address.from_url(url)
 
 
-def connecting(monkeypatch: pytest.MonkeyPatch, connect: object) -> StreamFailure:
+def unknown(*arguments: object) -> None:
+    raise socket.gaierror(-2, "Name or service not known")
+
+
+@pytest.mark.parametrize(
+    ("connect", "kind", "told"),
+    [(unknown, "connection", "name:80"), (lambda *_: gevent.sleep(300), "connect_timeout", "0.1 s")],
+)
+def test_looking_up_the_name_is_part_of_connecting(monkeypatch: pytest.MonkeyPatch, connect, kind: str, told: str):
     monkeypatch.setattr(module.socket, "create_connection", connect)
     with pytest.raises(StreamFailure) as failed:
         open_connection(Address("name", 80, ""), Timeouts(connect=0.1), None)
-    return failed.value
-
-
-def test_a_name_that_is_none_is_a_failure_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*arguments: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    failure = connecting(monkeypatch, unknown)
-    assert (failure.kind, "name:80" in str(failure)) == ("connection", True)
-
-
-def test_looking_up_the_name_is_within_the_connection_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = connecting(monkeypatch, lambda *arguments: gevent.sleep(300))
-    assert failure.kind == "connect_timeout" and "0.1 s" in str(failure)
+    assert failed.value.kind == kind and told in str(failed.value)

@@ -44,31 +44,32 @@ def steady_url() -> Iterator[str]:
         yield url
 
 
-def command(folder: Path, *arguments: str) -> list[str]:
-    """Locust without a web UI, on the small workload in ``folder``."""
+def start(folder: Path, *arguments: str, number: int = 14) -> subprocess.Popen:
+    """Locust without a web UI, on the small workload."""
+    (folder / "small.yaml").write_text(WORKLOAD.replace("[6, 14]", f"[6, {number}]"))
     here = ["-f", str(ROOT / "kvbench/load/locustfile.py"), "--headless", "--only-summary", *arguments]
-    return [sys.executable, "-m", "locust", *here, "--kvbench-workload", str(folder / "small.yaml")]
+    return subprocess.Popen(
+        [sys.executable, "-m", "locust", *here, "--kvbench-workload", str(folder / "small.yaml")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
 
 
 def locust(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Locust without a web UI, on the small workload."""
-    (folder / "small.yaml").write_text(WORKLOAD)
-    return subprocess.run(
-        command(folder, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    """The whole test."""
+    running = start(folder, *arguments)
+    out, err = running.communicate(timeout=120)
+    return subprocess.CompletedProcess((), running.returncode, out, err)
+
+
+def two_processes() -> tuple[str, ...]:
+    port = str(free_port())
+    return ("--processes", "2", "--master-bind-port", port, "--master-port", port)
 
 
 def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_url: str, tmp_path: Path) -> None:
     """14 requests over 2 worker processes of Locust's: each sent once, each timed, all in the CSV."""
-    port = str(free_port())
-    place = ("--processes", "2", "--master-bind-port", port, "--master-port", port)
-    more = ("--csv", str(tmp_path / "out"), "--run-time", "50s", *place)
+    more = ("--csv", str(tmp_path / "out"), "--run-time", "50s", *two_processes())
     done = locust(tmp_path, "--host", steady_url, "--kvbench-at", "c4", *more)
     assert done.returncode == 0, done.stderr
     assert "used up" in done.stderr and "--run-time" in done.stderr  # why it ends before its time
@@ -100,18 +101,10 @@ def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_ur
 
 def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: str, tmp_path: Path) -> None:
     """30 requests at 2 users take over 3 s; to a worker that comes meanwhile Locust would deal users out, too."""
-    (tmp_path / "small.yaml").write_text(WORKLOAD.replace("[6, 14]", "[6, 30]"))
-    port = str(free_port())
-
-    def node(*words: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            command(tmp_path, "--host", steady_url, "--kvbench-at", "c4", *words),
-            stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-
+    port, options = str(free_port()), ("--host", steady_url, "--kvbench-at", "c4")
     of_master = ("--expect-workers", "1", "--users", "2", "--csv", str(tmp_path / "out"))
-    master = node("--master", "--master-bind-port", port, *of_master)
-    early = node("--worker", "--master-port", port)
+    master = start(tmp_path, *options, "--master", "--master-bind-port", port, *of_master, number=30)
+    early = start(tmp_path, *options, "--worker", "--master-port", port, number=30)
     while len(stamps_of(steady_url)) < 2:
         time.sleep(0.05)
     with RawWorker(port) as late:
@@ -132,16 +125,9 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_test_ends_with_the_server(tmp_path: Path, processes: int) -> None:
-    (tmp_path / "small.yaml").write_text(WORKLOAD.replace("[6, 14]", "[6, 5000]"))
-    more = ["--kvbench-at", "c4"]
-    if processes > 1:
-        port = str(free_port())
-        more += ["--processes", str(processes), "--master-bind-port", port, "--master-port", port]
+    more = two_processes() if processes > 1 else ()
     with own_mock("--ttft-ms", "5", "--itl-ms", "5") as (server, url):
-        running = subprocess.Popen(
-            command(tmp_path, "--host", url, *more), stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        running = start(tmp_path, "--host", url, "--kvbench-at", "c4", *more, number=5000)
         while len(stamps_of(url)) < 50:
             assert running.poll() is None
             time.sleep(0.05)
@@ -164,10 +150,3 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], w
     said = [line for line in done.stderr.splitlines() if line.startswith("kvbench: ")]
     assert len(said) == 1 and words in said[0]
     assert "Traceback" not in done.stderr and "Ramping" not in done.stderr and done.stdout == ""
-
-
-def test_workers_that_find_no_server_fail_the_test(tmp_path: Path) -> None:
-    port = str(free_port())
-    place = ("--processes", "2", "--master-bind-port", port, "--master-port", port)
-    done = locust(tmp_path, "--host", "http://127.0.0.1:9", "--kvbench-at", "c4", *place)
-    assert done.returncode != 0 and "did not answer" in done.stderr and "used up" not in done.stderr

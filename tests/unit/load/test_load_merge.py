@@ -15,6 +15,7 @@ from kvbench.load.multi.clock import ClockMap, Reading, clock_map
 from kvbench.load.multi.merge import (
     Member,
     calibration_reasons,
+    judge_workers,
     machine_reports,
     merged_client,
     samples_from_bytes,
@@ -190,6 +191,13 @@ def test_what_the_load_itself_uses_on_a_machine_is_not_foreign_to_it() -> None:
     assert machine_reports(workers[:2], None, 0.05)["worker 1"]["foreign_cpu_cores"] == pytest.approx(0.65)
     beside = on("a", 2, report(0.1, client=2.0))
     assert machine_reports([workers[0], beside], None, 0.0)["worker 1"]["foreign_cpu_cores"] == 0.0
+
+
+def test_a_worker_whose_machine_others_used_makes_the_load_invalid() -> None:
+    client: dict[str, Any] = {"processes": [{}]}
+    (said,) = judge_workers([on("a", 1, report(1.5))], client, 10.0, "b", 0.0)
+    assert said.startswith("worker 1: other processes used 1.50 of a core")
+    assert (client["machine"]["foreign_cpu_cores"], client["machine"]["with_leader"]) == (1.5, False)
 
 
 def test_the_worst_machine_is_told() -> None:

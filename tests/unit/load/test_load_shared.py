@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import psutil
 import pytest
@@ -19,21 +19,18 @@ import pytest
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.foreign_cpu import MachineWatch, ServerProcess
 from kvbench.requests.request import RequestSpec
-from tests.support.loads import ROOT, SUPPORT, LoadRunner, Result, free_port, stamps_of
+from tests.support.loads import ROOT, SUPPORT, LoadRunner, Result, free_port, requests_of, stamps_of, start_load
 from tests.support.raw_worker import RawWorker
 
 LIMIT_S = 120  # far beyond what each needs, so that a busy machine passes
 
 
-def requests(count: int, tag: int, max_tokens: int = 5, spacing_s: float | None = None) -> list[RequestSpec]:
-    """``count`` requests whose prompts [tag, i] nobody else sends; the last 8 are two sessions of four turns."""
-    rows = []
-    for i in range(count):
-        alone = i < count - 8
-        turn = 0 if alone else (i - count + 8) // 2
-        arrival = None if spacing_s is None or turn else i * spacing_s
-        name, session = "odd" if i % 2 else "even", None if alone else i % 2
-        rows.append(RequestSpec(i, name, (tag, i), None, max_tokens, arrival, session=session, turn=turn))
+def requests(count: int, tag: int, **fields: Any) -> list[RequestSpec]:
+    """The last 8 are two sessions of four turns."""
+    rows = requests_of(count, tag, **fields)
+    for k, row in enumerate(rows[-8:]):
+        arrival = None if k > 1 else row.arrival_s
+        rows[count - 8 + k] = dataclasses.replace(row, session=k % 2, turn=k // 2, arrival_s=arrival)
     return rows
 
 
@@ -42,24 +39,15 @@ def endless(loads: LoadRunner, tag: int, **fields: Any) -> Path:
     return loads.spec(requests(1000, tag, max_tokens=20), model="mock?itl_ms=20", **fields)
 
 
-def start(*arguments: str, group: bool = False, wrapper: str = "", **variables: str) -> subprocess.Popen:
-    """A load process of its own; ``group``: and its process group."""
-    return subprocess.Popen(
-        [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | variables,
-        start_new_session=group,
-    )  # fmt: skip
-
-
 def master_of(spec: Path, workers: int, arrive_s: float = 60.0, **variables: str) -> tuple[subprocess.Popen, str]:
     """A master on a free port, and that port as it says it."""
     place = ("--bind-port", "0", "--arrive-timeout", str(arrive_s))
-    process = start(str(spec), "--master", "--expect-workers", str(workers), *place, **variables)
+    process = start_load(str(spec), "--master", "--expect-workers", str(workers), *place, **variables)
     return process, str(json.loads(process.stdout.readline())["port"])
 
 
 def worker_of(port: str, **more: str) -> subprocess.Popen:
-    return start("--worker", "--master-port", port, **more)
+    return start_load("--worker", "--master-port", port, **more)
 
 
 def ended(process: subprocess.Popen, folder: Path) -> Result:
@@ -153,7 +141,6 @@ def test_a_worker_with_another_clock_is_put_on_the_masters(loads: LoadRunner) ->
     ("remote", "do", "why"),
     [
         (False, "kill", "its process ended (signal 9)"),
-        (False, "suspend", "its heartbeats stopped"),
         (True, "kill", "its heartbeats stopped"),
     ],
 )
@@ -202,7 +189,7 @@ def test_a_killed_master_leaves_no_worker_behind(loads: LoadRunner) -> None:
 def test_a_stop_of_the_whole_group_keeps_what_was_measured(loads: LoadRunner) -> None:
     """As kvbench stops its load process: SIGTERM to the group, so to master and workers at once."""
     spec = endless(loads, 7500, processes=2)
-    master = start(str(spec), group=True)
+    master = start_load(str(spec), group=True)
     wait_for(master)
     workers = psutil.Process(master.pid).children()
     os.killpg(master.pid, signal.SIGTERM)
@@ -227,16 +214,20 @@ def test_a_worker_stopped_during_the_load_ends_it_and_the_others_say_why(loads: 
     assert "was stopped by SIGINT" in said and "was stopped by SIGINT" in other_said
 
 
-def test_workers_that_do_not_come_are_not_waited_for_without_end(loads: LoadRunner) -> None:
+@pytest.mark.parametrize(("stop", "code"), [(False, 4), (True, 143)])
+def test_workers_that_do_not_come_are_not_waited_for_without_end(loads: LoadRunner, stop: bool, code: int) -> None:
     spec = loads.spec(requests(20, tag=7650), model="mock")
-    result = ended(master_of(spec, 2, arrive_s=0.5)[0], spec.parent)
-    assert result.code == 4 and "0 of 2 workers came within 0.5 s" in result.stderr
-    assert "Traceback" not in result.stderr
+    master, _ = master_of(spec, 2, arrive_s=60.0 if stop else 0.5)
+    if stop:
+        master.terminate()
+    result = ended(master, spec.parent)
+    assert result.code == code and (stop or "0 of 2 workers came within 0.5 s" in result.stderr)
+    assert "Traceback" not in result.stderr and not (spec.parent / "load.json").exists()
 
 
 def test_more_workers_than_users_is_a_sentence(loads: LoadRunner) -> None:
     spec = loads.spec(requests(20, tag=7700), model="mock", concurrency=2)
-    code, said = said_by(start(str(spec), "--master", "--expect-workers", "3", "--bind-port", "0"))
+    code, said = said_by(start_load(str(spec), "--master", "--expect-workers", "3", "--bind-port", "0"))
     assert code == 2 and "3 workers are too many" in said and "at most 2" in said
 
 
@@ -251,7 +242,7 @@ def test_a_worker_that_waits_for_its_master_can_be_stopped() -> None:
 
 @pytest.mark.parametrize("host", ["nosuch.invalid", "a..b"])
 def test_a_master_whose_name_nobody_knows_is_not_waited_for(host: str) -> None:
-    code, said = said_by(start("--worker", "--master-host", host))
+    code, said = said_by(start_load("--worker", "--master-host", host))
     assert code == 2 and f"--master-host '{host}'" in said
 
 
@@ -259,34 +250,27 @@ def test_a_worker_whose_measuring_dies_ends_the_load_with_its_error(loads: LoadR
     """Its heartbeats go on: only what it says of the load tells that it is over."""
     spec = loads.spec(requests(20, tag=8950), model="mock")
     master, port = master_of(spec, 1)
-    place = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.DEVNULL}
-    worker = subprocess.Popen([sys.executable, str(SUPPORT / "dying_worker.py"), port], **place)
-    try:
-        result = ended(master, spec.parent)
-        assert worker.wait(LIMIT_S) == 4
-    finally:
-        worker.kill()
+    command = [sys.executable, str(SUPPORT / "mutant_load.py"), "dying", "--worker", "--master-port", port]
+    worker = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    result = ended(master, spec.parent)
+    assert worker.wait(LIMIT_S) == 4
     assert result.code == 4 and result.load["incomplete"]
     why = "OSError(24, 'Too many open files')"
     assert why in result.stderr and why in " ".join(result.load["invalid_reasons"])
 
 
-def scripted(raw: RawWorker, last: str, **machine: Any) -> None:
-    """A worker that measures nothing: it answers every message until ``last``, and says that its streams ended."""
+def scripted(raw: RawWorker) -> None:
+    """A worker that measures nothing: it answers what comes before its samples, and says that its streams ended."""
     answers = {
         "kvbench_clock": {"t2": 1.0, "t3": 1.0},
         "kvbench_shard": {},
         "kvbench_start": {"left_s": 1.0},
-        "kvbench_samples": {
-            "samples": msgpack.packb([]), "lags": b"", "clocked": {}, "mismatches": 0, "machine": machine or None,
-        },
-    }  # fmt: skip
+    }
     for kind, _ in raw.heard(LIMIT_S):
         if kind in answers:
             raw.say(kind, answers[kind])
         if kind == "kvbench_start":
             raw.say("kvbench_ended", {"done": 10, "failed": 0, "gone": None, "signal": 0, "error": None})
-        if kind == last:
             return
 
 
@@ -296,7 +280,7 @@ def test_a_worker_lost_between_its_last_stream_and_its_samples_is_told(loads: Lo
     real = worker_of(port)
     with RawWorker(port) as raw:
         raw.join()
-        scripted(raw, last="kvbench_start")
+        scripted(raw)
         result = ended(master, spec.parent)
     assert result.code == 4 and "on raw) was lost: " in result.stderr
     load = result.load
@@ -304,20 +288,6 @@ def test_a_worker_lost_between_its_last_stream_and_its_samples_is_told(loads: Lo
     assert load["completed"] == len(result.samples) == 10
     assert "10 requests were never finished" in " ".join(load["invalid_reasons"])
     assert said_by(real)[0] == 4
-
-
-def test_a_worker_whose_machine_others_used_makes_the_load_invalid(loads: LoadRunner) -> None:
-    spec = loads.spec(requests(20, tag=8970), model="mock")
-    master, port = master_of(spec, 1)
-    known = {"foreign_cpu_cores": 1.5, "steal_share": 0.0, "client_cpu_cores": 0.2, "seconds": 10.0}
-    with RawWorker(port) as raw:
-        raw.join()
-        scripted(raw, last="kvbench_end", **known)
-        result = ended(master, spec.parent)
-    said = [reason for reason in result.load["invalid_reasons"] if "other processes used 1.50 of a core" in reason]
-    assert len(said) == 1 and said[0].startswith("worker 1 of 1")
-    machine = result.load["client"]["machine"]
-    assert machine["foreign_cpu_cores"] == 1.5 and machine["with_leader"] is False
 
 
 def test_a_master_has_its_workers_calibrated_first(loads: LoadRunner) -> None:
@@ -347,3 +317,59 @@ def test_a_worker_that_is_stopped_takes_its_calibration_along(loads: LoadRunner)
     outcome = ended(master, spec.parent)
     assert outcome.code == 4 and "it went away" in outcome.stderr
     assert not (spec.parent / "load.json").exists()
+
+
+TOKEN = {"KVBENCH_LOAD_TOKEN": "right"}
+
+
+def disturb(raw: RawWorker) -> None:
+    """No messages; then a stranger's own statistics, an exception, a stop, all without having been let in."""
+    for frame in (b"\xc1", b"\x90", b"", b"\x93\xa4spam\xc0\x01"):
+        raw.send_bytes(frame)
+    raw.say("kvbench_join", [1, 2])
+    raw.say("kvbench_join", {"proof": 7, "version": {}})
+    entry = {"name": "x", "method": "POST", "num_requests": 1000}
+    raw.say("stats", {"stats": [], "stats_total": entry, "errors": {}, "user_classes_count": {}})
+    for kind in ("spawning", "spawning_complete", "heartbeat", "client_stopped", "exception", "quit", "kvbench_ended"):
+        raw.say(kind, {"state": "ready", "current_cpu_usage": 0.0, "user_classes_count": {"ClosedLoopUser": 3}})
+
+
+def test_strangers_before_and_during_the_load_do_it_no_harm(loads: LoadRunner) -> None:
+    """Two wanted workers; beside them one with another token, one that leaves again, one too many, and garbage."""
+    spec = loads.spec(requests(80, tag=8000), model="mock?ttft_ms=100")
+    master, port = master_of(spec, 2, **TOKEN)
+    stranger = worker_of(port, KVBENCH_LOAD_TOKEN="wrong")
+    with RawWorker(port, "wrong") as before, RawWorker(port, "right") as leaving, RawWorker(port, "right") as surplus:
+        disturb(before)
+        assert "KVBENCH_LOAD_TOKEN" in before.join()["error"]
+        assert leaving.join().keys() == {"proof"}
+        leaving.say("quit")
+        code, said = said_by(stranger)
+        assert code == 4 and "another KVBENCH_LOAD_TOKEN" in said
+        workers = [worker_of(port, **TOKEN) for _ in range(2)]
+        wait_for(master, done=4)
+        assert "all its workers" in surplus.join()["error"]
+        disturb(surplus)
+        result = ended(master, spec.parent)
+    assert result.code == 0, result.stderr
+    assert [w.wait(LIMIT_S) for w in workers] == [0, 0]
+    assert result.samples["ok"].all() and len(result.samples) == 80
+    assert result.load["locust"] == {"num_requests": 80, "num_failures": 0}
+    assert sorted(p["name"][:13] for p in result.load["client"]["processes"]) == ["worker 1 of 2", "worker 2 of 2"]
+    written = "".join(path.read_text(errors="ignore") for path in spec.parent.iterdir())
+    assert "right" not in written + result.stderr + result.stdout + said and "Traceback" not in result.stderr
+
+
+def test_nobody_speaks_for_another(loads: LoadRunner) -> None:
+    """A stranger that knows a worker's name says that it has stopped, and answers in its place."""
+    spec = loads.spec(requests(8, tag=8400), model="mock")
+    master, port = master_of(spec, 1, **TOKEN)
+    with RawWorker(port, "right") as member, RawWorker(port, "wrong") as liar:
+        assert "error" not in member.join()
+        assert next(kind for kind, _ in member.heard(LIMIT_S) if kind != "heartbeat") == "kvbench_clock"
+        liar.say("quit", None, node=member.node)
+        liar.say("kvbench_clock", {"t2": 0.0, "t3": 0.0}, node=member.node)
+        assert list(liar.heard(0.5)) == []
+        member.say("kvbench_clock", {"error": "this is the member's own word"})
+        result = ended(master, spec.parent)
+    assert result.code == 4 and "this is the member's own word" in result.stderr

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import socket
 import ssl
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +15,7 @@ import pytest
 from kvbench.calibration.mock.process import self_signed
 from kvbench.load.http import authorization, tls_context
 from kvbench.requests.request import RequestSpec
-from tests.support.loads import ROOT, LoadRunner
+from tests.support.loads import LoadRunner, own_mock
 from tests.support.raw_server import raw_server, read_request
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make a certificate with")
@@ -40,15 +36,8 @@ def pems(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def secure_url(pems: tuple[Path, Path]) -> Iterator[str]:
     """A mock server that speaks TLS and wants a key."""
     flags = ["--tls-cert", str(pems[0]), "--tls-key", str(pems[1]), "--api-key-env", "MOCK_KEY"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvbench.calibration.mock", "--ttft-ms", "5", "--itl-ms", "1", *flags],
-        stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "MOCK_KEY": KEY},
-    )  # fmt: skip
-    try:
-        yield process.stdout.readline().split()[1]
-    finally:
-        process.terminate()
-        assert process.wait(timeout=10) == 0
+    with own_mock("--ttft-ms", "5", "--itl-ms", "1", *flags, MOCK_KEY=KEY) as (_, url):
+        yield url
 
 
 def test_a_load_through_tls_with_a_key(
@@ -137,11 +126,3 @@ def test_a_key_or_an_authority_that_is_not_there_is_a_sentence(tmp_path: Path) -
         tls_context(ca_file=str(tmp_path / "none.pem"))
     with pytest.raises(ValueError, match="KVBENCH_NO_SUCH_KEY: this variable holds no key"):
         authorization("KVBENCH_NO_SUCH_KEY")
-
-
-def test_the_mock_server_serves_https(secure_url: str, pems: tuple[Path, Path]) -> None:
-    context = ssl.create_default_context(cafile=str(pems[0]))
-    with urllib.request.urlopen(secure_url + "/health", timeout=5, context=context) as answer:
-        assert answer.status == 200
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(secure_url + "/v1/models", timeout=5, context=context)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -29,12 +27,10 @@ def conversations(
         ids: tuple[int, ...] = ()
         for turn in range(turns):
             ids += (tag, session, 100 + turn)
-            found.append(
-                RequestSpec(
-                    len(found), "a", ids, None, 5, arrivals[session] if arrivals and not turn else None,
-                    session=session, turn=turn, think_s=0.03 * turn, new_tokens=3 if turn and new_tokens else 0,
-                )
-            )  # fmt: skip
+            more = {"session": session, "turn": turn, "think_s": 0.03 * turn}
+            more |= {"new_tokens": 3 if turn and new_tokens else 0}
+            arrival = arrivals[session] if arrivals and not turn else None
+            found.append(RequestSpec(len(found), "a", ids, None, 5, arrival, **more))
             ids += (90,) * 5
     return found
 
@@ -147,10 +143,3 @@ def test_a_failed_turn_ends_its_session_and_nothing_is_lost(loads: LoadRunner) -
     assert (result.load["completed"], result.load["failed"], result.load["incomplete"]) == (0, 3, False)
     assert [r for r in stamps_of(loads.url) if r[0] == 707] == [(707, 0, 100), (707, 1, 100), (707, 2, 100)]
     assert result.load["locust"] == {"num_requests": 9, "num_failures": 9}
-
-
-def test_a_session_with_a_turn_missing_is_refused(loads: LoadRunner) -> None:
-    sent = [dataclasses.replace(r, turn=r.turn * 2) for r in conversations(708, sessions=1, turns=2)]
-    result = loads.run(sent, concurrency=1)
-    assert result.code == 2
-    assert "session 0 has the turns [0, 2]" in result.stderr

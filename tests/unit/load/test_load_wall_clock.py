@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvbench.requests.request import RequestSpec
-from tests.support.loads import ROOT, LoadRunner, Result, stamps_of
+from tests.support.loads import LoadRunner, Result, requests_of, stamps_of
 
 STEP_S = 7200
 # Runs in every process below: from the moment that the file is there, the wall clock is ahead, and with it the moments
@@ -38,16 +34,8 @@ def test_a_stepped_wall_clock_spoils_nothing_and_is_told(loads: LoadRunner, tmp_
     site, flag, tag, count = tmp_path / "site", tmp_path / "flag", 7900 + processes, 48
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)
-    sent = [RequestSpec(i, "c", (tag, i), None, 20) for i in range(count)]
-    spec = loads.spec(sent, model="mock?itl_ms=10", concurrency=4, processes=processes)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvbench.load", str(spec)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(site), "STEP_FLAG": str(flag)},
-    )
+    spec = loads.spec(requests_of(count, tag, 20), model="mock?itl_ms=10", concurrency=4, processes=processes)
+    process = loads.start(spec, PYTHONPATH=str(site), STEP_FLAG=str(flag))
     lines = []
     for line in process.stdout:
         lines.append(line)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 
-import httpx
 import pytest
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
 from kvbench.load import launch as loadrun
-from kvbench.load.client import Address
-from kvbench.load.http import http_request
 from kvbench.load.spec import LoadSpec
-from kvbench.requests.request import RequestSpec
-from kvbench.targets.base import Target
 from kvbench.workload.design import load_point
 from kvbench.workload.load_section import LoadConfig
 
@@ -45,37 +39,6 @@ def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
     assert (read.mode, read.concurrency, read.request_rate) == (mode, concurrency, rate)
     phases = (read.connect_timeout_s, read.first_byte_timeout_s, read.idle_timeout_s, read.timeout_s)
     assert phases == (2, 3, 4, 9)
-
-
-def test_text_is_sent_as_text_though_its_ids_are_known(tmp_path):
-    told = {"base_url": "http://127.0.0.1:1", "model": "m", "mode": "closed", "concurrency": 1}
-    spec = LoadSpec(**told, requests_file="", out_dir="", timeout_s=1)
-    for text, sent in (("two words", "two words"), (None, [5, 6])):
-        request = RequestSpec(0, "a", (5, 6), text, 3)
-        body = http_request(spec, Address("127.0.0.1", 1, ""), request).partition(b"\r\n\r\n")[2]
-        assert json.loads(body)["prompt"] == sent
-
-
-@pytest.mark.parametrize(
-    ("settings", "info", "sent"),
-    [
-        ({"scheduling_policy": "priority"}, None, True),
-        ({"scheduling_policy": "fcfs"}, None, False),
-        ({}, None, False),
-        ({"target": "http://x"}, None, True),
-        ({"target": "http://x"}, {"engine": {"scheduling_policy": "fcfs"}}, False),
-    ],
-)
-def test_the_body_has_the_priority_only_where_the_server_takes_it(settings, info, sent):
-    told = {"base_url": "http://127.0.0.1:1", "model": "m", "mode": "closed", "concurrency": 1}
-    takes = loadrun.takes_priority(settings, info)
-    spec = LoadSpec(**told, requests_file="", out_dir="", timeout_s=1, send_priority=takes)
-    bodies = [
-        json.loads(http_request(spec, Address("127.0.0.1", 1, ""), request).partition(b"\r\n\r\n")[2])
-        for request in (RequestSpec(0, "a", (5, 6), None, 3, priority=7), RequestSpec(0, "a", (5, 6), None, 3))
-    ]
-    assert bodies[0].pop("priority", None) == (7 if sent else None)
-    assert bodies[0] == bodies[1]
 
 
 def client(monkeypatch, code):
@@ -160,25 +123,3 @@ def test_a_process_that_outlives_kill_is_given_up(monkeypatch):
             pass
 
     assert processes.stop(Stuck(), grace_s=0.1) == -9
-
-
-@pytest.mark.parametrize(
-    ("answer", "call"),
-    [
-        (httpx.ReadTimeout("slow"), "reset_prefix_cache"),
-        (httpx.RemoteProtocolError("gone"), "reset_prefix_cache"),
-        (httpx.ReadTimeout("slow"), "metrics"),
-        (httpx.Response(200, text="kvbench:a not_a_number\n"), "metrics"),
-    ],
-)
-def test_what_http_does_becomes_a_measurement_error(answer, call):
-    def handle(request):
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    target = Target("http://127.0.0.1:1")
-    target._http = httpx.Client(base_url="http://127.0.0.1:1", transport=httpx.MockTransport(handle))
-    with pytest.raises(MeasurementError, match=r"127\.0\.0\.1:1/"):
-        getattr(target, call)()
-    target.stop()

@@ -17,7 +17,6 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import slo_words
 from kvbench.load.spec import parse
 from kvbench.loadtest.options import LoadOptions, become_worker, choose_load, client_processes, parse_goodput
-from kvbench.workload.load_section import LoadConfig
 from tests.support.loads import free_port
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
@@ -109,13 +108,6 @@ def test_of_an_open_loop_another_rate_than_the_named_loads_and_a_search_over_ram
 def test_options_that_agree_get_as_far_as_the_server(run, words, section):
     with pytest.raises(UsageError, match=r"127\.0\.0\.1:9"):
         run(*words, section=section)
-
-
-def test_gaps_of_a_load_that_has_none_are_refused_in_the_file_too():
-    at_once = OPEN | {"num_requests": 20, "arrivals": "gamma", "burstiness": 2.0, "request_rate": "inf"}
-    with pytest.raises(ValueError, match="burstiness 2 has no meaning with request_rate inf"):
-        LoadConfig.model_validate(at_once)
-    LoadConfig.model_validate(at_once | {"request_rate": ["inf", 4.0]})
 
 
 @pytest.mark.parametrize(

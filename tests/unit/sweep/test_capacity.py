@@ -19,24 +19,6 @@ CODES = 8 * 4 * (64 + 64)
 BUDGET, TABLE = 65 * 2**20, 8 * 16 * 8
 
 
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "token", "scales"),
-    [
-        ("auto", CODES * 4, 0),
-        ("fp8_e4m3", CODES, 0),
-        ("fp8_e5m2", CODES, 0),
-        ("int8_per_token_head", CODES + 8 * 4 * 2 * 4, 8 * 4 * 2 * 4),  # a float32 each for K and V of every head
-        ("int4_per_token_head", CODES // 2 + 8 * 4 * 2 * 4, 8 * 4 * 2 * 4),
-    ],
-)
-def test_capacity_of_each_kv_dtype(kv_cache_dtype, token, scales):
-    known = check_configuration({**ENGINE, "kv_cache_dtype": kv_cache_dtype})
-    assert (known["bytes_per_token"], known["scale_bytes_per_token"]) == (token, scales)
-    assert known["num_pages"] == (BUDGET - TABLE) // (16 * token)
-    assert known["capacity_tokens"] == known["num_pages"] * 16
-    assert known["swap_tokens"] == known["swap_space_bytes"] == 0
-
-
 def test_swap_space_in_whole_pages_and_the_budget_where_none_is_given():
     swap = {**ENGINE, "preemption_mode": "swap"}
     known = check_configuration({**swap, "swap_space": "10MB"})
@@ -45,13 +27,6 @@ def test_swap_space_in_whole_pages_and_the_budget_where_none_is_given():
     assert check_configuration(swap)["swap_space_bytes"] == BUDGET
     with pytest.raises(ValueError, match=r"swap_space 1024 .* does not hold one page"):
         check_configuration({**swap, "swap_space": 1024})
-
-
-@pytest.mark.parametrize("reservation", ["max", "pow2", "oracle"])
-def test_the_slab_is_the_budget_whatever_is_reserved_in_it(reservation):
-    known = check_configuration({**ENGINE, "layout": "contiguous", "reservation": reservation})
-    assert known["capacity_tokens"] == (BUDGET - 8 * 8) // (CODES * 4)
-    assert known["page_size"] == 256 and known["num_pages"] == known["capacity_tokens"] // 256
 
 
 def note(*settings):

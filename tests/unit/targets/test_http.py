@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +16,7 @@ from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.http import Access
 from kvbench.targets.presets import PRESETS
 from kvbench.targets.running import OpenAITarget
-from tests.support.loads import ROOT, free_port, own_mock
+from tests.support.loads import ROOT, fake_server, free_port, own_mock
 from tests.support.raw_server import raw_server, read_request
 from tests.support.scripted_http import scripted_server
 
@@ -41,17 +37,10 @@ def fire():
     rules = [
         {"path": path, "do": do, "first": number, "count": 1}
         for path in CALLS
-        for number, do in enumerate([*NEVER_WHOLE, "status", "garbage", "reset"], 1)
+        for number, do in enumerate([*NEVER_WHOLE, "status", "not_http", "reset"], 1)
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fire_server"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
-        env={**os.environ, "FIRE": json.dumps(rules)},
-    )  # fmt: skip
-    yield process.stdout.readline().split()[1]
-    process.kill()
-    process.wait(10)
-    process.stdout.close()
+    with fake_server(fire=rules) as (_, url):
+        yield url
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -68,7 +57,7 @@ def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(fire, path
     for do in NEVER_WHOLE:
         with pytest.raises(MeasurementError, match=r"1 MiB" if "flood" in do else "tim|within"):
             call(60.0 if "flood" in do else 0.15)
-    for refused in ("status", "garbage", "reset"):
+    for refused in ("status", "not_http", "reset"):
         if (path, refused) == ("/server_info", "status"):
             assert call(60.0) is None  # a server that has none of it
             continue
