@@ -57,7 +57,7 @@ def quality(
     from kvbench.common.machine import versions
     from kvbench.common.text import plural
     from kvbench.quality.measure import measure, quantised
-    from kvbench.quality.result import QUALITY, code_differences, differences_text
+    from kvbench.quality.result import QUALITY, code_differences
     from kvbench.runs.folder import open_run
     from kvbench.workload.file import load_workload, resolve
 
@@ -73,7 +73,7 @@ def quality(
                 "shows its logits: remove kld from the policy of this run"
             )
         if different := code_differences(git_state(), versions(), manifest):  # before the minutes that it takes
-            say(f"warning: {differences_text(different)}: `kvbench gate` takes this KLD only with --force")
+            say(f"warning: {'; '.join(different)}: `kvbench gate` takes this KLD only with --force")
         workload = resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None)
         only, output = tuple(manifest.get("only") or ()), output or workload_or_run / QUALITY
     else:

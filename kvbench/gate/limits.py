@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbench.common.errors import UsageError
-from kvbench.common.text import and_more, listing, plural
+from kvbench.common.text import and_more, plural
 from kvbench.gate.policy import Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
-from kvbench.quality.result import QualityResult, differences_text, read_quality
+from kvbench.quality.result import QualityResult, read_quality
 from kvbench.report.comparisons import paging_pair
 from kvbench.runs import metric_names
 from kvbench.runs.model import MeasuredCell, Run
@@ -207,7 +207,7 @@ def _code_difference(run: Run, quality: QualityResult) -> str | None:
     if not different:
         return None
     return (
-        f"measured with another {listing(list(different))} than the run ({differences_text(different)}): run "
+        f"measured with other code, versions or weights than the run ({'; '.join(different)}): run "
         f"`kvbench quality {run.folder}` with what the run has, measure the run again with what is here, or add "
         "--force to take it"
     )

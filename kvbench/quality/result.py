@@ -28,37 +28,26 @@ class QualityResult:
     note: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)  # device, prompts, time
 
-    def differs_from(self, manifest: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    def differs_from(self, manifest: Mapping[str, Any]) -> list[str]:
         """In what code, versions and weights differ from a run's manifest, and what they are here and there."""
         there = (manifest.get("model") or {}).get("weights_fingerprint")
-        weights = different({"set of weights": (self.weights_fingerprint or None, there)})
-        return {**code_differences(self.git, self.versions, manifest), **weights}
+        weights = _different({"set of weights": self.weights_fingerprint or None}, {"set of weights": there})
+        return code_differences(self.git, self.versions, manifest) + weights
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **self.__dict__}
 
 
-def code_differences(
-    git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]
-) -> dict[str, tuple[str, str]]:
-    """In what commit and versions differ from those of a run's manifest."""
-    of_git, of_versions = (manifest.get(key) or {} for key in ("git", "versions"))
-    sides = {name: (versions.get(name), of_versions.get(name)) for name in _VERSIONS}
-    return different({"commit": (git.get("sha"), of_git.get("sha")), **sides})
+def code_differences(git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    """In what commit and versions differ from those of a run's manifest: ``torch 2.1, of the run 2.0``."""
+    run = {"commit": (manifest.get("git") or {}).get("sha"), **(manifest.get("versions") or {})}
+    return _different({"commit": git.get("sha"), **{name: versions.get(name) for name in _VERSIONS}}, run)
 
 
-def different(sides: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[str, str]]:
+def _different(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """What one side does not tell is no difference."""
-    return {
-        name: (str(here), str(there))
-        for name, (here, there) in sides.items()
-        if None not in (here, there) and here != there
-    }
-
-
-def differences_text(differences: Mapping[str, tuple[str, str]]) -> str:
-    """``commit 1a2b3c4d5e6f, of the run 5e6f...; torch 2.1, of the run 2.0``"""
-    return "; ".join(f"{name} {here[:12]}, of the run {there[:12]}" for name, (here, there) in differences.items())
+    both = {name: (str(value), str(there[name])) for name, value in here.items() if value and there.get(name)}
+    return [f"{name} {ours[:12]}, of the run {theirs[:12]}" for name, (ours, theirs) in both.items() if ours != theirs]
 
 
 def read_quality(folder: Path) -> QualityResult | None:
