@@ -124,7 +124,7 @@ def machine_report(start: CpuReading | None, end: CpuReading | None, server: Ser
     report: dict[str, Any] = {
         "foreign_cpu_cores": None,
         "steal_share": None,
-        "load_average": load_average(),
+        "load_average": os.getloadavg()[0],
         "cores": os.cpu_count(),
         "server_cpu_cores": None,
         "client_cpu_cores": None,
@@ -232,18 +232,10 @@ def as_judged(
     return report, contention_reasons(here) if server.local and not away["with_leader"] else []
 
 
-def load_average() -> float | None:
-    """The load average of the last minute; None where the system has none."""
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return None
-
-
 def busy_notice() -> str | None:
     """One line for the start of a sweep when the machine seems to be busy already, else None."""
-    average, cores = load_average(), os.cpu_count() or 1
-    if average is None or average <= cores / 2:
+    average, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if average <= cores / 2:
         return None
     return (
         f"the machine is busy: its load average over the last minute is {average:.1f} on {cores} cores. Loads during "

@@ -10,37 +10,25 @@ from collections.abc import Callable
 from itertools import count
 
 _CLOCK_MONOTONIC, _ABSOLUTE = 1, 1
-
-
-def _libc() -> ctypes.CDLL | None:
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        _ = libc.timerfd_create, libc.timerfd_settime
-    except (OSError, AttributeError):
-        return None
-    return libc
-
-
-_LIBC = _libc()
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def kernel_timer() -> int:
-    """A timer that is not set yet; -1 where the system has none."""
-    return -1 if _LIBC is None else int(_LIBC.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+    """A timer that is not set yet. OSError."""
+    fd = int(_LIBC.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), f"no timer: {os.strerror(ctypes.get_errno())}")
+    return fd
 
 
-def set_timer(fd: int, first: float, period: float = 0.0) -> bool:
-    """``fd`` becomes readable at ``first`` [s, perf_counter] and every ``period`` [s] after; False if it cannot."""
-    assert _LIBC is not None
+def set_timer(fd: int, first: float, period: float = 0.0) -> None:
+    """``fd`` becomes readable at ``first`` [s, perf_counter] and every ``period`` [s] after."""
     parts = [part for t in (period, first) for part in (int(t), int(t % 1 * 1e9))]
-    return int(_LIBC.timerfd_settime(fd, _ABSOLUTE, (ctypes.c_long * 4)(*parts), None)) == 0
+    _LIBC.timerfd_settime(fd, _ABSOLUTE, (ctypes.c_long * 4)(*parts), None)
 
 
 class DueCalls:
-    """Calls functions at due moments behind one timer; whoever owns it has ``on_readable`` called when ``fd`` is.
-
-    ``fd`` is -1 where the system has no such timer.
-    """
+    """Calls functions at due moments behind one timer; whoever owns it has ``on_readable`` called when ``fd`` is."""
 
     def __init__(self) -> None:
         self.fd = kernel_timer()

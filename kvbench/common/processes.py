@@ -25,7 +25,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
@@ -36,14 +36,7 @@ _BACKGROUND_NICE = 5  # the load client gets the better priority where both shar
 _RELEASED = b"released"
 
 
-def _libc() -> Any:
-    try:
-        return ctypes.CDLL(None, use_errno=True)
-    except OSError:
-        return None
-
-
-_LIBC = _libc() if sys.platform == "linux" else None  # loaded before any fork: no import in the child
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: no import in the child
 
 
 def _in_child(background: bool, adopts: bool, death_signal: signal.Signals) -> Callable[[], None]:
@@ -52,16 +45,13 @@ def _in_child(background: bool, adopts: bool, death_signal: signal.Signals) -> C
     def prepare() -> None:
         if background:
             os.nice(_BACKGROUND_NICE)  # the kernel caps the sum at 19
-            if hasattr(os, "SCHED_BATCH"):  # its wake-ups do not interrupt whoever runs, the load client above all
-                with contextlib.suppress(OSError):
-                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        if _LIBC is not None:
-            # When kvbench is killed outright (SIGKILL, OOM), the kernel tells its children.
-            _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
-            if adopts:
-                _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
+            with contextlib.suppress(OSError):  # its wake-ups do not interrupt whoever runs, the load client above all
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)  # when kvbench is killed outright (SIGKILL, out of memory)
+        if adopts:
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
 
     return prepare
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from typing import overload
 
 _SHORTEST_HIDDEN = 4  # characters; a shorter one is no secret, and is part of many words
 _FRAGMENT = 8  # characters of the key that are recognised without the rest
@@ -32,10 +31,6 @@ def api_key(variable: str) -> str:
     return key
 
 
-@overload
-def without_key(text: str, variable: str | None) -> str: ...
-@overload
-def without_key(text: None, variable: str | None) -> None: ...
 def without_key(text: str | None, variable: str | None) -> str | None:
     """``text`` without the key that the environment variable holds.
 

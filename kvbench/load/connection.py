@@ -12,7 +12,6 @@ import errno
 import socket
 import ssl
 import struct
-import sys
 import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from gevent import monkey
 from gevent.socket import wait_read, wait_write
 
 _READ_BYTES = 65536
-_SO_TIMESTAMPNS = 35 if sys.platform == "linux" and sys.maxsize > 2**32 else None  # elsewhere it has another layout
+_SO_TIMESTAMPNS = 35  # with the layout of 64-bit Linux
 _ANCILLARY_BYTES = 64
 _STAMP = struct.Struct("qq")
 _CLOCK_STEP_S = 0.001
@@ -91,9 +90,8 @@ class Connection:
         self._sock = _RawSocket(fileno=sock.detach())
         self._sock.setblocking(False)
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if _SO_TIMESTAMPNS is not None:
-            with contextlib.suppress(OSError):
-                self._sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         self.fd = self._sock.fileno()
         self._recvmsg = self._sock.recvmsg
         self.unstamped = 0

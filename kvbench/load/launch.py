@@ -128,7 +128,6 @@ def drive(
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "spec.json", spec)
     log = out / "client.log"
-    listener = _Listener(total, on_progress, on_phase)
     with log.open("wb") as errors:
         process = processes.launch(
             [sys.executable, "-m", "kvbench.load", str(out / "spec.json"), *arguments],
@@ -137,18 +136,27 @@ def drive(
             death_signal=signal.SIGKILL,  # nobody is left to read what it would write, and it may hang
         )
         try:
-            code = _watch(process, limit_s + (ARRIVE_S if arguments else 0.0), check, listener)
+            limit_s += ARRIVE_S if arguments else 0.0
+            code, error = _follow(process, total, limit_s, check, on_progress, on_phase)
         finally:
             processes.stop(process, grace_s=5.0)
     if code != 0:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        said = processes.last_lines(log, 4) or listener.error or "(it said nothing)"
+        said = processes.last_lines(log, 4) or error or "(it said nothing)"
         _, own, sentence = said.rpartition(_PREFIX)
         foreseen = own and code in (EXIT_USAGE, EXIT_INVALID)
         raise MeasurementError(sentence if foreseen else f"the load client {how}: {said}")
 
 
-def _watch(process: subprocess.Popen[bytes], limit_s: float, check: Callable[[], None], listener: _Listener) -> int:
+def _follow(
+    process: subprocess.Popen[bytes],
+    total: int,
+    limit_s: float,
+    check: Callable[[], None],
+    on_progress: Progress,
+    on_phase: Phase,
+) -> tuple[int, str | None]:
+    """Reads the client's lines to its end: its exit code, and why it could not go on."""
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def read_lines() -> None:
@@ -158,6 +166,7 @@ def _watch(process: subprocess.Popen[bytes], limit_s: float, check: Callable[[],
         lines.put(None)
 
     threading.Thread(target=read_lines, daemon=True).start()
+    phase, error = "start", None
     start = checked = heard = time.monotonic()
     while True:
         try:
@@ -165,48 +174,37 @@ def _watch(process: subprocess.Popen[bytes], limit_s: float, check: Callable[[],
         except queue.Empty:
             line = b""
         if line is None:
-            try:
-                return process.wait(timeout=_EXIT_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                raise MeasurementError(
-                    f"the load client closed its output but did not end within {_EXIT_LIMIT_S:g} s and was stopped"
-                ) from None
+            break
         now = time.monotonic()
         if line.strip():
-            listener.hear(line, process.pid)
-            heard = now
+            heard, event = now, _event(line)
+            name = event.get("event")
+            if name in ("begin", "measured"):
+                phase = name
+                on_phase(name, process.pid)
+            elif name == "progress":
+                on_progress(event["done"], event["total"], event["failed"], event["elapsed_s"])
+            elif name == "end":
+                error = event.get("error") or error
         if now - checked >= _WATCH_S:
             check()
             checked = now
         if now - start > limit_s:
             raise MeasurementError(f"the load did not end within {limit_s:.0f} s and was stopped")
-        if now - heard > listener.patience_s:
+        patience_s = _SILENCE_S[phase] + (_SILENCE_PER_REQUEST_S * total if phase != "begin" else 0.0)
+        if now - heard > patience_s:
             raise MeasurementError(f"the load client hung (it said nothing for {now - heard:.0f} s) and was stopped")
+    try:
+        return process.wait(timeout=_EXIT_LIMIT_S), error
+    except subprocess.TimeoutExpired:
+        raise MeasurementError(
+            f"the load client closed its output but did not end within {_EXIT_LIMIT_S:g} s and was stopped"
+        ) from None
 
 
-class _Listener:
-    """Reads the client's lines. ``patience_s``: how long it may be silent now; ``error``: why it could not go on."""
-
-    def __init__(self, total: int, on_progress: Progress, on_phase: Phase) -> None:
-        self._total, self._on_progress, self._on_phase = total, on_progress, on_phase
-        self._phase = "start"
-        self.error: str | None = None
-
-    @property
-    def patience_s(self) -> float:
-        return _SILENCE_S[self._phase] + (_SILENCE_PER_REQUEST_S * self._total if self._phase != "begin" else 0.0)
-
-    def hear(self, line: bytes, pid: int) -> None:
-        """One line of the client with this pid; a stray print of a library is passed over."""
-        try:
-            event = dict(json.loads(line))
-        except (ValueError, TypeError):
-            return
-        name = event.get("event")
-        if name in ("begin", "measured"):
-            self._phase = name
-            self._on_phase(name, pid)
-        elif name == "progress":
-            self._on_progress(event["done"], event["total"], event["failed"], event["elapsed_s"])
-        elif name == "end" and event.get("error"):
-            self.error = str(event["error"])
+def _event(line: bytes) -> dict[str, Any]:
+    """What a line of the client says; nothing where it is a library's stray print."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {}

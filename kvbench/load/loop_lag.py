@@ -1,8 +1,7 @@
 """Time in the client's event loop: how late it notices something (LagProbe), and exact waits (PreciseSleep).
 
 A timer of the kernel becomes readable every 10 ms, exactly on time, and is served by the same kind of read callback
-that stamps the streams; how late that callback runs is how late stamps are. Where there is no timerfd (not
-Linux), a greenlet sleeps 10 ms and notes how late it woke, which overestimates: timers are served after reads.
+that stamps the streams; how late that callback runs is how late stamps are.
 """
 
 from __future__ import annotations
@@ -24,31 +23,22 @@ class LagProbe:
 
     def __init__(self) -> None:
         self.lags: list[float] = []
-        self._greenlet: gevent.Greenlet | None = None
         self._fd = -1
         self._watcher: Any = None
         self._due = 0.0
 
     def start(self) -> None:
-        """Begins to measure."""
         self._due = time.perf_counter() + PERIOD_S
         self._fd = kernel_timer()
-        if self._fd < 0 or not set_timer(self._fd, self._due, PERIOD_S):
-            self._greenlet = gevent.spawn(self._sleep_and_note)
-            return
+        set_timer(self._fd, self._due, PERIOD_S)
         self._watcher = gevent.get_hub().loop.io(self._fd, 1)
         self._watcher.start(self._on_tick)
 
     def stop(self) -> None:
         """Ends; ``lags`` stays."""
-        if self._greenlet is not None:
-            self._greenlet.kill()
-            self._greenlet = None
         if self._watcher is not None:
-            self._watcher.stop()
-            self._watcher.close()
+            _close(self._watcher, self._fd)
             self._watcher = None
-            os.close(self._fd)
 
     def _on_tick(self) -> None:
         now = time.perf_counter()
@@ -57,28 +47,18 @@ class LagProbe:
             self.lags.append(max(0.0, now - self._due - k * PERIOD_S))
         self._due += ticks * PERIOD_S
 
-    def _sleep_and_note(self) -> None:
-        while True:
-            before = time.perf_counter()
-            gevent.sleep(PERIOD_S)
-            self.lags.append(max(0.0, time.perf_counter() - before - PERIOD_S))
-
 
 class PreciseSleep:
     """Wakes greenlets at due moments, 0.1 ms late; gevent's own sleeps are rounded up to milliseconds, 0.7 ms late."""
 
     def __init__(self) -> None:
         self._calls = DueCalls()
-        if self._calls.fd >= 0:
-            self._watcher = gevent.get_hub().loop.io(self._calls.fd, 1)
-            self._watcher.start(self._calls.on_readable)
+        self._watcher = gevent.get_hub().loop.io(self._calls.fd, 1)
+        self._watcher.start(self._calls.on_readable)
 
     def wait_until(self, when: float) -> None:
         """Blocks the greenlet until ``when`` [s, perf_counter]; at once when that is past."""
-        while (left := when - time.perf_counter()) > 0:
-            if self._calls.fd < 0:
-                gevent.sleep(left)
-                continue
+        while time.perf_counter() < when:
             ring = Event()
             self._calls.add(when, ring.set)
             ring.wait()
@@ -86,7 +66,11 @@ class PreciseSleep:
     def close(self) -> None:
         """Gives the timer back; who still waits is not woken."""
         if self._calls.fd >= 0:
-            self._watcher.stop()
-            self._watcher.close()
-            os.close(self._calls.fd)
+            _close(self._watcher, self._calls.fd)
             self._calls.fd = -1
+
+
+def _close(watcher: Any, fd: int) -> None:
+    watcher.stop()
+    watcher.close()
+    os.close(fd)

@@ -30,7 +30,7 @@ from rich.table import Table
 from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, utc_now, write_json, write_text
-from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, load_average
+from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES
 from kvbench.common.machine import environment, usable_cores
 from kvbench.common.packages import REPOSITORY, check_packages
 from kvbench.common.text import markdown_table
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str], output_dir: Path = Path("results")) -> int:
     mode = os.environ.get("KVBENCH_BENCH", "full")
     if mode not in MODES:
         raise UsageError(f"KVBENCH_BENCH cannot be {mode!r}: it is one of {', '.join(MODES)}")
-    average, cores = load_average(), usable_cores()
+    average, cores = os.getloadavg()[0], usable_cores()
     if average is not None and average > cores / 2:
         print(
             f"the machine is busy: its load average over the last minute is {average:.1f} on {cores} cores. Benchmarks "

@@ -39,16 +39,9 @@ class Pacer:
     """Calls functions at exact moments, by a kernel timer; asyncio's own timers are rounded to milliseconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._calls = loop, DueCalls()
-        if self._calls.fd >= 0:
-            loop.add_reader(self._calls.fd, self._calls.on_readable)
-
-    def at(self, when: float, call: Callable[[], None]) -> None:
-        """``call()`` at ``when`` [s, perf_counter]; at the next turn of the loop if that is past."""
-        if self._calls.fd < 0:
-            self._loop.call_later(max(0.0, when - time.perf_counter()), call)
-        else:
-            self._calls.add(when, call)
+        self._calls = DueCalls()
+        self.at = self._calls.add  # moment [s, perf_counter], function
+        loop.add_reader(self._calls.fd, self._calls.on_readable)
 
 
 class Answer:
