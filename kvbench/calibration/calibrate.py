@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pydantic import TypeAdapter
 
 from kvbench.calibration.mock.process import MockProcess, self_signed
 from kvbench.common.files import read_json
@@ -215,25 +216,12 @@ class Calibration:
     attempts: tuple[Attempt, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        attempts = [dataclasses.asdict(each) | {"reasons": list(each.reasons)} for each in self.attempts]
-        return dataclasses.asdict(self) | {"reasons": list(self.reasons), "attempts": attempts}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Calibration:
-        """The reverse of ``to_json``; KeyError or TypeError for something else."""
-        return cls(
-            settings=CalibrationSettings(**data["settings"]),
-            figures=Figures(**data["figures"]),
-            limits=Limits(**data["limits"]),
-            reasons=tuple(data["reasons"]),
-            machine=data["machine"],
-            taken=data["taken"],
-            attempts=tuple(_attempt(each) for each in data["attempts"]),
-        )
-
-
-def _attempt(data: Mapping[str, Any]) -> Attempt:
-    return Attempt(**{**data, "reasons": tuple(data["reasons"]), "figures": Figures(**data["figures"])})
+        """The reverse of ``to_json``; ValueError for something else."""
+        return TypeAdapter(cls).validate_python(data)
 
 
 _WORDS = {  # of a limit that is exceeded: what happened, with the value and the limit, and what to do
@@ -328,9 +316,9 @@ def _measure(settings: CalibrationSettings) -> tuple[Figures, dict[str, Any]]:
             )
             with urllib.request.urlopen(url + "/stamps", timeout=10, context=context) as answer:
                 stamps = json.load(answer)
-        told = read_json(folder / "out" / "load.json")
+        load = read_json(folder / "out" / "load.json")
         samples = pd.read_parquet(folder / "out" / "requests.parquet")
-    return figures_of(samples, stamps, told["client"], told["zero_perf_counter"], count), watch.report()
+    return figures_of(samples, stamps, load["client"], load["zero_perf_counter"], count), watch.report()
 
 
 @lru_cache(maxsize=1)

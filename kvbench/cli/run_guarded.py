@@ -24,12 +24,9 @@ def guarded(run: Callable[[], int]) -> int:
         if context is not None:
             say(f"see: {context.command_path} --help")
         return 2
-    except UsageError as error:
+    except (UsageError, MeasurementError) as error:
         say(f"error: {error}")
-        return UsageError.exit_code
-    except MeasurementError as error:
-        say(f"error: {error}")
-        return MeasurementError.exit_code
+        return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         say("stopped")
         return 130

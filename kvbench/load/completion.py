@@ -182,10 +182,10 @@ def _sent_together(out: Completion) -> bool:
 def _take_usage(out: Completion, usage: Any) -> None:
     try:
         details = usage.get("prompt_tokens_details") or {}
-        told = usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens") or 0
-        if not all(0 <= int(count) < _MOST_TOKENS for count in told):
+        counts = usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens") or 0
+        if not all(0 <= int(count) < _MOST_TOKENS for count in counts):
             raise ValueError
-        out.prompt_tokens, out.output_tokens = int(told[0]), int(told[1])
+        out.prompt_tokens, out.output_tokens = int(counts[0]), int(counts[1])
         cached = details.get("cached_tokens")
         out.cached_tokens = None if cached is None else int(cached)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -206,18 +206,18 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
     if out.output_tokens is None:
         out.fail("no_usage", "the stream carried no usage (stream_options.include_usage was asked for)")
         return
-    chunks, told = len(out.chunk_times), out.output_tokens
+    chunks, reported = len(out.chunk_times), out.output_tokens
     if (out.cached_tokens or 0) > (out.prompt_tokens or 0):
         out.fail("usage_mismatch", f"usage says {out.cached_tokens} of {out.prompt_tokens} prompt tokens were cached")
-    if told > max_tokens:
-        out.fail("usage_mismatch", f"usage says {told} tokens, but max_tokens was {max_tokens}")
+    if reported > max_tokens:
+        out.fail("usage_mismatch", f"usage says {reported} tokens, but max_tokens was {max_tokens}")
     elif out.chunk_tokens is not None and chunks:
-        if sum(out.chunk_tokens) != told:
-            out.fail("usage_mismatch", f"usage says {told} tokens, {sum(out.chunk_tokens)} ids were streamed")
-    elif chunks > told:
-        out.fail("usage_mismatch", f"usage says {told} tokens, but {chunks} chunks had content")
-    elif chunks == 0 and told > 0:
-        out.fail("usage_mismatch", f"usage says {told} tokens, but no chunk had content")
+        if sum(out.chunk_tokens) != reported:
+            out.fail("usage_mismatch", f"usage says {reported} tokens, {sum(out.chunk_tokens)} ids were streamed")
+    elif chunks > reported:
+        out.fail("usage_mismatch", f"usage says {reported} tokens, but {chunks} chunks had content")
+    elif chunks == 0 and reported > 0:
+        out.fail("usage_mismatch", f"usage says {reported} tokens, but no chunk had content")
 
 
 def _close(out: Completion) -> None:

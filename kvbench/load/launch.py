@@ -80,7 +80,7 @@ def load_spec(
     out_dir: Path,
     send_priority: bool,
 ) -> dict[str, Any]:
-    """What the client process is told (SPEC.json). ``send_priority``: see ``takes_priority``."""
+    """The content of SPEC.json for the client process. ``send_priority``: see ``takes_priority``."""
     return {
         "base_url": base_url,
         "model": model,

@@ -40,7 +40,7 @@ def line_up(runner: Runner, session: LoadSession, stopped: Callable[[], bool]) -
     base = ClosedLoopUser if spec.mode == "closed" else OpenLoopUser
     env.user_classes = [type(base.__name__, (base,), {"session": session, "abstract": False})]
     client = session.new_client()
-    client.connect()  # a server that is not there is told once, and not by every user
+    client.connect()  # a server that is not there fails once, and not for every user
     client.close()
     count = spec.concurrency or 1  # in open loop one user dispatches all arrivals
     runner.spawn_users({base.__name__: count})

@@ -125,7 +125,7 @@ class Sample:
 
 
 def knows_answer(sample: Sample) -> bool:
-    """Whether the server told the ids of its whole answer."""
+    """Whether the server returned the ids of its whole answer."""
     return len(sample.completion.token_ids) == (sample.completion.output_tokens or 0)
 
 
@@ -133,7 +133,7 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
     """``request`` with the conversation as it really went in front of its new tokens.
 
     ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
-    the server did not tell the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
+    the server did not return the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
     """
     drawn, sent = before.prompt_token_ids or (), answered.request.prompt_token_ids or ()
     ids = request.prompt_token_ids or ()
@@ -144,9 +144,9 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 
 def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:
     """A note when turns that were to hold the server's own answers hold drawn ones."""
-    told = {(s.request.session, s.request.turn): knows_answer(s) for s in samples}
+    known = {(s.request.session, s.request.turn): knows_answer(s) for s in samples}
     wanted = [s.request for s in samples if s.request.new_tokens and s.sent]
-    without = sum(not told.get((r.session, r.turn - 1), False) for r in wanted)
+    without = sum(not known.get((r.session, r.turn - 1), False) for r in wanted)
     if not without:
         return {}
     return {

@@ -149,8 +149,8 @@ class LoadSession:
         ``send`` gets a request, its bytes and its intended start (None in closed loop); it returns what came back, or
         None when the load was over. A later turn is due when its user has thought, and not before what the answer
         itself takes to parse: nobody answers what he has not read. However late this process is to do so is slip. A
-        turn that failed ends the conversation: the later ones are never sent, and are told apart
-        (``session_broken``).
+        turn that failed ends the conversation: the later ones are never sent, and
+        counted as ``session_broken``.
         """
         before: Sample | None = None
         due, reading_s = start, 0.0
@@ -253,19 +253,19 @@ class LoadSession:
         self.samples.append(sample)
         self.done += 1
         self.failed += sample.sent and not sample.completion.ok
-        self._tell_locust(sample)
+        self._fire_event(sample)
 
     def _parse(self, item: Returned, pause: Callable[[], None]) -> Sample:
         raw = item.raw
-        told, limit = (raw.error_kind, raw.error), item.request.max_tokens
+        failure, limit = (raw.error_kind, raw.error), item.request.max_tokens
         try:
-            outcome = judge(raw.times, raw.chunks, limit, *told, pause, self.spec.dialect)
+            outcome = judge(raw.times, raw.chunks, limit, *failure, pause, self.spec.dialect)
         except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
             outcome = Completion(error_kind="client_error", error=repr(error))
         outcome.hide_key(self.spec.api_key_env, self.spec.dialect)
         return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)
 
-    def _tell_locust(self, sample: Sample) -> None:
+    def _fire_event(self, sample: Sample) -> None:
         outcome = sample.completion
         self.fire(
             request_type="POST",

@@ -1,4 +1,4 @@
-"""What the load process is told: SPEC.json."""
+"""SPEC.json: the load that the load process is to send."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class InFlightCap:
         if self._free > 0:
             self._free -= 1
             return 0.0
-        asked, turn = time.perf_counter(), AsyncResult()
+        began, turn = time.perf_counter(), AsyncResult()
         self._waiting.append(turn)
-        return max(0.0, turn.get() - asked)
+        return max(0.0, turn.get() - began)
 
     def give(self, free_since: float) -> None:
         """Gives a place back, at once to whoever has waited longest; nobody has had it since then [s, perf_counter]."""

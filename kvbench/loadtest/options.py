@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import Any, NoReturn
 
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import check_exclusive, check_goes_with, flag
+from kvbench.common.ports import free_port
 from kvbench.common.text import plural
 from kvbench.load.spec import ARRIVE_S
 from kvbench.workload.design import LoadPoint
@@ -180,7 +179,7 @@ def client_processes(options: Mapping[str, Any]) -> ClientProcesses:
     if not options["master"]:
         return ClientProcesses({"processes": options["processes"]} if options["processes"] else {})
     host, port, count = options["bind_host"], options["bind_port"], options["expect_workers"]
-    _require_free(host, port)
+    free_port(port, host, port_option="--bind-port", host_option="--bind-host")
     values = {"--expect-workers": count, "--bind-host": host, "--bind-port": port, "--arrive-timeout": ARRIVE_S}
     arguments = ("--master", *(str(word) for pair in values.items() for word in pair))
     notice = (
@@ -188,22 +187,6 @@ def client_processes(options: Mapping[str, Any]) -> ClientProcesses:
         f"--worker --master-host {'HOST' if host in ('0.0.0.0', '::', '*') else host} --master-port {port}"
     )
     return ClientProcesses({"calibrate_workers": not options["no_calibration"]}, arguments, count, notice)
-
-
-def _require_free(host: str, port: int) -> None:
-    try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            sentence = f"--bind-port {port} cannot be used at {host} ({error.strerror}): give a free --bind-port"
-        else:
-            sentence = f"--bind-host {host} cannot be used ({error.strerror}): give an address of this machine"
-        raise UsageError(sentence) from None
 
 
 def become_worker(options: Mapping[str, Any]) -> NoReturn:

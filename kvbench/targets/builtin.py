@@ -15,9 +15,10 @@ from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.ports import free_port
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
-from kvbench.targets.launched import ProcessTarget, free_port
+from kvbench.targets.launched import ProcessTarget
 from kvbench.workload.file import default_profile
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")

@@ -15,12 +15,13 @@ from urllib.parse import urlsplit
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import server_at
 from kvbench.common.option_rules import check_exclusive, check_goes_with, check_tls
+from kvbench.common.ports import free_port
 from kvbench.common.text import parse_bytes
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.http import Access
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
-from kvbench.targets.launched import LaunchedTarget, free_port
+from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, PRESETS

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvbench.common import processes
-from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import ServerProcess
+from kvbench.common.ports import free_port
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.launch_plan import HOST, Launcher
 from kvbench.targets.model_export import ModelFolders, ServedModel
@@ -236,20 +236,6 @@ def _text_of_ids(served: ServedModel) -> TextOfIds | None:
     if served.tokenizer is None:
         return ids_as_words
     return TokenizerWords(served.tokenizer).text if (served.tokenizer / "tokenizer.json").is_file() else None
-
-
-def free_port(port: int = 0) -> int:
-    """``port`` (0: any) of this machine where nothing listens. Raises UsageError when something does."""
-    with socket.socket() as candidate:
-        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            candidate.bind((HOST, port))
-        except OSError as error:
-            raise UsageError(
-                f"port {port} on {HOST} cannot be used ({error.strerror}): stop what listens there, or leave --port "
-                "out to get a free one"
-            ) from None
-        return int(candidate.getsockname()[1])
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from kvbench.common import foreign_cpu
 from kvbench.load import validity
 from tests.support.sweep_parts import ROOT
 
-MOCK = f"{sys.executable} -m kvbench.calibration.mock --port {{port}} --ttft-ms 50 --itl-ms "
+MOCK = f"{sys.executable} -m kvbench mock-server --port {{port}} --ttft-ms 50 --itl-ms "
 STREAMS = {
     "name": "streams",
     "model": {"config": "llama-32m", "load_format": "dummy"},

@@ -17,11 +17,11 @@ _READY_S, _OPENSSL_S = 20.0, 30.0
 
 
 class MockProcess:
-    """``python -m kvbench.calibration.mock`` on a free port for as long as the block lasts; gives its URL."""
+    """``kvbench mock-server`` on a free port for as long as the block lasts; gives its URL."""
 
     def __init__(self, folder: Path, flags: Mapping[str, Any]) -> None:
         self._log = folder / "mock.log"
-        self._command = [sys.executable, "-m", "kvbench.calibration.mock", "--port", "0"]
+        self._command = [sys.executable, "-m", "kvbench", "mock-server", "--port", "0"]
         self._command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
     def __enter__(self) -> str:

@@ -10,7 +10,6 @@ when both were measured.
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import json
 import re
@@ -27,6 +26,7 @@ from kvbench.calibration.mock.settings import MockSettings
 from kvbench.common.errors import UsageError
 from kvbench.common.kernel_timer import DueCalls
 from kvbench.common.machine import BOOT_HEADER, boot_id
+from kvbench.common.ports import free_port
 from kvbench.common.secrets import api_key
 
 KEPT_STAMPS = 20_000  # of the newest requests
@@ -81,8 +81,8 @@ class Answer:
         """Sends the head and waits for the first chunk's moment; a request without ``stream`` gets all at the end."""
         if self._streams and self._fault != "drop":
             boot = boot_id() if self._stamped else None
-            told = "" if boot is None else f"{BOOT_HEADER}: {boot}\r\n"
-            head = f"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n{told}\r\n"
+            boot_line = "" if boot is None else f"{BOOT_HEADER}: {boot}\r\n"
+            head = f"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n{boot_line}\r\n"
             self._transport.write(b"HTTP/1.1 200 OK\r\n" + head.encode())
         self._wait()
 
@@ -160,7 +160,7 @@ def response(status: str, body: Any) -> bytes:
 
 @dataclass
 class MockState:
-    """What all connections share. ``api_key``: requests without it are answered 401; None: nobody is asked."""
+    """What all connections share. ``api_key``: requests without it are answered 401; None: none is needed."""
 
     settings: MockSettings
     api_key: str | None = None
@@ -202,8 +202,8 @@ class Connection(asyncio.Protocol):
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             head = self._buffer[:end]
-            told = _LENGTH.search(head)
-            length = int(told[1]) if told else 0
+            match = _LENGTH.search(head)
+            length = int(match[1]) if match else 0
             if len(self._buffer) < end + 4 + length:
                 return
             body, self._buffer = self._buffer[end + 4 : end + 4 + length], self._buffer[end + 4 + length :]
@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
         if settings.fault == "silent":
             return
         if settings.fault.startswith("http"):
-            self._refuse(f"{settings.fault[4:]} Mock", "the mock was told to fail")
+            self._refuse(f"{settings.fault[4:]} Mock", "a failure was set for this request")
             return
         self._count(1)
         Answer(
@@ -290,11 +290,8 @@ def run(
     except ValueError as error:
         raise UsageError(str(error)) from None
     tls = _tls_context(tls_cert, tls_key)
-    try:
-        asyncio.run(_serve(state, host, port, tls))
-    except OSError as error:
-        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another {option}") from None
+    free_port(port, host)
+    asyncio.run(_serve(state, host, port, tls))
     return 0
 
 

@@ -46,8 +46,8 @@ class MockSettings:
     def __post_init__(self) -> None:
         shares = {"fail rate": self.fail_rate, "truncate rate": self.truncate_rate, "drop rate": self.drop_rate}
         if sum(shares.values()) > 1 + _ROUNDING:
-            told = ", ".join(f"{name} {share:g}" for name, share in shares.items())
-            raise ValueError(f"{told}: together they are more than 1, which is every request; lower one of them")
+            shown = ", ".join(f"{name} {share:g}" for name, share in shares.items())
+            raise ValueError(f"{shown}: together they are more than 1, which is every request; lower one of them")
 
     def for_request(self, number: int, model: str) -> MockSettings:
         """Settings of request ``number`` (from 0) to ``model``, whose query changes them: ``mock?itl_ms=5``.

@@ -57,15 +57,12 @@ _EXCHANGES, _CHECK_CLOCKS_S = 16, 5.0
 _LEAD_S = 0.5
 _DISMISS_S = 5.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_REFUSALS, _HOST_CHARS = 8, 64  # told of strangers
+_REFUSALS, _HOST_CHARS = 8, 64  # of refused workers that a message names
+_STOPPED = "stopped before the load began"
 
 
-class WorkerLost(Exception):
-    """A worker that does not answer any more, or could not do what it was told. The text says which and why."""
-
-
-class LoadStopped(Exception):
-    """Somebody stopped the load before it began."""
+class LoadNotBegun(Exception):
+    """A worker was lost or failed before the load began, or somebody stopped it. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,10 @@ class WorkerSetup:
 
 
 class GuardedMaster(MasterRunner):
-    """Locust's master, which drops what strangers send. ``members``: who has shown the token, by Locust's name."""
+    """Locust's master; it ignores whoever has not proven that it knows the token.
+
+    ``members``: the workers that were admitted, by Locust's name.
+    """
 
     def __init__(self, environment: Environment, host: str, port: int) -> None:
         self.members: dict[str, Member] = {}
@@ -154,13 +154,10 @@ class SharedLoad:
         code = EXIT_INVALID
         try:
             code = self._drive()
-        except WorkerLost as loss:
-            self._problem = str(loss)
-            print(f"kvbench load: {loss}", file=sys.stderr)
-            self._say("end", exit_code=EXIT_INVALID, error=str(loss))
-        except LoadStopped:
-            code = self.events.exit_code(None)
-            self._say("end", exit_code=code, error="stopped before the load began")
+        except LoadNotBegun as reason:
+            self._problem, code = str(reason), self.events.exit_code(str(reason))
+            print(f"kvbench load: {reason}", file=sys.stderr)
+            self._say("end", exit_code=code, error=str(reason))
         finally:
             self._dismiss(code)
         return code
@@ -171,7 +168,7 @@ class SharedLoad:
         if setup.host not in _LOOPBACK:
             print(
                 f"kvbench load: whoever reaches {setup.host}:{self.port} sees the prompts in clear text; use a network "
-                f"of your own, and set {TOKEN_VARIABLE} to the same value on every machine, so that no stranger can "
+                f"of your own, and set {TOKEN_VARIABLE} to the same value on every machine, so that nobody else can "
                 "take part.",
                 file=sys.stderr,
             )
@@ -205,7 +202,7 @@ class SharedLoad:
         self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
         return code
 
-    # What workers say:
+    # Messages from workers:
 
     def _on_join(self, msg: Message, **_: Any) -> None:
         data, node = msg.data if isinstance(msg.data, dict) else {}, msg.node_id
@@ -237,7 +234,7 @@ class SharedLoad:
         self.runner.members[msg.node_id].answers[msg.type] = {**msg.data, "received": time.perf_counter()}
         self._news.set()
 
-    # What they are told:
+    # Messages to workers:
 
     def _send(self, name: str, data: Callable[[Member], dict[str, Any]], to: Sequence[Member] | None = None) -> None:
         for member in self.members if to is None else to:
@@ -257,44 +254,44 @@ class SharedLoad:
     ) -> None:
         """Sends a message to workers (all) and waits for their ``answers``; who does not answer in time is lost.
 
-        ``silent_s``: without heartbeats meanwhile. ``needed``: raises WorkerLost for the first that is lost or answers
-        with an error, LoadStopped when the load is stopped.
+        ``silent_s``: without heartbeats meanwhile. ``needed``: raises LoadNotBegun for the first that is lost or
+        answers with an error, and when the load is stopped.
         """
-        asked = [m for m in (self.members if of is None else of) if m.lost is None]
-        self._send(name, data, asked)
+        members = [m for m in (self.members if of is None else of) if m.lost is None]
+        self._send(name, data, members)
         due = time.monotonic() + limit_s
-        while waiting := [m for m in asked if m.lost is None and name not in m.answers]:
+        while waiting := [m for m in members if m.lost is None and name not in m.answers]:
             self._news.clear()
             self._news.wait(_LOOK_S)
             if needed and self.events.stopped:
-                raise LoadStopped
+                raise LoadNotBegun(_STOPPED)
             self._find_lost(silent_s)
             if time.monotonic() > due:
                 for member in waiting:
                     member.lose(f"it did not answer ({name.removeprefix('kvbench_')}) within {limit_s:g} s")
             if needed and self._first_loss():
                 break
-        for member in asked:
+        for member in members:
             if error := member.answers.get(name, {}).get("error"):
                 member.lost = member.lost or f"{member.name}: {error}"
         if needed and (loss := self._first_loss()):
-            raise WorkerLost(loss)
+            raise LoadNotBegun(loss)
 
     def _gather(self) -> None:
         """Until all workers have come, and their clocks are known; who goes again leaves a free place."""
         due, wanted = time.monotonic() + self.setup.arrive_s, len(self._shards)
         while len(self.members) < wanted:
             if self.events.stopped:
-                raise LoadStopped
+                raise LoadNotBegun(_STOPPED)
             for number, child in enumerate(self._children, 1):
                 if child.poll() is not None:
-                    raise WorkerLost(f"worker process {number} ended with exit code {child.returncode} before the load")
+                    raise LoadNotBegun(f"worker process {number} ended with code {child.returncode} before the load")
             for member in self.members:
                 if self._silent(member, IDLE_LOST_S):
                     del self.runner.members[member.node]
             if time.monotonic() > due:
                 refused = f" (turned away: {'; '.join(self._refused)})" if self._refused else ""
-                raise WorkerLost(
+                raise LoadNotBegun(
                     f"{len(self.members)} of {wanted} workers came within {self.setup.arrive_s:g} s{refused}"
                 )
             gevent.sleep(0.02)
@@ -338,7 +335,7 @@ class SharedLoad:
         for member in self.members:
             left_s = member.answers[messages.START]["left_s"]
             if left_s <= 0:
-                raise WorkerLost(f"{member.name} was told the start {-left_s:.3f} s too late")
+                raise LoadNotBegun(f"{member.name} was told the start {-left_s:.3f} s too late")
 
     def _watch(self) -> str | None:
         """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""
@@ -395,11 +392,12 @@ class SharedLoad:
         for member in self.members:
             if member.lost is not None:
                 continue
-            told, first_user = member.answers.pop(messages.SAMPLES), member.shard.first_user
+            answer, first_user = member.answers.pop(messages.SAMPLES), member.shard.first_user
             try:
-                member.samples = samples_from_bytes(told["samples"], member.clock, by_index, first_user)
-                member.lags, member.clocked = np.frombuffer(told["lags"], dtype=np.float64), Clocked(**told["clocked"])
-                member.mismatches, member.machine = told["mismatches"], told["machine"]
+                member.samples = samples_from_bytes(answer["samples"], member.clock, by_index, first_user)
+                member.lags = np.frombuffer(answer["lags"], dtype=np.float64)
+                member.clocked = Clocked(**answer["clocked"])
+                member.mismatches, member.machine = answer["mismatches"], answer["machine"]
             except (ValueError, KeyError, TypeError) as error:
                 member.lose(f"its samples cannot be read ({error!r})")
         return [member for member in self.members if member.lost is None]

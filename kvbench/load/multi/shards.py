@@ -30,10 +30,10 @@ def split_evenly(total: int, parts: int) -> list[int]:
     return [least + (k < more) for k in range(parts)]
 
 
-def useful_workers(spec: LoadSpec, requests: Sequence[RequestSpec], asked: int) -> int:
-    """How many of ``asked`` workers would have a user, a place under the cap and a request each; at least 1."""
+def useful_workers(spec: LoadSpec, requests: Sequence[RequestSpec], wanted: int) -> int:
+    """How many of ``wanted`` workers would have a user, a place under the cap and a request each; at least 1."""
     places = spec.concurrency if spec.mode == "closed" else spec.max_concurrency
-    return max(1, min(asked, places or asked, len(conversations(requests))))
+    return max(1, min(wanted, places or wanted, len(conversations(requests))))
 
 
 def deal(requests: Sequence[RequestSpec], workers: int, places: int | None = None) -> list[list[RequestSpec]]:

@@ -58,7 +58,7 @@ def run_worker(host: str, port: int) -> int:
         return _failed(EXIT_USAGE, f"--master-host {host!r} is no machine's name or address: {why}")
     waiting = f"while it waited for the master at {host}:{port}"
     handlers = [gevent.signal_handler(number, _end_now, number, waiting) for number in _STOP_SIGNALS]
-    _tell_user(f"waiting up to {CONNECT_LIMIT_S:g} s for the master at {host}:{port}")
+    _print(f"waiting up to {CONNECT_LIMIT_S:g} s for the master at {host}:{port}")
     env = Environment()
     try:
         runner = env.create_worker_runner(host, port)
@@ -66,7 +66,7 @@ def run_worker(host: str, port: int) -> int:
         return _failed(EXIT_INVALID, f"no master at {host}:{port} ({error!r}); is `kvbench load --master` running?")
     for handler in handlers:
         handler.cancel()
-    _tell_user("the master has answered; the load begins when all its workers are there")
+    _print("the master has answered; the load begins when all its workers are there")
     return Worker(env, runner).run()
 
 
@@ -80,8 +80,8 @@ def _failed(code: int, why: str) -> int:
     return code
 
 
-def _tell_user(text: str) -> None:
-    """On stdout, where nobody listens to a local worker; a reader that has gone away does not end this one."""
+def _print(text: str) -> None:
+    """On stdout, which of a local worker nobody reads; a reader that has gone away does not end this one."""
     with contextlib.suppress(OSError):
         print(f"kvbench load: {text}", flush=True)
 
@@ -173,7 +173,7 @@ class Worker:
             self.session.stopping = True
 
     def _end(self, code: int, why: str) -> None:
-        """The load has ended with exit code ``code``; ``why``: what this worker's user is told of it."""
+        """The load has ended with exit code ``code``; ``why``: the message to this worker's user."""
         if self.over.is_set():
             return
         self._stop(in_haste=True)
@@ -203,7 +203,7 @@ class Worker:
             reply = {"error": str(error) if isinstance(error, ValueError) else repr(error)}
         self.runner.send_message(msg.type, reply)
 
-    def _tell(self, name: str, **more: Any) -> None:
+    def _report(self, name: str, **more: Any) -> None:
         self.runner.send_message(name, {"done": self.session.done, "failed": self.session.failed, **more})
 
     def _prepare(self, spec: str, rows: bytes) -> None:
@@ -232,11 +232,11 @@ class Worker:
             with process.undisturbed(self._spec) as priority:
                 armed.set()
                 gone = self._run_from(self._zero.get(), priority)
-        except Exception as failure:  # whatever it was: the load ends now, and its user is told why
+        except Exception as failure:  # whatever it was: the load ends now, and its user reads why
             self.session.stopping, error = True, repr(failure)
         finally:
             armed.set()
-        self._tell(messages.ENDED, gone=gone, signal=self._signal, error=error)
+        self._report(messages.ENDED, gone=gone, signal=self._signal, error=error)
 
     def _run_from(self, zero: float, priority: str) -> str | None:
         """Why the server is gone; None when all streams have returned or the load was stopped."""
@@ -246,7 +246,7 @@ class Worker:
         measuring = process.Measuring(self.session)
         measuring.clocked.priority = priority
         measuring.begin(zero)
-        gone = process.watch(self.session, lambda: self._stopped, lambda: self._tell(messages.PROGRESS))
+        gone = process.watch(self.session, lambda: self._stopped, lambda: self._report(messages.PROGRESS))
         measuring.end()
         self._machine = machine_report(begun, read_own_cpu(self._server), self._server)
         self._measuring = measuring
@@ -260,9 +260,9 @@ class Worker:
         process.end_users(self.runner)
         session, measuring = self.session, self._measuring
         if measuring is not None:
-            measuring.parse_rest(lambda: self._in_haste, lambda: self._tell(messages.PROGRESS))
+            measuring.parse_rest(lambda: self._in_haste, lambda: self._report(messages.PROGRESS))
         session.close()
-        self._tell(messages.PROGRESS)
+        self._report(messages.PROGRESS)
         messages.send_statistics(self.runner)  # before the answer, so that the master has them when it has that
         figures = client_report(session.samples, [], 0.0, 0.0, self._spec.mode)
         return {

@@ -96,7 +96,7 @@ def test_a_failed_request_is_not_sent_again(exchange: Exchange, mock_url: str) -
     outcomes = exchange([{"prompt": [100, i], **job} for i, job in enumerate(jobs)])
     assert [o["error_kind"] for (o,) in outcomes] == ["http_error", "truncated", "dropped", "dropped"]
     assert not any(o["reopened"] for (o,) in outcomes)
-    assert outcomes[0][0]["http_status"] == 500 and "told to fail" in outcomes[0][0]["error"]
+    assert outcomes[0][0]["http_status"] == 500 and "a failure was set" in outcomes[0][0]["error"]
     assert len(outcomes[1][0]["chunk_times"]) == 2  # what came before the break is kept
     with urllib.request.urlopen(mock_url + "/stamps", timeout=10) as answer:
         sent = [stamp["prompt"] for stamp in json.load(answer)]
