@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.common.machine import boot_id
 from kvbench.common.secrets import without_key
-from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, events, read_response
+from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms
 _ERROR_CHARS = 300
@@ -78,7 +78,7 @@ def judge(
     slices of work, so that the caller's event loop can go on stamping other streams. ``dialect`` says which of these
     signs its server is known not to send.
     """
-    out, response = Completion(), read_response(chunks)
+    out, response = Completion(), Response(chunks)
     if error_kind is not None:
         problem = response.problem if error_kind == "malformed" else None  # the same, with a quotation
         out.fail(error_kind, problem or error or error_kind)

@@ -10,7 +10,6 @@ import json
 import re
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -223,12 +222,28 @@ class ResponseReader:
             self._keep_alive = self._parser.should_keep_alive()
 
 
-class _BodyReader(ResponseReader):
-    def __init__(self) -> None:
+class Response(ResponseReader):
+    """A response read from its pieces. ``ends[i]``: bytes of ``body`` there were after piece i; ``status`` 0: no head.
+
+    ``problem``: what was wrong with the framing; the body is then what came before. ``boot``: the boot id of the
+    machine that stamps the chunks, where it tells.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
         super().__init__()
-        self.pieces: list[bytes] = []
-        self.size = 0
+        self.ends: list[int] = []
+        self.problem: str | None = None
         self.boot: str | None = None
+        body = self._body = bytearray()
+        try:
+            for piece in pieces:
+                self.feed(piece)
+                self.ends.append(len(body))
+        except MalformedStream as error:
+            self.problem = str(error)
+            self.ends.append(len(body))
+        self.body = bytes(body)
+        self.release()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -237,47 +252,7 @@ class _BodyReader(ResponseReader):
 
     def on_body(self, piece: bytes) -> None:
         if not self.complete:
-            self.pieces.append(piece)
-            self.size += len(piece)
-
-
-@dataclass(frozen=True)
-class Response:
-    """A response read from its pieces. ``ends[i]``: bytes of ``body`` there were after piece i; ``status`` 0: no head.
-
-    ``problem``: what was wrong with the framing; the body is then what came before. ``boot``: the boot id of the
-    machine that stamps the chunks, where it tells.
-    """
-
-    status: int
-    body: bytes
-    ends: list[int]
-    complete: bool
-    until_close: bool
-    problem: str | None
-    boot: str | None = None
-
-
-def read_response(pieces: Sequence[bytes]) -> Response:
-    """The response that arrived in these pieces."""
-    reader, ends, problem = _BodyReader(), [], None
-    try:
-        for piece in pieces:
-            reader.feed(piece)
-            ends.append(reader.size)
-    except MalformedStream as error:
-        problem = str(error)
-        ends.append(reader.size)
-    reader.release()
-    return Response(
-        reader.status,
-        b"".join(reader.pieces),
-        ends,
-        reader.complete,
-        reader.begun and reader.until_close,
-        problem,
-        reader.boot,
-    )
+            self._body += piece
 
 
 def events(body: bytes) -> tuple[list[tuple[bytes, int]], bytes]:

@@ -13,6 +13,7 @@ from typing import Any
 from kvbench.load import launch as loadrun
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList
+from kvbench.targets.choose import require_url
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, load_workload
@@ -51,8 +52,7 @@ class LocustJob:
         ``test``: how many tests this process has started; a workload's drawn prompts differ from test to test. Asks the
         server for its model. ValueError, UsageError or MeasurementError.
         """
-        if not host:
-            raise ValueError("no server is given; write for example --host http://127.0.0.1:8000.")
+        require_url("--host", host or "")
         target = OpenAITarget(
             host,
             model=options.kvbench_model or None,

@@ -32,8 +32,6 @@ class OpenAITarget(Target):
         access: Access = PLAIN_ACCESS,
         tokenizer: Path | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--target {url!r} is not a URL: write for example http://127.0.0.1:8000")
         text_of_ids = TokenizerWords(tokenizer).text if tokenizer else None
         base_url = url.rstrip("/").removesuffix("/v1")
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)

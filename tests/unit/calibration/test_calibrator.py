@@ -84,12 +84,12 @@ def test_one_that_failed_is_told_at_once_and_tried_again(tmp_path, machine) -> N
     assert said == ["loads of 4 streams will be invalid: too busy."]
     assert calibrator(ClientLoad(4)).reasons == ("too busy.",)
     assert [n for _, n in machine.asked] == [3, 1]  # three attempts at first, then one before each load
-    assert [c["reasons"] for c in calibrator.facts()["measured"]] == [["too busy."]]
+    assert [list(c["reasons"]) for c in calibrator.facts()["measured"]] == [["too busy."]]
     machine.reasons = ()
     resumed = Calibrator(tmp_path)
     assert resumed(ClientLoad(4)).reasons == () == resumed(ClientLoad(4)).reasons
     assert len(machine.asked) == 3
-    assert [c["reasons"] for c in resumed.facts()["measured"]] == [["too busy."], []]
+    assert [list(c["reasons"]) for c in resumed.facts()["measured"]] == [["too busy."], []]
 
 
 def test_what_disturbed_a_calibration_that_failed_is_told(tmp_path, machine, monkeypatch) -> None:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 import pytest
 
 from kvbench.load.completion import Completion, judge
-from kvbench.load.http import Dialect, MalformedStream, ResponseReader, events, read_response
+from kvbench.load.http import Dialect, MalformedStream, Response, ResponseReader, events
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -52,7 +52,7 @@ def test_every_split_of_the_bytes_gives_the_same_tokens() -> None:
         assert out.ok, (cut, out.error)
         assert (out.http_status, out.text, out.token_ids) == (200, " a ü", [1, 2, 3, 4])
         assert out.chunk_tokens == [1, 2, 1]
-    assert not read_response([whole[:-1]]).complete  # the trailers' end is the response's
+    assert not Response([whole[:-1]]).complete  # the trailers' end is the response's
 
 
 def test_token_whose_text_is_held_back_counts_but_is_no_first_content() -> None:
@@ -118,10 +118,10 @@ def test_transport_failure_wins_over_what_is_missing_because_of_it() -> None:
 
 def test_chunked_body_knows_when_it_is_whole() -> None:
     whole = HEAD + b"5\r\nhello\r\n1;ext=1\r\n!\r\n0\r\n\r\n"
-    assert read_response([whole]).body == b"hello!"
-    assert read_response([whole]).complete
-    assert not any(read_response([whole[:n]]).complete for n in range(len(whole)))
-    bytewise = read_response([whole[i : i + 1] for i in range(len(whole))])
+    assert Response([whole]).body == b"hello!"
+    assert Response([whole]).complete
+    assert not any(Response([whole[:n]]).complete for n in range(len(whole)))
+    bytewise = Response([whole[i : i + 1] for i in range(len(whole))])
     assert bytewise.body == b"hello!" and bytewise.complete
     for k in range(6):  # byte k of the body came with the piece in which it lies
         piece = bisect_right(bytewise.ends, k)
