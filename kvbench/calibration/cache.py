@@ -27,7 +27,7 @@ _FULL_STREAMS = 256  # of one process with more, chunks are as many a second, un
 
 @dataclass(frozen=True)
 class ClientLoad:
-    """What a load asks of the client: ``streams`` at once and chunks a second (None: not known), over ``processes``.
+    """What a load needs of the client: ``streams`` at once and chunks a second (None: not known), over ``processes``.
 
     ``tls``: of one server, so of all its loads.
     """
@@ -38,12 +38,12 @@ class ClientLoad:
     tls: bool = False
 
     def covered_by(self, settings: CalibrationSettings) -> bool:
-        """Whether a client that was calibrated so was asked for no less."""
+        """Whether a client calibrated with ``settings`` has kept up with at least as much."""
         return self.streams <= settings.streams and (self.events_per_s or 0.0) <= RATE_MARGIN * settings.events_per_s
 
 
 def settings_for(demand: ClientLoad) -> CalibrationSettings:
-    """At least what is asked for, in steps, so that a sweep's many loads need few calibrations.
+    """At least what is needed, in steps, so that a sweep's many loads need few calibrations.
 
     Streams a process are rounded up to 4, 16, 64, 256, 512 and so on, 8,192 in all; chunks a second, where they are
     known to be more than 20 ms of ITL make, to half powers of 2.
@@ -62,7 +62,7 @@ class Calibrator:
 
     ``folder``: of a sweep or a load; its calibration.json keeps what was measured. Only a calibration that the client
     passed is used again: one that failed in all its attempts has one more before each further load, and by --resume.
-    ``say``: what a user is told meanwhile; ``warn``: what is to be read later, too.
+    ``say``: progress for the user; ``warn``: warnings, which are to be read later, too.
     """
 
     folder: Path
@@ -90,14 +90,14 @@ class Calibrator:
         return dataclasses.replace(found, reasons=(*found.reasons, too_much))
 
     def _at(self, settings: CalibrationSettings, again: bool) -> Calibration:
-        """Known to be good, else measured now; ``again``: the load asked more than was expected before it."""
+        """Known to be good, else measured now; ``again``: the load needed more than was expected before it."""
         stored = _stored(self.folder)
         same = [c for c in stored if (c.machine, c.settings) == (machine_key(), settings)]
         failed = [c for c in same if c.reasons]
         if good := [c for c in same if not c.reasons]:
             return good[-1]
         where = f"{settings.streams} streams{' through TLS' if settings.tls else ''}"
-        why = "again, as the load asked more of it than expected, " if again else ""
+        why = "again, as the load needed more than expected, " if again else ""
         at = f"{where} of {settings.itl_ms:.4g} ms ITL"
         self.say(f"calibrating the load client {why}at {at} (about {settings.seconds + 2:.0f} s, once)")
         new = calibrate(settings, attempts=1 if failed else ATTEMPTS)

@@ -254,7 +254,7 @@ def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSetting
         if count:
             found.append(f"{count} {what}")
     if not figures.faults:
-        found.append("no stream was cut off, so it is not known whether cut streams are told from whole ones")
+        found.append("no stream was cut off, so it is not known whether the client recognises cut streams")
     if figures.lag_p99_ms is None:
         found.append("no stream came back whole, so nothing is known of its timestamps")
     at = f"{settings.streams} streams of {settings.itl_ms:g} ms ITL{' through TLS' if settings.tls else ''}"

@@ -120,7 +120,7 @@ def load(**options: Any) -> int:
       manifest.json       what was measured, with what, on what; "status": complete or incomplete
       metrics.json        the result, in vllm bench serve's field names and kvbench's own
       requests.parquet    one row a request: its times, each chunk's, its tokens, its failure
-      load.json           the client's own figures; spec.json: what it was told; client.log: its errors, if any
+      load.json           the client's own figures; spec.json: its settings; client.log: its errors, if any
       counters.json       what the server's /metrics counted; server.parquet: each reading of them
       requests-*.jsonl    what was sent; .notes.json: how it was drawn
       calibration.json    how precise the client is on this machine

@@ -1,4 +1,4 @@
-"""Git, run as one helper for all who ask it."""
+"""Git commands."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class ModelFolders:
         self._made.clear()
 
     def get(self, settings: Mapping[str, Any], *, drop_eos: bool, model_format: str = "safetensors") -> ServedModel:
-        """The model of a configuration. ``drop_eos``: the server cannot be told to ignore the end of a sequence.
+        """The model of a configuration. ``drop_eos``: the server has no way to ignore the end of a sequence.
 
         Raises:
             UsageError: there is no such model, or not in the server's format.

@@ -228,7 +228,7 @@ SGLANG = Preset(
 # Hugging Face's text-generation-inference: docs/source/reference/launcher.md (flags, PREFIX_CACHING and the like),
 # docs/source/reference/metrics.md (names and units) and router/src/validation.rs (``ignore_eos_token: false``).
 
-_MOST_REQUESTS = "65536"  # its router refuses any above its limit, 128 unless it is told, in place of queueing them
+_MOST_REQUESTS = "65536"  # its router refuses any above its limit, 128 by default, in place of queueing them
 
 
 def _tgi_length(value: Any, context: Context) -> str:
@@ -416,7 +416,7 @@ TRANSFORMERS = Preset(
         _TEXT_ONLY,
         _EOS_TAKEN_OUT,
         "it has no /metrics and cannot empty its prefix cache: a fresh server for each load that needs it cold",
-        "max_model_len keeps the prompts within bounds; the server is not told",
+        "max_model_len keeps the prompts within bounds; the server does not get it",
     ),
 )
 

@@ -335,7 +335,7 @@ class SharedLoad:
         for member in self.members:
             left_s = member.answers[messages.START]["left_s"]
             if left_s <= 0:
-                raise LoadNotBegun(f"{member.name} was told the start {-left_s:.3f} s too late")
+                raise LoadNotBegun(f"{member.name} received the start {-left_s:.3f} s too late")
 
     def _watch(self) -> str | None:
         """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""

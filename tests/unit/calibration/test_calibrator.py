@@ -112,7 +112,7 @@ def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(
     assert faster.settings.streams == 64 and faster.settings.itl_ms <= 2.5
     assert more.settings.streams == 2048 and more.reasons == ()
     assert said[0].startswith("calibrating the load client at 64 streams of 20 ms ITL (about")
-    why = "calibrating the load client again, as the load asked more of it than expected, at"
+    why = "calibrating the load client again, as the load needed more than expected, at"
     assert said[1].startswith(f"{why} 64 streams of") and said[2].startswith(f"{why} 2048 streams of")
     too_many = calibrator(ClientLoad(9000), before)
     assert "up to 9000 streams at once, and the client can be calibrated at 8192 at most" in too_many.reasons[0]
