@@ -67,15 +67,12 @@ def test_the_verdicts_sentence_is_not_repeated() -> None:
     assert text.count("changed by") == 1 and "- p95_itl_ms, mixed/a\n    pair 3 was the worst\n" in text
 
 
-def test_markup_of_others_is_printed_as_text() -> None:
+def test_colours_only_where_they_are_wanted_and_markup_of_others_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = Finding("a", "cell", "[red]x[/red] :boom:", FAIL, "[bold]s[/bold] \x1b[31m\x07")
-    text = printed(Verdict("compare", FAIL, "[link=x]v[/link]", (finding,), reproduce="k '[a]'"), force_terminal=True)
-    for shown in ("[red]x[/red] :boom:", "[bold]s[/bold]", "[link=x]v[/link]", "k '[a]'"):
+    verdict = Verdict("compare", FAIL, "[link=x]v[/link]", (finding,), reproduce="k '[a]'")
+    text = printed(verdict, force_terminal=True, color_system="standard")
+    for shown in ("\x1b[1;31mFAIL", "[red]x[/red] :boom:", "[bold]s[/bold]", "[link=x]v[/link]", "k '[a]'"):
         assert shown in text
     assert "\x07" not in text and "\x1b[31m\x07" not in text
-
-
-def test_colours_only_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "\x1b[1;31mFAIL" in printed(verdicts.failed(), force_terminal=True, color_system="standard")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not re.search(r"\x1b\[[0-9;]*3\d", printed(verdicts.failed(), force_terminal=True))

@@ -65,36 +65,28 @@ def test_adding_again_changes_nothing_and_another_content_is_refused(tmp_path: P
 
 def test_a_verdict_makes_no_other_run_of_it(tmp_path: Path) -> None:
     run, to = write_run(tmp_path / "results", 0, {"a-c3": [100.0]}), tmp_path / "history"
-    assert add(run, "--to", to)[1].startswith("added: ")
-    before = files(to)
-    (run / "verdict.json").write_text('{"outcome": "pass"}')  # `kvbench gate` in between
-    assert add(run, "--to", to)[1].startswith("there already: ") and files(to) == before
+    for outcome, said in ((None, "added: "), ("pass", "there already: "), ("fail", "there already: ")):
+        if outcome:
+            (run / "verdict.json").write_text(outcome)  # `kvbench gate` in between
+        assert add(run, "--to", to)[1].startswith(said)
+    assert not list(to.rglob("verdict.json"))
     other = write_run(tmp_path / "results", 1, {"a-c3": [100.0]})
-    for outcome in ("pass", "fail"):
-        (other / "verdict.json").write_text(outcome)
-        add(other, "--to", to)
+    (other / "verdict.json").write_text("pass")
+    add(other, "--to", to)
     assert [path.read_text() for path in to.rglob("verdict.json")] == ["pass"]
 
 
-def test_a_history_can_be_added_to_another_one(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "results", 0, {"a-c3": [100.0]})
-    add(run, "--to", tmp_path / "one", "--release", "v1")
-    add(tmp_path / "one", "--to", tmp_path / "two")
-    assert files(tmp_path / "one") == files(tmp_path / "two")
+def test_a_release_is_marked_once_and_kept_in_a_history_of_a_history(tmp_path: Path) -> None:
+    run, to = write_run(tmp_path / "results", 0, {"a-c3": [100.0]}), tmp_path / "history"
+    for words, said in (((), "added"), (("--release", "v1"), "marked"), (("--release", "v1"), "there already")):
+        assert add(run, "--to", to, *words)[1].startswith(said)
+    for release, says in (("v2", "release 'v1' already"), (" ", "no name")):
+        with pytest.raises(UsageError, match=says):
+            add(run, "--to", to, "--release", release)
+    add(to, "--to", tmp_path / "two")
+    assert files(to) == files(tmp_path / "two")
     assert shown(tmp_path / "two")["series"][0]["points"][0]["release"] == "v1"
     assert add(run, "--to", tmp_path / "two")[1].startswith("there already")
-
-
-def test_a_release_is_marked_once(tmp_path: Path) -> None:
-    run, to = write_run(tmp_path / "results", 0, {"a-c3": [100.0]}), tmp_path / "history"
-    assert add(run, "--to", to)[1].startswith("added")
-    assert add(run, "--to", to, "--release", "v1")[1].startswith("marked")
-    assert add(run, "--to", to, "--release", "v1")[1].startswith("there already")
-    with pytest.raises(UsageError, match="release 'v1' already"):
-        add(run, "--to", to, "--release", "v2")
-    assert shown(to)["series"][0]["points"][0]["release"] == "v1"
-    with pytest.raises(UsageError, match="no name"):
-        add(run, "--to", to, "--release", " ")
 
 
 def test_what_is_no_complete_run_of_a_sweep_is_left_out_unless_told(tmp_path: Path) -> None:
