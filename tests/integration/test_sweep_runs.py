@@ -11,9 +11,12 @@ import sys
 import pandas as pd
 import pytest
 
+from kvbench.calibration import cache
+from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
 from kvbench.common import foreign_cpu
 from tests.support.loads import fake_server
 from tests.support.sweep_parts import FAKE, Bench, alive, complaints, end, finished, manifest, wait_until
+from tests.unit.calibration.test_calibration import taken
 
 EITHER = (0, 4)  # other work on this machine may make loads invalid
 CELLS = ("paged-p16-c3", "contiguous-c3")
@@ -126,13 +129,6 @@ def test_resuming_a_complete_run_measures_nothing_and_an_interrupted_report_is_n
     assert finished(folder) == loads and len(bench.launches) == launches
     assert bench.kvbench("report", str(folder)).returncode == 0
     assert all(path.stat().st_size for path in reports)
-
-
-def test_resume_refuses_another_workload_and_says_what_differs(measured):
-    bench, run, _ = measured
-    path = str(bench.folder / "tiny.yaml")
-    done = bench.sweep(path, "--resume", str(run), "-o", "load.timeout_s=9.0", "--seed", "4")
-    assert done.returncode == 2 and "load.timeout_s, seed" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -253,3 +249,43 @@ def test_each_value_of_a_sweep_is_a_launch_of_its_own_with_its_own_command(bench
     for size in (4, 24):
         assert facts["servers"][f"launched-p{size}"]["server"]["command"][-2:] == ["--itl-ms", str(size)]
     assert facts["servers"]["launched-p24"]["engine"] == {"page_size": 24}
+
+
+WHY = "the load client does not keep up with the mock server"
+
+
+@pytest.fixture
+def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
+    """What was asked for; the answer is that the client is good up to 4 streams."""
+    asked: list[CalibrationSettings] = []
+
+    def calibrate(settings: CalibrationSettings, attempts: int) -> Calibration:
+        asked.append(settings)
+        return taken(settings, () if settings.streams <= 4 else (WHY,))
+
+    monkeypatch.setattr(cache, "calibrate", calibrate)
+    monkeypatch.setenv("KVBENCH_NO_CALIBRATION", "")
+    return asked
+
+
+def test_a_sweep_calibrates_once_per_setting_and_believes_it(bench, calibrations) -> None:
+    path = bench.write(load={"concurrency": [2, 3, 6], "repeats": 1}, sweep={})
+    done = bench.sweep(str(path), "--no-report")
+    said, folder = done.stdout, bench.only_run()
+    assert done.returncode == 4, said
+    at_first = [s.streams for s in calibrations if s.itl_ms == DEFAULT_ITL_MS]
+    assert sorted(at_first) == [4, 16]
+    assert len(set(calibrations)) == len(calibrations) > len(at_first)  # the fake server sends more chunks than that
+    rows = [json.loads(p.read_text()) for p in folder.glob("cells/*/loads/*/done.json")]
+    loads = {row["cell_id"].rsplit("-", 1)[-1]: row for row in rows}
+    streams = {name: row["calibration"]["settings"]["streams"] for name, row in loads.items()}
+    assert streams == {"c2": 4, "c3": 4, "c6": 16}
+    assert WHY in loads["c6"]["invalid_reasons"] and f"loads of 16 streams will be invalid: {WHY}" in said
+    assert not any(WHY in loads[name]["invalid_reasons"] for name in ("c2", "c3"))
+    told = json.loads((folder / "manifest.json").read_text())["calibration"]
+    assert told["left_out"] is False
+    assert {c["settings"]["streams"] for c in told["measured"]} == {4, 16}
+    assert len(told["measured"]) == len(calibrations)
+    for name, row in loads.items():
+        settings, metrics = CalibrationSettings(**row["calibration"]["settings"]), row["metrics"]
+        assert 1.26 * settings.events_per_s >= metrics["client"]["chunks"] / metrics["duration_s"], name

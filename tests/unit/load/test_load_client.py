@@ -17,7 +17,6 @@ from tests.support.loads import stamps_of
 from tests.support.raw_server import raw_server, read_request
 
 Exchange = Callable[..., list[list[dict]]]
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 def test_timeouts_are_told_apart(exchange: Exchange) -> None:
@@ -71,24 +70,6 @@ def client_at(port: int) -> StreamingClient:
     return client
 
 
-def test_connection_opened_beforehand_and_closed_unused_is_opened_again() -> None:
-    """An open loop opens connections that it may need minutes later; a server or a proxy may not keep them so long."""
-    answers = iter([False, True])
-
-    def serve(connection: socket.socket) -> None:
-        if next(answers):
-            read_request(connection)
-            connection.sendall(OK)
-
-    with raw_server(serve) as port:
-        client = client_at(port)
-        while client._is_quiet():  # until the server's end has come
-            time.sleep(0.01)
-        raw = client.exchange(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n")
-        client.close()
-    assert (raw.error_kind, raw.reopened) == (None, True)
-
-
 def test_a_failed_request_is_not_sent_again(exchange: Exchange, mock_url: str) -> None:
     """What is dropped on a kept connection looks like one that was closed while idle, but for the time it took."""
     jobs = [{"model": f"mock?ttft_ms=50&fault={f}", "max_tokens": 4} for f in ("http500", "truncate", "drop", "drop")]
@@ -111,7 +92,7 @@ def test_a_request_that_crossed_with_the_connections_end_is_sent_again_once() ->
         request = read_request(connection)
         got.append(request)
         if got.count(request) > 1:
-            connection.sendall(OK)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
     outcomes = []
     with raw_server(serve) as port:

@@ -58,14 +58,6 @@ def test_every_request_goes_to_exactly_one_worker_and_sessions_stay_whole(
     assert union == sorted(r.arrival_s for r in requests if r.arrival_s is not None)
 
 
-@given(st.integers(1, 80), st.integers(1, 9))
-def test_single_requests_go_round(count: int, workers: int) -> None:
-    requests = [RequestSpec(i, "c", (i,), None, 1, 0.1 * i) for i in range(count)]
-    dealt = deal(requests, workers)
-    assert [r.index for r in dealt[0]] == list(range(0, count, workers))
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-
-
 def test_in_closed_loop_a_worker_with_more_users_has_more_requests() -> None:
     """7 users of 3 workers are 3, 2 and 2: of 70 requests each user has 10."""
     requests = RequestList([RequestSpec(i, "c", (i,), None, 1) for i in range(70)])

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvbench.calibration.mock.process import self_signed
-from kvbench.load.http import authorization, tls_context
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import LoadRunner, own_mock
 from tests.support.raw_server import raw_server, read_request
@@ -119,10 +118,3 @@ def test_who_is_trusted_and_which_phase_ran_out(exchange: Exchange, pems: tuple[
     assert trusted["ok"], trusted["error"]
     assert other_name["error_kind"] == "tls" and "localhost" in other_name["error"]
     assert unverified["ok"], unverified["error"]
-
-
-def test_a_key_or_an_authority_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--tls-ca-file .*none\.pem cannot be used \(No such file"):
-        tls_context(ca_file=str(tmp_path / "none.pem"))
-    with pytest.raises(ValueError, match="KVBENCH_NO_SUCH_KEY: this variable holds no key"):
-        authorization("KVBENCH_NO_SUCH_KEY")
