@@ -42,9 +42,10 @@ TITLES = [metric.title for metric in DEFAULT_RULES.metrics]
 LAST = DEFAULT_RULES.looks[-1].pairs
 
 
-def upper(count: int, runs: int) -> float:
-    """Upper bound of the two-sided 95 % Clopper-Pearson interval."""
-    return float(stats.binomtest(count, runs).proportion_ci(0.95, "exact").high)
+def bounds(count: int, runs: int) -> tuple[float, float]:
+    """95 % Clopper-Pearson interval of a share."""
+    low, high = stats.binomtest(int(count), runs).proportion_ci(0.95, "exact")
+    return low, high
 
 
 def looks(found: np.ndarray) -> str:
@@ -59,7 +60,7 @@ def _rng(seed: int, *of: int) -> np.random.Generator:
 
 def _alarms(found: Decisions) -> str:
     counts = [int((x > 0).sum()) for x in (found.rejected, found.failed)]
-    return " | ".join(f"{n / A_A_RUNS * 100:.2f} % | {upper(n, A_A_RUNS) * 100:.2f} %" for n in counts)
+    return " | ".join(f"{n / A_A_RUNS * 100:.2f} % | {bounds(n, A_A_RUNS)[1] * 100:.2f} %" for n in counts)
 
 
 def false_alarms(seed: int) -> Iterator[str]:
@@ -121,7 +122,7 @@ def at_margin(seed: int) -> Iterator[str]:
     yield "|---|---|---|"
     for i, noise in enumerate(NOISES):
         count = passes_at_margin(noise, _rng(seed, 4, i), A_A_RUNS)
-        yield f"| {noise} | {count / A_A_RUNS * 100:.2f} % | {upper(count, A_A_RUNS) * 100:.2f} % |"
+        yield f"| {noise} | {count / A_A_RUNS * 100:.2f} % | {bounds(count, A_A_RUNS)[1] * 100:.2f} % |"
 
 
 def page(seed: int, runs: int) -> str:

@@ -17,7 +17,7 @@ from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.gate.timing.signflip import adjusted_p
 from kvbench.gate.verdict.verdict import FAIL, PASS
 from tests.benchmarks import gate_power
-from tests.benchmarks.gate_power import INDEPENDENT, ONE_LAUNCH, SHARES, WHERE, caught
+from tests.benchmarks.gate_power import INDEPENDENT, ONE_LAUNCH, SHARES, WHERE, bounds, caught
 from tests.support.gate_simulation import (
     CONFIGURATIONS,
     NOISES,
@@ -42,12 +42,6 @@ def unchanged(noise: str, launch: tuple[float, int]) -> Decisions:
     """2,000 comparisons of a build with itself; none of them ends by a PASS, which would only make alarms rarer."""
     rng = np.random.default_rng([5, CASES.index((noise, launch))])
     return decide(log_ratios(noise, rng, RUNS, LAST, *launch), passes=False)
-
-
-def bounds(count: int, runs: int = RUNS) -> tuple[float, float]:
-    """95 % Clopper-Pearson interval."""
-    interval = stats.binomtest(count, runs).proportion_ci(0.95, "exact")
-    return interval.low, interval.high
 
 
 def check_alpha(found: Decisions) -> None:
@@ -118,7 +112,7 @@ def test_a_build_against_itself_passes_and_a_slower_one_does_not():
 @pytest.mark.parametrize("noise", ["normal", "bimodal", "ar1"])
 def test_a_harm_of_its_margin_passes_in_at_most_five_percent(noise):
     count = passes_at_margin(noise, np.random.default_rng([9, NOISES.index(noise)]), RUNS)
-    low, _ = bounds(count)
+    low, _ = bounds(count, RUNS)
     assert low <= sum(look.alpha_pass for look in DEFAULT_RULES.looks)
     assert count / RUNS >= 0.02  # 5 of 256 patterns at the first look: a PASS is not out of reach
 
