@@ -133,6 +133,8 @@ def readers(cache: Cache, num_bytes: int) -> dict[str, object]:
     }
 
 
-def ceiling(fastest: dict[str, float], num_bytes: int) -> float:
-    """Bytes/s of the better reader."""
-    return num_bytes / min(fastest["read_sum"], fastest["read_dot"])
+def bandwidth(num_bytes: int, own_s: float, fastest: dict[str, float], name: str = "gb_per_s") -> dict[str, float]:
+    """``name``, ceiling_gb_per_s of the better reader, and ratio, of a step that touches so many bytes."""
+    top = num_bytes / min(fastest["read_sum"], fastest["read_dot"])
+    speed = num_bytes / own_s
+    return {name: speed / 1e9, "ceiling_gb_per_s": top / 1e9, "ratio": speed / top}

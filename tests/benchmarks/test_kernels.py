@@ -34,8 +34,8 @@ from bench_kv import (
     PAGE_SIZES,
     Cache,
     backend_for,
+    bandwidth,
     bytes_per_token,
-    ceiling,
     compute_dtype,
     make_cache,
     quantise,
@@ -100,11 +100,8 @@ def test_decode(benchmark, batch, context, kv, page_size):
         rivals["float"] = decode_step(FLOAT, make_cache(FLOAT, batch, context, page_size), q, context)
     benchmark.group = f"decode, {batch} sequences of {context} tokens"
     own, fastest = race(benchmark, decode_step(kv, cache, q, context), rivals)
-    top = ceiling(fastest, num_bytes)
-    note(
-        benchmark, backend=backend_for(kv).name, kv_gb_per_s=num_bytes / own / 1e9, ceiling_gb_per_s=top / 1e9,
-        ratio=num_bytes / own / top, **ratios(own, fastest),
-    )  # fmt: skip
+    figures = bandwidth(num_bytes, own, fastest, "kv_gb_per_s")
+    note(benchmark, backend=backend_for(kv).name, **figures, **ratios(own, fastest))
 
 
 LAYERS = choose(full=16, quick=8, smoke=2)  # 67 MB of float32 each, but for smoke
@@ -123,11 +120,8 @@ def test_decode_of_many_layers(benchmark):
     rivals = {name: lambda name=name: [read[name]() for read in reads] for name in reads[0]}
     own, fastest = race(benchmark, lambda: [step() for step in steps], rivals)
     num_bytes = LAYERS * of_layer
-    top = ceiling(fastest, num_bytes)
-    note(
-        benchmark, working_set_mb=num_bytes / 1e6, kv_gb_per_s=num_bytes / own / 1e9, ceiling_gb_per_s=top / 1e9,
-        ratio=num_bytes / own / top,
-    )  # fmt: skip
+    figures = bandwidth(num_bytes, own, fastest, "kv_gb_per_s")
+    note(benchmark, working_set_mb=num_bytes / 1e6, **figures)
 
 
 PREFILLS = choose(  # (batch, new tokens each, context before them)
@@ -243,8 +237,4 @@ def test_write(benchmark, tokens, kv, page_size):
     backend = backend_for(kv)
     benchmark.group = f"KV write of {tokens} tokens"
     own, fastest = race(benchmark, lambda: backend.write_kv(k, v, *caches, slots), rivals)
-    top = ceiling(fastest, num_bytes)
-    note(
-        benchmark, backend=backend.name, gb_per_s=num_bytes / own / 1e9, ceiling_gb_per_s=top / 1e9,
-        ratio=num_bytes / own / top, **ratios(own, fastest),
-    )  # fmt: skip
+    note(benchmark, backend=backend.name, **bandwidth(num_bytes, own, fastest), **ratios(own, fastest))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_kv import CACHES, CONTIGUOUS, DIM, FLOATS, KV_HEADS, ceiling, compute_dtype, quantise
+from bench_kv import CACHES, CONTIGUOUS, DIM, FLOATS, KV_HEADS, bandwidth, compute_dtype, quantise
 from bench_timing import CUDA, DEVICE, choose, note, race
 
 from engine.config import EngineConfig
@@ -78,8 +78,6 @@ def test_move(benchmark, kind, kv, page_size):
     num_bytes = num_slots * slot_bytes
     benchmark.group = f"{kind} of {num_slots} tokens"
     own, fastest = race(benchmark, lambda: mover.move(moves), plain_copies(MoveKind(kind), num_bytes), capture=False)
-    top = ceiling(fastest, 2 * num_bytes)
-    note(
-        benchmark, moves=len(moves), moved_gb_per_s=num_bytes / own / 1e9, gb_per_s=2 * num_bytes / own / 1e9,
-        ceiling_gb_per_s=top / 1e9, ratio=2 * num_bytes / own / top, vs_copy=fastest["copy"] / own,
-    )  # fmt: skip
+    figures = bandwidth(2 * num_bytes, own, fastest)
+    speeds = {"moved_gb_per_s": num_bytes / own / 1e9, "vs_copy": fastest["copy"] / own}
+    note(benchmark, moves=len(moves), **figures, **speeds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -47,38 +48,39 @@ def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypa
     assert record.versions(found.python)["torch"] == record.versions(sys.executable)["torch"]
 
 
-def stand_in_for_pip(monkeypatch, script: str) -> list[list[str]]:
-    """The names of each call of pip, which is ``script`` now."""
-    asked, real = [], subprocess.run
+@pytest.fixture
+def with_pip(tmp_path, monkeypatch):
+    """Prepare an environment of ``names`` with ``script`` in pip's place: the notes, and the names of each call."""
 
-    def run(command, **how):
-        if "pip" not in command:
-            return real(command, **how)
-        asked.append(command[command.index("--constraint") + 2 :])
-        return real([sys.executable, "-c", script], **how)
+    def of(script: str, names: str, until: float = math.inf) -> tuple[list[str], list[list[str]]]:
+        (tmp_path / "wanted.txt").write_text(names)
+        monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
+        calls, real = [], subprocess.run
 
-    monkeypatch.setattr(environment_module.subprocess, "run", run)
-    return asked
+        def run(command, **how):
+            if "pip" not in command:
+                return real(command, **how)
+            calls.append(command[command.index("--constraint") + 2 :])
+            return real([sys.executable, "-c", script], **how)
+
+        monkeypatch.setattr(environment_module.subprocess, "run", run)
+        return prepare(tmp_path / "home", tmp_path, until).notes, calls
+
+    return of
 
 
-def test_pip_stops_at_the_end_of_its_time(tmp_path, monkeypatch):
+def test_pip_stops_at_the_end_of_its_time(with_pip, tmp_path):
     """One that hangs is stopped, the names left over are not tried one by one, and the summary tells all of them."""
-    (tmp_path / "wanted.txt").write_text("kvbench_probe_a\nkvbench_probe_b\n")
-    monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
-    asked = stand_in_for_pip(monkeypatch, "import time; time.sleep(600)")
     started = time.monotonic()
-    found = prepare(tmp_path / "home", tmp_path, started + 1.0)
+    notes, calls = with_pip("import time; time.sleep(600)", "kvbench_probe_a\nkvbench_probe_b\n", started + 1.0)
     assert time.monotonic() - started < 60
-    assert asked == [["kvbench_probe_a", "kvbench_probe_b"]]
-    assert found.notes == [f"no time left to install kvbench_probe_a, kvbench_probe_b from {tmp_path.name}"]
+    assert calls == [["kvbench_probe_a", "kvbench_probe_b"]]
+    assert notes == [f"no time left to install kvbench_probe_a, kvbench_probe_b from {tmp_path.name}"]
 
 
-def test_what_pip_says_is_told_without_the_paths_of_this_machine(tmp_path, monkeypatch):
-    (tmp_path / "wanted.txt").write_text("kvbench_probe_a\n")
-    monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
+def test_what_pip_says_is_told_without_the_paths_of_this_machine(with_pip):
     said = "ERROR: bad wheel '/home/me/w/a-1.whl' (file:///home/me/w/a-1.whl), see https://pip.pypa.io/help and a/b"
-    stand_in_for_pip(monkeypatch, f"import sys; sys.exit({said!r})")
-    (note,) = prepare(tmp_path / "home", tmp_path).notes
+    ((note,), _) = with_pip(f"import sys; sys.exit({said!r})", "kvbench_probe_a\n")
     assert note.endswith("ERROR: bad wheel 'a-1.whl' (a-1.whl), see https://pip.pypa.io/help and a/b")
 
 

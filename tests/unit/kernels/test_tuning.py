@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import resources, triton_decode, triton_prefill
-from kernels.launch import KernelShape, Tiles, shared_bytes_limit, short_tiles
+from kernels.launch import KernelShape, Tiles, short_tiles
 from kernels.tuning import (
     FOLDER,
     Entry,
@@ -98,10 +98,9 @@ def test_tiles_that_cannot_run_are_told_by_arithmetic(tiles, words):
 
 def test_chips_and_kv_kinds_have_their_own_limits():
     tiles = Tiles(16, 128, 128, 128, 4, 4)  # 3 tiles in flight, of 32,768 values each
-    assert shared_bytes_floor(tiles, "auto", 2) == 3 * 65536
-    assert shared_bytes_floor(tiles, "int8_per_token_head", 2) == 3 * 32768
-    assert shared_bytes_floor(tiles, "int4_per_token_head", 2) == 3 * 16384
-    assert unusable(tiles, 16, "auto", 2, 90) is None and shared_bytes_limit(90) > 3 * 65536
+    for kind, tile_bytes in (("auto", 65536), ("int8_per_token_head", 32768), ("int4_per_token_head", 16384)):
+        assert shared_bytes_floor(tiles, kind, 2) == 3 * tile_bytes
+    assert unusable(tiles, 16, "auto", 2, 90) is None
     deep = tiles._replace(num_stages=5)
     assert unusable(deep, 16, "int8_per_token_head", 2, 80) is None
     assert "sm_89" in unusable(deep, 16, "int8_per_token_head", 2, 89)

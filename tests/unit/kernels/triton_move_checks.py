@@ -59,17 +59,23 @@ def numbers(values) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
+def check_copies(caches, unit_slots: int, moves) -> None:
+    """Copies from source to target unit are as if done one after the other, and touch nothing else."""
+    expected = [as_units(cache, unit_slots) for cache in caches]
+    TritonMover(caches, unit_slots, 0).copy(numbers([s for s, _ in moves]), numbers([t for _, t in moves]))
+    for wanted in expected:
+        for source, target in moves:
+            wanted[target] = wanted[source]
+    check(caches, unit_slots, expected)
+
+
 @pytest.mark.parametrize(
     ("unit_slots", "row"), [(1, (1, 1)), (3, (1, 1)), (3, (2, 3)), (1, (1, 5)), (16, (1, 5)), (16, (2, 8))]
 )
 def test_copies_touch_their_targets_only(unit_slots, row):
     caches = caches_of(UNITS * unit_slots + 1, row)  # a slot too many: no whole unit, never touched
     rest = [cache[UNITS * unit_slots :].clone() for cache in caches]
-    expected = [as_units(cache, unit_slots) for cache in caches]
-    TritonMover(caches, unit_slots, 0).copy(numbers([0, 3, 3]), numbers([6, 1, 2]))
-    for wanted in expected:
-        wanted[[6, 1, 2]] = wanted[[0, 3, 3]]
-    check(caches, unit_slots, expected)
+    check_copies(caches, unit_slots, [(0, 6), (3, 1), (3, 2)])
     for cache, before in zip(caches, rest, strict=True):
         assert torch.equal(cache[UNITS * unit_slots :].view(torch.uint8), before.view(torch.uint8))
 
@@ -77,21 +83,13 @@ def test_copies_touch_their_targets_only(unit_slots, row):
 @pytest.mark.parametrize(("page_size", "row"), [(256, (2, 8)), (128, (8, 24)), (256, (1, 3))], ids=str)
 def test_large_pages_in_several_tiles(page_size, row):
     caches = [c for c in caches_of(4 * page_size, row) if c[0].numel() * c.element_size() * page_size > 512]
-    expected = [as_units(cache, page_size) for cache in caches]
-    TritonMover(caches, page_size, 0).copy(numbers([3, 1]), numbers([0, 2]))
-    for wanted in expected:
-        wanted[[0, 2]] = wanted[[3, 1]]
-    check(caches, page_size, expected)
+    check_copies(caches, page_size, [(3, 0), (1, 2)])
 
 
 def test_more_units_than_one_program_takes():
-    caches = [random_bytes(torch.empty(1300, 1, 3, dtype=torch.uint8), torch.Generator().manual_seed(0)).to(DEVICE)]
-    expected = as_units(caches[0], 1)
-    order = np.random.default_rng(0).permutation(1300)
-    sources, targets = order[:600], order[700:]
-    TritonMover(caches, 1, 0).copy(sources, targets)
-    expected[targets] = expected[sources]
-    check(caches, 1, [expected])
+    cache = random_bytes(torch.empty(1300, 1, 3, dtype=torch.uint8), torch.Generator().manual_seed(0)).to(DEVICE)
+    order = np.random.default_rng(0).permutation(1300).tolist()
+    check_copies([cache], 1, list(zip(order[:600], order[700:], strict=True)))
 
 
 @settings(max_examples=8, deadline=None)
@@ -100,13 +98,7 @@ def test_copies_are_as_if_one_after_the_other(data, unit_slots):
     """Chains, units written twice, and a unit that is read and then written: in parallel each would be a race."""
     pairs = st.tuples(st.integers(0, UNITS - 1), st.integers(0, UNITS - 1)).filter(lambda p: p[0] != p[1])
     moves = data.draw(st.lists(pairs, min_size=1, max_size=10))
-    caches = caches_of(UNITS * unit_slots, (1, 3))[:3]
-    expected = [as_units(cache, unit_slots) for cache in caches]
-    TritonMover(caches, unit_slots, 0).copy(numbers([s for s, _ in moves]), numbers([t for _, t in moves]))
-    for wanted in expected:
-        for source, target in moves:
-            wanted[target] = wanted[source]
-    check(caches, unit_slots, expected)
+    check_copies(caches_of(UNITS * unit_slots, (1, 3))[:3], unit_slots, moves)
 
 
 @pytest.mark.parametrize(("segment_records", "staged_records"), [(1, 1), (3, 1), (3, 2), (100, 2), (100, 100)])
@@ -167,18 +159,14 @@ def test_a_record_holds_every_part_once():
     assert total <= mover.record_bytes < total + 16
 
 
-@settings(max_examples=5, deadline=None)
-@given(planned=page_moves(), copy_engine_bytes=st.sampled_from([ALWAYS, NEVER]))
-def test_pages_as_the_engine_moves_them(planned, copy_engine_bytes):
-    size, moves = planned
+@settings(max_examples=10, deadline=None)
+@given(
+    planned=page_moves().map(lambda drawn: (True, *drawn)) | slab_moves().map(lambda moves: (False, 1, moves)),
+    copy_engine_bytes=st.sampled_from([ALWAYS, NEVER]),
+)
+def test_pages_and_ranges_of_a_slab_as_the_engine_moves_them(planned, copy_engine_bytes):
+    paged, size, moves = planned
+    shape = (PAGES * size, HOST_PAGES * size, size) if paged else (24, 12, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_move, "COPY_ENGINE_BYTES", copy_engine_bytes)
-        check_moves(moves, PAGES * size, HOST_PAGES * size, size, True, DEVICE, use_triton=True)
-
-
-@settings(max_examples=5, deadline=None)
-@given(moves=slab_moves(), copy_engine_bytes=st.sampled_from([ALWAYS, NEVER]))
-def test_ranges_of_a_slab_as_the_engine_moves_them(moves, copy_engine_bytes):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_move, "COPY_ENGINE_BYTES", copy_engine_bytes)
-        check_moves(moves, 24, 12, 8, False, DEVICE, use_triton=True)
+        check_moves(moves, *shape, paged, DEVICE, use_triton=True)

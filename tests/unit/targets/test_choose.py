@@ -21,7 +21,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.machine import environment
 from kvbench.runs.resume import reopen
 from kvbench.targets.builtin import BuiltinTarget
-from kvbench.targets.choose import BUILTIN, KINDS_OF, PRESET, RUNNING, TEMPLATE, choose, require_url
+from kvbench.targets.choose import BUILTIN, KINDS_OF, PRESET, RUNNING, TEMPLATE, choose
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.file import load_workload
@@ -82,7 +82,7 @@ def config_ids(choice):
         (URL | {"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
         ({"target": "vllm", "serve_cmd": "x"}, "--target and --serve-cmd"),
         ({"target": "vlm"}, "'vlm'"),
-        ({"target": "http://[::1"}, "'http://[::1'"),
+        *(({"target": url}, f"'{url}'") for url in ("http://[::1", "ftp://x", "http://", "http://h:99999", "nowhere")),
         ({"target": "tgi"}, "text-generation-launcher"),
     ],
 )
@@ -320,12 +320,6 @@ def test_a_cache_that_the_launch_switched_off_is_empty(workload):
     assert tgi.needs_fresh_server({"enable_prefix_caching": True}) and tgi.needs_fresh_server({})
     without = dataclasses.replace(launcher, preset=SimpleNamespace(reset_path=None, settings={}))
     assert without.needs_fresh_server({"enable_prefix_caching": False})  # the server was not given it
-
-
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://[::1", "http://h:99999", "nowhere"])
-def test_urls_that_name_no_server(url):
-    with pytest.raises(UsageError, match="is not a URL of a server"):
-        require_url("--url", url)
 
 
 WORKLOAD = str(ROOT / "workloads" / "uniform.yaml")

@@ -70,22 +70,21 @@ def load(state="cold"):
 
 def test_an_own_server_is_cold_before_its_first_load_only():
     with started({}) as (target, _):
-        target.starts_cold = True
-        assert server_state.prepare_cache(target, load(), [], first=True) == []
-        (reason,) = server_state.prepare_cache(target, load(), [], first=False)
-        assert "has no way to empty it" in reason
-        target.starts_cold = False  # it ran before we came
-        assert len(server_state.prepare_cache(target, load(), [], first=True)) == 1
-        assert server_state.prepare_cache(target, load("steady"), [], first=True) == []
+        for own, state, first, reasons in (
+            (True, "cold", True, 0), (True, "cold", False, 1),
+            (False, "cold", True, 1), (False, "steady", True, 0),  # it ran before we came
+        ):  # fmt: skip
+            target.starts_cold = own
+            found = server_state.prepare_cache(target, load(state), [], first=first)
+            assert len(found) == reasons and all("has no way to empty it" in reason for reason in found)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_steady_leaves_a_cache_as_it_is_found(first):
     with started({"/reset_prefix_cache": (200, {})}, "vllm") as (target, server):
-        assert server_state.prepare_cache(target, load("steady"), [], first=first) == []
-        assert not posted(server)
-        server_state.prepare_cache(target, load("cold"), [], first=first)
-        assert posted(server) == ["/reset_prefix_cache"]
+        for state, posts in (("steady", []), ("cold", ["/reset_prefix_cache"])):
+            assert server_state.prepare_cache(target, load(state), [], first=first) == []
+            assert posted(server) == posts
 
 
 @pytest.mark.parametrize(
