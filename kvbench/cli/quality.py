@@ -59,7 +59,8 @@ def quality(
     from kvbench.quality.measure import measure, quantised
     from kvbench.quality.result import QUALITY, code_differences
     from kvbench.runs.folder import open_run
-    from kvbench.workload.file import load_workload, resolve
+    from kvbench.runs.resume import stored_workload
+    from kvbench.workload.file import load_workload
 
     only: tuple[str, ...] = ()
     if workload_or_run.is_dir():
@@ -74,7 +75,7 @@ def quality(
             )
         if different := code_differences(git_state(), versions(), manifest):  # before the minutes that it takes
             say(f"warning: {'; '.join(different)}: `kvbench gate` takes this KLD only with --force")
-        workload = resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None)
+        workload = stored_workload(manifest)
         only, output = tuple(manifest.get("only") or ()), output or workload_or_run / QUALITY
     else:
         workload = load_workload(workload_or_run, profile=profile, overrides=overrides)

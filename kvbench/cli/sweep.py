@@ -118,7 +118,8 @@ def workload_and_run(
 ) -> tuple[Workload, RunFolder | None]:
     """The workload, and the run to go on with. Without a file, --resume FOLDER takes the stored workload."""
     from kvbench.runs.folder import latest_incomplete, open_run
-    from kvbench.workload.file import load_workload, resolve
+    from kvbench.runs.resume import stored_workload
+    from kvbench.workload.file import load_workload
 
     changes = {key: options[key] for key in ("profile", "seed", "repeats", "overrides")}
     if workload is None:
@@ -132,8 +133,7 @@ def workload_and_run(
                 f"--{given[0]} cannot change a run that has begun: leave it out, or start a new run without --resume"
             )
         run = open_run(Path(resume))
-        manifest = run.manifest()
-        return resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None), run
+        return stored_workload(run.manifest()), run
     loaded = load_workload(workload, **changes)
     if resume is None:
         return loaded, None

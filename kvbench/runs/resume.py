@@ -16,13 +16,18 @@ from kvbench.common.files import utc_now
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more
 from kvbench.runs.folder import RunFolder
-from kvbench.workload.file import Workload, differing_keys
+from kvbench.workload.file import Workload, differing_keys, resolve
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
 _TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
 _RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
 _MIX = "or add --force to go on all the same: the manifest then keeps both, and the results are a mixture"
+
+
+def stored_workload(manifest: Mapping[str, Any]) -> Workload:
+    """The workload that a manifest keeps; runs of older versions do not tell their profile."""
+    return resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None)
 
 
 def reopen(

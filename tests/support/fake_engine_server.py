@@ -36,8 +36,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-from tests.support.fire_wire import strike, wire
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a copy in a built source has no tests, and does no faults
 
 VOCAB_SIZE = 8192
 MODEL = "fake"
@@ -265,10 +264,14 @@ def serve_connection(engine: FakeEngine, fire: Fire) -> Any:
                 _, path, raw = request
                 body = json.loads(raw) if path == "/v1/completions" else {}
                 if rule := fire.rule_for(path, body):
+                    from tests.support.fire_wire import strike
+
                     await strike(rule["do"], writer, rule.get("status", 500))
                     break
                 prompt = body.get("prompt")
                 if isinstance(prompt, str) and prompt.startswith("fire:"):
+                    from tests.support.fire_wire import wire
+
                     if not await wire(prompt[5:], writer):
                         break
                     continue

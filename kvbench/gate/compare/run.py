@@ -39,11 +39,12 @@ from kvbench.gate.verdict.outputs import report_verdict, write_outputs
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.runs.folder import MANIFEST, RunFolder, create_run
+from kvbench.runs.resume import stored_workload
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell
-from kvbench.workload.file import Workload, load_workload, resolve
+from kvbench.workload.file import Workload, load_workload
 
 COMPARE, CALIBRATE = "compare", "calibrate"
 _WITH_RESUME = ("resume", "max_minutes", "output_dir", "force")  # options of an execution, not of its comparison
@@ -122,7 +123,7 @@ def _read_request(options: dict[str, Any], subcommand: str, held: ExitStack) -> 
     options = stored | {name: options[name] for name in _WITH_RESUME}
     options |= {name: Path(stored[name]) for name in PATHS if stored.get(name)}
     options["force"] = options["force"] or stored["force"]
-    workloads = [resolve(each["workload"], profile=each["profile"], source=None) for each in manifest["given"]]
+    workloads = [stored_workload(each) for each in manifest["given"]]
     policy = Policy.from_json(manifest["policy"])
     return _Request(subcommand, options, policy, _sides(options), workloads, folder)
 
@@ -136,8 +137,7 @@ def _workloads(options: Mapping[str, Any], base: Side) -> list[Workload]:
     if base.kind == RUN:
         if options["workloads"]:
             raise UsageError("--workload does not go with stored runs, which have their own: leave it out")
-        manifest = RunFolder(Path(base.text).expanduser()).manifest()
-        return [resolve(manifest["workload"], profile=manifest["profile"], source=None)]
+        return [stored_workload(RunFolder(Path(base.text).expanduser()).manifest())]
     if not options["workloads"]:
         raise UsageError("--workload is missing: write for example --workload workloads/mixed.yaml")
     given = {name: options[name] for name in ("profile", "overrides", "seed")}

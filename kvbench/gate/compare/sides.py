@@ -33,6 +33,7 @@ from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
+from kvbench.runs.resume import stored_workload
 from kvbench.sweep.plan import preflight
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, ServerRefusedError, check_configuration
@@ -361,7 +362,7 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     now = json.loads(json.dumps(workload.resolved, default=str))
     if keys := [key for key in differing_keys(manifest["workload"], now) if key.split(".")[0] not in _FREE]:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
-    stored = resolve(manifest["workload"], profile=manifest["profile"], source=None)
+    stored = stored_workload(manifest)
     facts = {**side.to_json(), "folder": str(run.path)}
     facts |= {key: manifest.get(key) for key in ("git", "versions", "command", "started", "ended", "target")}
     choice = ChosenTarget(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
