@@ -5,6 +5,7 @@ A server may repeat the key in what it answers: ``without_key`` takes it out whe
 
 from __future__ import annotations
 
+import json
 import os
 import re
 
@@ -32,7 +33,7 @@ def api_key(variable: str) -> str:
 
 
 def without_key(text: str | None, variable: str | None) -> str | None:
-    """``text`` without the key that the environment variable holds.
+    """``text`` without the key that the environment variable holds, plain or as JSON escapes it.
 
     Any 8 characters in a row of the key are taken out, since the text may have been cut within it.
     """
@@ -40,7 +41,7 @@ def without_key(text: str | None, variable: str | None) -> str | None:
     if not text or len(key) < _SHORTEST_HIDDEN:
         return text
     size = min(len(key), _FRAGMENT)
-    fragments = {key[at : at + size] for at in range(len(key) - size + 1)}
+    fragments = {form[at : at + size] for form in (key, json.dumps(key)[1:-1]) for at in range(len(form) - size + 1)}
     if not any(each in text for each in fragments):
         return text
     letters = list(text)

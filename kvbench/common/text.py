@@ -133,9 +133,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def and_more(items: Sequence[object], most: int = 3) -> str:
-    """``a, b, c and 2 more``: the first ``most`` items by name, the rest by number."""
-    shown = ", ".join(map(str, items[:most]))
+def and_more(items: Sequence[object], most: int = 3, between: str = ", ") -> str:
+    """``a, b, c and 2 more``: the first ``most`` items, then how many are left; ``between`` separates them."""
+    shown = between.join(map(str, items[:most]))
     return f"{shown} and {len(items) - most:,} more" if len(items) > most else shown
 
 

@@ -168,7 +168,7 @@ def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Fin
         f"medians: {a.config_id} {medians[0]}, {b.config_id} {medians[1]}; the limit holds the ratio within each "
         "repeat, not that of these two",
     ]
-    found = _hold(limit, where, ratios, "", details)
+    found = _hold(limit, where, ratios, "", details, of=" of the paired ratios")
     assert found.candidate is not None
     return replace(
         found,
@@ -213,11 +213,13 @@ def _code_difference(run: Run, quality: QualityResult) -> str | None:
     )
 
 
-def _hold(limit: Limit, where: str, values: Sequence[float], unit: str, details: Sequence[str]) -> Finding:
-    """The finding on the median of ``values``, or on the worst of them where each is held."""
+def _hold(
+    limit: Limit, where: str, values: Sequence[float], unit: str, details: Sequence[str], of: str = ""
+) -> Finding:
+    """The finding on the median of ``values``, or on the worst of them where each is held. ``of``: what they are."""
     judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
     broken = limit.excess(judged) > 0
-    which = ("the worst repeat has " if limit.every else "the median is ") if len(values) > 1 else ""
+    which = ("the worst repeat has " if limit.every else f"the median{of} is ") if len(values) > 1 else ""
     ends = {name: end for name, end in (("min", limit.low), ("max", limit.high)) if end is not None}
     words = {"min": "at least", "max": "at most"}
     bounds = " and ".join(f"{words[name]} {quantity(end, unit)}" for name, end in ends.items())
@@ -257,7 +259,7 @@ def _unmeasured(cell: MeasuredCell, what: str) -> str:
 
 
 def _reasons(cell: MeasuredCell) -> str:
-    why = and_more(cell.invalid_reasons) or "no reason was stored"
+    why = and_more([each.rstrip(".") for each in cell.invalid_reasons], between="; ") or "no reason was stored"
     return f"the measurement of this cell is invalid ({why}): measure again"
 
 

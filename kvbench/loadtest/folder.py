@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.calibration.cache import FILE as CALIBRATION
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.machine import environment
@@ -33,6 +32,10 @@ METRICS = "metrics.json"
 RUNS = "runs"
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 _LOCK = ".lock"
+INVALID = "invalid"  # why a run of a search tells nothing: it was disturbed
+_FILES_OF_A_LOAD = (  # what a load that is begun anew removes; whatever else lies in the folder stays
+    "requests*", "server.parquet", "load.json", "counters.json", METRICS, "spec.json", "client.log", "search.json", RUNS
+)  # fmt: skip
 _SAME = ("workload", "load", "target", "search", "sharing")  # what a resumed folder must agree in
 
 
@@ -115,8 +118,9 @@ def _resumed(path: Path, manifest: dict[str, Any]) -> LoadFolder:
     stored = read_json(path / MANIFEST)
     if not isinstance(stored, dict) or stored.get("kind") != "load":
         raise UsageError(f"{path} is not the folder of a load: give the one that --output-dir named")
-    now = json.loads(json.dumps({key: manifest.get(key) for key in _SAME}, default=str))
-    if keys := differing_keys({key: stored.get(key) for key in _SAME}, now):
+    same = [key for key in _SAME if key != "sharing" or stored.get(key) is not None]  # older manifests have no sharing
+    now = json.loads(json.dumps({key: manifest.get(key) for key in same}, default=str))
+    if keys := differing_keys({key: stored.get(key) for key in same}, now):
         raise UsageError(
             f"{path} was begun with another load; it differs in {and_more(keys)}: give the same command again, or a "
             "new --output-dir"
@@ -124,10 +128,9 @@ def _resumed(path: Path, manifest: dict[str, Any]) -> LoadFolder:
     folder = LoadFolder(path, stored)
     if stored.get("status") == COMPLETE and (stored.get("valid") is not False or stored.get("search")):
         folder.finished = True
-    elif not any(kept.get("valid") for _, kept in folder.finished_runs()):
-        for each in path.iterdir():
-            if each.name not in (_LOCK, CALIBRATION):
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+    elif not any((kept.get("trial") or {}).get("cause") != INVALID for _, kept in folder.finished_runs()):
+        for each in (found for pattern in _FILES_OF_A_LOAD for found in path.glob(pattern)):
+            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
         folder.manifest = manifest
     elif differences := environment_differences(stored, manifest)[0]:
         raise UsageError(

@@ -36,9 +36,9 @@ def work_in(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator
 def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[Work]:
     """Ends early work with ``Work.close`` and a sentence that says how to go on.
 
-    An interruption (SIGINT, SIGTERM, SIGHUP, or stdout without a reader) is told and ends the ``with`` block: what
-    follows the block returns EXIT_INTERRUPTED. A full or lost disk becomes a MeasurementError, and a MeasurementError
-    names the next step.
+    An interruption (SIGINT, SIGTERM or SIGHUP) ends the ``with`` block: what follows it returns EXIT_INTERRUPTED. If
+    nobody reads stdout any more, the SystemExit goes on to the caller. A full or lost disk becomes a MeasurementError,
+    and a MeasurementError names the next step.
     """
     with Interruption() as interruption:
         work = Work(interruption.check, next_step)
@@ -51,6 +51,8 @@ def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iter
             name = "SIGPIPE (nobody reads the output)" if unread else getattr(end, "signal_name", "SIGINT")
             with suppress(OSError):  # the terminal may be gone
                 (say if unread else tell)(f"stopped by {name}; {work.next_step}")
+            if unread:
+                raise
         except OSError as error:
             with suppress(OSError):  # there may be no room for it; the folder is marked incomplete since its start
                 work.close()

@@ -79,6 +79,8 @@ def read_lock(path: Path) -> CounterLock | None:
             _ = scenario.columns
     except FileNotFoundError:
         return None
+    except UsageError:  # a ValueError too
+        raise
     except ValidationError as error:
         raise UsageError(f"{path}: {explain(error, '')[0]} So {restore}") from None
     except (OSError, ValueError) as error:

@@ -21,13 +21,12 @@ from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, Meas
 from kvbench.common.files import read_json, write_json
 from kvbench.common.text import clock, plural
 from kvbench.load.validity import invalid_reasons
-from kvbench.loadtest.folder import METRICS, LoadFolder
+from kvbench.loadtest.folder import INVALID, METRICS, LoadFolder
 from kvbench.loadtest.max_rate.plan import RunLength
 from kvbench.loadtest.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,
-    INVALID,
     NEVER,
     OUT_OF_TIME,
     TOO_SHORT,

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.loadtest.folder import INVALID
 from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
 from kvbench.metrics.steady_window import in_system
 
@@ -27,7 +28,7 @@ INVALID_ATTEMPTS = 3  # where other work disturbed them: it comes and goes
 
 FOUND, ALWAYS, NEVER = "found", "always met", "never met"
 OUT_OF_RUNS, OUT_OF_TIME, TOO_SHORT = "out of runs", "out of time", "too short to tell"
-CLIENT_LIMIT, INVALID = "the client was the limit", "invalid"
+CLIENT_LIMIT = "the client was the limit"
 
 _LATENCY = re.compile(
     r"(?P<stat>[a-z]+\d*)_(?P<metric>[a-z0-9_]+?)(?:_ms)?\s*<=?\s*(?P<value>[\d.]+)\s*(?P<unit>ms|s|)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -63,6 +64,8 @@ def test_what_a_server_repeats_of_the_key_is_taken_out(monkeypatch) -> None:
     assert without_key(f"no model for Bearer {KEY}!", "KEY_OF_TEST") == "no model for Bearer (the key in KEY_OF_TEST)!"
     assert without_key("no model", "KEY_OF_TEST") == without_key("no model", None) == "no model"
     assert without_key(None, "KEY_OF_TEST") is None
+    monkeypatch.setenv("QUOTED", 'ab"cd\\efghij"kl')
+    assert without_key(json.dumps(os.environ["QUOTED"]), "QUOTED") == '"(the key in QUOTED)"'
     monkeypatch.setenv("KEY_OF_TEST", "a")
     assert without_key("a model", "KEY_OF_TEST") == "a model"
 

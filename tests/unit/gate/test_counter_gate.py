@@ -234,6 +234,7 @@ def test_a_damaged_lock_is_one_sentence_and_is_not_overwritten(gate, old, new, n
             use()
         assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
         assert str(gate.lock_path) in str(caught.value)
+        assert ("git checkout" in str(caught.value)) == (not new.endswith("/1"))  # an old format is accepted anew
     assert gate.lock_path.read_text() == damaged
 
 

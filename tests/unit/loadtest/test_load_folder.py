@@ -65,6 +65,33 @@ def test_a_folder_that_holds_something_is_refused_and_left_as_it_was(tmp_path, r
         pass
 
 
+def test_a_load_that_is_begun_anew_removes_only_its_own_files(out):
+    for name in ("metrics.json", "requests-1.parquet", "notes.txt", "invalid-1/metrics.json", "runs/01-r4/load.json"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("{}")
+    (out / "elsewhere").symlink_to(out.parent)
+    with opened(out):
+        left = {p.name for p in out.iterdir()} - {".lock"}
+    assert left == {"manifest.json", "notes.txt", "invalid-1", "elsewhere"}
+
+
+def test_a_search_whose_client_was_the_limit_keeps_its_runs(out):
+    run = out / "runs" / "01-r4"
+    run.mkdir(parents=True)
+    (run / METRICS).write_text('{"valid": false, "trial": {"cause": "the client was the limit"}}')
+    with opened(out) as folder:
+        assert [path for path, _ in folder.finished_runs()] == [run]
+
+
+def test_a_folder_of_an_older_version_tells_no_sharing_and_is_resumed(tmp_path):
+    manifest = load_manifest()
+    del manifest["sharing"]
+    with opened(tmp_path / "out", manifest, resume=False):
+        pass
+    with opened(tmp_path / "out"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
@@ -101,7 +128,7 @@ def test_an_invalid_load_is_measured_again(out):
 
 def test_a_search_goes_on_from_valid_runs_under_the_conditions_they_were_measured_in(out):
     with opened(out) as folder:
-        (folder.run(1, "r4") / METRICS).write_text('{"valid": false}')
+        (folder.run(1, "r4") / METRICS).write_text('{"trial": {"cause": "invalid"}}')
     with opened(out, load_manifest("2")) as folder:
         assert stored(out)["git"]["sha"] == "2" and list(folder.finished_runs()) == []
         (folder.run(1, "r4") / METRICS).write_text('{"valid": true}')

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from kvbench.cli.run_guarded import guarded
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.runs.work import kept, work_in
 
@@ -52,9 +53,19 @@ def test_a_terminal_that_is_gone_does_not_turn_an_interruption_into_an_error(tmp
         os.kill(os.getpid(), signal.SIGHUP)
 
 
-def test_output_that_nobody_reads_is_told_on_stderr(tmp_path, capsys):
-    told, closed, end = ended_by(tmp_path, lambda work: sys.exit(1))  # so rich leaves on a broken pipe
-    assert end == "interrupted" and len(closed) == 1 and told == []
+def test_output_that_nobody_reads_closes_the_folder_and_ends_with_141(tmp_path, capsys):
+    told, closed = [], []
+
+    def run():
+        with work_in(tmp_path, GO_ON, told.append) as work:
+            work.close = lambda: closed.append(1)
+            try:
+                raise BrokenPipeError
+            except BrokenPipeError:
+                sys.exit(1)  # as rich does
+        return 0
+
+    assert guarded(run) == 141 and closed == [1] and told == []
     assert "SIGPIPE" in capsys.readouterr().err
 
 
