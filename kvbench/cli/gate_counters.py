@@ -55,6 +55,11 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     from kvbench.gate.counters.replay import replay_twice
     from kvbench.gate.verdict.outputs import report_verdict
 
+    if output_dir is not None:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output-dir {output_dir} cannot be made: {error.strerror}") from None
     chosen = _read(workload, only)
     known = read_lock(lock)
     if known is not None and only:

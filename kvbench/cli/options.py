@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,11 @@ class OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(super().convert(value, param, ctx))
         folder = path.absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            why = "cannot be written to" if folder.is_dir() else "does not exist"
-            self.fail(f"{str(path)!r} cannot be written: the folder {str(folder)!r} {why}.", param, ctx)
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            why = f"{error.strerror}: check the path" if folder.is_dir() else f"the folder {str(folder)!r} does not exist"
+            self.fail(f"{str(path)!r} cannot be written: {why}.", param, ctx)
         return path
 
 
@@ -85,7 +87,7 @@ NO_CALIBRATION = click.option(
 
 RUNNING_SERVER_OPTIONS = (
     click.option("--preset", metavar="NAME",
-                 help="What kind of server it is, of a URL or a --serve-cmd: vllm, sglang, tgi, llamacpp or "
+                 help="What kind of server it is: vllm, sglang, tgi, llamacpp or "
                  "transformers (default: OpenAI's API as vLLM speaks it)."),
     click.option("--model", metavar="NAME",
                  help="The model's name at a running server (default: the first it lists); of kvbench mock-server with "

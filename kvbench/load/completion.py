@@ -167,7 +167,7 @@ def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
 
 
 def _take_stamp(out: Completion, stamp: Any) -> None:
-    """The built-in server's send time of this chunk; anything else is somebody else's field and is passed over."""
+    """The built-in server's send time of this chunk; any other value is ignored."""
     if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float):
         out.sent_times.append(stamp["sent"])
 

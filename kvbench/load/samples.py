@@ -150,7 +150,7 @@ def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:
     if not without:
         return {}
     return {
-        "history": f"history: actual was asked for, but {without} of {len(wanted)} later turns hold answers drawn "
+        "history": f"history: actual is set, but {without} of {len(wanted)} later turns hold answers drawn "
         "beforehand (history: recorded), because the server did not return the token ids of its own (return_token_ids)."
     }
 

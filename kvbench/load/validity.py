@@ -174,7 +174,7 @@ def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, lis
     if short <= MAX_SHORT_SHARE * len(done):
         return short, []
     return short, [
-        f"{short} of {len(done)} outputs ended before their length although ignore_eos was asked for, the limit is "
+        f"{short} of {len(done)} outputs were shorter than max_tokens although ignore_eos was set, the limit is "
         f"{MAX_SHORT_SHARE:.0%}; the server does not obey it: serve a model without an end token, or set "
         "ignore_eos: false."
     ]

@@ -324,7 +324,7 @@ def kernel_cost(c: PairedComparison) -> str:
     if c.tpot is None or a is None or b is None or abs(a - b) > 0.1 * max(a, b):
         ran = say("the layouts ran {a} and {b} sequences at once", a=words.decimal(a), b=words.decimal(b))
         return (
-            f"The kernel's cost cannot be told from median TPOT at {c.load.label}, {verdict_words(c.tpot)}: "
+            f"The kernel's cost is unknown. Median TPOT at {c.load.label}: {verdict_words(c.tpot)}; "
             f"{ran or 'how many sequences ran at once is not known'}."
         )
     return (

@@ -190,7 +190,7 @@ def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str]
             if run.manifest().get("status") != "complete" and not run.is_locked():
                 return run
         except UsageError as error:
-            warn(f"warning: {run.path} is passed over: {error}")
+            warn(f"warning: {run.path} is skipped: {error}")
     raise UsageError(
         f"there is no incomplete run of {workload_name!r} in {base}: leave --resume out to start a new one, or name "
         "the folder of a run"

@@ -22,7 +22,7 @@ from kvbench.workload.file import Workload, differing_keys, resolve
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
 _TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
 _RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
-_MIX = "or add --force to go on all the same: the manifest then keeps both, and the results are a mixture"
+_MIX = "or add --force to continue anyway: the manifest then records both, and the results mix them"
 
 
 def stored_workload(manifest: Mapping[str, Any]) -> Workload:
@@ -98,7 +98,7 @@ def _git_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple
         return [f"uncommitted changes ({then} then, {here} now)"], []
     if now.get("dirty"):
         return [], [
-            "the working tree has uncommitted changes, as it had when the run was started: nobody checks that they "
+            "the working tree has uncommitted changes, as when the run was started; kvbench does not check that they "
             "are the same"
         ]
     return [], []

@@ -175,11 +175,11 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
         manifest = folder.manifest()
         if manifest.get("status") == "incomplete":
             raise UsageError(
-                f"{path} is not finished, and a look at the pairs so far would spend what a later look may err: go on "
+                f"{path} is not finished, and judging it now would use up part of the allowed error rate: go on "
                 f"with `{folder.resume_command(manifest['subcommand'])}`"
             )
         if manifest["differences"] and not force:
-            raise UsageError(f"base and candidate differ: {'; '.join(manifest['differences'])}; --force judges them so")
+            raise UsageError(f"base and candidate differ: {'; '.join(manifest['differences'])}; add --force to judge them anyway")
         own = Policy.from_json(manifest["policy"]) if manifest.get("policy") else policy  # older ones have none
         policy = policy if policy.source else own
         verdict = conclude(folder, manifest, policy)
@@ -265,7 +265,7 @@ def _why_no_pair(folder: CompareFolder, cells: Sequence[Mapping[str, Any]]) -> s
     for side, cell in itertools.product(folder.stored, cells):
         if not (done := folder.load(cell, side, 1) / DONE).is_file():
             return (
-                f"{side} has no {done}: the loads of each repeat are compared, and a summary of them does not do; give "
+                f"{side} has no {done}: the comparison needs the files of each repeat: give "
                 "runs whose folders are whole"
             )
     return "no pair was measured"

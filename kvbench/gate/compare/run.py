@@ -342,7 +342,7 @@ class Comparison:
         self.write("incomplete")
         again = "" if attempt.attempt == most else ", and is measured again"
         counted = f"attempt {attempt.attempt} of up to {most}"
-        self._say(f"pair {attempt.pair} of {attempt.turn} is no measurement{again} ({counted}): {attempt}")
+        self._say(f"pair {attempt.pair} of {attempt.turn} failed{again} ({counted}): {attempt}")
 
     def _runners(self, check: Callable[[], None], show: Callable[[str], None]) -> dict[tuple[str, str], BlockRunner]:
         calibrator, runners = self._calibrator(show, self._say), {}

@@ -22,10 +22,10 @@ SENTENCES = {
     FAIL: "{title} is {size} {worse}{interval} after {pairs}; {p} for all {tests} comparisons together, and it matters "
     "from {floor} on.",
     PASS: "{measured}; {margin} {worse} or more is ruled out ({p_noninferior}).",
-    "one pair": _NOT_RULED_OUT + "one pair does not tell how much pairs scatter.",
+    "one pair": _NOT_RULED_OUT + "one pair cannot show how much pairs vary.",
     "too few pairs": _NOT_RULED_OUT + "so few pairs can show no regression, however large (p is {least_p} at least)"
     + _TO_SETTLE,
-    "undecided": _NOT_RULED_OUT + "the least that so many pairs show, in 4 of 5 cases, is {detectable} {worse}"
+    "undecided": _NOT_RULED_OUT + "with so many pairs a change of {detectable} {worse} or more is found in 4 of 5 cases"
     + _TO_SETTLE,
     "lost": "{lost} it in {pairs}.",
     # a whole comparison
@@ -34,7 +34,7 @@ SENTENCES = {
     "margin, if at all.",
     "some fail": "{worst} {count} of {tests} comparisons fail.",
     "some undecided": "{count} of {tests} comparisons are undecided, least known: {worst}",
-    "some lost": "{worst} So it is with {count} metrics of cells.",
+    "some lost": "{worst} The same holds for {count} metrics of cells.",
     "advice": ", and a comparison takes {most} at most: longer loads or a quieter machine make pairs scatter less",
     # the noise of a runner
     "few pairs": "{pairs} A/A pairs: a runner's noise is known from {enough} or more",
@@ -52,7 +52,7 @@ SENTENCES = {
     "explained": "of the {difference:+.3g} ms {latency} (mean){cell}, {shares}",
     "unexplained": "no part of the server's steps explains the {difference:+.3g} ms {latency} (mean){cell}",
     "no times": "the server's /metrics tell no times in two pairs or more, so where the time went is not known",
-    "means the same": "the server's own mean times did not move beyond chance: what was judged moved in its tail, or "
+    "means the same": "the server's own mean times did not move beyond chance: the change is in the slowest requests, or "
     "outside the server",
 }  # fmt: skip
 """Every sentence of the timing gate, as a template."""
