@@ -37,7 +37,7 @@ class OutputFile(click.Path):
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            why = f"{error.strerror}: check the path" if folder.is_dir() else f"the folder {str(folder)!r} does not exist"
+            why = error.strerror if folder.is_dir() else f"the folder {str(folder)!r} does not exist"
             self.fail(f"{str(path)!r} cannot be written: {why}.", param, ctx)
         return path
 

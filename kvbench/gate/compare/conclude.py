@@ -179,7 +179,8 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
                 f"with `{folder.resume_command(manifest['subcommand'])}`"
             )
         if manifest["differences"] and not force:
-            raise UsageError(f"base and candidate differ: {'; '.join(manifest['differences'])}; add --force to judge them anyway")
+            differences = "; ".join(manifest["differences"])
+            raise UsageError(f"base and candidate differ: {differences}; add --force to judge them anyway")
         own = Policy.from_json(manifest["policy"]) if manifest.get("policy") else policy  # older ones have none
         policy = policy if policy.source else own
         verdict = conclude(folder, manifest, policy)

@@ -52,8 +52,8 @@ SENTENCES = {
     "explained": "of the {difference:+.3g} ms {latency} (mean){cell}, {shares}",
     "unexplained": "no part of the server's steps explains the {difference:+.3g} ms {latency} (mean){cell}",
     "no times": "the server's /metrics tell no times in two pairs or more, so where the time went is not known",
-    "means the same": "the server's own mean times did not move beyond chance: the change is in the slowest requests, or "
-    "outside the server",
+    "means the same": "the server's own mean times did not move beyond chance: the change is in the tail (the slowest "
+    "requests), or outside the server",
 }  # fmt: skip
 """Every sentence of the timing gate, as a template."""
 

@@ -131,7 +131,7 @@ def test_actual_history_holds_the_servers_answers(loads: LoadRunner, knows: bool
         assert {first, second, second + answer + (tag, session, 102)} <= seen
     assert len(seen) == 6
     said = result.load["notes"].get("history")
-    assert said is None if knows else said.startswith("history: actual was asked for, but 4 of 4 later turns")
+    assert said is None if knows else said.startswith("history: actual") and "4 of 4" in said
 
 
 def test_a_failed_turn_ends_its_session_and_nothing_is_lost(loads: LoadRunner) -> None:

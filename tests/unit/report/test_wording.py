@@ -149,8 +149,8 @@ def test_nothing_is_compared_with_a_measurement_that_is_invalid() -> None:
     [
         ({"tpot": (22.0,) * 3, "running": 3.0}, {"running": 3.0}, ["1.10x", "walking page tables cost time"]),
         ({"tpot": (22.0,), "throughput": (9.0,), "running": 3.0}, {"running": 3.0}, ["too few"]),
-        ({"running": 18.0}, {"running": 4.0}, ["cannot be told", "18.0", "4.0"]),
-        ({}, {}, ["cannot be told", "not known"]),
+        ({"running": 18.0}, {"running": 4.0}, ["unknown", "18.0", "4.0"]),
+        ({}, {}, ["unknown", "not known"]),
     ],
 )
 def test_kernel_cost_is_told_only_where_the_same_number_ran(a: dict, b: dict, said: list[str]) -> None:
