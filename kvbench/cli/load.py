@@ -17,9 +17,10 @@ from kvbench.cli.options import (
     FiniteRange,
     add_options,
 )
+from kvbench.common.ports import LOCUST_PORT
 
 _LIMIT = re.compile(r"[a-z0-9_]+:[0-9.]+")
-_PORT = {"type": click.IntRange(1, 65535), "default": 5557, "show_default": True, "metavar": "PORT"}  # Locust's own
+_PORT = {"type": click.IntRange(1, 65535), "default": LOCUST_PORT, "show_default": True, "metavar": "PORT"}
 _POSITIVE = FiniteRange(min=0, min_open=True)
 
 

@@ -26,6 +26,14 @@ def write_text(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
 
 
+def make_output_dir(path: Path) -> None:
+    """Makes the folder that ``--output-dir`` names, if it is missing. Raises UsageError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-dir {path} cannot be made: {error.strerror}; give another folder") from None
+
+
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
     """Gives a file beside ``path`` to write; it replaces ``path`` when the block ends well and is removed otherwise.

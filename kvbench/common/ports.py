@@ -7,6 +7,8 @@ import socket
 
 from kvbench.common.errors import UsageError
 
+LOCUST_PORT = 5557  # where Locust's master listens unless it is told otherwise
+
 
 def free_port(port: int, host: str = "127.0.0.1", *, port_option: str = "--port", host_option: str = "--host") -> int:
     """``port`` of ``host`` (0: any), where nothing listens. Raises UsageError, which names the option to change."""

@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from kvbench.common.ports import LOCUST_PORT
 from kvbench.common.schema import StrictModel, explain
 from kvbench.load.http import Dialect
 from kvbench.requests.request import RequestList, read_requests
 
-DEFAULT_PORT = 5557  # Locust's own
 ARRIVE_S = 300.0  # how long a master waits for workers on other machines
 
 
@@ -95,11 +95,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--master", action="store_true")
     parser.add_argument("--expect-workers", type=int, default=1)
     parser.add_argument("--bind-host", default="127.0.0.1")
-    parser.add_argument("--bind-port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--bind-port", type=int, default=LOCUST_PORT)
     parser.add_argument("--arrive-timeout", type=float, default=ARRIVE_S)
     parser.add_argument("--worker", action="store_true")
     parser.add_argument("--master-host", default="127.0.0.1")
-    parser.add_argument("--master-port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--master-port", type=int, default=LOCUST_PORT)
     options = parser.parse_args(argv)
     if options.worker == (options.spec is not None):
         parser.error("give SPEC.json, or --worker without one")

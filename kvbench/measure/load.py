@@ -129,10 +129,8 @@ def measure_load(
     complete = int(metrics.get("completed") or 0) == len(requests)
     cache = server_state.cache_use(load, requests, setup.info, before, after, complete=complete)
     faults = server_state.leak_reasons(after) + cache.reasons
-    if failures_invalidate and too_many_failed(metrics):
-        failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-        kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
-        faults.append(f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})")
+    if failures_invalidate:
+        faults += _failure_reasons(metrics)
     reasons = [
         *(calibration.reasons if calibration else ()),
         *cache_reasons,
@@ -157,6 +155,15 @@ def measure_load(
         "ended_at": utc_now(),
         "wall_s": time.monotonic() - began,
     }
+
+
+def _failure_reasons(metrics: Mapping[str, Any]) -> list[str]:
+    """Why so many failed requests make a load invalid; empty when they do not."""
+    if not too_many_failed(metrics):
+        return []
+    failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
+    kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
+    return [f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})"]
 
 
 def _client_load(setup: LoadSetup, streams: int, events_per_s: float | None = None) -> ClientLoad:
