@@ -214,24 +214,6 @@ def contention_reasons(machine: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def as_judged(
-    here: dict[str, Any], away: Mapping[str, Any] | None, server: ServerProcess
-) -> tuple[dict[str, Any], list[str]]:
-    """The report on the machine under a load, and why it makes that load invalid.
-
-    ``here``: of this machine.
-    ``away``: of the worst of those that streamed where this one only led (None: it streamed itself); the load process
-    has judged them. This one is still held to the limits where the server runs on it, if none that streamed is the same
-    (``with_leader``).
-    """
-    if away is None:
-        return here, contention_reasons(here)
-    report = here | away
-    if report["server_cpu_cores"] is None:
-        report["server_cpu_cores"] = here["server_cpu_cores"]
-    return report, contention_reasons(here) if server.local and not away["with_leader"] else []
-
-
 def busy_notice() -> str | None:
     """One line for the start of a sweep when the machine seems to be busy already, else None."""
     average, cores = os.getloadavg()[0], os.cpu_count() or 1

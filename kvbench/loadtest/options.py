@@ -184,7 +184,9 @@ def client_processes(options: Mapping[str, Any]) -> ClientProcesses:
     arguments = ("--master", *(str(word) for pair in values.items() for word in pair))
     notice = (
         f"waiting up to {ARRIVE_S:g} s for {plural(count, 'worker')} at {host}:{port}; on each machine: kvbench load "
-        f"--worker --master-host {'HOST' if host in ('0.0.0.0', '::', '*') else host} --master-port {port}"
+        f"--worker --master-host {'HOST' if host in ('0.0.0.0', '::', '*') else host} --master-port {port}. "
+        "Workers get the prompts in clear text: use a network of your own, and set one KVBENCH_LOAD_TOKEN "
+        "on every machine"
     )
     return ClientProcesses({"calibrate_workers": not options["no_calibration"]}, arguments, count, notice)
 

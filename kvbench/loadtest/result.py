@@ -208,7 +208,5 @@ def _calibration(kept: Mapping[str, Any]) -> str:
 
 
 def _server(kept: Mapping[str, Any]) -> str:
-    machine = kept.get("machine") or {}
-    foreign, of = machine.get("foreign_cpu_cores"), machine.get("of")
-    where = f"the machine of {of}, the most disturbed one," if of else "this machine"
-    return "" if foreign is None else f"other processes on {where} used {foreign:.2f} of a core"
+    foreign = (kept.get("machine") or {}).get("foreign_cpu_cores")
+    return "" if foreign is None else f"other processes on this machine used {foreign:.2f} of a core"

@@ -19,7 +19,7 @@ from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json, utc_now, write_json
-from kvbench.common.foreign_cpu import MachineWatch, as_judged
+from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
 from kvbench.load import launch as loadrun
 from kvbench.load.validity import UNKNOWN_STREAMS
 from kvbench.measure import server_state
@@ -122,8 +122,9 @@ def measure_load(
     _copy_tail(setup.server_log, log_from, out / "server.log")
     outcome = read_json(out / "load.json")
     metrics, unread = collect_metrics(out, load, outcome, poller, before, after)
-    away = None if setup.sends_here else metrics["client"].get("machine") or {"with_leader": False}
-    report, disturbed = as_judged(machine.report(), away, machine.server)
+    report = machine.report()
+    if not setup.sends_here and (not machine.server.local or metrics["client"].get("workers_here")):
+        report["foreign_cpu_cores"] = report["steal_share"] = None  # not part of it, or its workers look foreign
     calibration = recalibrated(setup, calibration, outcome, metrics)
     metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
     complete = int(metrics.get("completed") or 0) == len(requests)
@@ -136,7 +137,7 @@ def measure_load(
         *cache_reasons,
         *(outcome.get("invalid_reasons") or ()),
         *faults,
-        *disturbed,
+        *contention_reasons(report),
     ]
     if outcome.get("incomplete"):
         reasons.append("the load client was stopped before its last request")

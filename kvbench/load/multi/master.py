@@ -8,7 +8,6 @@ with it; workers on other machines are started there by ``kvbench load --worker`
 from __future__ import annotations
 
 import json
-import logging
 import math
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import gevent
 import numpy as np
@@ -33,8 +32,8 @@ from kvbench.load.multi import messages
 from kvbench.load.multi.clock import best_of, clock_map, exchange
 from kvbench.load.multi.merge import (
     Member,
+    calibration_reasons,
     in_slices,
-    judge_workers,
     merged_client,
     samples_from_bytes,
 )
@@ -48,16 +47,13 @@ from kvbench.requests.request import RequestList
 
 LOCAL_ARRIVAL_S = 60.0
 LOST_S = 4.0  # without a heartbeat during the load
-IDLE_LOST_S = 10.0  # the same while a worker has nothing to do; as long does it wait for a silent master
-_ANSWER_S = 60.0  # the same while a worker has its hands full, and its limit for most answers
+_ANSWER_S = 60.0  # the same before and after it, when a worker is busy; and its limit for most answers
 _QUICK_S = 5.0
 _CALIBRATE_S = 120.0
 _LOOK_S = 0.25
 _EXCHANGES, _CHECK_CLOCKS_S = 16, 5.0
 _LEAD_S = 0.5
 _DISMISS_S = 5.0
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_REFUSALS, _HOST_CHARS = 8, 64  # of refused workers that a message names
 _STOPPED = "stopped before the load began"
 
 
@@ -86,14 +82,6 @@ class GuardedMaster(MasterRunner):
         self.members: dict[str, Member] = {}
         super().__init__(environment, host, port)
 
-    def client_listener(self) -> NoReturn:
-        """Locust's, which a message that is none would end."""
-        while True:
-            try:
-                super().client_listener()
-            except Exception as error:
-                logging.getLogger(__name__).debug("a message that cannot be read was dropped: %r", error)
-
     def handle_message(self, client_id: str, msg: Message) -> None:
         """``client_id``: who sent it, as the socket knows; ``msg.node_id``: as the sender says."""
         if client_id == msg.node_id and (client_id in self.members or msg.type in ("client_ready", messages.JOIN)):
@@ -117,9 +105,7 @@ class SharedLoad:
         self.env = Environment()
         self._shards = make_shards(spec, requests, useful)
         self._news = Event()  # a worker has answered, or its streams have ended
-        self._refused: list[str] = []
         self._zero: float | None = None
-        self._cpu_s = 0.0  # what this process itself used while the workers streamed
         self._problem: str | None = None  # why the load could not be driven to its end
         try:
             self.runner = self.env.runner = GuardedMaster(self.env, setup.host, setup.port)
@@ -150,7 +136,7 @@ class SharedLoad:
         """Returns the exit code; 128 + signal when it was stopped by one. Every wait in here is bounded."""
         self.events.listen()
         if not self.setup.local:
-            self._announce()
+            self._say("waiting", workers=self.setup.workers, host=self.setup.host, port=self.port)
         code = EXIT_INVALID
         try:
             code = self._drive()
@@ -162,35 +148,21 @@ class SharedLoad:
             self._dismiss(code)
         return code
 
-    def _announce(self) -> None:
-        setup = self.setup
-        self._say("waiting", workers=setup.workers, host=setup.host, port=self.port)
-        if setup.host not in _LOOPBACK:
-            print(
-                f"kvbench load: whoever reaches {setup.host}:{self.port} sees the prompts in clear text; use a network "
-                f"of your own, and set {TOKEN_VARIABLE} to the same value on every machine, so that nobody else can "
-                "take part.",
-                file=sys.stderr,
-            )
-
     def _drive(self) -> int:
         self._gather()
         if self.spec.calibrate_workers and not self.setup.local:
             self._calibrate()
         self._ask(messages.SHARD, self._shard_of)
         self._start()
-        used_s = time.process_time()
         started = time.time() + (self._zero - time.perf_counter())
         gevent.sleep(max(0.0, self._zero - time.perf_counter()))
         self._say("begin")
         problem = self._watch()
         wall_s = time.perf_counter() - self._zero
-        self._cpu_s = time.process_time() - used_s
         step_s = time.time() - started - wall_s
         self._say("measured")
         if problem is not None or self.events.stopped:
-            self._send(messages.STOP, lambda _: {"in_haste": self.events.stopped})
-        self._find_lost(IDLE_LOST_S)
+            self._send(messages.STOP, lambda member: {})
         self._read_clocks(needed=False)
         measured = self._collect()
         self._problem = problem = problem or self._first_loss()
@@ -216,8 +188,6 @@ class SharedLoad:
         if why is None:
             host, pid = str(data["host"]), int(data["pid"])
             self.runner.members[node] = Member(node, f"a worker (pid {pid} on {host})", host, pid, data.get("boot"))
-        elif len(self._refused) < _REFUSALS:
-            self._refused.append(f"{ascii(str(data.get('host'))[:_HOST_CHARS])[1:-1]}: {why}")
         answer = {"proof": proof(f"master {node}")} if why is None else {"error": why}
         self.runner.send_message(messages.JOIN, answer, client_id=node)
 
@@ -249,13 +219,12 @@ class SharedLoad:
         *,
         of: Sequence[Member] | None = None,
         limit_s: float = _ANSWER_S,
-        silent_s: float = _ANSWER_S,
         needed: bool = True,
     ) -> None:
         """Sends a message to workers (all) and waits for their ``answers``; who does not answer in time is lost.
 
-        ``silent_s``: without heartbeats meanwhile. ``needed``: raises LoadNotBegun for the first that is lost or
-        answers with an error, and when the load is stopped.
+        ``needed``: raises LoadNotBegun for the first that is lost or answers with an error, and when the load is
+        stopped.
         """
         members = [m for m in (self.members if of is None else of) if m.lost is None]
         self._send(name, data, members)
@@ -265,7 +234,7 @@ class SharedLoad:
             self._news.wait(_LOOK_S)
             if needed and self.events.stopped:
                 raise LoadNotBegun(_STOPPED)
-            self._find_lost(silent_s)
+            self._find_lost(min(limit_s, _ANSWER_S))
             if time.monotonic() > due:
                 for member in waiting:
                     member.lose(f"it did not answer ({name.removeprefix('kvbench_')}) within {limit_s:g} s")
@@ -287,13 +256,10 @@ class SharedLoad:
                 if child.poll() is not None:
                     raise LoadNotBegun(f"worker process {number} ended with code {child.returncode} before the load")
             for member in self.members:
-                if self._silent(member, IDLE_LOST_S):
+                if self._silent(member, _ANSWER_S):
                     del self.runner.members[member.node]
             if time.monotonic() > due:
-                refused = f" (turned away: {'; '.join(self._refused)})" if self._refused else ""
-                raise LoadNotBegun(
-                    f"{len(self.members)} of {wanted} workers came within {self.setup.arrive_s:g} s{refused}"
-                )
+                raise LoadNotBegun(f"{len(self.members)} of {wanted} workers came within {self.setup.arrive_s:g} s")
             gevent.sleep(0.02)
         for number, (member, shard) in enumerate(zip(self.members, self._shards, strict=True), 1):
             member.name = f"worker {number} of {wanted} (pid {member.pid} on {member.host})"
@@ -319,7 +285,7 @@ class SharedLoad:
         self._say("calibrating")
         streams = self.spec.concurrency or self.spec.max_concurrency or UNKNOWN_STREAMS
         wanted = {"streams": -(-streams // len(self._shards)), "tls": self.spec.base_url.startswith("https:")}
-        self._ask(messages.CALIBRATE, lambda member: wanted, limit_s=_CALIBRATE_S, silent_s=IDLE_LOST_S)
+        self._ask(messages.CALIBRATE, lambda member: wanted, limit_s=_CALIBRATE_S)
         for member in self.members:
             member.calibration = json.loads(member.answers[messages.CALIBRATE]["found"])
 
@@ -393,20 +359,16 @@ class SharedLoad:
             if member.lost is not None:
                 continue
             answer, first_user = member.answers.pop(messages.SAMPLES), member.shard.first_user
-            try:
-                member.samples = samples_from_bytes(answer["samples"], member.clock, by_index, first_user)
-                member.lags = np.frombuffer(answer["lags"], dtype=np.float64)
-                member.clocked = Clocked(**answer["clocked"])
-                member.mismatches, member.machine = answer["mismatches"], answer["machine"]
-            except (ValueError, KeyError, TypeError) as error:
-                member.lose(f"its samples cannot be read ({error!r})")
+            member.samples = samples_from_bytes(answer["samples"], member.clock, by_index, first_user)
+            member.lags = np.frombuffer(answer["lags"], dtype=np.float64)
+            member.clocked = Clocked(**answer["clocked"])
         return [member for member in self.members if member.lost is None]
 
     def _outcome(self, members: list[Member], clocked: Clocked) -> Outcome:
         client, reasons = merged_client(members, self.spec.mode, clocked.wall_s)
         if not self.setup.local:
-            cores = self._cpu_s / clocked.wall_s if clocked.wall_s > 0 else 0.0
-            reasons += judge_workers(members, client, clocked.wall_s, boot_id(), cores)
+            reasons += calibration_reasons(members, clocked.wall_s)
+            client["workers_here"] = boot_id() in [member.boot for member in members]
         if self._problem:
             reasons.append(f"{self._problem.rstrip('.')}.")
         samples, total = [s for m in members for s in m.samples], self.env.stats.total

@@ -10,7 +10,6 @@ import gevent
 import msgpack
 import numpy as np
 
-from kvbench.common.foreign_cpu import contention_reasons
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, clock_reasons
 from kvbench.load.multi.shards import Shard
@@ -27,8 +26,7 @@ class Member:
 
     ``boot``: the boot id of its machine (None: not known); ``ended``: why its streams ended (gone, signal, error);
     ``lost``: why nothing more is expected of it. What it handed back: ``samples`` on the master's clock, ``lags`` [s]
-    float64 [ticks], ``machine`` (``machine_report``, None where it did not tell), ``mismatches``: prompts of which the
-    server counted other tokens than were sent, which only the sender knows.
+    float64 [ticks] and ``clocked``.
     """
 
     node: str
@@ -47,8 +45,6 @@ class Member:
     samples: list[Sample] = field(default_factory=list)
     lags: np.ndarray = field(default_factory=lambda: np.empty(0))
     clocked: Clocked = field(default_factory=Clocked)
-    mismatches: int = 0
-    machine: dict[str, Any] | None = None
 
     def lose(self, why: str) -> None:
         """From now on this worker counts as lost."""
@@ -103,7 +99,6 @@ def merged_client(members: Sequence[Member], mode: str, wall_s: float) -> tuple[
     own = [client_figures(m.samples, m.lags, [m.clocked], mode, m.clocked.wall_s) for m in members]
     client["cpu_fraction_total"] = client["cpu_fraction"]
     client["cpu_fraction"] = max((c["cpu_fraction"] for c in own if c["cpu_fraction"] is not None), default=None)
-    client["prompt_token_mismatches"] = sum(m.mismatches for m in members)
     client["processes"] = [_process(m, c) for m, c in zip(members, own, strict=True)]
     reasons: list[str] = []
     if not invalid_reasons(client, 0):  # else the same is said of the whole load
@@ -137,34 +132,16 @@ def _process(member: Member, figures: Mapping[str, Any]) -> dict[str, Any]:
             "error_ms": clock.error_s * 1000,
             "readings": len(clock.readings),
         },
+        **({"calibration": member.calibration} if member.calibration else {}),
     }
-
-
-def judge_workers(
-    members: Sequence[Member], client: dict[str, Any], wall_s: float, leader: str | None, leader_cores: float
-) -> list[str]:
-    """What speaks against the clients and machines of workers that came by themselves; adds both to ``client``.
-
-    ``leader``: the boot id of the master's machine, on which the master used ``leader_cores``.
-    """
-    reasons = calibration_reasons([m for m in members if m.calibration], wall_s)
-    seen = [member for member in members if member.machine is not None]  # not of one that was stopped early
-    reports = machine_reports(seen, leader, leader_cores)
-    reasons += [f"{name}: {reason}" for name, report in reports.items() for reason in contention_reasons(report)]
-    for member, process in zip(members, client["processes"], strict=True):
-        if member.calibration:
-            process["calibration"] = member.calibration
-        process["machine"] = reports.get(member.name)
-    if seen:
-        with_leader = leader is not None and leader in [member.boot for member in seen]
-        client["machine"] = worst_machine(reports) | {"with_leader": with_leader}
-    return reasons
 
 
 def calibration_reasons(members: Sequence[Member], wall_s: float) -> list[str]:
     """Why single workers may not be believed: over the limits of a load, or busier than they were calibrated for."""
     reasons = []
     for member in members:
+        if member.calibration is None:
+            continue
         settings = member.calibration["settings"]
         reasons += [f"{member.name}: {reason}" for reason in member.calibration["reasons"]]
         streams, most_streams = most_in_flight(member.samples), settings["streams"]
@@ -177,27 +154,3 @@ def calibration_reasons(members: Sequence[Member], wall_s: float) -> list[str]:
                 f"at {most_streams} and {calibrated_rate:.0f}; use more workers, or set max_concurrency."
             )
     return reasons
-
-
-def machine_reports(members: Sequence[Member], leader: str | None, leader_cores: float) -> dict[str, dict[str, Any]]:
-    """Each worker's machine report, by the worker's name, without what the load's other processes used there."""
-    reports = {}
-    for member in members:
-        report = reports[member.name] = dict(member.machine)
-        if report["foreign_cpu_cores"] is not None and member.boot is not None:
-            beside = [m.machine for m in members if m is not member and m.boot == member.boot]
-            ours = sum(each["client_cpu_cores"] or 0.0 for each in beside)
-            ours += leader_cores if member.boot == leader else 0.0
-            report["foreign_cpu_cores"] = max(0.0, report["foreign_cpu_cores"] - ours)
-    return reports
-
-
-def worst_machine(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The report of the machine that was disturbed most, with the worker's name (``of``)."""
-
-    def disturbed(name: str) -> tuple[int, float, float]:
-        report = reports[name]
-        return len(contention_reasons(report)), report["foreign_cpu_cores"] or 0.0, report["steal_share"] or 0.0
-
-    worst = max(reports, key=disturbed)
-    return {**reports[worst], "of": worst}

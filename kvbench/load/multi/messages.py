@@ -2,7 +2,7 @@
 
     worker -> master  JOIN {proof, version, boot, host, pid}   answered with {proof} or {error}
     master -> worker  CLOCK, CALIBRATE, SHARD, START, SAMPLES  each answered once, under its own name
-    master -> worker  STOP {in_haste}, END {code, why}
+    master -> worker  STOP {}, END {code, why}
     worker -> master  PROGRESS {done, failed}, ENDED {gone, signal, error}
 
 Locust packs them with msgpack: plain data, nothing that could run.

@@ -5,7 +5,6 @@ It ends when the master says so, and by itself when the master has not been hear
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -27,7 +26,6 @@ from locust.runners import WorkerRunner
 from kvbench import __version__
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE
-from kvbench.common.foreign_cpu import machine_report, read_own_cpu, server_at
 from kvbench.common.machine import boot_id
 from kvbench.load import process
 from kvbench.load.client import StreamFailure
@@ -35,7 +33,6 @@ from kvbench.load.multi import messages
 from kvbench.load.multi.merge import in_slices, samples_to_bytes
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import client_report
 from kvbench.requests.request import RequestList, RequestSpec
 
 CONNECT_LIMIT_S = 300.0  # Locust's own
@@ -51,14 +48,12 @@ _ERROR_CHARS = 300
 def run_worker(host: str, port: int) -> int:
     """The whole life of a worker, which needs nothing but its master's address. Returns the exit code."""
     try:
-        host.encode("idna")  # as getaddrinfo does, in a thread of which gevent would print a traceback
         socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "not a possible name"
-        return _failed(EXIT_USAGE, f"--master-host {host!r} is no machine's name or address: {why}")
+    except OSError as error:
+        return _failed(EXIT_USAGE, f"--master-host {host!r} is no machine's name or address: {error.strerror}")
     waiting = f"while it waited for the master at {host}:{port}"
     handlers = [gevent.signal_handler(number, _end_now, number, waiting) for number in _STOP_SIGNALS]
-    _print(f"waiting up to {CONNECT_LIMIT_S:g} s for the master at {host}:{port}")
+    print(f"kvbench load: waiting up to {CONNECT_LIMIT_S:g} s for the master at {host}:{port}", flush=True)
     env = Environment()
     try:
         runner = env.create_worker_runner(host, port)
@@ -66,7 +61,7 @@ def run_worker(host: str, port: int) -> int:
         return _failed(EXIT_INVALID, f"no master at {host}:{port} ({error!r}); is `kvbench load --master` running?")
     for handler in handlers:
         handler.cancel()
-    _print("the master has answered; the load begins when all its workers are there")
+    print("kvbench load: the master has answered; the load begins when all its workers are there", flush=True)
     return Worker(env, runner).run()
 
 
@@ -78,12 +73,6 @@ def _end_now(number: int, when: str) -> None:
 def _failed(code: int, why: str) -> int:
     print(f"kvbench load: {why}", file=sys.stderr, flush=True)
     return code
-
-
-def _print(text: str) -> None:
-    """On stdout, which of a local worker nobody reads; a reader that has gone away does not end this one."""
-    with contextlib.suppress(OSError):
-        print(f"kvbench load: {text}", flush=True)
 
 
 def calibrate_here(streams: int, tls: bool) -> dict[str, Any]:
@@ -108,7 +97,7 @@ class Worker:
         self.session: LoadSession | None = None
         self.over = Event()
         self.code = EXIT_INVALID
-        self._stopped = self._in_haste = False  # in haste: whoever stopped the load does not wait for long
+        self._stopped = False
         self._signal = 0
         self._parent = os.getppid()
         self._joined = False  # the master knows the token, too
@@ -116,7 +105,6 @@ class Worker:
         self._measuring: process.Measuring | None = None
         self._measured: gevent.Greenlet | None = None
         self._zero: AsyncResult = AsyncResult()
-        self._machine: dict[str, Any] | None = None
 
     def run(self) -> int:
         """Until the master says how the load ended, or is gone."""
@@ -134,7 +122,7 @@ class Worker:
             (messages.SAMPLES, self._samples),
         ):
             runner.register_message(name, partial(self._answer, act), concurrent=True)
-        runner.register_message(messages.STOP, lambda msg, **_: self._stop(**msg.data))
+        runner.register_message(messages.STOP, lambda msg, **_: self._stop())
         runner.register_message(messages.END, lambda msg, **_: self._end(**msg.data))
         runner.send_message(
             messages.JOIN,
@@ -163,12 +151,12 @@ class Worker:
     def _on_signal(self, number: int) -> None:
         """The signal may be for the whole group: the master still wants what was measured. Without one this ends."""
         self._signal = number
-        self._stop(in_haste=True)
+        self._stop()
         if os.getppid() != self._parent or self.session is None:
             self._end(EXIT_INTERRUPTED, f"stopped by {signal.Signals(number).name}")
 
-    def _stop(self, in_haste: bool) -> None:
-        self._stopped, self._in_haste = True, in_haste
+    def _stop(self) -> None:
+        self._stopped = True
         if self.session is not None:
             self.session.stopping = True
 
@@ -176,7 +164,7 @@ class Worker:
         """The load has ended with exit code ``code``; ``why``: the message to this worker's user."""
         if self.over.is_set():
             return
-        self._stop(in_haste=True)
+        self._stop()
         self.code = EXIT_INTERRUPTED if self._signal else code
         if why:
             _failed(self.code, f"this worker ends: {why}")
@@ -209,7 +197,6 @@ class Worker:
     def _prepare(self, spec: str, rows: bytes) -> None:
         """Makes the requests ready to send, and waits until every user stands at the line."""
         self._spec = LoadSpec.model_validate_json(spec)
-        self._server = server_at(self._spec.base_url)
         requests = [RequestSpec.from_row(json.loads(line)) for line in in_slices(rows.splitlines())]
         self.session = LoadSession(self._spec, RequestList(requests))
         try:
@@ -240,7 +227,6 @@ class Worker:
 
     def _run_from(self, zero: float, priority: str) -> str | None:
         """Why the server is gone; None when all streams have returned or the load was stopped."""
-        begun = read_own_cpu(self._server)
         early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
         gevent.sleep(max(0.0, zero - early - time.perf_counter()))
         measuring = process.Measuring(self.session)
@@ -248,7 +234,6 @@ class Worker:
         measuring.begin(zero)
         gone = process.watch(self.session, lambda: self._stopped, lambda: self._report(messages.PROGRESS))
         measuring.end()
-        self._machine = machine_report(begun, read_own_cpu(self._server), self._server)
         self._measuring = measuring
         return gone
 
@@ -260,15 +245,12 @@ class Worker:
         process.end_users(self.runner)
         session, measuring = self.session, self._measuring
         if measuring is not None:
-            measuring.parse_rest(lambda: self._in_haste, lambda: self._report(messages.PROGRESS))
+            measuring.parse_rest(lambda: self._stopped, lambda: self._report(messages.PROGRESS))
         session.close()
         self._report(messages.PROGRESS)
         messages.send_statistics(self.runner)  # before the answer, so that the master has them when it has that
-        figures = client_report(session.samples, [], 0.0, 0.0, self._spec.mode)
         return {
             "samples": samples_to_bytes(session.samples),
             "lags": np.asarray(measuring.probe.lags if measuring else (), dtype=np.float64).tobytes(),
             "clocked": vars(measuring.clocked) if measuring else {},
-            "mismatches": figures["prompt_token_mismatches"],
-            "machine": self._machine,
         }

@@ -105,9 +105,9 @@ WORKERS = {"processes": [calibrated(16, 0.2), calibrated(16, 0.7), {}]}
         ({}, {"first_failure": "truncated: it was cut"}, ("truncated: it was cut",)),
         ({}, {}, ("client: not calibrated",)),
         (calibrated(64, 0.1), {}, ("64 streams", "0.10 ms")),
+        ({"machine": {"foreign_cpu_cores": 1.25}}, {}, ("this machine", "1.25")),
         ({}, {"client": WORKERS}, ("worst of 2 workers", "16 streams", "0.70 ms")),
         ({"warm_up": {"answered": 4, "requests": 4, "failures": 6, "last": "HTTP 500"}}, {}, ("6 failed", "HTTP 500")),
-        ({"machine": {"foreign_cpu_cores": 1.25, "of": "worker 1"}}, {}, ("worker 1", "1.25")),
     ],
 )  # fmt: skip
 def test_each_further_matter_has_a_line_where_there_is_something_to_say(more, metrics, shows):
