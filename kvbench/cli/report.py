@@ -15,26 +15,33 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
-def report(run_dir: Path) -> int:
+@click.option("--output-dir", type=click.Path(path_type=Path), help="Where the files go (default: RUN_DIR).")
+def report(run_dir: Path, output_dir: Path | None) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
+
+    Where raw samples are gone (requests.parquet), a report would say less than the one made with them: no report is
+    replaced then.
 
     \b
     Example:
       kvbench report results/mixed/20260101T120000Z-1a2b3c4
     \b
     Files written in RUN_DIR: report.html (works offline), report.md, summary.csv (one row a cell).
-    Exit codes: 0 written, 2 not a run folder.
+    Exit codes: 0 written, 2 not a run folder, or raw samples are gone and a report is there.
     """
     from rich.console import Console
 
+    from kvbench.common.files import check_output_dir
+
+    check_output_dir(output_dir or run_dir)
     try:
-        show_report(run_dir, Console())
+        show_report(run_dir, Console(), output_dir)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return 0
 
 
-def show_report(run_dir: Path, console: Console) -> None:
+def show_report(run_dir: Path, console: Console, output_dir: Path | None = None) -> None:
     """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
     from kvbench.common.console import print_plain
     from kvbench.report.outputs import console_table, write_report
@@ -42,8 +49,10 @@ def show_report(run_dir: Path, console: Console) -> None:
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)
-    paths = write_report(run)
+    paths = write_report(run, output_dir or run_dir)
     console.print(console_table(run))
     print_plain(console, headline(run))
+    for sentence in run.damaged:
+        print_plain(console, f"note: {sentence}")
     for path in paths:
         print_plain(console, f"report: {path}")

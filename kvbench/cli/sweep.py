@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 @SEED
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of every cell, each on a fresh server.")
 @click.option("--only", multiple=True, metavar="GLOB",
-              help="Only cells whose id matches, e.g. 'paged-*-c32'. Repeatable.")  # fmt: skip
+              help="Only cells whose id matches, e.g. 'paged-*-c32'; --resume: of the run. Repeatable.")  # fmt: skip
 @click.option("--resume", is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
               help="Go on with an interrupted run: the folder, or the latest incomplete run of WORKLOAD.")  # fmt: skip
 @click.option("--force", is_flag=True,
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Check everything, print cells, order and time; launch nothing.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print cells left, order and time; launch nothing.")
 @NO_CALIBRATION
 @click.option("--no-report", is_flag=True, help="Keep the raw results only; `kvbench report` can follow later.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
@@ -74,8 +74,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from rich.console import Console
 
     from kvbench.cli.report import show_report
-    from kvbench.sweep.plan import describe_plan, preflight
-    from kvbench.sweep.progress import Estimator
+    from kvbench.runs.resume import planned_cells
     from kvbench.sweep.run import Sweep
     from kvbench.targets.choose import choose
 
@@ -87,19 +86,15 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
     stored = run.manifest() if run else {}
     choice = choose(loaded, options, stored)
-    only = tuple(options["only"]) or tuple(stored.get("only") or ())
-    if dry_run:
-        design, blocks = choice.plan(only)
-        _, guesses = preflight(choice.workload, design, choice.check)
-        seconds = Estimator(guesses, choice.start_guess_s).total_s(blocks)
-        describe_plan(choice.workload, design, blocks, seconds, console, choice.start_guess_s)
-        return 0
+    only = tuple(options["only"])
+    if run:
+        only = planned_cells(stored, only) if only else tuple(stored.get("only") or ())
     if choice.runs_already:  # before a results folder is made for it
         target = choice.new_target()
         target.start({}, Path())
         target.stop()
     try:
-        return Sweep(
+        sweep = Sweep(
             choice,
             console,
             only,
@@ -108,7 +103,8 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             calibrate=not options["no_calibration"],
             resumed=run,
             force=options["force"],
-        ).execute()
+        )
+        return sweep.describe() if dry_run else sweep.execute()
     finally:
         choice.close()
 

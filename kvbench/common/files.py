@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -32,6 +33,15 @@ def make_output_dir(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {path} cannot be made: {error.strerror}; give another folder") from None
+
+
+def check_output_dir(path: Path) -> None:
+    """Raises UsageError when no file can be written in ``path``, or it cannot be made; leaves nothing behind."""
+    folder = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({folder}: {error.strerror}): give another --output-dir") from None
 
 
 @contextmanager

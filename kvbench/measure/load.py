@@ -93,43 +93,25 @@ def measure_load(
     Raises:
         MeasurementError: the load could not be driven to its end.
     """
-    target, load = setup.target, setup.load
+    load = setup.load
     setup.check()
     calibration = None
     if setup.calibrate:  # for as many streams as the load may have
         most = point.concurrency if point.mode == "closed" else load.max_concurrency
         calibration = setup.calibrate(_client_load(setup, most or UNKNOWN_STREAMS), None)
-    cache_reasons = server_state.prepare_cache(target, load, requests, first=first)
-    log_from = _size(setup.server_log)
+    cache_reasons = server_state.prepare_cache(setup.target, load, requests, first=first)
     started_at, began = utc_now(), time.monotonic()
-    machine = MachineWatch(target.server())
-    before = server_state.read_metrics(target)
-    spec = loadrun.load_spec(
-        load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
-        send_priority=loadrun.takes_priority(setup.settings, setup.info),
-    ) | target.client_fields() | dict(setup.client)  # fmt: skip
-    with MetricsPoller(lambda: target.metrics(), setup.poll_s) as poller:
-        loadrun.drive(
-            spec,
-            total=len(requests),
-            limit_s=loadrun.bound_s(load, point, requests),
-            on_progress=on_progress,
-            check=setup.check,
-            on_phase=machine.on_phase,
-            arguments=setup.arguments,
-        )
-    after = server_state.wait_release(target)
-    _copy_tail(setup.server_log, log_from, out / "server.log")
+    driven = _drive(setup, point, requests, requests_file, out, on_progress)
     outcome = read_json(out / "load.json")
-    metrics, unread = collect_metrics(out, load, outcome, poller, before, after)
-    report = machine.report()
+    metrics, unread = collect_metrics(out, load, outcome, driven.poller, driven.before, driven.after)
+    machine, report = driven.machine, driven.machine.report()
     if not setup.sends_here and (not machine.server.local or metrics["client"].get("workers_here")):
         report["foreign_cpu_cores"] = report["steal_share"] = None  # not part of it, or its workers look foreign
     calibration = recalibrated(setup, calibration, outcome, metrics)
     metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
     complete = int(metrics.get("completed") or 0) == len(requests)
-    cache = server_state.cache_use(load, requests, setup.info, before, after, complete=complete)
-    faults = server_state.leak_reasons(after) + cache.reasons
+    cache = server_state.cache_use(load, requests, setup.info, driven.before, driven.after, complete=complete)
+    faults = server_state.leak_reasons(driven.after) + cache.reasons
     if failures_invalidate:
         faults += _failure_reasons(metrics)
     reasons = [
@@ -156,6 +138,47 @@ def measure_load(
         "ended_at": utc_now(),
         "wall_s": time.monotonic() - began,
     }
+
+
+@dataclass(frozen=True)
+class _Driven:
+    """What was seen of server and machine around a load: /metrics ``before``, during (``poller``) and ``after`` it."""
+
+    before: MetricsSample | None
+    poller: MetricsPoller
+    after: MetricsSample | None
+    machine: MachineWatch
+
+
+def _drive(
+    setup: LoadSetup,
+    point: LoadPoint,
+    requests: list[Any],
+    requests_file: Path,
+    out: Path,
+    on_progress: loadrun.Progress,
+) -> _Driven:
+    """Sends the load to its end; raw samples and logs are in ``out`` then. Raises MeasurementError."""
+    target, load, log_from = setup.target, setup.load, _size(setup.server_log)
+    machine = MachineWatch(target.server())
+    before = server_state.read_metrics(target)
+    spec = loadrun.load_spec(
+        load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
+        send_priority=loadrun.takes_priority(setup.settings, setup.info),
+    ) | target.client_fields() | dict(setup.client)  # fmt: skip
+    with MetricsPoller(lambda: target.metrics(), setup.poll_s) as poller:
+        loadrun.drive(
+            spec,
+            total=len(requests),
+            limit_s=loadrun.bound_s(load, point, requests),
+            on_progress=on_progress,
+            check=setup.check,
+            on_phase=machine.on_phase,
+            arguments=setup.arguments,
+        )
+    after = server_state.wait_release(target)
+    _copy_tail(setup.server_log, log_from, out / "server.log")
+    return _Driven(before, poller, after, machine)
 
 
 def _failure_reasons(metrics: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.common.console import make_table
+from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
+from kvbench.common.text import and_more
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.tables import Value, flat_rows, main_table
@@ -28,16 +30,23 @@ _HEADS = {
 _STYLES = {"better": "green", "worse": "red"}
 
 
-def write_report(run: Run) -> list[Path]:
-    """The files of a finished, incomplete or running run; none is written before all of them are made."""
-    made = {
-        run.folder / "report.html": page(run),
-        run.folder / "report.md": markdown(run),
-        run.folder / "summary.csv": pd.DataFrame(flat_rows(run)).to_csv(index=False),
-    }
-    for path, text in made.items():
+def write_report(run: Run, folder: Path) -> list[Path]:
+    """Writes the three files of a report, after all of them are made.
+
+    Raises UsageError where raw samples are gone and a report is there: it may have been made with them.
+    """
+    paths = [folder / name for name in ("report.html", "report.md", "summary.csv")]
+    samples = [cell.folder / "requests.parquet" for cell in run.cells]
+    lost, there = [path for path in samples if not path.is_file()], [path for path in paths if path.is_file()]
+    if lost and there:
+        raise UsageError(
+            f"{there[0]} is kept: a new report would say less, as raw samples are gone ({and_more(lost, 1)}); give "
+            "another folder with --output-dir"
+        )
+    made = (page(run), markdown(run), pd.DataFrame(flat_rows(run)).to_csv(index=False))
+    for path, text in zip(paths, made, strict=True):
         write_text(path, text)
-    return list(made)
+    return paths
 
 
 def console_table(run: Run) -> Table:

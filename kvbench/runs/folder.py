@@ -115,14 +115,20 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lets one process at a time work in the folder. The kernel drops the lock when its holder dies."""
+        """Lets one process at a time work in the folder; the lock file is removed at the end.
+
+        The kernel drops the lock when its holder dies. Raises UsageError while another process holds it.
+        """
+        path = self.path / ".lock"
         try:
-            lock = (self.path / ".lock").open("a+")
+            file = path.open("a+")
         except OSError as error:
             raise UsageError(f"{self.path} cannot be written: {error.strerror}; make it writable first") from None
-        with lock as file:
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.path.samefile(path, file.fileno()):  # its holder removed it just now
+                    raise BlockingIOError
             except OSError:
                 file.seek(0)
                 raise UsageError(
@@ -136,29 +142,37 @@ class RunFolder:
                 yield
             finally:
                 with suppress(OSError):
-                    file.truncate(0)
+                    path.unlink()
 
     def is_locked(self) -> bool:
+        """Whether another process works in the folder; writes nothing."""
         try:
-            with self.locked():
-                return False
-        except UsageError:
-            return True
+            with (self.path / ".lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        return False
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a load is finished, with a done.json and no file that a crash or a lost disk has cut short."""
-    try:
-        for path in folder.glob("*.json"):
-            json.loads(path.read_bytes())
-        for path in folder.glob("*.parquet"):
+def damaged_file(folder: Path) -> Path | None:
+    """A JSON or Parquet file of ``folder`` that a crash or a lost disk has cut short."""
+    for path in sorted((*folder.glob("*.json"), *folder.glob("*.parquet"))):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+                continue
             with path.open("rb") as file:
                 file.seek(-len(_PARQUET_END), os.SEEK_END)
                 if file.read() != _PARQUET_END:
-                    return False
-    except (OSError, ValueError):
-        return False
-    return (folder / DONE).is_file()
+                    return path
+        except (OSError, ValueError):
+            return path
+    return None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a load is finished: it has a done.json, and none of its files is damaged."""
+    return (folder / DONE).is_file() and damaged_file(folder) is None
 
 
 def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolder:

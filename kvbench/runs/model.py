@@ -182,7 +182,12 @@ class Run:
     cells: tuple[MeasuredCell, ...]  # by configuration, contiguous ones first, then by load, ascending
     missing: tuple[str, ...]  # ids of planned cells without a finished load
     short: tuple[str, ...]  # "cell: 2 of 3 repeats"
-    problems: tuple[str, ...]  # loads that failed, files that could not be read
+    failures: tuple[str, ...]  # loads that failed, each with the reason
+    damaged: tuple[str, ...]  # cells that are left out because a file is cut short, each with what to do
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.damaged + self.failures
 
     @property
     def status(self) -> str:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from kvbench.common.stats import time_mean
 from kvbench.runs import kv_ledger
-from kvbench.runs.folder import RunFolder
+from kvbench.runs.folder import RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
 from kvbench.workload.settings import IN_LAYOUT, phrase
 
@@ -32,14 +32,13 @@ def read_run(folder: Path | str) -> Run:
         )
     run = RunFolder(folder)
     manifest = run.manifest() if run.manifest_path.is_file() else {}
-    summaries, problems = [], []
+    summaries, damaged = [], {}
     for path in sorted((folder / "cells").glob("*/summary.json")):
-        try:
-            summary = json.loads(path.read_text())
-        except ValueError as error:
-            problems.append(f"{path.name} in {path.parent.name} is not readable JSON ({error})")
-            continue
-        if summary.get("repeats"):
+        if bad := damaged_file(path.parent):
+            damaged[path.parent.name] = (
+                f"{bad} is damaged, so its cell is left out: `kvbench sweep --resume {folder}` writes it again"
+            )
+        elif (summary := json.loads(path.read_text())).get("repeats"):
             summaries.append((path.parent, summary))
     names = _unique_names([summary for _, summary in summaries])
     sessions = bool(((manifest.get("workload") or {}).get("load") or {}).get("sessions"))
@@ -48,18 +47,18 @@ def read_run(folder: Path | str) -> Run:
     planned = Counter(cell for block in manifest.get("plan") or () for cell in block["cells"])
     finished = {cell.cell_id: len(cell.repeats) for cell in cells}
     failures = manifest.get("failures") or ()
-    problems += [f"{f.get('cell_id')} repeat {f.get('repeat')} failed: {f.get('reason')}" for f in failures]
     return Run(
         folder,
         manifest,
         tuple(cells),
-        missing=tuple(cell for cell in planned if cell not in finished),
+        missing=tuple(cell for cell in planned if cell not in finished and cell not in damaged),
         short=tuple(
             f"{cell}: {finished[cell]} of {wanted} repeats"
             for cell, wanted in planned.items()
             if 0 < finished.get(cell, 0) < wanted
         ),
-        problems=tuple(problems),
+        failures=tuple(f"{f.get('cell_id')} repeat {f.get('repeat')} failed: {f.get('reason')}" for f in failures),
+        damaged=tuple(damaged.values()),
     )
 
 

@@ -7,6 +7,7 @@ keeps every environment.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,15 @@ _MIX = "or add --force to continue anyway: the manifest then records both, and t
 def stored_workload(manifest: Mapping[str, Any]) -> Workload:
     """The workload that a manifest keeps; runs of older versions do not tell their profile."""
     return resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None)
+
+
+def planned_cells(manifest: Mapping[str, Any], patterns: Sequence[str]) -> tuple[str, ...]:
+    """The cells of a run's plan that match any of the globs. Raises UsageError when a glob matches none."""
+    planned = list(dict.fromkeys(cell for block in manifest["plan"] for cell in block["cells"]))
+    matched = {pattern: fnmatch.filter(planned, pattern) for pattern in patterns}
+    if wrong := [pattern for pattern, cells in matched.items() if not cells]:
+        raise UsageError(f"--only {wrong[0]!r} matches no cell of this run: its cells are {', '.join(planned)}")
+    return tuple(cell for cell in planned if any(cell in cells for cells in matched.values()))
 
 
 def reopen(

@@ -34,11 +34,10 @@ def work_in(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator
 
 @contextmanager
 def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[Work]:
-    """Ends early work with ``Work.close`` and a sentence that says how to go on.
+    """Ends early work with ``Work.close`` and a line that says how to go on.
 
     An interruption (SIGINT, SIGTERM or SIGHUP) ends the ``with`` block: what follows it returns EXIT_INTERRUPTED. If
-    nobody reads stdout any more, the SystemExit goes on to the caller. A full or lost disk becomes a MeasurementError,
-    and a MeasurementError names the next step.
+    nobody reads stdout any more, the SystemExit goes on to the caller. A full or lost disk becomes a MeasurementError.
     """
     with Interruption() as interruption:
         work = Work(interruption.check, next_step)
@@ -58,10 +57,12 @@ def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iter
                 work.close()
             if (sentence := storage_sentence(error, path)) is None:
                 raise
-            raise MeasurementError(f"{sentence}; {work.next_step}") from error
-        except MeasurementError as error:
+            say(f"stopped early; {work.next_step}")
+            raise MeasurementError(sentence) from error
+        except MeasurementError:
             work.close()
-            raise MeasurementError(f"{error}; {work.next_step}") from error
+            say(f"stopped early; {work.next_step}")
+            raise
         except BaseException:
             work.close()
             raise

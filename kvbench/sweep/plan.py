@@ -58,18 +58,20 @@ def describe_plan(
     console: Console,
     start_guess_s: float,
 ) -> None:
-    """The plan of --dry-run: cells, order, time; ``seconds`` count ``start_guess_s`` for each launch."""
+    """Prints the cells of ``blocks``, their order and time; ``seconds`` count ``start_guess_s`` for each launch."""
     say = partial(print_plain, console)
     loads = sum(len(b.cells) for b in blocks)
+    wanted = {c.cell_id for b in blocks for c in b.cells}
+    cells = [c for c in design.cells if c.cell_id in wanted]
     say(
         f"{workload.name} ({workload.profile} profile, seed {workload.seed}): "
-        f"{plural(len(design.configurations), 'configuration')}, {plural(len(design.cells), 'cell')}, "
+        f"{plural(len({c.configuration.config_id for c in cells}), 'configuration')}, {plural(len(cells), 'cell')}, "
         f"{len(blocks)} server launch{'' if len(blocks) == 1 else 'es'}, {plural(loads, 'load')}, "
         f"about {clock(seconds)} (a guess until it is measured; {start_guess_s:g} s for each launch)"
     )
     say("cells:")
     unit = "conversations" if workload.load.sessions else "requests"
-    for cell in design.cells:
+    for cell in cells:
         point = cell.load
         offered = f"{point.request_rate:g} {unit}/s" if point.request_rate else f"arrivals: {point.arrivals}"
         offered = f"{point.concurrency} users" if point.mode == "closed" else offered

@@ -16,7 +16,7 @@ from kvbench.calibration.cache import Calibrator
 from kvbench.common import foreign_cpu
 from kvbench.common.console import print_plain
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, log_traceback
-from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.common.files import check_output_dir, read_json, utc_now, write_json
 from kvbench.common.git import git_state
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import DONE, RunFolder, create_run
@@ -25,7 +25,7 @@ from kvbench.runs.resume import accept_server, reopen
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.sweep.capacity import capacity_note
-from kvbench.sweep.plan import planned_blocks, preflight, without_done
+from kvbench.sweep.plan import describe_plan, planned_blocks, preflight, without_done
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
@@ -59,10 +59,27 @@ class Sweep:
         """The workload as it runs on the target."""
         return self.target.workload
 
+    def _plan(self) -> tuple[Design, tuple[Block, ...], dict[str, Any], dict[str, float]]:
+        """Cells, blocks, capacity by configuration, guessed seconds by load, after every check before a launch."""
+        check_output_dir(self.resumed.path if self.resumed else self.output_dir)
+        design, blocks = self.target.plan(self.only)
+        return design, blocks, *preflight(self.workload, design, self.target.check)
+
+    def describe(self) -> int:
+        """Prints what ``execute`` would run, after the same checks; writes and launches nothing. Raises UsageError."""
+        design, blocks, _, guesses = self._plan()
+        if self.resumed:
+            left = without_done(self.resumed, blocks)
+            self._reopen(self.resumed, something_left=bool(left))
+            self._say_what_is_finished(self.resumed, blocks, left)
+            blocks = tuple(left)
+        seconds = Estimator(guesses, self.target.start_guess_s).total_s(blocks)
+        describe_plan(self.workload, design, blocks, seconds, self.console, self.target.start_guess_s)
+        return EXIT_OK
+
     def execute(self) -> int:
         """Run what is not done; the exit code. Raises UsageError before anything is launched."""
-        design, blocks = self.target.plan(self.only)
-        capacity, guesses = preflight(self.workload, design, self.target.check)
+        design, blocks, capacity, guesses = self._plan()
         for note in design.notes:
             self._note(note)
         if not self.resumed and (notice := foreign_cpu.busy_notice()):
@@ -85,16 +102,15 @@ class Sweep:
     ) -> bool:
         """Whether every planned load is measured."""
         left = without_done(run, blocks)
-        manifest = self._open_manifest(run, blocks, capacity, something_left=bool(left))
-        manifest["notes"] = list(design.notes)
+        if self.resumed:
+            manifest = self._reopen(run, something_left=bool(left))
+        else:
+            manifest = self._new_manifest(blocks, capacity, design.notes)
         write_json(run.manifest_path, manifest)
         work.close = lambda: self._close(run, manifest, "incomplete")
         self._say(f"results: {run.path}")
         if self.resumed:
-            finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
-            self._say(f"{finished} loads are finished and are not run again")
-            for path in run.damaged_loads():
-                self._note(f"a file in {path} is damaged: the load is run again")
+            self._say_what_is_finished(run, blocks, left)
         with SweepProgress(self.console, left, Estimator(guesses, self.target.start_guess_s)) as listener:
             runner = BlockRunner(
                 self.workload,
@@ -127,16 +143,23 @@ class Sweep:
     def _calibrator(self, run: RunFolder, *say: Callable[[str], None]) -> Calibrator:
         return Calibrator(run.path, self.calibrate, *say)
 
-    def _open_manifest(
-        self, run: RunFolder, blocks: Sequence[Block], capacity: Mapping[str, Any], *, something_left: bool
+    def _reopen(self, run: RunFolder, *, something_left: bool) -> dict[str, Any]:
+        manifest, remarks = reopen(
+            run, self.workload, self.target.manifest, force=self.force, something_left=something_left
+        )
+        for remark in remarks:
+            self._note(remark)
+        return manifest
+
+    def _say_what_is_finished(self, run: RunFolder, blocks: Sequence[Block], left: Sequence[Block]) -> None:
+        finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
+        self._say(f"{finished} loads are finished and are not run again")
+        for path in run.damaged_loads():
+            self._note(f"a file in {path} is damaged: the load is run again")
+
+    def _new_manifest(
+        self, blocks: Sequence[Block], capacity: Mapping[str, Any], notes: Sequence[str]
     ) -> dict[str, Any]:
-        if self.resumed:
-            manifest, remarks = reopen(
-                run, self.workload, self.target.manifest, force=self.force, something_left=something_left
-            )
-            for remark in remarks:
-                self._note(remark)
-            return manifest
         source = portable(self.workload.source.resolve()) if self.workload.source else None
         plan = [
             {
@@ -154,7 +177,7 @@ class Sweep:
             profile=self.workload.profile,
             seed=self.workload.seed,
             plan=plan,
-            extra={"capacity": dict(capacity), "only": list(self.only), **self.target.manifest},
+            extra={"capacity": dict(capacity), "only": list(self.only), "notes": list(notes), **self.target.manifest},
         )
         return manifest | {"started": utc_now()}
 

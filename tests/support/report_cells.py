@@ -82,4 +82,4 @@ def _pooled(tpot: float, ttft: float) -> dict[str, Any]:
 
 def run(*cells: MeasuredCell, status: str = "complete", missing: tuple[str, ...] = (), **manifest: Any) -> Run:
     """A run of these cells; `manifest`: further entries of its manifest."""
-    return Run(Path("/nonexistent/mixed/now"), {"status": status, **manifest}, cells, missing, (), ())
+    return Run(Path("/nonexistent/mixed/now"), {"status": status, **manifest}, cells, missing, (), (), ())

@@ -78,7 +78,8 @@ def page_of(run_folder: Callable[[str], Path]) -> Callable[[str], str]:
 
     def text(variant: str) -> str:
         if variant not in built:
-            built[variant] = write_report(read_run(run_folder(variant)))[0].read_text()
+            folder = run_folder(variant)
+            built[variant] = write_report(read_run(folder), folder)[0].read_text()
         return built[variant]
 
     return text

@@ -188,9 +188,8 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
     sides = {side: manifest.get(side) or request.sides[side].to_json() for side in SIDES}
     reproduce = manifest.get("reproduce") or shlex.join(["kvbench", *sys.argv[1:]])
-    why = str(error.__cause__ if isinstance(error.__cause__, MeasurementError) else error)  # without how to go on
-    found = Finding("measured/comparison", "measured", "the comparison is measured", INVALID, why)
-    verdict = Verdict("compare", INVALID, why, (found,), **sides, reproduce=reproduce)
+    found = Finding("measured/comparison", "measured", "the comparison is measured", INVALID, str(error))
+    verdict = Verdict("compare", INVALID, str(error), (found,), **sides, reproduce=reproduce)
     with suppress(OSError):
         for path in write_outputs(verdict, folder):
             say(f"written: {path}")

@@ -15,6 +15,10 @@ from kvbench.cli import run_guarded
 from kvbench.cli.main import cli, main
 from kvbench.common import errors, packages
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import write_json
+from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.manifest import build_manifest
+from kvbench.workload.file import load_workload
 
 COMMANDS = (
     "sweep", "load", "report", "plan", "cache-sim", "tune", "doctor", "serve", "bench-engine", "mock-server",
@@ -98,6 +102,7 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         ((*SWEEP, "--port", "70000"), ["--port", "70000"]),
         ((*SWEEP, "--start-timeout", "nan", "--dry-run"), ["nan is not a finite number"]),
         ((*SWEEP, "--bogus"), ["--bogus"]),
+        ((*SWEEP, "--dry-run", "--output-dir", "tiny.yaml/results"), ["tiny.yaml", "--output-dir"]),
         ((*SWEEP, "--resume"), ["no incomplete run of 'tiny'"]),
         ((*SWEEP, "--resume", "nowhere"), ["'nowhere'"]),
         (("sweep", "--resume", "nowhere"), ["'nowhere'"]),
@@ -134,6 +139,28 @@ def test_dry_run_launches_and_writes_nothing(run, tmp_path):
     code, out, _ = run("sweep", "tiny.yaml", "--dry-run", "--profile", "cpu")
     assert code == 0 and "2 cells, 6 server launches, 6 loads" in out
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny.yaml"]
+
+
+def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
+    workload = load_workload("tiny.yaml", profile="cpu")
+    plan = [{"block_id": f"paged-p16-{repeat}", "cells": ["paged-p16-c1"]} for repeat in (1, 2, 3)]
+    extra = {"capacity": {}, "only": ["paged*"]}
+    manifest = build_manifest(
+        workload=workload.resolved, workload_file=None, profile="cpu", seed=0, plan=plan, extra=extra
+    )
+    begun = RunFolder(tmp_path / "run")
+    write_json(begun.manifest_path, manifest)
+    for repeat in (1, 3):
+        write_json(begun.load("paged-p16-c1", repeat) / DONE, {})
+    before = sorted(tmp_path.rglob("*"))
+    code, out, _ = run("sweep", "--resume", begun.path, "--dry-run")
+    assert code == 0 and "2 loads are finished" in out and "1 cell, 1 server launch, 1 load," in out
+    assert "repeat 2: paged-p16: c1" in out and "contiguous" not in out
+    assert run("sweep", "--resume", begun.path, "--dry-run", "--only", "paged*")[1] == out
+    for words in ((), ("--dry-run",)):
+        code, _, err = run("sweep", "--resume", begun.path, "--only", "contiguous*", *words)
+        assert code == 2 and all(word in err for word in ("'contiguous*'", "paged-p16-c1"))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_doctor_shows_what_this_machine_has(run, monkeypatch):

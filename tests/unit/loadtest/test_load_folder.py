@@ -59,7 +59,7 @@ def test_a_folder_that_holds_something_is_refused_and_left_as_it_was(tmp_path, r
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"thesis\.txt"), opened(tmp_path, resume=resume):
         pass
-    assert {p.name for p in tmp_path.iterdir()} <= {"thesis.txt", ".lock"}
+    assert {p.name for p in tmp_path.iterdir()} == {"thesis.txt"}
     (tmp_path / "manifest.json").write_text('{"kind": "sweep"}')
     with pytest.raises(UsageError, match=str(tmp_path)), opened(tmp_path, resume=resume):
         pass
@@ -114,7 +114,7 @@ def test_a_load_that_is_not_finished_is_begun_anew_under_any_conditions(out):
     with opened(out, load_manifest("2", command=["again"], started="2026")):
         found = stored(out)
     assert (found["git"]["sha"], found["command"], found["started"]) == ("2", ["again"], "2026")
-    assert {p.name for p in out.iterdir()} == {".lock", "manifest.json", "calibration.json"}
+    assert {p.name for p in out.iterdir()} == {"manifest.json", "calibration.json"}
 
 
 def test_an_invalid_load_is_measured_again(out):

@@ -14,10 +14,12 @@ import pandas as pd
 import pytest
 import rich.console
 
+from kvbench.cli.main import cli
+from kvbench.common.errors import UsageError
 from kvbench.report.figures import drawings, ecdf, log_axis
 from kvbench.report.kv import thin
 from kvbench.report.markdown import markdown
-from kvbench.report.outputs import console_table
+from kvbench.report.outputs import console_table, write_report
 from kvbench.report.page import page
 from kvbench.report.style import looks
 from kvbench.report.wording import headline
@@ -178,6 +180,20 @@ def test_log_axis_ticks_lie_on_one_two_five() -> None:
     assert {10, 20, 50, 100, 200, 500} <= set(log_axis(np.array([12.0, 300.0]))["tickvals"])
     assert log_axis(np.array([100.0, 110.0]))["tickvals"]  # too narrow for two ticks
     assert log_axis(np.array([0.0])) == {}
+
+
+def test_without_raw_samples_no_report_is_replaced(make: Callable[..., Run], tmp_path: Path) -> None:
+    run = make(repeats=1, concurrencies=(3,))
+    lost = run.cells[0].folder / "requests.parquet"
+    lost.unlink()
+    whole = {path: path.read_bytes() for path in write_report(run, run.folder)}  # the first one: it replaces nothing
+    with pytest.raises(UsageError) as refused:
+        write_report(run, run.folder)
+    assert all(word in str(refused.value) for word in (str(lost), "--output-dir"))
+    assert {path: path.read_bytes() for path in whole} == whole
+    elsewhere = tmp_path / "elsewhere"
+    assert cli.main(["report", str(run.folder), "--output-dir", str(elsewhere)], standalone_mode=False) == 0
+    assert [path.name for path in sorted(elsewhere.iterdir())] == sorted(path.name for path in whole)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

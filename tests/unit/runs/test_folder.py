@@ -118,6 +118,9 @@ def test_a_run_in_progress_is_left_alone(tmp_path):
             latest_incomplete(tmp_path, "w")
         holder.kill()
     assert latest_incomplete(tmp_path, "w").path == run.path  # the lock went with its holder
+    with run.locked():
+        assert run.is_locked()
+    assert [path.name for path in run.path.iterdir()] == ["manifest.json"] and not run.is_locked()
 
 
 def test_folders_that_are_no_run_or_cannot_be_written_are_refused(tmp_path):

@@ -149,7 +149,7 @@ def test_every_byte_of_the_budget_is_in_one_place(hand_made: Run) -> None:
 def test_counters_become_bytes_and_csv_columns(hand_made: Run) -> None:
     (only,) = hand_made.cells
     assert swapped_bytes(only) == 700_000 and swapped_bytes(only, "in") == 600_000
-    write_report(hand_made)
+    write_report(hand_made, hand_made.folder)
     row = pd.read_csv(hand_made.folder / "summary.csv").iloc[0]
     expected = {
         "kv_tokens_bytes": 60_000, "kv_scale_bytes": 1_800, "kv_fragmented_bytes": 5_000, "kv_table_bytes": 2_500,

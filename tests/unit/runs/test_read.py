@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kvbench.cli.main import main
+from kvbench.report.provenance import validity
 from kvbench.runs.folder import open_run
 from kvbench.runs.model import MeasuredLoad, Run
 from kvbench.runs.read import configuration_name, display_rank, read_run
@@ -78,7 +80,7 @@ def test_loads_and_names_are_read_from_the_folder(make: Callable[..., Run]) -> N
     assert found.configs[0] == "paged (page 16)" and found.configs[1].startswith("paged (page 16) [")
 
 
-def test_cells_that_miss_repeats_or_cannot_be_read_are_told(make: Callable[..., Run]) -> None:
+def test_cells_that_miss_repeats_or_cannot_be_read_are_told(make: Callable[..., Run], capsys) -> None:
     run = make(concurrencies=(3, 6), num_requests=10, missing=("layout-contiguous",))
     assert run.missing == ("layout-contiguous-c3", "layout-contiguous-c6")
     first, second = (one.folder / "summary.json" for one in run.cells)
@@ -90,7 +92,12 @@ def test_cells_that_miss_repeats_or_cannot_be_read_are_told(make: Callable[..., 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"failures": failures}))
     found = read_run(run.folder)
     assert found.short == ("baseline-c3: 2 of 3 repeats",) and len(found.cells) == 1
-    assert "not readable JSON" in found.problems[0] and found.problems[1] == "baseline-c6 repeat 2 failed: it died"
+    assert found.failures == ("baseline-c6 repeat 2 failed: it died",) and found.missing == run.missing
+    (damaged,) = found.damaged
+    assert str(second) in damaged and damaged in validity(found).reasons
+    with pytest.raises(SystemExit):
+        main(["report", str(run.folder)])
+    assert damaged in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
