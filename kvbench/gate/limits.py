@@ -1,12 +1,11 @@
 """Absolute limits on one run: from its cells and a policy's limits to a verdict.
 
-A limit holds the median over the repeats, each a fresh server, or with ``every: true`` each repeat by itself. A ratio
-is paired: the two configurations' values of the same repeat, which had the same requests, are divided, and the median
-of those ratios is held (or each of them), which is not the ratio of the medians. The KLD of a quantised KV is of a
-configuration and has no repeats (kvbench/quality/measure.py).
+A limit applies to the median over the repeats, or with ``every: true`` to each repeat. A ratio is taken within each
+repeat, where both configurations had the same requests, so the median of the ratios is not the ratio of the medians.
+The KLD of a quantised KV belongs to a configuration and has no repeats (kvbench/quality/measure.py).
 
-A value from an invalid cell proves nothing, so its limits are ``invalid``. Failed requests and pages that stay owned
-are the exception, since they make a cell invalid themselves: beyond their limit they have failed and leaked.
+Limits on an invalid cell are ``invalid``, except on failed requests and leaked pages, which make a cell invalid
+themselves: beyond their limit they fail.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _MOST_NAMED = 5  # cells in one sentence
 
 
 def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdict:
-    """The verdict of the policy's limits on a sweep's folder; without a limit or a cell it is ``empty``.
+    """The verdict of the policy's limits on a sweep's folder, ``empty`` without a limit or a cell.
 
-    ``force``: take a KLD although it was measured with other code, versions or weights than the run. Raises UsageError
-    where ``results`` is no sweep's folder.
+    ``force``: accept a KLD that was measured with other code, versions or weights than the run. Raises UsageError where
+    ``results`` is not the folder of a sweep.
     """
     if policy.source is None:
         raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
@@ -74,9 +73,9 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
 def judge_limits(
     run: Run, limits: Sequence[Limit], quality: QualityResult | None = None, doubt: str | None = None
 ) -> tuple[Finding, ...]:
-    """Every limit against each cell, pair of cells or configuration that it names.
+    """A finding for each cell, pair of cells or configuration that a limit names.
 
-    ``quality``: the KLD measured for this run; ``doubt``: why it does not belong to it.
+    ``quality``: the KLD of this run; ``doubt``: why it does not belong to it.
     """
     judges = {"metric": _judge_metric, "ratio": _judge_ratio}
     found, seen = [], Counter[str]()
@@ -90,7 +89,7 @@ def judge_limits(
 
 
 def _judge_completeness(run: Run) -> list[Finding]:
-    """What is wrong with the run as a whole."""
+    """A finding where the run is incomplete or could not be read whole."""
     wrong = []
     if run.missing:
         wrong.append(
@@ -216,7 +215,7 @@ def _code_difference(run: Run, quality: QualityResult) -> str | None:
 def _hold(
     limit: Limit, where: str, values: Sequence[float], unit: str, details: Sequence[str], of: str = ""
 ) -> Finding:
-    """The finding on the median of ``values``, or on the worst of them where each is held. ``of``: what they are."""
+    """The finding on the median of ``values``, or on the worst if each is limited. ``of``: what they are."""
     judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
     broken = limit.excess(judged) > 0
     which = ("the worst repeat has " if limit.every else f"the median{of} is ") if len(values) > 1 else ""

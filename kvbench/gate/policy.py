@@ -1,4 +1,4 @@
-"""ci/gates.yaml: what the gates hold a change to. Read strictly, so that a misspelt line never passes silently.
+"""ci/gates.yaml: the rules and limits of the gates. Unknown keys are refused, so that a typo does not go unnoticed.
 
     timing:     the paired comparison: when to look, what counts as slower, which cells belong together
     limits:     absolute limits on one run's results
@@ -37,11 +37,11 @@ _DIGEST_LENGTH = 12  # hexadecimal digits
 
 @dataclass(frozen=True)
 class Limit:
-    """One line of ``limits:``.
+    """One entry of ``limits:``.
 
-    ``what``: a metric, or the statistic of a KLD. ``low`` and ``high`` may be reached. ``cells``: globs, see
-    ``matches``. ``every``: hold each repeat instead of their median. ``of`` over ``to``: globs over configuration ids;
-    without them paged over contiguous, the two configurations that differ least.
+    ``what``: a metric, or the statistic of a KLD. ``low``, ``high``: inclusive. ``cells``: globs, see ``matches``.
+    ``every``: hold each repeat instead of their median. ``of``, ``to``: globs of the configurations of a ratio; empty
+    for paged over contiguous, the two that differ least.
     """
 
     kind: Literal["metric", "ratio", "kld"]
@@ -56,7 +56,7 @@ class Limit:
 
     @property
     def label(self) -> str:
-        """What it is called in ids and titles."""
+        """Its name in ids and titles."""
         named = {"metric": self.what, "ratio": f"ratio of {self.what}", "kld": f"KLD {self.what}"}
         return self.name or named[self.kind]
 
@@ -68,7 +68,7 @@ class Limit:
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether any glob fits ``name``, ``<workload>/<cell id>``; one without a slash is compared with the cell id."""
+    """Whether a glob fits ``name``, ``<workload>/<cell id>``; a glob without a slash is of the cell id."""
     last = name.rpartition("/")[2]
     return any(fnmatchcase(name if "/" in glob else last, glob) for glob in globs)
 
@@ -83,7 +83,7 @@ class Policy:
 
     @property
     def digest(self) -> str:
-        """Equal for policies that judge pairs alike, whatever their files are called."""
+        """Of the timing rules."""
         rules = json.dumps(dataclasses.asdict(self.timing))  # unsorted: the first class that matches a cell counts
         return hashlib.sha256(rules.encode()).hexdigest()[:_DIGEST_LENGTH]
 
@@ -92,7 +92,7 @@ class Policy:
         return {"policy": str(self.source or "kvbench's own rules"), "policy_digest": self.digest}
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest of a comparison, which is resumed and judged again by these rules; it has no limits."""
+        """For the manifest of a comparison, without the limits."""
         rules = dataclasses.asdict(self.timing)
         return {"file": str(self.source) if self.source else None, "digest": self.digest, "rules": rules}
 

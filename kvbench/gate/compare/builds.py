@@ -29,7 +29,6 @@ import stat
 import subprocess
 import sys
 import sysconfig
-import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +46,7 @@ PACKAGES = ("kvbench", "engine", "kernels")
 LAYERED, PIP, COMMAND = "layered", "pip", "command"
 KEPT = 10
 BUILD_LIMIT_S = 1800.0  # of pip or a build command: an engine with kernels of its own compiles for long
-_VENV_LIMIT_S, _START_LIMIT_S, _POLL_S = 120.0, 60.0, 0.2
+_VENV_LIMIT_S, _START_LIMIT_S = 120.0, 60.0
 _STATE, _FORMAT = "build.json", 1
 _LAYER_FILE = "kvbench_layers.pth"
 _LARGEST_COPY = 1 << 30
@@ -68,10 +67,10 @@ print(json.dumps([places, versions]))
 
 @dataclass(frozen=True)
 class Commit:
-    """One state of a repository's files.
+    """A commit of a repository, or its working tree with changes.
 
-    ``repo``: its top folder; ``ref``: as it was given; ``sha``, ``subject``: of the commit, for a changed working tree
-    of the one below it. ``changes``: digest of the files where they are not those of the commit, else None.
+    ``repo``: its top folder; ``ref``: as it was given; ``sha``, ``subject``: of the commit (HEAD for a working tree).
+    ``changes``: a digest of the files, None where they are those of the commit.
     """
 
     repo: Path
@@ -110,12 +109,12 @@ class Build:
 
     @property
     def env(self) -> dict[str, str | None]:
-        """What a server of this build is started with, beside our environment (None: taken away)."""
+        """Environment variables for a server of this build (None: unset)."""
         return _variables(self.folder, self.how)
 
     @property
     def digest(self) -> str:
-        """Equal where the same versions are installed."""
+        """Of the installed versions."""
         return _sha256(sorted(self.versions.items()))[:16]
 
     def facts(self) -> dict[str, Any]:
@@ -133,9 +132,9 @@ class Build:
 
 @dataclass
 class Builds:
-    """The builds that one kvbench uses, each locked until the ``with`` block ends; they stay in the cache.
+    """The builds that this process uses, each locked until the ``with`` block ends.
 
-    ``rebuild``: make each anew, once. ``build_cmd``: instead of layering and pip. ``say``: prints what is being done.
+    ``root``: the cache that they stay in. ``build_cmd``: used instead of layering and pip. ``limit_s``: of one build.
     """
 
     root: Path = field(default_factory=lambda: builds_folder())
@@ -154,7 +153,7 @@ class Builds:
             file.close()
 
     def build(self, commit: Commit) -> Build:
-        """The build of ``commit``, kept from before or made now. Raises MeasurementError, UsageError."""
+        """The build of ``commit``, from the cache or made now. Raises MeasurementError, UsageError."""
         # Another repository, build command, Python or kvbench is another build of the same commit.
         made_with = (str(commit.repo), self.build_cmd or "", sys.executable, sys.version, str(REPOSITORY), _FORMAT)
         key = f"{commit.name}-{_sha256(made_with)[:8]}"
@@ -181,21 +180,11 @@ class Builds:
         return made
 
     def _lock(self, file: IO[bytes], how: int, commit: Commit) -> None:
-        """Waits for another kvbench, but not for ever."""
         try:
-            return fcntl.flock(file, how | fcntl.LOCK_NB)
+            fcntl.flock(file, how | fcntl.LOCK_NB)
         except BlockingIOError:
             self.say(f"waiting for another kvbench, which builds or uses {commit.name}")
-        limit_s = 2 * self.limit_s
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-            with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(file, how | fcntl.LOCK_NB)
-        raise MeasurementError(
-            f"another kvbench has held the build of {commit.name} for {limit_s:g} s: wait for it to end, or leave "
-            "--rebuild out"
-        )
+            fcntl.flock(file, how)
 
     def _make(self, commit: Commit, folder: Path) -> Build:
         self.say(f"building {commit.name}{f' ({commit.subject})' if commit.subject else ''}")
@@ -208,7 +197,7 @@ class Builds:
         return build
 
     def _make_environment(self, commit: Commit, folder: Path) -> str:
-        """Makes ``env/``; how it was made. ``{python}`` and ``{worktree}`` in a build command are replaced."""
+        """Makes ``env/`` and returns how it was made."""
         source, env, log = folder / "source", folder / "env", folder / "build.log"
         python, pins = env / "bin" / "python", source / "constraints.txt"
         if self.build_cmd:
@@ -234,7 +223,7 @@ class Builds:
         return how
 
     def _drop_oldest(self) -> None:
-        """Removes all but the newest ``KEPT``, by last use, except those in use; half-built ones count as oldest."""
+        """Removes all but the ``KEPT`` last used, except those in use; half-built ones count as oldest."""
         folders = sorted((p for p in self.root.iterdir() if p.is_dir()), key=_last_used, reverse=True)
         for folder in folders[KEPT:]:
             with (self.root / f"{folder.name}.lock").open("ab") as lock, contextlib.suppress(BlockingIOError):
@@ -249,7 +238,7 @@ def builds_folder() -> Path:
 
 
 def _kept(commit: Commit, folder: Path) -> Build | None:
-    """The build that lies there, if it is whole and its source unchanged."""
+    """The build in ``folder``, None if it is incomplete or its source was changed."""
     try:
         state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         if state["format"] != _FORMAT or state["sha"] != commit.sha or not is_intact(commit, folder / "source"):
@@ -262,7 +251,7 @@ def _kept(commit: Commit, folder: Path) -> Build | None:
 
 
 def _discard(folder: Path) -> None:
-    """Removes a build, its state first: if this is interrupted, it counts as not built."""
+    """Removes a build, its state first, so that an interruption leaves none that looks complete."""
     (folder / _STATE).unlink(missing_ok=True)
     remove_source(folder / "source")
     shutil.rmtree(folder, ignore_errors=True)
@@ -310,10 +299,8 @@ def top_folder(repo: Path) -> Path | None:
 
 def find_sha(top: Path, ref: str) -> str | None:
     """The sha of the commit that ``ref`` names, None where it names none."""
-    if not ref or ref.startswith("-") or any(c.isspace() or c == "\0" for c in ref):
-        return None
     try:
-        return git(top, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").strip() or None
+        return git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}").strip()
     except UsageError:
         return None
 
@@ -337,7 +324,7 @@ def check_out(commit: Commit, folder: Path) -> None:
 
 
 def is_intact(commit: Commit, folder: Path) -> bool:
-    """Whether ``folder`` still holds the files of ``commit``, and its tracked files are unchanged."""
+    """Whether ``folder`` holds ``commit`` with its tracked files unchanged."""
     if not folder.is_dir() or commit.changes is not None:
         return folder.is_dir()  # a copy is named after its contents
     try:
@@ -349,7 +336,7 @@ def is_intact(commit: Commit, folder: Path) -> bool:
 
 
 def remove_source(folder: Path) -> None:
-    """Removes the folder, and the repository's entry for it where it is a worktree."""
+    """Removes the folder and the repository's record of it as a worktree."""
     if (folder / ".git").is_file():
         with contextlib.suppress(UsageError):
             common = git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir").strip()
@@ -358,7 +345,7 @@ def remove_source(folder: Path) -> None:
 
 
 def _changes(top: Path) -> str | None:
-    """Digest of every file that git knows or would add, None where they are those of HEAD."""
+    """Digest of every file that git tracks or would add, None where nothing differs from HEAD."""
     if not git(top, "status", "--porcelain", "--untracked-files=all").strip():
         return None
     digest, total = hashlib.sha256(), 0
@@ -378,7 +365,7 @@ def _changes(top: Path) -> str | None:
 
 
 def _files(top: Path) -> list[str]:
-    """Tracked files that are there and new ones that git does not ignore; without folders (other repositories)."""
+    """Tracked and new files that git does not ignore, without nested repositories."""
     names = git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     return [n for n in sorted({*names} - {""}) if (top / n).is_symlink() or (top / n).is_file()]
 
@@ -423,10 +410,10 @@ def fill(text: str, python: Path, source: Path) -> str:
 
 
 def _variables(folder: Path, how: str, *, importable: bool = True) -> dict[str, str | None]:
-    """The environment variables of a build; ``importable``: with its source on the path.
+    """The environment variables of a build (None: unset). ``importable``: with its source on the path.
 
-    The working folder is not on the path: it may hold another kvbench. Compiled machine code lies with the build, so
-    that two builds never share it.
+    The working folder is not on the path, since it may hold another kvbench. Numba's cache is the build's own, so that
+    two builds never share machine code.
     """
     found: dict[str, str | None] = {"PYTHONPATH": None, "PYTHONHOME": None}
     if how != LAYERED:

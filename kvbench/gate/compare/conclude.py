@@ -1,7 +1,4 @@
-"""From the folder of a comparison to its verdict.
-
-Run once more on a stored folder it gives the same verdict, or that of another policy.
-"""
+"""From the folder of a comparison to its verdict; a stored folder can be judged again, also by another policy."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def read_values(
 
 
 def read_table(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], rules: TimingRules, pairs: int) -> PairTable:
-    """The first ``pairs`` pairs as the statistics take them. Raises ValueError where they cannot be compared."""
+    """The first ``pairs`` pairs as a table. Raises ValueError where they cannot be compared."""
     return _table(read_values(folder, cells, rules.metrics, range(1, pairs + 1)), cells, rules)
 
 
@@ -62,7 +59,7 @@ def _table(values: Mapping[str, np.ndarray], cells: Sequence[Mapping[str, Any]],
 
 
 def write_pairs(folder: CompareFolder, manifest: Mapping[str, Any], metrics: Sequence[MetricRule]) -> Path:
-    """pairs.csv: one row a pair, cell and metric, with the side that went first, all pairs that are whole."""
+    """Writes pairs.csv: one row for each metric of each cell in each whole pair, with the side that went first."""
     cells, orders = manifest["cells"], manifest["order"]
     values = read_values(folder, cells, metrics, range(1, folder.whole_pairs(cells) + 1))
     out = io.StringIO()
@@ -80,11 +77,11 @@ def write_pairs(folder: CompareFolder, manifest: Mapping[str, Any], metrics: Seq
 
 
 def look_points(rules: TimingRules, early: Sequence[int] = ()) -> list[int]:
-    """After how many pairs each look was or will be taken.
+    """The numbers of pairs after which a look was or will be taken.
 
-    ``early``: where a comparison was ended by its clock. Each such look has spent the alpha of the one that it came
-    before: when the comparison goes on, that one is left out. One after so few pairs that their smallest p, 2^-pairs,
-    decides nothing has spent none.
+    ``early``: after how many pairs --max-minutes ended the comparison. The look taken there spent the alpha of the next
+    planned look, which is left out when the comparison goes on. It spent none if the smallest p of so few pairs,
+    2^-pairs, could decide nothing.
     """
     before, points = 0, []
     for look in rules.looks:
@@ -95,7 +92,7 @@ def look_points(rules: TimingRules, early: Sequence[int] = ()) -> list[int]:
 
 
 def look_at(table: PairTable, rules: TimingRules, early: Sequence[int] = ()) -> Judgement:
-    """The first look that decides, else the last that there are pairs for: what a run that stopped there had said."""
+    """The first look that decides, else the last that there are pairs for."""
     judgement = None
     for index, pairs in enumerate(look_points(rules, early)):
         if index and table.pairs <= rules.looks[index - 1].pairs:
@@ -155,7 +152,7 @@ def conclude(
 
 
 def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
-    """The verdict of a comparison that no further pair would change by the policy that it was measured with."""
+    """The verdict of a complete comparison, None where more pairs may still change it."""
     manifest = folder.manifest()
     if manifest["status"] != "complete":
         return None
@@ -164,11 +161,11 @@ def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
 
 
 def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Verdict, Path]:
-    """The verdict on a finished comparison, and the folder that its files go to: its own, or one beside them.
+    """The verdict on a finished comparison, and the folder that its files go to.
 
-    By ``policy``, or by the rules that it was measured with where ``policy`` comes from no file. Raises UsageError for
-    a comparison that is not finished or is being measured, and where base and candidate differ in what must be equal,
-    unless ``force``.
+    It is judged by ``policy`` if that comes from a file, else by the rules that it was measured with. Raises UsageError
+    for a comparison that is not finished or is being measured, and where base and candidate differ in what must be
+    equal, unless ``force``.
     """
     folder = CompareFolder.open(path)
     with folder.locked() if os.access(path, os.W_OK) else nullcontext():
@@ -193,7 +190,7 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
 
 
 def pair_line(folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy, pair: int) -> str:
-    """One pair's change of each metric, overall. For the progress of a run; it decides nothing."""
+    """One pair's change of each metric, for the progress of a run."""
     cells = manifest["cells"]
     try:
         table = _table(read_values(folder, cells, policy.timing.metrics, [pair]), cells, policy.timing)
@@ -208,12 +205,12 @@ def pair_line(folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy
 
 
 def _attempt_findings(manifest: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """How often either side's server failed alone, and the pair that was given up, if one was.
+    """Findings on servers that failed, and on the pair that was given up, if one was.
 
-    With no change an attempt in which one server alone failed is as likely the candidate's as base's, since the sides
-    take turns in going first: an exact sign test at ``ATTEMPTS_ALPHA`` makes a FAIL of them. Fewer leave the comparison
-    open: the loads that such a candidate finished are not all that it was given. A pair that was given up without such
-    proof could not be measured.
+    Without a change, an attempt in which one server alone failed is as likely the candidate's as the base's, since the
+    sides take turns in going first: an exact sign test at ``ATTEMPTS_ALPHA`` makes it a FAIL. If the candidate failed
+    more often but the test does not show it, the comparison is inconclusive, since the candidate did not finish all its
+    loads. A pair that was given up is otherwise invalid.
     """
     attempts = [FailedAttempt(**each) for each in manifest["voids"]]
     found, given_up = _failing_servers(attempts), manifest["void"]
@@ -227,7 +224,7 @@ def _attempt_findings(manifest: Mapping[str, Any]) -> tuple[Finding, ...]:
 
 
 def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
-    """Empty where no server failed alone."""
+    """The finding on servers that failed while the other side's did not; empty if there are none."""
     alone = {side: [each for each in attempts if each.blamed == side] for side in SIDES}
     base, candidate = (len(alone[side]) for side in SIDES)
     if not base + candidate:
@@ -253,7 +250,7 @@ def _attempt_line(of: FailedAttempt) -> str:
 
 
 def _cache_notes(manifest: Mapping[str, Any]) -> list[str]:
-    """Where only one side's loads had a server each."""
+    """A note for each configuration where only one side had a new server for each load."""
     return [
         f"{key}: the prefix cache of {sides[0]} can be emptied by a new server only, so each of its loads has one of "
         "its own, and the other side's have one together: first requests may differ by that"
@@ -284,7 +281,7 @@ def _read_counters(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], pa
 
 
 def _more_time(folder: CompareFolder, manifest: Mapping[str, Any], pairs: int) -> str:
-    """The command that goes on, with minutes for so many further pairs."""
+    """The resume command with the minutes that ``pairs`` more pairs take."""
     minutes = math.ceil(pairs * max(manifest["seconds"]) / 60) if manifest.get("seconds") else None
     return folder.resume_command(manifest["subcommand"]) + (f" --max-minutes {minutes}" if minutes else "")
 

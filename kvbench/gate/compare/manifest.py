@@ -1,7 +1,7 @@
-"""The manifest of a comparison: what is compared, how it is done again, and what must be equal on both sides.
+"""The manifest of a comparison: what is compared, how to repeat it, and what must be equal on both sides.
 
-Only with the same model, device, versions and requests is a difference the change's. What a server does not tell is not
-compared.
+Model, device, versions and requests must be equal: a difference in them would be taken for the candidate's. What a
+server does not report is not compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.resume import environment_differences
 from kvbench.workload.file import Workload
 
-# Options that say what is compared, as words of the command that does it again.
+# Options that the command that repeats the comparison has.
 _REPEATED = (
     "workloads", "profile", "overrides", "seed", "only", "policy", "repo", "build_cmd", "target", "exact",
     "target_python", "target_args", "serve_cmd", "preset", "model", "vocab_size", "max_model_len", "tokenizer",
@@ -35,10 +35,6 @@ _FLAG = {"overrides": "-o", "workloads": "--workload"}
 # Options that name files and folders: kept absolute, since a comparison may be resumed from another folder.
 PATHS = ("policy", "repo", "noise", "store", "tokenizer", "tls_ca_file")
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
-_STORED_RUNS = (
-    "stored runs were not measured side by side in random order: whatever the machine did between them counts as the "
-    "candidate's"
-)
 _NOT_RANDOM = (
     "stored runs, whose order was not random: the stated probabilities hold only if nothing but the candidate changed "
     "between them"
@@ -47,7 +43,7 @@ _ONE_LAUNCH = (
     "a running server is one launch, in no random order with others: the stated probabilities do not cover what "
     "another launch would change"
 )
-# What must be equal, by section of /server_info, and the engine setting that makes a difference an intended one.
+# What must be equal, by section of /server_info -> the engine setting that may make it differ on purpose.
 _FACTS: Mapping[str, Mapping[str, str]] = {
     "served_model": {"vocab_size": "model", "max_model_len": "max_model_len"},
     "model": {"weights_fingerprint": "model", "num_parameters": "model"},
@@ -97,7 +93,7 @@ def new_comparison(
         "stored": {side: str(path.resolve()) for side, path in stored.items()},
         "servers": {side: {} for side in SIDES},
         "differences": differences,
-        "notes": [*notes, *(note for each in workloads for note in each.notes), *([_STORED_RUNS] if stored else [])],
+        "notes": [*notes, *(note for each in workloads for note in each.notes)],
         "doubt": _NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
         "resumed": [],
         "voids": [],  # attempts at pairs that were no measurement
@@ -114,7 +110,7 @@ def new_comparison(
 
 
 def reproduce_command(options: Mapping[str, Any], sides: Mapping[str, OpenSide], subcommand: str) -> str:
-    """The command that does it again, with the commits in place of names that move."""
+    """The command that repeats it, with commits in place of branches and tags."""
     words = ["kvbench", subcommand]
     for side in SIDES if subcommand == "compare" else (BASE,):
         words.append(pinned(sides[side]) if _is_commit(sides[side]) else sides[side].side.given)
@@ -129,10 +125,7 @@ def reproduce_command(options: Mapping[str, Any], sides: Mapping[str, OpenSide],
 
 
 def pinned(side: OpenSide) -> str:
-    """The side as a text that means the same in any folder: a ref as its commit.
-
-    A working tree with changes has no commit that would bring its files back, so it stays as it was given.
-    """
+    """The side as a text that means the same in any folder: a ref as its commit, unless it has uncommitted changes."""
     if _is_commit(side):
         return side.build.commit.sha[:12]
     text = str(Path(side.side.text).expanduser().resolve()) if side.side.kind == RUN else side.side.text
@@ -154,10 +147,10 @@ def _cells(workloads: Sequence[PairedWorkload]) -> list[dict[str, str]]:
 
 
 def resume(manifest: dict[str, Any], workloads: Sequence[PairedWorkload], *, force: bool) -> list[str]:
-    """Readies a manifest to be measured further; returns remarks for the user.
+    """Notes in the manifest that measuring goes on; returns remarks for the user.
 
-    Raises UsageError where code, environment, versions or machine differ from what was measured so far, unless
-    ``force``: the manifest then says so. Other cells than it began with are always refused.
+    Raises UsageError where code, environment, versions or machine differ from those so far, unless ``force``: the
+    manifest then says so. Other cells than it began with are always refused.
     """
     if _cells(workloads) != manifest["cells"]:
         raise UsageError("this kvbench makes other cells of the workload than it began with: start a new comparison")
@@ -183,7 +176,7 @@ def resume(manifest: dict[str, Any], workloads: Sequence[PairedWorkload], *, for
 
 
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
-    """What two runs differ in that must be equal: machine, versions, servers, requests; not their commits."""
+    """What must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     found, _ = environment_differences({**then, "git": {}}, now)
     for match in (match for each in workloads for match in each.matches):
@@ -201,9 +194,9 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
 def server_differences(
     left: Mapping[str, Any], right: Mapping[str, Any], varied: frozenset[str] = frozenset()
 ) -> list[str]:
-    """What two servers say of themselves that differs; not settings in ``varied``, which differ on purpose.
+    """What two servers report differently, without what the settings in ``varied`` change on purpose.
 
-    All versions of packages are compared, and the names of the models where not both tell a fingerprint of the weights.
+    All package versions are compared, and the models' names unless both report a fingerprint of the weights.
     """
     servers, found = (left, right), []
 
@@ -226,13 +219,13 @@ def server_differences(
 
 
 def _model_name(server: Mapping[str, Any]) -> str | None:
-    """What the model is called, without the folders that it lies in."""
+    """The model's name without folders."""
     name = (server.get("model") or {}).get("name") or (server.get("served_model") or {}).get("name")
     return PurePosixPath(str(name)).name if name else None
 
 
 def varied_settings(match: Match) -> frozenset[str]:
-    """The engine settings in which the sides of a comparison are meant to differ."""
+    """The engine settings in which base and candidate differ on purpose."""
     a, b = match.base.settings, match.candidate.settings
     return frozenset(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
 
@@ -240,10 +233,11 @@ def varied_settings(match: Match) -> frozenset[str]:
 def record_server(
     manifest: dict[str, Any], match: Match, side: str, info: Mapping[str, Any], *, alone: bool, force: bool
 ) -> None:
-    """Stores what the first server of a configuration says of itself, and compares every later one with it.
+    """Stores what the first server of a configuration reports, and compares every later one with it and with the
+    other side's.
 
-    The first is also compared with the other side's. ``alone``: it was launched for one load, since its prefix cache
-    could not be emptied. Raises UsageError for a difference, unless ``force``: the manifest then says so.
+    ``alone``: it was launched for one load, since its prefix cache could not be emptied. Raises UsageError for a
+    difference, unless ``force``: the manifest then says so.
     """
     names = {each: f"{match.workload}/{match.of(each).config_id}" for each in SIDES}
     servers = {each: manifest["servers"][each].get(names[each]) for each in SIDES}
@@ -260,7 +254,7 @@ def record_server(
 
 
 def request_differences(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], pair: int) -> list[str]:
-    """The cells whose two loads of a pair were not given the same requests. ``cells``: rows of the manifest."""
+    """The cells whose two loads of a pair had different requests. ``cells``: rows of the manifest."""
     found = []
     for cell in cells:
         given = [(folder.done(cell, side, pair) or {}).get("requests_sha256") for side in SIDES]
@@ -270,7 +264,7 @@ def request_differences(folder: CompareFolder, cells: Sequence[Mapping[str, Any]
 
 
 def require_same_requests(folder: CompareFolder, manifest: dict[str, Any], pair: int, *, force: bool) -> None:
-    """Raises UsageError where the two loads of a pair had other requests; with ``force`` the manifest says so."""
+    """Raises UsageError where the loads of a pair had different requests, unless ``force``: the manifest says so."""
     found = request_differences(folder, manifest["cells"], pair)
     _refuse_or_store(manifest, found, "give both the same vocabulary, length and kind of server", force=force)
 

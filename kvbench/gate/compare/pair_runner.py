@@ -1,10 +1,9 @@
-"""Runs pairs: a fresh server of each side per configuration, and again when a load was no measurement."""
+"""Runs pairs: a new server of each side for each configuration; a pair with an invalid load is measured again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn, cell_rows
@@ -19,10 +18,10 @@ ATTEMPTS_TO_BLAME = 8  # where the candidate's server alone fails each time: 2^-
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """An attempt at a pair that was no measurement, and why, by side.
+    """An attempt at a pair that failed, and the ``reasons`` by side.
 
-    ``faults``: the reasons that are the server's own doing. ``first``: the side that was launched first, the other one
-    in the next attempt. ``resume``: how often the comparison had been resumed; attempts are counted anew each time.
+    ``faults``: the reasons that are the server's own fault. ``first``: the side that was launched first. ``resume``:
+    how often the comparison had been resumed; each time attempts are counted from 1.
     """
 
     pair: int
@@ -42,24 +41,13 @@ class FailedAttempt:
     def __str__(self) -> str:
         return "; ".join(f"{side}: {each}" for side in SIDES for each in self.reasons[side])
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class PairNotMeasured(Exception):
-    """No attempt at a pair was a measurement; ``attempt``: the last one."""
-
-    def __init__(self, attempt: FailedAttempt) -> None:
-        super().__init__(str(attempt))
-        self.attempt = attempt
-
 
 @dataclass(frozen=True)
 class PairRunner:
-    """``runners``: by side and workload. ``metrics``: what each load must have if the other side's load has it.
+    """``runners``: by side and workload. ``metrics``: those that a load must have if the other side's load has them.
 
-    ``on_measured`` gets the side that went first in the attempt that counts; ``on_failed`` each attempt that does not,
-    and how many there can be as it looks now. ``resume``: as of ``FailedAttempt``.
+    ``on_measured`` gets the side that was launched first in a good attempt; ``on_failed`` a failed attempt and how
+    many attempts there may be. ``resume``: as in ``FailedAttempt``.
     """
 
     folder: CompareFolder
@@ -69,16 +57,18 @@ class PairRunner:
     on_failed: Callable[[FailedAttempt, int], None]
     resume: int = 0
 
-    def run(self, turns: Sequence[Turn], pair: int) -> None:
-        """Everything of the pair that is not measured yet. Raises PairNotMeasured after too many attempts."""
+    def run(self, turns: Sequence[Turn], pair: int) -> FailedAttempt | None:
+        """Measures what is missing of the pair; returns the last attempt at a part that it gave up."""
         for turn in turns:
-            if not self.folder.is_whole(cell_rows([turn.match]), pair):
-                self._run_turn(turn, pair)
+            is_whole = self.folder.is_whole(cell_rows([turn.match]), pair)
+            if not is_whole and (given_up := self._run_turn(turn, pair)):
+                return given_up
+        return None
 
-    def _run_turn(self, turn: Turn, pair: int) -> None:
-        """In each attempt the other side goes first: what fails by its place in the pair fails on both sides then.
+    def _run_turn(self, turn: Turn, pair: int) -> FailedAttempt | None:
+        """Each attempt starts with the other side, so that a failure of whichever comes second is blamed on neither.
 
-        That keeps the order random: it is the coin's first toss, reversed by attempts that do not depend on it.
+        The order stays random: it is the coin's, reversed by attempts that do not depend on the coin.
         """
         failed: list[FailedAttempt] = []
         while True:
@@ -87,14 +77,15 @@ class PairRunner:
             failures = {side: self._run_side(turn, side, pair) for side in sides}
             reasons, faults = self._judge(turn, pair, failures)
             if not any(reasons.values()):
-                return self.on_measured(turn, sides[0])
+                self.on_measured(turn, sides[0])
+                return None
             attempt = len(failed) + 1
             failed.append(FailedAttempt(pair, attempt, turn.match.key, sides[0], reasons, faults, self.resume))
             blamed = all(each.blamed == CANDIDATE for each in failed)
             most = max(attempt, ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
             self.on_failed(failed[-1], most)
             if attempt == most:
-                raise PairNotMeasured(failed[-1])
+                return failed[-1]
 
     def _run_side(self, turn: Turn, side: str, pair: int) -> list[Failure]:
         runner = self.runners[side, turn.match.workload]
@@ -105,7 +96,7 @@ class PairRunner:
     def _judge(
         self, turn: Turn, pair: int, failures: Mapping[str, Sequence[Failure]]
     ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """By side, why the attempt is no measurement, and which of that are faults of the server."""
+        """By side, why the attempt failed, and which of these reasons are the server's fault."""
         reasons: dict[str, list[str]] = {side: [] for side in SIDES}
         faults: dict[str, list[str]] = {side: [] for side in SIDES}
         cells, loads = cell_rows([turn.match]), {}

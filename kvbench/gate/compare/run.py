@@ -28,7 +28,7 @@ from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
 from kvbench.gate.compare.folder import KIND, CompareFolder
 from kvbench.gate.compare.manifest import PATHS, new_comparison, record_server, require_same_requests, resume
-from kvbench.gate.compare.pair_runner import FailedAttempt, PairNotMeasured, PairRunner
+from kvbench.gate.compare.pair_runner import FailedAttempt, PairRunner
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
@@ -55,7 +55,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be compared, by the command line or by the folder that is resumed (``folder`` None: a new one)."""
+    """What the user wants compared. ``folder``: of the comparison that is resumed, None for a new one."""
 
     subcommand: str
     options: Mapping[str, Any]
@@ -87,18 +87,14 @@ def calibrate_pairs_command(*, side: str | None, **options: Any) -> int:
             return EXIT_INTERRUPTED
         if verdict.facts["pairs"] < FEWEST_PAIRS:
             print_verdict(verdict, console)
-        return store_noise(folder, request.policy.timing, request.options, _printer(console))
-
-
-def _printer(console: Console) -> Callable[[str], None]:
-    return lambda text: print_plain(console, text)
+        return store_noise(folder, request.policy.timing, request.options, partial(print_plain, console))
 
 
 def _read_request(options: dict[str, Any], subcommand: str, held: ExitStack) -> _Request:
-    """Refuses everything that can be wrong before anything is built, with UsageError.
+    """The request, checked before anything is built. Raises UsageError.
 
-    A folder that is resumed is locked in ``held``. It says all: its workloads and policy are those that it began with,
-    whatever their files hold now.
+    A folder that is resumed is locked in ``held`` and keeps the workloads and the policy that it began with, whatever
+    their files hold now.
     """
     if options["resume"] is None:
         if not options["base"] or not options["candidate"]:
@@ -133,7 +129,7 @@ def _sides(options: Mapping[str, Any]) -> dict[str, Side]:
 
 
 def _workloads(options: Mapping[str, Any], base: Side) -> list[Workload]:
-    """The files of --workload; of a stored run its own workload. Raises UsageError."""
+    """The files of --workload, or the workload of a stored run. Raises UsageError."""
     if base.kind == RUN:
         if options["workloads"]:
             raise UsageError("--workload does not go with stored runs, which have their own: leave it out")
@@ -146,7 +142,7 @@ def _workloads(options: Mapping[str, Any], base: Side) -> list[Workload]:
 
 def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareFolder, Verdict | None]:
     """Opens both sides and measures; no verdict when it was interrupted. The folder stays locked in ``held``."""
-    options, folder, say = request.options, request.folder, _printer(console)
+    options, folder, say = request.options, request.folder, partial(print_plain, console)
     if folder is not None and (finished := finished_verdict(folder, request.policy)):
         say(f"{folder.path} is finished: nothing is measured, and this is its verdict")
         return folder, finished
@@ -167,7 +163,7 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
         for remark in resume(manifest, workloads, force=options["force"]):
             say(f"note: {remark}")
     say(f"results: {folder.path}")
-    for note in manifest["notes"]:
+    for note in (*manifest["notes"], *filter(None, [manifest["doubt"]])):
         say(f"note: {note}")
     comparison = Comparison(folder, manifest, workloads, request.policy, options, console)
     try:
@@ -182,7 +178,7 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
 
 
 def _write_invalid(request: _Request, folder: Path, error: Exception, say: Callable[[str], None]) -> None:
-    """Writes the files of a verdict that says that nothing could be judged, for CI; they may not fit on the disk."""
+    """Writes the files of an invalid verdict for CI, if they fit on the disk."""
     if request.subcommand != COMPARE:
         return
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
@@ -198,7 +194,7 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
 
 @dataclass(frozen=True)
 class _Progress:
-    """Shows what the block runner of a pair is doing; ``status`` replaces the text that is shown."""
+    """Shows what is being measured. ``status`` replaces the text on the status line."""
 
     status: Callable[[str], None]
 
@@ -215,10 +211,7 @@ class _Progress:
 
 @dataclass
 class Comparison:
-    """One execution in one folder, which holds its manifest already and is locked by the caller.
-
-    ``options``: the command line's, or those that the comparison began with.
-    """
+    """Measures in a folder that has its manifest already and is locked by the caller."""
 
     folder: CompareFolder
     manifest: dict[str, Any]
@@ -229,16 +222,16 @@ class Comparison:
 
     @property
     def stop_early(self) -> bool:
-        """False for A/A pairs that calibrate a gate: all are measured, whatever they show."""
+        """Whether a look may end it. Pairs that calibrate a runner are all measured, whatever they show."""
         return self.manifest["subcommand"] == COMPARE
 
     @property
     def pairs(self) -> int:
-        """How many are measured at most."""
+        """The most that are measured."""
         return self.options.get("pairs") or self.policy.timing.looks[-1].pairs
 
     def execute(self) -> Verdict | None:
-        """Measures what is not there yet; the verdict, None when it was interrupted."""
+        """Measures what is missing and returns the verdict, None when it was interrupted."""
         self.write("incomplete")
         next_step = kept(self.folder.resume_command(self.manifest["subcommand"]))
         with orderly_end(self.folder.path, next_step, self._say) as work:
@@ -250,10 +243,7 @@ class Comparison:
         return None
 
     def judge_stored(self) -> Verdict:
-        """The verdict on runs that were measured before.
-
-        Raises MeasurementError where they have repeats, and not one that is valid on both sides.
-        """
+        """The verdict on stored runs. Raises MeasurementError where their first repeat is invalid."""
         folder, cells, notes = self.folder, self.manifest["cells"], self.manifest["notes"]
         repeat = folder.whole_pairs(cells) + 1
         for cell, side in itertools.product(cells, SIDES):
@@ -268,7 +258,7 @@ class Comparison:
         return self.finish(None)
 
     def finish(self, stopped: str | None) -> Verdict:
-        """Marks the comparison as complete; its verdict. ``stopped``: why it ended before a look decided."""
+        """Marks the comparison as complete and returns its verdict. ``stopped``: why it ended before a look decided."""
         early, pairs = self.manifest["early_looks"], self.folder.whole_pairs(self.manifest["cells"])
         self.manifest["stopped"] = stopped
         if stopped and pairs and pairs not in look_points(self.policy.timing, early):
@@ -288,7 +278,7 @@ class Comparison:
             print_plain(self.console, text)
 
     def _measure(self, check: Callable[[], None], show: Callable[[str], None]) -> str | None:
-        """Pair after pair. Why it ended before a look decided; None: a look did, or the last was taken."""
+        """Measures pair after pair; returns why it ended early, None if a look decided or the last one was taken."""
         manifest, cells, seconds = self.manifest, self.manifest["cells"], self.manifest["seconds"]
         manifest["void"] = None
         looks = look_points(self.policy.timing, manifest["early_looks"])
@@ -302,7 +292,6 @@ class Comparison:
             len(manifest["resumed"]),
         )
         began, up_to, max_minutes = time.monotonic(), "up to " if self.stop_early else "", self.options["max_minutes"]
-        known = sum(self.folder.is_whole(cells, pair) for pair in range(1, self.pairs + 1))
         for pair in range(1, self.pairs + 1):
             if not self.folder.is_whole(cells, pair):
                 elapsed = time.monotonic() - began
@@ -311,10 +300,8 @@ class Comparison:
                 if max_minutes is not None and elapsed + expected > max_minutes * 60:
                     most = f"{up_to}{plural(self.pairs, 'pair')}"
                     return f"--max-minutes {max_minutes:g} were over after {pair - 1} of {most}"
-                try:
-                    runner.run(turns(matches, pair, manifest["order_seed"]), pair)
-                except PairNotMeasured as error:
-                    manifest["void"] = {"pair": pair, "turn": error.attempt.turn}
+                if given_up := runner.run(turns(matches, pair, manifest["order_seed"]), pair):
+                    manifest["void"] = {"pair": pair, "turn": given_up.turn}
                     return f"pair {pair} could not be measured"
                 seconds.append(time.monotonic() - began - elapsed)
                 manifest["pairs"] = pair
@@ -327,7 +314,7 @@ class Comparison:
                     f"(elapsed {clock(time.monotonic() - began)}{until if ahead > pair else ''})"
                 )
             require_same_requests(self.folder, manifest, pair, force=self.options["force"])
-            is_look = self.stop_early and pair in looks and pair >= known
+            is_look = self.stop_early and pair in looks
             if is_look and conclude(self.folder, manifest, self.policy, pairs=pair).outcome != INCONCLUSIVE:
                 return None
         return None
@@ -337,7 +324,7 @@ class Comparison:
         self.write("incomplete")
 
     def _on_failed(self, attempt: FailedAttempt, most: int) -> None:
-        self.manifest["voids"].append(attempt.to_json())
+        self.manifest["voids"].append(dataclasses.asdict(attempt))
         self.write("incomplete")
         again = "" if attempt.attempt == most else ", and is measured again"
         counted = f"attempt {attempt.attempt} of up to {most}"
@@ -364,7 +351,7 @@ class Comparison:
     def _on_server(
         self, workload: PairedWorkload, side: str, block: Block, info: Mapping[str, Any] | None, target: Target
     ) -> None:
-        """Stores what the first server of each configuration says of itself; refuses another one."""
+        """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
         facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
         record_server(self.manifest, match, side, facts, alone=block.alone, force=self.options["force"])

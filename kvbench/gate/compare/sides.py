@@ -1,12 +1,12 @@
-"""BASE and CANDIDATE of ``kvbench compare``: what their texts mean, and what is launched for them.
+"""BASE and CANDIDATE of ``kvbench compare``: what each names, and what is launched for it.
 
     main, v1.2, 3fe141a, HEAD, .        a git ref: built in a folder and an environment of its own (. = as it is now)
     'vllm serve {model} --port {port}'  a command that launches a server; without {port}: with the built-in one's flags
     http://127.0.0.1:8000               a server that runs already
-    page_size=16,kv_cache_dtype=auto    settings of one engine, laid on the workload's
-    results/mixed/20260101T120000Z-1a2  a run that was stored, with its manifest.json
+    page_size=16,kv_cache_dtype=auto    engine settings that replace the workload's
+    results/mixed/20260101T120000Z-1a2  the folder of a stored run
 
-A text that could be two of these is refused; ``ref:``, ``cmd:``, ``url:``, ``set:`` and ``run:`` in front say which.
+What could be two of these is refused; ``ref:``, ``cmd:``, ``url:``, ``set:`` and ``run:`` in front say which is meant.
 """
 
 from __future__ import annotations
@@ -68,10 +68,6 @@ _LONGEST_NAME = 60
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")
 _FREE = ("engine", "sweep", "description")  # of the workload: what two stored runs may differ in
-_NOT_FRESH = (
-    "a server that runs already is not launched anew for each pair: what its one launch differs in from another launch "
-    "counts as a change"
-)
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Side:
 
 
 def parse_side(text: str, repo: Path = REPOSITORY) -> Side:
-    """What ``text`` means; refs are looked for in ``repo``. UsageError where it means nothing, or two things."""
+    """The side that ``text`` names; refs are looked for in ``repo``. Raises UsageError if it names none, or two."""
     if not text.strip():
         raise UsageError(f"a side of the comparison is empty: {_CHOICES}")
     prefix, _, rest = text.partition(":")
@@ -129,7 +125,7 @@ def _possible_kinds(text: str, repo: Path) -> list[str]:
 
 
 def _checked(side: Side, repo: Path) -> Side:
-    """A side whose kind is settled. UsageError where its text cannot be that."""
+    """The side, checked to be what its kind says. Raises UsageError."""
     text = side.text
     if not text:
         raise UsageError(f"{side.kind}: has nothing behind it: give {_TITLES[side.kind]}")
@@ -165,7 +161,7 @@ def _program(text: str) -> str | None:
 
 
 def _why_nothing(text: str, repo: Path) -> str:
-    """Why none of the kinds fits, with what was probably meant."""
+    """Why ``text`` is of no kind, with what was probably meant."""
     if Path(text).expanduser().exists():
         return f"a file or folder without {MANIFEST}, so no stored run, and no git ref"
     if re.search(r"\s", text):
@@ -199,8 +195,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 class OpenSide:
     """A side with what is launched for it.
 
-    ``choice``: as a sweep's target is chosen (its workload, ``new_target``, ``check`` ...). ``facts``: for the
-    manifest. ``build``: of a ref. ``stored``: the folder of a run that was measured before.
+    ``facts``: for the manifest. ``build``: of a ref. ``stored``: the folder of a stored run.
     """
 
     side: Side
@@ -219,10 +214,10 @@ class OpenSide:
 
 
 def open_side(side: Side, workload: Workload, options: Mapping[str, Any], builds: Builds | None = None) -> OpenSide:
-    """``options``: the command line's; ``builds``: of refs.
+    """Chooses or builds what is launched. Raises UsageError, and MeasurementError where a build fails.
 
-    Options that mean nothing for this side are left out: ``require_used`` refuses those that mean nothing for either.
-    Raises UsageError, and MeasurementError where a build fails.
+    Of the command line's ``options`` those that do not apply to this side are ignored; ``require_used`` refuses those
+    that apply to neither.
     """
     kind = _target_kind(side, options)
     kept = {name: options.get(name) if kind in kinds else None for name, kinds in KINDS_OF.items()}
@@ -242,7 +237,7 @@ def open_side(side: Side, workload: Workload, options: Mapping[str, Any], builds
 
 
 def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
-    """UsageError for an option that means nothing for either side, and for sides that cannot be measured in pairs."""
+    """Raises UsageError for an option that applies to neither side, and for sides that cannot be measured in pairs."""
     kinds = {side.kind for side in sides}
     if RUN in kinds and len(kinds) > 1:
         raise UsageError(
@@ -274,7 +269,10 @@ def _target_kind(side: Side, options: Mapping[str, Any]) -> str:
 
 
 def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
-    """The workload with the side's settings. UsageError for one that is swept, unknown, or that the target lacks."""
+    """The target for the workload with the side's settings.
+
+    Raises UsageError for a setting that is swept, unknown, or that the target does not have.
+    """
     if swept := [name for name in side.settings if name in workload.sweep]:
         raise UsageError(
             f"{side.text!r} sets {swept[0]}, which the workload sweeps: leave it out, or add -o 'sweep={{}}'"
@@ -321,7 +319,7 @@ def _open_ref(side: Side, workload: Workload, options: Mapping[str, Any], builds
 
 
 def built_command(text: str, build: Build) -> str:
-    """``text`` with what was built in place of {python} and {worktree}, in the build's environment. UsageError."""
+    """``text`` with {python} and {worktree} replaced, to be run in the build's environment. Raises UsageError."""
     if "{python}" not in text and "{worktree}" not in text:
         raise UsageError(
             f"--serve-cmd {text!r} has neither {{python}} nor {{worktree}}, so it would launch the same program "
@@ -337,13 +335,13 @@ def built_command(text: str, build: Build) -> str:
 
 
 def _env_words(build: Build) -> str:
-    """The build's variables in front of a command, for a shell or for ``env``."""
+    """The ``env`` command that sets the build's variables."""
     gone = [word for name, value in build.env.items() if value is None for word in ("-u", name)]
     return shlex.join(["env", *gone, *(f"{name}={value}" for name, value in build.env.items() if value is not None)])
 
 
 def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
-    """What launches it, to be read and repeated; the engine's flags come on top."""
+    """The launch command without the engine's flags, for the manifest."""
     if command := choice.manifest.get("serve_cmd"):
         return str(command)
     if build is not None:
@@ -354,7 +352,7 @@ def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
 
 
 def _open_run(side: Side, workload: Workload) -> OpenSide:
-    """A run as it was stored. UsageError where it is not complete, or of another workload."""
+    """A stored run. Raises UsageError if it is incomplete or of another workload."""
     run = RunFolder(Path(side.text).expanduser())
     manifest = run.manifest()
     if manifest.get("status") != "complete":
@@ -385,17 +383,14 @@ class PairedWorkload:
     @property
     def notes(self) -> list[str]:
         found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].choice.notes]
-        if any(side.choice.runs_already for side in self.sides.values()):
-            found.append(_NOT_FRESH)
-        if same := same_sides(*(self.sides[side] for side in SIDES)):
-            found.append(same)
-        return found
+        same = same_sides(*(self.sides[side] for side in SIDES))
+        return [*found, same] if same else found
 
     def compile(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Launches each configuration of a side once, if that may compile: the first pair must not pay for it.
+        """Launches each configuration of a side that may compile at its first launch, so that no pair includes that.
 
-        A launch that fails is reported and left to the pairs: they tell a server that always fails from one that
-        failed once. Raises UsageError for a command that does not take the settings.
+        A launch that fails is only reported: the pairs show whether the server ever starts. Raises UsageError for a
+        command that does not take the settings.
         """
         for side, opened in self.sides.items():
             if opened.choice.runs_already or (opened.build is not None and not opened.build.fresh):
@@ -416,7 +411,7 @@ class PairedWorkload:
 
 
 def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
-    """A note where both are the same thing: what is found then is noise. None: they differ."""
+    """A note that base and candidate are the same, None where they differ."""
     if dict(base.choice.workload.engine) != dict(candidate.choice.workload.engine):
         return None
     if base.build and candidate.build:
@@ -436,7 +431,7 @@ def open_workloads(
     builds: Builds,
     held: ExitStack,
 ) -> tuple[PairedWorkload, ...]:
-    """Builds what has to be built and pairs the cells; ``held`` closes both sides in the end.
+    """Opens both sides of every workload and pairs their cells; ``held`` closes them.
 
     Raises UsageError, and MeasurementError where a build fails.
     """
@@ -464,7 +459,7 @@ def open_workloads(
 
 
 def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Mapping[str, Any]]]:
-    """The side's cells, and what each configuration holds. Raises UsageError for one that cannot be."""
+    """The side's cells, and the capacity of each configuration. Raises UsageError for one that cannot be launched."""
     choice = side.choice
     if side.stored is not None:
         return select(measured_design(RunFolder(side.stored), choice.workload), only), {}
@@ -473,9 +468,9 @@ def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, M
 
 
 def measured_design(run: RunFolder, workload: Workload) -> Design:
-    """What a run measured: its workload's cells or, with --only, some of them, or what its target made of them.
+    """The cells that a run measured: the workload's configurations first, in its order, then others.
 
-    A URL has one configuration, whatever the workload sweeps. Those of the workload come first, in its order.
+    They may be fewer than the workload's (--only), or others (a URL has one configuration, whatever is swept).
     """
     known = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
     ids = [configuration.config_id for configuration in known.configurations]

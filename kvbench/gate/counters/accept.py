@@ -1,4 +1,4 @@
-"""Accepting an intended change: the lock file is written anew, with reason, commit and date."""
+"""Accepting an intended change: writes the lock file with reason, commit and date."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvbench.gate.verdict.verdict import FAIL, PASS, Verdict
 
 
 def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, reason: str) -> list[str]:
-    """Write the lock file, unless it would say the same; returns what changed, in lines. Raises UsageError.
+    """Writes the lock file, unless nothing changed, and returns what changed, in lines.
 
-    A lock file that cannot be read is not overwritten: its log of reasons would be lost.
+    Raises UsageError for a lock file that cannot be read: overwriting it would lose its log of reasons.
     """
     known = read_lock(path)
     verdict = judge(workload, known, runs, runs, Commands(workload.path, path), {})
@@ -40,19 +40,10 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
 
 
 def _changed(known: CounterLock | None, workload: CounterWorkload, verdict: Verdict) -> str:
-    """Which scenarios were removed, are new, have another definition, or count something else."""
+    """The scenarios that are new, removed or different, and the counters that moved."""
     if known is None:
         return f"the first lock file, {len(workload.scenarios)} scenarios"
-    now = {scenario.name: scenario.digest for scenario in workload.scenarios}
-    was = {name: scenario.definition for name, scenario in known.scenarios.items()}
-    kinds: dict[str, list[str]] = {}
-    for finding in verdict.of(FAIL):
-        name = finding.id.partition("/")[2]
-        changed = "counted otherwise" if now.get(name) == was.get(name) else "defined anew"
-        kinds.setdefault("removed" if name not in now else "new" if name not in was else changed, []).append(name)
-    if not kinds:
+    if not (failed := [finding.id.partition("/")[2] for finding in verdict.of(FAIL)]):
         return "the workload file, and no counter"
-    parts = [f"{len(names)} {kind} ({and_more(names, 12)})" for kind, names in kinds.items()]
     counters = and_more([moved.title for moved in verdict.moved], 5) or "none"
-    differ = f"{len(verdict.of(FAIL))} of {len(verdict.findings)} scenarios"
-    return f"{differ}: {'; '.join(parts)}; counters: {counters}"
+    return f"{len(failed)} of {len(verdict.findings)} scenarios ({and_more(failed, 12)}); counters: {counters}"

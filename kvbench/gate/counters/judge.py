@@ -1,4 +1,4 @@
-"""The counter gate's verdict: what was replayed against what was accepted, exactly."""
+"""The counter gate's verdict: every replayed counter compared with the accepted one, exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Mo
 from kvbench.gate.verdict.wording import percent
 
 SUITE = "counters"
-# Causes before effects: the first of these that differs at the first different step is the likeliest cause.
+# Causes before effects: the first that differs at the first different step is the likeliest cause.
 _CAUSES = (
     "preempted", "copied_pages", "copied_slots", "swapped_out_slots", "swapped_in_slots", "swap_lost_slots",
     "prefix_evictions", "prefix_hits", "prefix_queries", "refused_fragmented", "forks", "finished", "allocated_pages",
@@ -32,7 +32,7 @@ _NOTES = 5
 
 @dataclass(frozen=True)
 class Commands:
-    """The commands that a verdict names. Files that are the default are left out."""
+    """The commands that a verdict names, without files that are the default."""
 
     workload: Path = WORKLOAD
     lock: Path = LOCK
@@ -82,10 +82,10 @@ class Change:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first step at which two histories differ.
+    """The first step at which the accepted and the present history differ.
 
-    ``changes``: the columns that differ there, causes first; none where one of the two had ended. ``before``: the
-    columns at the step before, where both are the same. ``longer``: whether the present history is the longer one.
+    ``changes``: the columns that differ there, causes first; empty where one history has ended. ``before``: the columns
+    at the step before, equal in both. ``longer``: whether the present history is the longer one.
     """
 
     step: int
@@ -106,7 +106,7 @@ class FirstDifference:
 
 
 def changed_counters(was: Mapping[str, int], now: Mapping[str, int]) -> list[Change]:
-    """The counters that differ, a missing one being 0: the largest relative change first, sums over steps last."""
+    """The counters that differ: the largest relative change first, sums over steps last. A missing one counts as 0."""
     changes = [Change(name, was.get(name, 0), now.get(name, 0)) for name in dict.fromkeys([*was, *now])]
     return sorted(
         (change for change in changes if change.was != change.now),
@@ -115,12 +115,12 @@ def changed_counters(was: Mapping[str, int], now: Mapping[str, int]) -> list[Cha
 
 
 def is_sum(counter: str) -> bool:
-    """Whether it is a sum over steps, which moves with almost anything."""
+    """Whether it is a sum over steps, which almost any change moves."""
     return counter.startswith(_SUMS)
 
 
 def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]) -> FirstDifference | None:
-    """None when the histories are the same; a column that is missing is 0 at every step."""
+    """None when the histories are equal. A missing column counts as 0 at every step."""
     old, new = (max(map(len, history.values()), default=0) for history in (was, now))
     names = sorted({*was, *now}, key=lambda name: (_CAUSES.index(name) if name in _CAUSES else len(_CAUSES), name))
 
@@ -139,9 +139,9 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """One scenario. ``step``: the first at which its history differs, or 0. ``error``: wrong without a comparison.
+    """One scenario. ``step``: the first at which its history differs, or 0. ``error``: whether the replay failed.
 
-    ``cause``: scenarios with an equal one are reported together.
+    ``cause``: scenarios with the same cause are reported together.
     """
 
     finding: Finding
@@ -159,10 +159,10 @@ def judge(
     commands: Commands,
     candidate: Mapping[str, object],
 ) -> Verdict:
-    """The verdict over all scenarios of ``workload``, and those that only the lock has.
+    """The verdict on all scenarios of ``workload`` and those that only the lock has.
 
-    ``first`` and ``second``: two runs of the same code. If they differ, the engine is nondeterministic and the whole
-    verdict is invalid, because no difference from the lock means anything then.
+    ``first`` and ``second``: two runs of the same code. If they differ the verdict is invalid, because a difference
+    from the lock then means nothing.
     """
     common = {"reproduce": commands.gate(), "candidate": dict(candidate)}
     if lock is None:
@@ -260,14 +260,14 @@ def _with_commands(result: ScenarioResult, commands: Commands) -> Finding:
 
 
 def _unknown(name: str, lock: CounterLock) -> str:
-    """A counter that only one side has is no change of the engine's behaviour, and looks like one."""
+    """A remark on a counter that only one side has: the engine's behaviour did not change."""
     if name not in lock.counters:
         return ", which was not counted when this was accepted"
     return "" if name in COUNTERS else ", which is not counted any more"
 
 
 def nondeterminism(first: Replayed, second: Replayed) -> str | None:
-    """What differs between two runs of the same code and scenario; None where nothing does."""
+    """What differs between two runs of the same code and scenario, None where nothing does."""
     changes = changed_counters(first.counters, second.counters)
     what = (
         first_difference(first.history, second.history)
@@ -279,7 +279,7 @@ def nondeterminism(first: Replayed, second: Replayed) -> str | None:
 
 
 def _causes(results: Sequence[ScenarioResult]) -> list[str]:
-    """One sentence a cause, the most frequent first, with the scenario where it shows earliest."""
+    """One sentence for each cause, the most frequent first, with the scenario where it appears earliest."""
     groups: dict[str, list[ScenarioResult]] = {}
     for each in sorted(results, key=lambda each: each.step):
         groups.setdefault(each.cause, []).append(each)
@@ -293,7 +293,7 @@ def _causes(results: Sequence[ScenarioResult]) -> list[str]:
 
 
 def _moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:
-    """Counters that differ, added up over the scenarios where they do: in most scenarios first, sums of steps last."""
+    """Counters that differ, summed over their scenarios: those of most scenarios first, sums over steps last."""
     totals: dict[str, list[Change]] = {}
     for change in (change for each in results for change in each.changes):
         totals.setdefault(change.name, []).append(change)

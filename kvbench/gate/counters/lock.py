@@ -1,7 +1,7 @@
-"""ci/counters.lock.json: what every scenario counted when it was accepted, and who accepted what, and why.
+"""ci/counters.lock.json: what every scenario counted when it was accepted, and each acceptance with its reason.
 
-It holds the history of each scenario, so that a difference is explained without the old code. Nobody edits it: a digest
-over the scenarios tells, and an intended change is accepted anew, with a reason.
+It holds the history of each scenario, so that a difference can be explained without the old code. A digest over the
+scenarios shows whether it was edited by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
@@ -44,6 +44,11 @@ class LockedScenario(StrictModel):
     counters: dict[str, int]
     history: dict[str, str]
 
+    @model_validator(mode="after")
+    def _is_readable(self) -> LockedScenario:
+        _ = self.columns
+        return self
+
     @property
     def columns(self) -> dict[str, tuple[int, ...]]:
         """Column -> its value at each step. Raises ValueError."""
@@ -51,7 +56,7 @@ class LockedScenario(StrictModel):
 
 
 class CounterLock(StrictModel):
-    """The whole file. ``counters``: names of all that were compared, those that are always 0 among them."""
+    """The whole file. ``counters``: names of all counters, also of those that are always 0."""
 
     format: Literal["kvbench-counters/2"]
     workload: str
@@ -63,28 +68,25 @@ class CounterLock(StrictModel):
 
 
 def read_lock(path: Path) -> CounterLock | None:
-    """None when there is none. Raises UsageError for a file that ``write_lock`` did not leave like this."""
+    """The lock file, None if there is none. Raises UsageError for one that ``write_lock`` did not write."""
     restore = f"restore it (git checkout HEAD -- {path}), then accept what changed with `kvbench accept counters`"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(data, dict) and (written := data.get("format")) != LOCK_FORMAT:
-            raise UsageError(
-                f"{path} has the format {written!r} and this kvbench reads {LOCK_FORMAT}: remove it and accept the "
-                "counters anew with `kvbench accept counters` (its old reasons stay in git)"
-            )
-        lock = CounterLock.model_validate(data)
-        if digest(data["scenarios"]) != lock.scenarios_digest:
-            raise UsageError(f"{path} was changed by hand or in a merge: its scenarios_digest differs; {restore}")
-        for scenario in lock.scenarios.values():
-            _ = scenario.columns
     except FileNotFoundError:
         return None
-    except UsageError:  # a ValueError too
-        raise
-    except ValidationError as error:
-        raise UsageError(f"{path}: {explain(error, '')[0]} So {restore}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {restore}") from None
+    if isinstance(data, dict) and (written := data.get("format")) != LOCK_FORMAT:
+        raise UsageError(
+            f"{path} has the format {written!r} and this kvbench reads {LOCK_FORMAT}: remove it and accept the "
+            "counters anew with `kvbench accept counters` (its old reasons stay in git)"
+        )
+    try:
+        lock = CounterLock.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(f"{path}: {explain(error, '')[0]} So {restore}") from None
+    if digest(data["scenarios"]) != lock.scenarios_digest:
+        raise UsageError(f"{path} was changed by hand or in a merge: its scenarios_digest differs; {restore}")
     return lock
 
 
@@ -134,5 +136,5 @@ def _values(changes: str, steps: int) -> tuple[int, ...]:
 
 
 def digest(scenarios: Any) -> str:
-    """Of the scenarios as the file keeps them, whatever the order of their keys."""
+    """Of the scenarios as the file keeps them; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(scenarios, sort_keys=True).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""Replays scenarios and records what the engine did: its counters, and a row of numbers a step.
+"""Replays scenarios and records what the engine did: its counters, and a row of numbers for each step.
 
-Steps are numbered from 1, one call of ``Engine.step`` each, and requests arrive by these numbers, so nothing depends
-on time; seconds are not recorded. The gate replays everything a second time in another process with another hash seed
-(``python -m kvbench.gate.counters.replay WORKLOAD SCENARIOS``): code that depends on the order of a set, on an address
-or on what ran before in the process gives two different results.
+A step is one call of ``Engine.step``, numbered from 1, and requests arrive at step numbers, so nothing depends on time.
+The gate replays everything a second time in another process with another hash seed
+(``python -m kvbench.gate.counters.replay WORKLOAD SCENARIOS``), so that code which depends on the order of a set, on an
+address or on what ran before gives two different results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COUNTERS = (
     "slot_steps_fragmented", "shared_slot_steps", "total_pages", "total_slots", "total_host_slots",
     "page_table_bytes", "bytes_per_slot",
 )  # fmt: skip
-"""Every counter that is compared, beside the digest of the tokens."""
+"""Every counter that is compared."""
 
 # Counters that only grow: their increase in each step is a column of the history.
 _OF_THE_KV = (
@@ -58,9 +58,9 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Replayed:
-    """One run of one scenario. ``history``: column -> its value at each step. ``outputs``: digest of all tokens.
+    """One run of a scenario. ``history``: column -> its value at each step. ``outputs``: digest of all tokens.
 
-    ``error``: what is wrong with the run by itself (crash, leak, no progress), in one sentence.
+    ``error``: a crash, a leak or no progress, in one sentence.
     """
 
     counters: Mapping[str, int]
@@ -78,7 +78,7 @@ def replay_all(scenarios: Iterable[Scenario]) -> dict[str, Replayed]:
 
 
 def replay_twice(workload: CounterWorkload) -> tuple[dict[str, Replayed], dict[str, Replayed]]:
-    """All scenarios in this process, and at the same time in another one. Raises MeasurementError."""
+    """Replays all scenarios in this process and in another one at the same time. Raises MeasurementError."""
     root = str(Path(kvbench.__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     other_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
@@ -106,7 +106,7 @@ def replay_twice(workload: CounterWorkload) -> tuple[dict[str, Replayed], dict[s
 
 
 def replay(scenario: Scenario) -> Replayed:
-    """Run ``scenario`` to its end, or until its engine raises or makes no progress."""
+    """Replays ``scenario`` to its end, or until its engine raises or makes no progress."""
     return _Replay(scenario).run()
 
 
@@ -140,7 +140,7 @@ class _Replay:
         return Replayed(self._totals(), history, hashlib.sha256(text.encode()).hexdigest()[:16], error)
 
     def _play(self) -> str | None:
-        """All steps; returns what kept it from its end."""
+        """Runs all steps; returns why it stopped before the end."""
         requests = [arrival.request for arrival in self.scenario.arrivals]
         work = sum(len(r.prompt_token_ids) + r.params.max_tokens * r.params.width for r in requests)
         limit = _STEPS_A_TOKEN * work + (self._arrivals[0].step if self._arrivals else 0)
@@ -182,7 +182,7 @@ class _Replay:
         self._running, self._waiting = len(scheduler.running), scheduler.num_waiting + scheduler.num_parked
 
     def _record(self) -> dict[str, int]:
-        """What this step did, and the memory in use: at launch where it launched anything, waste at its end."""
+        """What this step did, with the memory in use when it was launched and the waste at its end."""
         stats = self.engine.stats()
         growing, before = _growing(stats), self._last
         if self._launched is None:
@@ -223,7 +223,7 @@ class _Replay:
             counters[name] = max(counters[name], value)
 
     def _totals(self) -> dict[str, int]:
-        """Everything that is compared, by name; 0 for what did not happen."""
+        """Every counter by name, 0 for what did not happen."""
         stats = self.engine.stats()
         totals = dict.fromkeys(COUNTERS, 0) | _growing(stats) | self.counters
         totals |= {f"finished_{reason}": count for reason, count in stats.finished.items()}
@@ -242,7 +242,7 @@ class _Replay:
         return totals
 
     def _leak(self) -> str | None:
-        """What an idle engine still owns, which must be nothing."""
+        """What the idle engine still owns, as an error; None if nothing."""
         kv = self.engine.stats().kv
         thing = "page" if self.scenario.config.layout == "paged" else "reservation"
         owned = {thing: kv.pages_owned, f"pinned {thing}": kv.pages_pinned, "host slot": kv.host_slots_used}

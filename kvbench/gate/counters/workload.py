@@ -3,7 +3,7 @@
     streams      waves of requests by step number; lengths are drawn once, from the file's seed
     scenarios    a stream, and the engines that get it: the full cross of each row of ``matrix``
 
-Every length, token and arrival follows from the file alone, so its digest says whether two replays may be compared.
+All lengths, tokens and arrivals follow from the file, so its digest shows whether two replays may be compared.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ class SharedStart(StrictModel):
 
 
 class Wave(StrictModel):
-    """``count`` requests, the first at step ``start``, one ``every`` so many steps (0: all at once).
+    """``count`` requests, the first at step ``start``, then one ``every`` so many steps (0: all at once).
 
-    ``prompt`` and ``output``: tokens, one number or [low, high]; ``prefix`` comes on top of ``prompt``.
-    ``abort_after``: steps from its arrival at which the client is gone; ``abort_index``: only this one of its ``n``
-    sequences goes.
+    ``prompt`` and ``output``: tokens, one number or [low, high]; ``prefix`` is added to ``prompt``. ``abort_after``:
+    steps from arrival to abort; ``abort_index``: abort only this one of the ``n`` sequences.
     """
 
     count: int = Field(default=1, ge=1, le=10_000)
@@ -121,7 +120,7 @@ class CounterFile(StrictModel):
 
 @dataclass(frozen=True)
 class Arrival:
-    """``request`` is sent before step ``step``; before step ``abort_step``, if that is set, its client is gone."""
+    """``request`` is added before step ``step`` and, if ``abort_step`` is set, aborted before that step."""
 
     step: int
     request: Request
@@ -131,7 +130,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One engine and its requests. ``digest``: of everything but the code that its counters may depend on."""
+    """One engine and its requests. ``digest``: of everything that the counters depend on but the code."""
 
     name: str
     config: EngineConfig
@@ -145,7 +144,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class CounterWorkload:
-    """``digest`` is of what the file says, not of its comments. ``names``: of all scenarios of the file."""
+    """``digest``: of the file's contents without comments. ``names``: of all its scenarios."""
 
     path: Path
     name: str

@@ -1,15 +1,13 @@
 """What moved with a timing that failed: the servers' own counters and times, pair by pair.
 
-Per cell and figure: the value of each load, normalised (time a step, time a request, events per 1,000 output tokens),
-candidate against base within each pair, with the 95 % Student t interval of the mean over the pairs. What is listed
-lies beyond that interval and changed by more than the floor. Dozens of figures are looked at, so one in twenty of those
-that did not change can be listed all the same: this explains a verdict and is never one.
+Each figure of a cell (time a step, time a request, events per 1,000 output tokens) is compared within each pair. It is
+listed if the 95 % Student t interval of its mean change excludes 0 and the change is above the floor. With dozens of
+figures, one in twenty that did not change may be listed too: the list explains a verdict and decides nothing.
 
-Where the time went is shown in means, since times add up and percentiles do not: the mean time between tokens against
-the mean step and its phases (schedule, prepare, execute, sample, output), the mean time to the first token against its
-two parts, queue and prefill (exact: the server takes all three at the same moments). A step's phases make up the time
-between tokens only nearly: a long step with many sequences counts once among the steps, and once for each of them
-among the gaps; and a preempted sequence waits outside its steps. So shares need not add up to 1.
+Where the time went is shown in means, because times add up and percentiles do not. The mean time to the first token is
+exactly queue plus prefill. The mean time between tokens is nearly the mean step with its phases (schedule, prepare,
+execute, sample, output): a step with many sequences counts once among the steps and many times among the gaps, and a
+preempted sequence waits outside its steps. So shares need not add up to 1.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class _Figure:
-    """``scale`` times the counter ``part`` over the counter ``whole``, if any.
+    """``scale`` times the counter ``part``, divided by the counter ``whole`` if there is one.
 
     ``part_of``: the latency that it is a part of, in the same unit.
     """
@@ -115,11 +113,11 @@ _FIGURES = (
 
 
 class _Paired:
-    """One figure over the pairs that both sides tell.
+    """One figure over the pairs in which both sides report it.
 
-    ``change``: candidate / base - 1, and ``interval`` its interval: of the log ratios, or of the differences where a
-    value is 0; both None where the base is 0. ``always``: an event that base never has and the candidate has in every
-    pair, or the same difference in every pair.
+    ``change``: candidate / base - 1 with its ``interval``, from the log ratios, or from the differences where a value
+    is 0; None where the base is 0. ``always``: an event that differs by the same number in every pair, or that only
+    the candidate has, in every pair.
     """
 
     def __init__(self, figure: _Figure, base: np.ndarray, candidate: np.ndarray) -> None:
@@ -143,12 +141,11 @@ class _Paired:
         return self._beyond_chance and (self.change is None or abs(self.change) > floor)
 
 
-def moved_between(counters: ByCell, findings: Sequence[Finding] = (), floor: float = FLOOR) -> tuple[Moved, ...]:
-    """What moved in the cells that failed (all, where none did alone): what differs in every pair first, then what
-    explains most of the latency's difference.
+def moved_between(counters: ByCell, findings: Sequence[Finding] = ()) -> tuple[Moved, ...]:
+    """What moved in the cells that failed, or in all cells if no cell failed by itself.
 
-    ``floor``: least relative change of what is listed. Empty for fewer than two pairs, and for a server that tells
-    nothing.
+    What differs in every pair comes first, then what explains most of the latency's difference. Empty for fewer than
+    two pairs.
     """
     found = []
     judged = _judged(findings)
@@ -156,7 +153,7 @@ def moved_between(counters: ByCell, findings: Sequence[Finding] = (), floor: flo
         paired = _paired(counters[cell])
         differences = {p.figure.name: p.difference for p in paired if p.figure.name in judged and p.moved(0.0)}
         for p in paired:
-            if p.always or p.moved(floor):
+            if p.always or p.moved(FLOOR):
                 whole, figure = differences.get(p.figure.part_of or ""), p.figure
                 share = p.difference / whole if whole else None
                 row = Moved(
@@ -166,23 +163,19 @@ def moved_between(counters: ByCell, findings: Sequence[Finding] = (), floor: flo
     return tuple(row for *_, row in sorted(found, key=lambda each: each[:-1]))
 
 
-def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding] = (), counters: ByCell | None = None) -> str:
-    """One sentence on where the time went; empty where nothing can be said.
-
-    ``counters``: as ``moved_between`` took them; with them it also says what did not move, or that
-    the server has no times.
-    """
-    words = [text for name in _judged(findings) if (text := _latency_words(name, moved, counters or {}))]
+def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding], counters: ByCell) -> str:
+    """One sentence on where the time went, from what ``moved_between`` found for these findings and counters."""
+    words = [text for name in _judged(findings) if (text := _latency_words(name, moved, counters))]
     if new := [f"{m.title} ({m.candidate:.3g} {m.unit})" for m in moved if m.change is None]:
         words.append(f"new in the candidate: {', '.join(new[:_MOST_NAMED])}")
-    if words or counters is None:
+    if words:
         return "; ".join(words)
     known = {p.figure.name for cell in _cells(counters, findings) for p in _paired(counters[cell])}
     return wording.sentence("means the same" if known & {*_LATENCIES, *_STEP_PARTS} else "no times")
 
 
 def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
-    """``of the +2.1 ms between tokens ..., 98 % in execute``, of the cell where that latency changed most."""
+    """Such as ``of the +2.1 ms between tokens (mean), 98 % in execute``, for the cell where it changed most."""
     rows = [m for m in moved if m.name == name]
     if not rows:
         return ""
@@ -200,7 +193,7 @@ def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
     )
     suspects = {**_REQUEST_PARTS, **_STEP_PARTS, "num_preemptions_total": "preemption"}
     changed = {m.name for m in moved if m.where == row.where}
-    known = {p.figure.name for p in _paired(counters[row.where])} if row.where in counters else set()
+    known = {p.figure.name for p in _paired(counters[row.where])}
     still = [p for n, p in suspects.items() if n in known and n not in changed and p != "page hashes"]
     return f"{text}; {listing(still)} did not move" if still else text
 
@@ -212,7 +205,7 @@ def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
 
 
 def _judged(findings: Sequence[Finding]) -> list[str]:
-    """The latencies whose difference is to be explained; a throughput's is the time of a whole request."""
+    """The latencies to explain: those that failed, both for a throughput."""
     failed = [f.metric or "" for f in findings if f.outcome == FAIL] or ["itl", "ttft"]
     found = [ITL] if any("itl" in m or "tpot" in m for m in failed) else []
     found += [TTFT] if any("ttft" in m for m in failed) else []
@@ -220,7 +213,7 @@ def _judged(findings: Sequence[Finding]) -> list[str]:
 
 
 def _paired(loads: Mapping[str, Sequence[Counters]]) -> list[_Paired]:
-    """Every figure that both sides tell in at least two pairs."""
+    """Every figure that both sides report in at least two pairs."""
     found = []
     for figure in _FIGURES:
         values = [(figure.value(b), figure.value(c)) for b, c in zip(loads[BASE], loads[CANDIDATE], strict=True)]

@@ -1,24 +1,24 @@
 """The verdict on paired launches: FAIL, PASS or INCONCLUSIVE, per cell, class and overall. Pure functions of a table.
 
-FAIL: in some hypothesis the adjusted p of "harm" is at most the look's alpha *and* the mean harm is at least the
-practical floor. The p are adjusted for all hypotheses (sign-flip max-T) and the looks' alphas add up to 0.01, so a
-candidate that is the base fails in at most 1 % of comparisons, whatever the noise; the floor makes it rarer still.
+FAIL: some hypothesis has an adjusted p of "harm" of at most the look's alpha *and* a mean harm of at least its floor.
+The p are adjusted for all hypotheses (sign-flip max-T) and the looks' alphas add up to 0.01, so a candidate that equals
+the base fails in at most 1 % of comparisons, whatever the noise; the floor makes it rarer still.
 
 PASS: every hypothesis is shown to be worse by less than its margin, each at the look's ``alpha_pass`` without
 correction. That is an intersection-union test (Berger 1982): if some true harm reaches its margin, that hypothesis
-alone passes with at most ``alpha_pass``, so all do. Over three looks (0.02 + 0.015 + 0.015) at most 5 % of such
-candidates pass. 2^-8 = 0.0039, so 8 pairs can show it.
+alone passes with a probability of at most ``alpha_pass``, and so do all together. Over three looks (0.02 + 0.015 +
+0.015) at most 5 % of such candidates pass. 8 pairs can show it, since 2^-8 = 0.0039.
 
-INCONCLUSIVE: neither. Each hypothesis then has the smallest effect that the pairs at hand would have caught with 80 %
-power, and the pairs that would settle it in 80 % if its true change is the one measured (power.py). A FAIL goes before
-a PASS: a cell can be slower beyond doubt by more than the floor and still within its margin.
+INCONCLUSIVE: neither. Each undecided hypothesis then has the smallest effect that its pairs would have detected with
+80 % power, and the number of pairs that would settle it with 80 % power if its true change is the measured one
+(power.py). FAIL is tested before PASS: a slowdown can be certain, above the floor, and still within its margin.
 
-A metric that only one side has cannot be compared, and is no reason to PASS. If the candidate has lost it, that is a
-FAIL from as many pairs on as could show one (K pairs without it by chance: 2^-K at most, like any p of theirs), and
-INCONCLUSIVE before; if the base does not have it, the comparison is INVALID.
+A metric that only one side has cannot be compared, and never passes. If the candidate lacks it, that is a FAIL once
+there are enough pairs for one (lacking it in K pairs by chance has p = 2^-K at most), and INCONCLUSIVE before. If the
+base lacks it, the comparison is INVALID.
 
-A comparison that the clock ends between two looks may take its next look early, with the pairs it has: how long a pair
-took does not depend on which side of it was launched first, so neither does where the clock stopped.
+If --max-minutes ends a comparison between two looks, the next look is taken early with the pairs there are. That is
+valid because how long a pair took does not depend on which side was launched first.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PAS
 class Judgement:
     """The outcome of one look at ``pairs`` pairs.
 
-    ``findings``: one a hypothesis, in order: overall, classes, cells; then the metrics that only one side has. They do
-    not have the sides' values yet. ``indices``: the cells and the metric of each, in the table. ``notes``:
-    metrics that cells do not have on either side.
+    ``findings``: of the hypotheses (overall, classes, cells), then of the metrics that only one side has; without the
+    sides' values, which ``findings_of`` adds. ``indices``: the cells and the metric of each finding in the table.
+    ``notes``: cells that lack a metric on both sides.
     """
 
     outcome: str
@@ -61,10 +61,7 @@ class Judgement:
 
 
 def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
-    """The verdict at look ``look_index`` (from 0) on the pairs that it is for, or on fewer where the clock ended them.
-
-    ValueError for a table of other metrics, or with pairs that belong to another look.
-    """
+    """The verdict at look ``look_index`` (from 0). Raises ValueError for other metrics or the pairs of another look."""
     look = rules.looks[look_index]
     before = rules.looks[look_index - 1].pairs if look_index else 0
     if not before < table.pairs <= look.pairs:
@@ -139,7 +136,7 @@ def _findings(tested: Hypotheses, look: Look, rules: TimingRules) -> list[Findin
 
 
 def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
-    """What became of a hypothesis, where, by how much, how sure; what could have gone unseen."""
+    """The sentence of a finding: what changed, where, by how much, and how certain that is."""
     figures = finding.figures
     needed, detectable = figures["pairs_needed"], figures["smallest_detectable"]
     pairs = plural(figures["pairs"], "pair")
@@ -192,7 +189,7 @@ def findings_of(judgement: Judgement, base: np.ndarray, candidate: np.ndarray) -
 
 
 def sentence(judgement: Judgement) -> str:
-    """What the comparison found, in one line: the surest of what is shown, or the widest gap in what is known."""
+    """The comparison in one line: its most certain finding or, if undecided, the one that is known least."""
     compared, outcome = judgement.compared, judgement.outcome
     if outcome == EMPTY:
         return wording.sentence("nothing compared")
@@ -213,8 +210,7 @@ def sentence(judgement: Judgement) -> str:
 
 
 def _surest(finding: Finding) -> tuple[float, float]:
-    """Of several with the smallest p there can be, the one that stands out most from its noise comes first: the whole
-    where all cells are slower, the cell where one is."""
+    """Sorts by p, then by the mean over its scatter: the whole comes first if all cells are slower, else the cell."""
     y = np.log1p(finding.series)
     sd = y.std(ddof=1)
     return finding.p, -abs(y.mean()) / sd if sd else -np.inf

@@ -1,12 +1,12 @@
 """The noise of a runner, from pairs of one build against itself (A/A), and whether the gate's limits suit it.
 
-For each metric and level: how pairs scatter, whether they are biased to one side, whether a pair depends on the one
-before, the smallest regression that each look shows with 80 % power, and the smallest margin within which each look
-shows an unchanged candidate with 80 % power (``power.py``). A sd from 20 pairs is known to within -24 % and +46 %
-(95 %, chi-squared with 19 degrees of freedom), one from 8 pairs to within -34 % and +104 %: hence 20 or more.
+For each metric and level: the scatter of pairs, their bias to one side, their autocorrelation, the smallest regression
+that each look detects with 80 % power, and the smallest margin with which each look passes an unchanged candidate with
+80 % power (``power.py``). A sd from 20 pairs is known to within -24 % and +46 % (95 %, chi-squared with 19 degrees of
+freedom), one from 8 pairs to within -34 % and +104 %: hence 20 or more.
 
-Which side of a pair goes first is random, so even a drifting or autocorrelated machine gives pairs that are unbiased
-and independent. If they are not, the two sides differ in more than the build.
+Which side of a pair goes first is random, so pairs are unbiased and independent even on a machine that drifts. If they
+are not, the two sides differ in more than the build.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ ByLook = Mapping[int, float | None]
 
 @dataclass(frozen=True)
 class Noise:
-    """Of one metric at one level, over its ``hypotheses`` (cells, classes or the whole).
+    """The noise of one metric at one level, over its ``hypotheses`` (cells, classes or the whole).
 
-    ``stands_for``: the levels whose margins they are held to (a cell that is alone in its class is that class too);
-    those of one level that stand for others have a line of their own.
-    ``sd`` of log(candidate / base) of pairs, in the median and the ``worst`` of them, which is ``where``. ``bias``:
-    candidate / base - 1 where it is surest that there is one, and ``bias_p`` its two-sided p, adjusted for all
-    hypotheses of the table. ``autocorrelation``: of one pair with the next, median. ``detectable`` and ``margin``: in
-    the median; ``worst_detectable`` and ``worst_margin`` likewise.
+    ``stands_for``: the levels whose margins apply (the only cell of a class is also that class). ``sd``: of
+    log(candidate / base) of pairs, the median over the hypotheses; ``worst``: the largest, which is of ``where``.
+    ``bias``: candidate / base - 1 of the hypothesis where a bias is most certain, and ``bias_p`` its two-sided p,
+    adjusted for all hypotheses of the table. ``autocorrelation``: of a pair with the next, the median. ``detectable``
+    and ``margin``: from the median sd; ``worst_detectable`` and ``worst_margin``: from the largest.
     """
 
     metric: str
@@ -77,7 +76,7 @@ class RunnerNoise:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunnerNoise:
-        """What ``to_json`` gave, also after JSON has made text of the looks. ValueError for another format."""
+        """From what ``to_json`` returned, read from a file. Raises ValueError for another format."""
         if data.get("format") != FORMAT:
             raise ValueError(f"a runner's noise of format {data.get('format')!r}: this kvbench reads {FORMAT}")
 
@@ -95,7 +94,7 @@ class RunnerNoise:
 
 
 def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
-    """The noise that an A/A table has, at the looks of ``rules``. ValueError under 4 pairs or without any metric."""
+    """The noise of an A/A table at the looks of ``rules``. Raises ValueError for fewer than 4 pairs or no metric."""
     if table.pairs < FEWEST_PAIRS:
         raise ValueError(f"{plural(table.pairs, 'pair')} do not show a runner's noise: measure {ENOUGH_PAIRS} or more")
     tested = hypotheses(table)
@@ -111,7 +110,7 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
 
 
 def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
-    """By the flips of the first pairs; for more pairs than there are, as many independent tests as explain it."""
+    """From the flips of the first ``pairs``; if there are fewer, extrapolated by the effective number of tests."""
     known = min(len(harm), pairs)
     first = harm[:known] - harm[:known].mean(axis=0)
     if known == pairs:
@@ -160,7 +159,7 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
 
 
 def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
-    """Where ``rules`` ask for more than this runner can show after their last look, and what its pairs say of it."""
+    """Where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
     last = rules.looks[-1].pairs
     found = []
     if noise.pairs < ENOUGH_PAIRS:
@@ -179,7 +178,7 @@ def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
 
 
 def _limit_warnings(metric: MetricRule, lines: Sequence[Noise], last: int) -> list[str]:
-    """The floor, and the margins, that are below what the worst of this runner's hypotheses can show."""
+    """Warnings of a floor or margins below what the worst of this runner's hypotheses can show."""
     low, narrow, found = [], [], []
     for line in lines:
         where, margin = place(line.level, line.where), metric.margin_at(line.stands_for)

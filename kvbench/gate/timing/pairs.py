@@ -1,8 +1,8 @@
 """The pairs of a comparison as one table, and the hypotheses that are made of it.
 
-A *pair* is one launch of the base and one of the candidate under the same load, in random order. Its number for a cell
-and a metric is log(candidate / base). A pair counts with all its cells or not at all: which pairs are missing may
-depend on how they went, and the flips of signflip.py turn a whole pair at once.
+A *pair* is one launch of the base and one of the candidate under the same load, in random order; its value for a cell
+and a metric is log(candidate / base). A pair counts with all its cells or not at all: which cells are missing may
+depend on how the pair went, and signflip.py flips a whole pair at once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class OneSided:
 class PairTable:
     """``log_ratio`` [pairs, cells, metrics] = log(candidate / base); ``classes``: the class of each cell.
 
-    All NaN for a metric of a cell: neither side has it there (answers of one token have no ITL), or only one has
-    (``one_sided``: a candidate that sends its answers in one piece has no ITL any more). ValueError where it is there
-    in some of the pairs only.
+    A metric of a cell is NaN in all pairs if neither side has it (answers of one token have no ITL) or only one side
+    (``one_sided``: a candidate that sends answers in one piece has no ITL). Raises ValueError if it is NaN in some.
     """
 
     log_ratio: np.ndarray
@@ -68,7 +67,7 @@ class PairTable:
         classes: Sequence[str],
         metrics: Sequence[MetricRule],
     ) -> PairTable:
-        """From what was measured, each [pairs, cells, metrics] in the metrics' units; NaN: not there."""
+        """From measured values [pairs, cells, metrics] in the metrics' units, NaN where there is none."""
         base, candidate = (np.asarray(x, dtype=np.float64) for x in (base, candidate))
         with np.errstate(divide="ignore", invalid="ignore"):
             y = np.log(candidate) - np.log(base)
@@ -102,10 +101,10 @@ class PairTable:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One thing that may have become worse: ``metric`` at ``level`` over ``cells`` (indices in the table).
+    """That ``metric`` became worse at ``level`` over ``cells`` (indices in the table).
 
-    ``where``: the name of the cell or the class, empty for overall. ``stands_for``: the levels at which it is all there
-    is, its own among them: the only cell of a comparison is also its class and the whole.
+    ``where``: the name of the cell or the class, empty for overall. ``stands_for``: the levels that it covers, its own
+    among them: the only cell of a comparison is also its class and the whole.
     """
 
     level: str
@@ -126,7 +125,7 @@ class Hypothesis:
 
     @property
     def sign(self) -> float:
-        """Of a log ratio for the worse."""
+        """The sign of a log ratio for the worse."""
         return -1.0 if self.metric.higher_is_better else 1.0
 
     @property
@@ -166,9 +165,9 @@ class Hypotheses:
 def hypotheses(table: PairTable) -> Hypotheses:
     """Each metric overall, per class and per cell; means over cells are means of log ratios.
 
-    What would be the same test twice is made once: a class is left out where there is only one (it is the whole) or
-    where it has only one cell (it is that cell), the whole where there is only one cell. What is left then stands for
-    it too and is held to the tightest of their margins, so that a comparison of one cell is as strict as the whole.
+    No test is made twice: a class is left out if it is the only one or has one cell, and overall if there is one cell.
+    The hypothesis that remains then has the tightest of their margins, so that one cell is judged as strictly as the
+    whole.
     """
     made: list[Hypothesis] = []
     notes: list[str] = []

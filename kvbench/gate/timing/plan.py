@@ -1,9 +1,9 @@
 """Which loads of base and candidate make a pair, and in which order a pair is run: pure functions.
 
-The unit of the gate is the pair: one freshly launched server of each side, one right after the other, under the same
-requests. For every configuration of every pair a coin decides which side goes first. That coin is what makes the
-sign-flip test exact (``signflip.py``): if the sides do not differ, swapping base and candidate in a pair flips the sign
-of its log ratio and changes nothing else, whatever the machine did meanwhile.
+A pair is one newly launched server of each side, one right after the other, under the same requests. For every
+configuration of every pair a random choice decides which side goes first. That makes the sign-flip test exact
+(``signflip.py``): if the sides do not differ, swapping base and candidate in a pair flips the sign of its log ratio and
+changes nothing else, whatever the machine did meanwhile.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SIDES = (BASE, CANDIDATE)
 
 @dataclass(frozen=True)
 class Match:
-    """One configuration of a workload on both sides, with the loads that it is measured under, cell by cell.
+    """One configuration of a workload on both sides, with its cells.
 
-    ``names``: of the cells in the gate, ``<workload>/<cell id>``; where the sides differ in settings, with both ids.
+    ``names``: of the cells, ``<workload>/<cell id>``, with both ids where the sides differ in settings.
     """
 
     workload: str
@@ -35,7 +35,7 @@ class Match:
 
     @property
     def key(self) -> str:
-        """Names it in a manifest."""
+        """Its name in a manifest."""
         return f"{self.workload}/{self.base.config_id}"
 
     def of(self, side: str) -> Configuration:
@@ -51,7 +51,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Turn:
-    """One configuration's part of a pair: which side goes first, and the order of the loads, the same for both."""
+    """One configuration's part of a pair: the side that goes first, and the order of the loads on both sides."""
 
     pair: int
     match: Match
@@ -73,7 +73,7 @@ def cell_rows(matches: Sequence[Match]) -> list[dict[str, str]]:
 
 
 def match_designs(workload: str, base: Design, candidate: Design) -> tuple[Match, ...]:
-    """The configurations of both sides, in their order; a side's own settings are in all of its configurations.
+    """The configurations of both sides, paired in their order.
 
     Raises UsageError when the sides do not have the same number of configurations, or not the same loads.
     """
@@ -101,7 +101,7 @@ def _name(base: Cell, candidate: Cell) -> str:
 
 
 def turns(matches: Sequence[Match], pair: int, seed: int) -> tuple[Turn, ...]:
-    """The order of pair ``pair``: configurations shuffled, a coin for each, their loads shuffled. Of ``seed`` alone."""
+    """The order of pair ``pair``, drawn from ``seed``: of the configurations, of the sides, and of the loads."""
     rng = random.Random(f"kvbench-pair/{seed}/{pair}")
     shuffled = list(matches)
     rng.shuffle(shuffled)

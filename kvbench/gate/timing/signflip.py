@@ -71,8 +71,6 @@ def noninferior_p(harm: np.ndarray, margins: np.ndarray) -> np.ndarray:
 def adjusted_p(harm: np.ndarray) -> np.ndarray:
     """[hypotheses] step-down max-T p of "harm", adjusted for all hypotheses, from ``harm`` [pairs, hypotheses]."""
     x = scaled(harm)
-    if not x.shape[1]:
-        return np.empty(0)
     order = np.argsort(x.sum(axis=0), kind="stable")  # smallest first: the running maximum is over those below
     x = x[:, order]
     observed = x.sum(axis=0) - _TIE

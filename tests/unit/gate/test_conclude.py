@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -74,7 +76,7 @@ def test_a_pair_counts_only_with_all_its_cells_valid_on_both_sides(tmp_path):
 def failed(attempt, pair=9, base=(), candidate=(), machine=(), resume=0):
     reasons = {"base": [*base, *machine], "candidate": [*candidate, *machine]}
     faults = {"base": list(base), "candidate": list(candidate)}
-    return FailedAttempt(pair, attempt, "mixed/a", SIDES[attempt % 2], reasons, faults, resume).to_json()
+    return asdict(FailedAttempt(pair, attempt, "mixed/a", SIDES[attempt % 2], reasons, faults, resume))
 
 
 DIED = {"candidate": ["died"]}

@@ -185,13 +185,7 @@ def test_a_changed_workload_is_told_as_such_and_logged_when_accepted(gate):
     lines = accept_now(gate)
     said = read_lock(gate.lock_path).accepted[-1].changed
     assert lines[0] == f"accepted: {said}"
-    for part in (
-        "4 of 6",
-        f"1 removed ({removed})",
-        f"1 new ({new})",
-        f"2 defined anew (forks/paged-p4-noprefix, {defined})",
-    ):
-        assert part in said
+    assert all(part in said for part in ("4 of 6", *found))
 
 
 def test_nothing_compared_is_no_pass(gate, tmp_path):
@@ -286,4 +280,4 @@ def test_what_is_accepted_is_the_new_baseline_and_the_reasons_stay(gate, monkeyp
     log = read_lock(gate.lock_path).accepted
     assert [entry.reason for entry in log] == ["as it was", "less room is kept"]
     assert all(entry.git and re.match(r"20\d\d-\d\d-\d\dT", entry.date) for entry in log)
-    assert f"2 counted otherwise ({', '.join(names)})" in log[1].changed
+    assert all(name in log[1].changed for name in names)
