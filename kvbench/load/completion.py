@@ -153,7 +153,9 @@ def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
         return False
     out.chunk_times.append(when)
     if one_clock:
-        _take_stamp(out, event.get("kvbench"))
+        stamp = event.get("kvbench")  # the built-in server's send time of this chunk; any other value is ignored
+        if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float):
+            out.sent_times.append(stamp["sent"])
     if text:
         out.text += text
         if out.first is None:
@@ -164,12 +166,6 @@ def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
         out.chunk_tokens.append(len(ids))
         out.token_ids.extend(ids)
     return True
-
-
-def _take_stamp(out: Completion, stamp: Any) -> None:
-    """The built-in server's send time of this chunk; any other value is ignored."""
-    if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float):
-        out.sent_times.append(stamp["sent"])
 
 
 def _sent_together(out: Completion) -> bool:

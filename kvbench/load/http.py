@@ -102,15 +102,10 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
         "Content-Type: application/json",
         "Accept: text/event-stream",
         "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
-        *authorization(spec.api_key_env),
+        *([f"Authorization: Bearer {api_key(spec.api_key_env)}"] if spec.api_key_env else []),
         f"Content-Length: {len(payload)}",
     ]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + payload
-
-
-def authorization(variable: str | None) -> list[str]:
-    """The header with the key that the environment variable holds; none without a variable. ValueError."""
-    return [] if variable is None else [f"Authorization: Bearer {api_key(variable)}"]
 
 
 def _prompt(spec: LoadSpec, request: RequestSpec) -> str | list[int]:

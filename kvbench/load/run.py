@@ -20,7 +20,7 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, storage_sentence
 from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi.shards import useful_workers
-from kvbench.load.samples import outcome_of, write_outcome
+from kvbench.load.samples import Outcome, client_figures, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, parse, read_spec, requests_of
 from kvbench.requests.request import RequestList
@@ -105,7 +105,10 @@ class Load:
         if gone is not None:
             print(f"kvbench load: the server stopped answering: {gone}", file=sys.stderr)
         code = self.events.exit_code(gone)
-        outcome = outcome_of(measuring, (env.stats.total.num_requests, env.stats.total.num_failures))
+        clocked, total = measuring.clocked, env.stats.total
+        client = client_figures(session.samples, measuring.probe.lags, [clocked], self.spec.mode, clocked.wall_s)
+        totals = (total.num_requests, total.num_failures)
+        outcome = Outcome(session.samples, session.zero, clocked, client, [], totals)
         load = write_outcome(self.spec, self.requests, outcome, ended_well=code == 0)
         self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
         return code

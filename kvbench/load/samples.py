@@ -21,7 +21,6 @@ from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestList, RequestSpec
 
 if TYPE_CHECKING:
-    from kvbench.load.process import Measuring
     from kvbench.load.spec import LoadSpec
 
 MAX_WALL_STEP_S = 0.05
@@ -200,13 +199,6 @@ class Outcome:
     client: dict[str, Any]
     reasons: list[str] = field(default_factory=list)
     locust_totals: tuple[int, int] = (0, 0)
-
-
-def outcome_of(measuring: Measuring, locust_totals: tuple[int, int]) -> Outcome:
-    """The outcome of a load that this process drove alone."""
-    session, clocked = measuring.session, measuring.clocked
-    client = client_figures(session.samples, measuring.probe.lags, [clocked], session.spec.mode, clocked.wall_s)
-    return Outcome(session.samples, session.zero, clocked, client, [], locust_totals)
 
 
 def client_figures(

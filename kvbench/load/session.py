@@ -160,7 +160,10 @@ class LoadSession:
                 if body is None:
                     request = with_history(request, turns[number - 1][0], before)
                     body = http_request(self.spec, self.address, request)
-                if not self._think_until(due):
+                self.thinking += 1
+                in_time = self.wait_until(due)
+                self.thinking -= 1
+                if not in_time:
                     return
             returned = send(request, body, None if start is None else due)
             if returned is None:
@@ -184,13 +187,6 @@ class LoadSession:
             raise
         self._keep(sample)
         return sample, time.perf_counter() - begun - pauses.seconds
-
-    def _think_until(self, when: float) -> bool:
-        self.thinking += 1
-        try:
-            return self.wait_until(when)
-        finally:
-            self.thinking -= 1
 
     def _break(self, user: int, turns: Sequence[RequestSpec], failed: Sample) -> None:
         self._count(len(turns))

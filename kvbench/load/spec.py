@@ -23,7 +23,6 @@ class LoadSpec(StrictModel):
     ``max_concurrency``: most requests in flight in open loop; the others wait in the client, and that is part of ttft.
     ``api_key_env``: the name of the environment variable that holds the key; the key itself is in no file.
     ``dialect``: what the server's API does differently from OpenAI's. ``processes``: load processes that share it.
-    ``calibrate_workers``: workers that came by themselves (--master) first measure how well theirs measures.
     """
 
     base_url: str
@@ -48,7 +47,6 @@ class LoadSpec(StrictModel):
     tls_ca_file: str | None = Field(default=None, min_length=1)
     dialect: Dialect = Dialect()
     processes: int = Field(default=1, ge=1)
-    calibrate_workers: bool = False
 
     @model_validator(mode="after")
     def _closed_needs_users(self) -> LoadSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 
 from gevent.event import AsyncResult
 from gevent.pool import Group
@@ -12,7 +11,7 @@ from locust import User, constant, task
 from locust.exception import StopUser
 
 from kvbench.load.client import StreamFailure
-from kvbench.load.session import LoadSession, Returned, Turn
+from kvbench.load.session import LoadSession, Returned
 from kvbench.requests.request import RequestSpec
 
 # A server may have a thread for each connection and few of them: one that waits on a connection held in reserve serves
@@ -120,12 +119,9 @@ class OpenLoopUser(User):
             due = session.zero + float(session.pending[0][0][0].arrival_s or 0.0)
             if not session.wait_until(due):
                 break
-            self.streams.spawn(self._converse, session.pending.popleft(), due)
+            self.streams.spawn(session.converse, 0, session.pending.popleft(), self._send, due)
         self.streams.join()
         raise StopUser
-
-    def _converse(self, turns: Sequence[Turn], due: float) -> None:
-        self.session.converse(0, turns, self._send, due)
 
     def _send(self, request: RequestSpec, body: bytes, due: float | None) -> Returned | None:
         queued_s, returned = self.cap.take(), None

@@ -188,7 +188,7 @@ def client_processes(options: Mapping[str, Any]) -> ClientProcesses:
         "Workers get the prompts in clear text: use a network of your own, and set one KVBENCH_LOAD_TOKEN "
         "on every machine"
     )
-    return ClientProcesses({"calibrate_workers": not options["no_calibration"]}, arguments, count, notice)
+    return ClientProcesses({}, arguments, count, notice)
 
 
 def become_worker(options: Mapping[str, Any]) -> NoReturn:

@@ -197,14 +197,12 @@ def _client(metrics: Mapping[str, Any]) -> str:
     return f"client: {', '.join(parts)}" if parts else ""
 
 
+_UNCALIBRATED = "client: not calibrated (`kvbench calibrate-client` tells how well it measures on its machine)"
+
+
 def _calibration(kept: Mapping[str, Any]) -> str:
-    workers = (kept["metrics"].get("client") or {}).get("processes") or ()  # those on other machines have their own
-    every = [each for each in (kept.get("calibration"), *(w.get("calibration") for w in workers)) if each]
-    if not every:
-        return "client: not calibrated"
-    worst = max(every, key=lambda each: each["figures"]["lag_p99_ms"] or 0.0)
-    of_whom = f" of the worst of {len(every)} workers" if len(every) > 1 else ""
-    return f"calibration{of_whom} at {calibration_words(worst['settings'], worst['figures'])}"
+    found = kept.get("calibration")
+    return f"calibration at {calibration_words(found['settings'], found['figures'])}" if found else _UNCALIBRATED
 
 
 def _server(kept: Mapping[str, Any]) -> str:

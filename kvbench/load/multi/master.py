@@ -32,7 +32,6 @@ from kvbench.load.multi import messages
 from kvbench.load.multi.clock import best_of, clock_map, exchange
 from kvbench.load.multi.merge import (
     Member,
-    calibration_reasons,
     in_slices,
     merged_client,
     samples_from_bytes,
@@ -42,14 +41,12 @@ from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
 from kvbench.load.process import PROGRESS_S, LoadEvents
 from kvbench.load.samples import Clocked, Outcome, write_outcome
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import UNKNOWN_STREAMS
 from kvbench.requests.request import RequestList
 
 LOCAL_ARRIVAL_S = 60.0
 LOST_S = 4.0  # without a heartbeat during the load
 _ANSWER_S = 60.0  # the same before and after it, when a worker is busy; and its limit for most answers
 _QUICK_S = 5.0
-_CALIBRATE_S = 120.0
 _LOOK_S = 0.25
 _EXCHANGES, _CHECK_CLOCKS_S = 16, 5.0
 _LEAD_S = 0.5
@@ -117,7 +114,7 @@ class SharedLoad:
         self.runner.register_message(messages.JOIN, self._on_join)
         self.runner.register_message(messages.PROGRESS, self._on_progress)
         self.runner.register_message(messages.ENDED, self._on_ended)
-        for name in (messages.CLOCK, messages.CALIBRATE, messages.SHARD, messages.START, messages.SAMPLES):
+        for name in (messages.CLOCK, messages.SHARD, messages.START, messages.SAMPLES):
             self.runner.register_message(name, self._on_answer)
         self._children = [self._launch() for _ in range(useful)] if setup.local else []
 
@@ -150,8 +147,6 @@ class SharedLoad:
 
     def _drive(self) -> int:
         self._gather()
-        if self.spec.calibrate_workers and not self.setup.local:
-            self._calibrate()
         self._ask(messages.SHARD, self._shard_of)
         self._start()
         started = time.time() + (self._zero - time.perf_counter())
@@ -280,15 +275,6 @@ class SharedLoad:
                 new, known = best_of(readings), member.clock
                 member.clock = clock_map(new, member.boot, boot_id()) if known is None else known.with_reading(new)
 
-    def _calibrate(self) -> None:
-        """Every worker measures how well its own client measures: this machine's calibration says nothing of it."""
-        self._say("calibrating")
-        streams = self.spec.concurrency or self.spec.max_concurrency or UNKNOWN_STREAMS
-        wanted = {"streams": -(-streams // len(self._shards)), "tls": self.spec.base_url.startswith("https:")}
-        self._ask(messages.CALIBRATE, lambda member: wanted, limit_s=_CALIBRATE_S)
-        for member in self.members:
-            member.calibration = json.loads(member.answers[messages.CALIBRATE]["found"])
-
     def _shard_of(self, member: Member) -> dict[str, Any]:
         rows = [json.dumps(r.to_row(), separators=(",", ":")) for r in in_slices(member.shard.requests)]
         return {"spec": member.shard.spec.model_dump_json(), "rows": "\n".join(rows).encode()}
@@ -366,9 +352,7 @@ class SharedLoad:
 
     def _outcome(self, members: list[Member], clocked: Clocked) -> Outcome:
         client, reasons = merged_client(members, self.spec.mode, clocked.wall_s)
-        if not self.setup.local:
-            reasons += calibration_reasons(members, clocked.wall_s)
-            client["workers_here"] = boot_id() in [member.boot for member in members]
+        client["workers_here"] = boot_id() in [member.boot for member in members]
         if self._problem:
             reasons.append(f"{self._problem.rstrip('.')}.")
         samples, total = [s for m in members for s in m.samples], self.env.stats.total

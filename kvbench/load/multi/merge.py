@@ -13,8 +13,8 @@ import numpy as np
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, clock_reasons
 from kvbench.load.multi.shards import Shard
-from kvbench.load.samples import Clocked, Sample, client_figures, most_in_flight
-from kvbench.load.validity import RATE_MARGIN, busiest_second, invalid_reasons
+from kvbench.load.samples import Clocked, Sample, client_figures
+from kvbench.load.validity import invalid_reasons
 from kvbench.requests.request import RequestSpec
 
 _ROWS_BETWEEN_PAUSES = 200
@@ -41,7 +41,6 @@ class Member:
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     shard: Shard | None = None
     clock: ClockMap | None = None
-    calibration: dict[str, Any] | None = None
     samples: list[Sample] = field(default_factory=list)
     lags: np.ndarray = field(default_factory=lambda: np.empty(0))
     clocked: Clocked = field(default_factory=Clocked)
@@ -132,25 +131,4 @@ def _process(member: Member, figures: Mapping[str, Any]) -> dict[str, Any]:
             "error_ms": clock.error_s * 1000,
             "readings": len(clock.readings),
         },
-        **({"calibration": member.calibration} if member.calibration else {}),
     }
-
-
-def calibration_reasons(members: Sequence[Member], wall_s: float) -> list[str]:
-    """Why single workers may not be believed: over the limits of a load, or busier than they were calibrated for."""
-    reasons = []
-    for member in members:
-        if member.calibration is None:
-            continue
-        settings = member.calibration["settings"]
-        reasons += [f"{member.name}: {reason}" for reason in member.calibration["reasons"]]
-        streams, most_streams = most_in_flight(member.samples), settings["streams"]
-        chunks = sum(len(s.completion.chunk_times) for s in member.samples)
-        rate = max(chunks / wall_s if wall_s > 0 else 0.0, busiest_second(member.samples))
-        calibrated_rate = most_streams * 1000 / settings["itl_ms"]
-        if streams > most_streams or rate > RATE_MARGIN * calibrated_rate:
-            reasons.append(
-                f"{member.name} had up to {streams} streams at once and {rate:.0f} chunks a second, and was calibrated "
-                f"at {most_streams} and {calibrated_rate:.0f}; use more workers, or set max_concurrency."
-            )
-    return reasons

@@ -1,7 +1,7 @@
 """What master and workers say to each other: messages of Locust's runners, beside Locust's own.
 
     worker -> master  JOIN {proof, version, boot, host, pid}   answered with {proof} or {error}
-    master -> worker  CLOCK, CALIBRATE, SHARD, START, SAMPLES  each answered once, under its own name
+    master -> worker  CLOCK, SHARD, START, SAMPLES  each answered once, under its own name
     master -> worker  STOP {}, END {code, why}
     worker -> master  PROGRESS {done, failed}, ENDED {gone, signal, error}
 
@@ -20,9 +20,7 @@ from locust.runners import WorkerRunner
 
 TOKEN_VARIABLE = "KVBENCH_LOAD_TOKEN"
 JOIN, PROGRESS, ENDED, STOP, END = (f"kvbench_{name}" for name in ("join", "progress", "ended", "stop", "end"))
-CLOCK, CALIBRATE, SHARD, START, SAMPLES = (
-    f"kvbench_{name}" for name in ("clock", "calibrate", "shard", "start", "samples")
-)
+CLOCK, SHARD, START, SAMPLES = (f"kvbench_{name}" for name in ("clock", "shard", "start", "samples"))
 
 
 def proof(name: str) -> str:

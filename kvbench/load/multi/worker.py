@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from locust.rpc import Message
 from locust.runners import WorkerRunner
 
 from kvbench import __version__
-from kvbench.common import processes
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE
 from kvbench.common.machine import boot_id
 from kvbench.load import process
@@ -41,8 +39,6 @@ _MERGE_LIMIT_S = 60.0  # the same while the master puts all samples together and
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.25
 _OPEN_LEAD_S = 0.05
-_CALIBRATE_S = 90.0
-_ERROR_CHARS = 300
 
 
 def run_worker(host: str, port: int) -> int:
@@ -75,20 +71,6 @@ def _failed(code: int, why: str) -> int:
     return code
 
 
-def calibrate_here(streams: int, tls: bool) -> dict[str, Any]:
-    """The calibration of this machine's client (kvbench/calibration), as JSON. ValueError where there is none."""
-    command = [sys.executable, "-m", "kvbench.calibration", "--streams", str(streams), *(["--tls"] if tls else [])]
-    child = processes.launch(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        out, err = child.communicate(timeout=_CALIBRATE_S)
-    except subprocess.TimeoutExpired:
-        processes.stop(child)
-        raise ValueError(f"its client could not be calibrated within {_CALIBRATE_S:g} s") from None
-    if child.returncode:
-        raise ValueError(f"its client could not be calibrated: {err.decode(errors='replace')[-_ERROR_CHARS:].strip()}")
-    return json.loads(out)
-
-
 class Worker:
     """Does what the master's messages say (kvbench/load/multi/messages.py)."""
 
@@ -116,7 +98,6 @@ class Worker:
         runner.register_message(messages.JOIN, self._on_joined)
         runner.register_message(messages.CLOCK, self._on_clock)
         for name, act in (
-            (messages.CALIBRATE, lambda streams, tls: {"found": json.dumps(calibrate_here(streams, tls))}),
             (messages.SHARD, self._prepare),
             (messages.START, self._start),
             (messages.SAMPLES, self._samples),

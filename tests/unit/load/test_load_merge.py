@@ -13,7 +13,6 @@ from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, Reading, clock_map
 from kvbench.load.multi.merge import (
     Member,
-    calibration_reasons,
     merged_client,
     samples_from_bytes,
     samples_to_bytes,
@@ -140,23 +139,3 @@ def test_nothing_came_back() -> None:
     client, reasons = merged_client([], "closed", 10.0)
     assert client["cpu_fraction"] is None
     assert reasons == []
-
-
-CALIBRATED = {"reasons": [], "settings": {"streams": 4, "itl_ms": 20.0}}  # 200 chunks a second
-
-
-def test_each_worker_is_held_to_its_calibration() -> None:
-    workers = [member(f"worker {k}", [sample(k, 0.0, 5.0)], calibration=CALIBRATED) for k in range(3)]
-    assert calibration_reasons(workers, 10.0) == []
-    workers[1].calibration = CALIBRATED | {"reasons": ["too late."]}
-    workers[2].calibration = None
-    assert calibration_reasons(workers, 10.0) == ["worker 1: too late."]
-
-
-def test_a_worker_that_had_more_to_do_than_it_was_calibrated_for_is_told() -> None:
-    many = [sample(k, 0.0, 5.0) for k in range(5)]
-    (said,) = calibration_reasons([member("worker 1", many, calibration=CALIBRATED)], 10.0)
-    assert said.startswith("worker 1 had up to 5 streams at once and ") and "was calibrated at 4 and 200" in said
-    fast = [sample(0, 0.0, 0.5, itl=0.0016), sample(1, 3.0, 3.5, itl=0.1)]  # 32 a second of the whole
-    (said,) = calibration_reasons([member("worker 1", fast, calibration=CALIBRATED)], 10.0)
-    assert "1 streams at once and 31" in said and "chunks a second" in said

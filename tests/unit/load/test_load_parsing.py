@@ -1,4 +1,4 @@
-"""Parsing of finished streams: framing, events, arrival times of tokens."""
+"""Parsing of finished streams: framing, events, arrival times of tokens, and the quirks that a dialect forgives."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 from bisect import bisect_right
 
 import pytest
+from pydantic import ValidationError
 
+from kvbench.common.schema import explain
 from kvbench.load.completion import Completion, judge
-from kvbench.load.http import Dialect, MalformedStream, Response, ResponseReader, events
+from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, ResponseReader, events
+from kvbench.targets.presets import PRESETS
 
+TRANSFORMERS = PRESETS["transformers"].dialect
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -17,11 +21,11 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def token(text: str, ids: list[int] | None = None, finish: str | None = None) -> bytes:
+def token(text: str, ids: list[int] | None = None, finish: str | None = None, **more: object) -> bytes:
     choice: dict = {"index": 0, "text": text, "finish_reason": finish}
     if ids is not None:
         choice["token_ids"] = ids
-    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
 
 
 def ending(tokens: int) -> bytes:
@@ -29,9 +33,9 @@ def ending(tokens: int) -> bytes:
     return chunk(b"data: " + json.dumps(usage).encode() + b"\n\n" + b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
-def judged(*reads: bytes, max_tokens: int = 8) -> Completion:
+def judged(*reads: bytes, max_tokens: int = 8, dialect: Dialect = OPENAI) -> Completion:
     """The outcome when read k arrived at time k."""
-    return judge([float(k) for k in range(len(reads))], list(reads), max_tokens)
+    return judge([float(k) for k in range(len(reads))], list(reads), max_tokens, dialect=dialect)
 
 
 def test_a_token_is_stamped_by_the_read_that_completed_it() -> None:
@@ -107,7 +111,7 @@ def test_a_stream_that_the_server_gave_up_is_a_failure(reason: str, kind: str | 
     assert out.error_kind == kind and out.output_tokens == 3
     assert out.ok or repr(reason) in out.error
     own = Dialect(finish_reasons=["content_filter"])
-    assert judge([0.0], [HEAD + chunk(events_) + ending(3)], 8, dialect=own).ok == (reason == "content_filter")
+    assert judged(HEAD + chunk(events_) + ending(3), dialect=own).ok == (reason == "content_filter")
 
 
 def test_transport_failure_wins_over_what_is_missing_because_of_it() -> None:
@@ -164,3 +168,58 @@ def test_bytes_after_the_response_are_malformed(surplus: bytes) -> None:
     for pieces in ((whole, surplus), (whole + surplus,)):
         with pytest.raises(MalformedStream, match="after the response's end"):
             fed(*pieces)
+
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+# As transformers serve 5.23 streams: usage in the last chunk, whose text is empty, and no [DONE].
+RECORDED = [token("2107"), token(" 2107"), token(" 2107"), token("", None, "length", usage=USAGE)]
+DONE = b"data: [DONE]\n\n"
+
+
+def streamed(events_: list[bytes], dialect: Dialect) -> Completion:
+    """The outcome of a stream with one event a read, after the head."""
+    return judged(HEAD, *map(chunk, events_), b"0\r\n\r\n", max_tokens=3, dialect=dialect)
+
+
+def test_a_stream_of_transformers_serve_succeeds_under_its_preset_only() -> None:
+    outcome = streamed(RECORDED, TRANSFORMERS)
+    assert outcome.ok and (outcome.prompt_tokens, outcome.output_tokens) == (7, 3)
+    assert outcome.chunk_times == [1.0, 2.0, 3.0] and outcome.text == "2107 2107 2107"
+    assert streamed(RECORDED, OPENAI).error_kind == "no_done"
+    assert streamed([*RECORDED, DONE], TRANSFORMERS).ok
+
+
+@pytest.mark.parametrize(
+    ("events_", "kind"),
+    [
+        (RECORDED[:3], "no_finish_reason"),
+        ([*RECORDED[:2], token("", None, "length", usage=USAGE | {"completion_tokens": 1})], "usage_mismatch"),
+        ([*RECORDED[:3], token("", None, "length")], "no_usage"),
+        ([*RECORDED[:3], token("", None, "length", usage=USAGE | {"completion_tokens": 4})], "usage_mismatch"),
+    ],
+)
+def test_the_other_signs_of_success_are_still_asked_of_it(events_: list[bytes], kind: str) -> None:
+    assert streamed(events_, TRANSFORMERS).error_kind == kind
+
+
+def test_a_server_without_usage_is_counted_by_its_ids_else_by_its_chunks() -> None:
+    silent = Dialect(usage=False)
+    assert streamed([token("a", [1, 2]), token("b", [3], "length"), DONE], silent).output_tokens == 3
+    plain = [token("a"), token("b", None, "length"), DONE]
+    assert streamed(plain, silent).output_tokens == 2
+    assert streamed(plain, OPENAI).error_kind == "no_usage"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"endpoint": "v1/completions"}, "endpoint 'v1/completions' is no path"),
+        ({"extra_body": {"prompt": "x"}}, "extra_body cannot set 'prompt'"),
+        ({"done_markers": False}, "did you mean `done_marker`?"),
+        ({"usage": "no"}, "'no' is not true or false"),
+    ],
+)
+def test_a_dialect_that_cannot_be_meant(fields: dict, sentence: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        Dialect.model_validate(fields)
+    assert sentence in " ".join(explain(error.value, "dialect"))

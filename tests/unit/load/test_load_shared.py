@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 import psutil
 import pytest
 
-from kvbench.calibration.calibrate import Calibration
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import ROOT, SUPPORT, LoadRunner, Result, free_port, requests_of, stamps_of, start_load
 from tests.support.raw_worker import RawWorker
@@ -61,11 +59,10 @@ def said_by(worker: subprocess.Popen) -> tuple[int, str]:
     return worker.returncode, err.splitlines()[-1] if err else ""
 
 
-def wait_for(process: subprocess.Popen, event: str = "progress", done: int = 8) -> None:
-    """Until the load says so, with so many requests done."""
+def wait_for(process: subprocess.Popen, done: int = 8) -> None:
+    """Until the load says that so many requests are done."""
     for line in process.stdout:
-        told = json.loads(line)
-        if told["event"] == event and told["done"] >= done:
+        if json.loads(line)["done"] >= done:
             return
     raise AssertionError("the load ended before it was disturbed")
 
@@ -280,35 +277,6 @@ def test_a_worker_lost_between_its_last_stream_and_its_samples_is_told(loads: Lo
     assert load["completed"] == len(result.samples) == 10
     assert "10 requests were never finished" in " ".join(load["invalid_reasons"])
     assert said_by(real)[0] == 4
-
-
-def test_a_master_has_its_workers_calibrated_first(loads: LoadRunner) -> None:
-    spec = loads.spec(requests(20, tag=7950), concurrency=4, model="mock?itl_ms=5", calibrate_workers=True)
-    master, port = master_of(spec, 1)
-    worker = worker_of(port)
-    outcome = ended(master, spec.parent)
-    assert outcome.code == 0, outcome.stderr
-    assert worker.wait(LIMIT_S) == 0
-    assert outcome.events[0]["event"] == "calibrating"
-    (process,) = outcome.load["client"]["processes"]
-    each = Calibration.from_json(process["calibration"])
-    assert each.settings.streams == 4 and each.figures.events > 100 and each.figures.requests_lost == 0
-
-
-def test_a_worker_that_is_stopped_takes_its_calibration_along(loads: LoadRunner) -> None:
-    spec = loads.spec(requests(20, tag=7960), concurrency=4, model="mock", calibrate_workers=True)
-    master, port = master_of(spec, 1)
-    worker = worker_of(port)
-    wait_for(master, "calibrating", 0)
-    due = time.monotonic() + LIMIT_S
-    while not (found := psutil.Process(worker.pid).children(recursive=True)):
-        assert time.monotonic() < due
-        time.sleep(0.02)
-    worker.send_signal(signal.SIGTERM)
-    assert said_by(worker)[0] == 130 and none_left(found)
-    outcome = ended(master, spec.parent)
-    assert outcome.code == 4 and "it went away" in outcome.stderr
-    assert not (spec.parent / "load.json").exists()
 
 
 TOKEN = {"KVBENCH_LOAD_TOKEN": "right"}

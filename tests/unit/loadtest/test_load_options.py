@@ -203,16 +203,13 @@ def test_processes_of_this_machine_are_the_specs():
     assert clients.spec == {"processes": 4} and clients.workers is None
 
 
-def test_a_masters_arguments_are_those_that_the_load_process_reads(monkeypatch):
-    monkeypatch.delenv("KVBENCH_NO_CALIBRATION", raising=False)
+def test_a_masters_arguments_are_those_that_the_load_process_reads():
     port = free_port()
-    words = ("w.yaml", "--master", "--expect-workers", "3", "--bind-port", str(port))
-    clients = client_processes(parsed(*words))
+    clients = client_processes(parsed("w.yaml", "--master", "--expect-workers", "3", "--bind-port", str(port)))
     read = parse(["spec.json", *clients.arguments])
     assert (read.spec, read.master, read.expect_workers) == ("spec.json", True, 3)
     assert (read.bind_host, read.bind_port) == ("127.0.0.1", port)
-    assert clients.spec == {"calibrate_workers": True} and clients.facts == {"processes": None, "workers": 3}
-    assert client_processes(parsed(*words, "--no-calibration")).spec == {"calibrate_workers": False}
+    assert clients.facts == {"processes": None, "workers": 3}
     assert f"kvbench load --worker --master-host 127.0.0.1 --master-port {port}" in clients.notice
 
 

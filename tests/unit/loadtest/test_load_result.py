@@ -89,7 +89,6 @@ def calibrated(streams, lag):
 CACHE = {"prefix_cache": {"hits": 10.0, "queries": 80.0}, "prefix_cache_bounds": {"low": 0, "high": 20}}
 NO_HITS = {"prefix_cache": {"hits": None, "queries": None, "unverified": "no counter"}, "prefix_cache_bounds": None}
 TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_share": 0.0123}
-WORKERS = {"processes": [calibrated(16, 0.2), calibrated(16, 0.7), {}]}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,6 @@ WORKERS = {"processes": [calibrated(16, 0.2), calibrated(16, 0.7), {}]}
         ({}, {}, ("client: not calibrated",)),
         (calibrated(64, 0.1), {}, ("64 streams", "0.10 ms")),
         ({"machine": {"foreign_cpu_cores": 1.25}}, {}, ("this machine", "1.25")),
-        ({}, {"client": WORKERS}, ("worst of 2 workers", "16 streams", "0.70 ms")),
         ({"warm_up": {"answered": 4, "requests": 4, "failures": 6, "last": "HTTP 500"}}, {}, ("6 failed", "HTTP 500")),
     ],
 )  # fmt: skip
