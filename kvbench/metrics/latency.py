@@ -1,6 +1,6 @@
-"""Metric definitions, once, as pure functions on raw samples.
+"""The metrics of one load, computed from the raw samples of its requests. Pure functions.
 
-The definitions that docs/measuring.md gives (client side, in ms, from raw samples):
+The definitions, as in docs/measuring.md (measured by the client, in ms):
 
 - ``ttft``      first chunk with non-empty content - t0 (intended start in open loop, send in closed loop)
 - ``ttft_send`` the same from the send
@@ -13,9 +13,9 @@ The definitions that docs/measuring.md gives (client side, in ms, from raw sampl
 - throughput    over the whole run and over the steady window (``steady_window.py``), of successful requests only
 - ``goodput``   requests per second that met every SLO, of the whole run and of the steady window
 
-The peers differ: vLLM's ``tpot`` divides by the tokenizer's own count, GuideLLM's includes TTFT, and AIPerf's
+Other tools differ: vLLM's ``tpot`` divides by the tokenizer's own count, GuideLLM's includes TTFT, and AIPerf's
 ITL is a mean per request. Percentiles interpolate linearly between order statistics (Hyndman and Fan 1996,
-type 7; NumPy's default). Which counts are enough for one: ``samples_needed``.
+type 7; NumPy's default). ``samples_needed``: how many samples a percentile needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvbench.metrics.steady_window import Plateau, SteadyState, comes_at, steady_state
+from kvbench.metrics.steady_window import Plateau, comes_at, steady_state
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,12 +45,11 @@ _THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughp
 
 @lru_cache(maxsize=64)
 def samples_needed(quantile: float, confidence: float = CONFIDENCE) -> int:
-    """Fewest samples for which a percentile is more than the largest sample or two.
+    """The fewest samples of which, with the given confidence, at least two lie above the true quantile.
 
-    Smallest n for which, with the given confidence, at least two samples lie above the true quantile, so that
-    the second largest sample bounds it from above: P(Binomial(n, 1 - q) <= 1) = q^n + n q^(n-1) (1-q)
-    <= 1 - confidence. This is the second-order one-sided tolerance limit of Wilks (Annals of Mathematical
-    Statistics 12, 1941): 130 for the 95th and 662 for the 99th percentile at 99 % confidence.
+    With fewer, a percentile is little more than the largest sample or two. Smallest n with P(Binomial(n, 1 - q) <= 1)
+    = q^n + n q^(n-1) (1-q) <= 1 - confidence, the second-order one-sided tolerance limit of Wilks (Annals of
+    Mathematical Statistics 12, 1941): 130 for the 95th and 662 for the 99th percentile at 99 % confidence.
     """
     n = 2
     while quantile**n + n * quantile ** (n - 1) * (1 - quantile) > 1 - confidence:
@@ -59,10 +58,7 @@ def samples_needed(quantile: float, confidence: float = CONFIDENCE) -> int:
 
 
 def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
-    """mean, std (population), p50..p99, min, max, n, and the percentiles whose n is too small.
-
-    All figures are None when there is no sample.
-    """
+    """mean, std (population), p50..p99, min, max (None without a sample), n, and the percentiles that need more."""
     data = np.asarray(values, dtype=np.float64)
     if data.size == 0:
         return dict.fromkeys(["mean", "std", *QUANTILES, "min", "max"]) | {"n": 0, "uncertain": list(QUANTILES)}
@@ -79,12 +75,12 @@ def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
 
 
 def _chunk_times(requests: pd.DataFrame) -> list[np.ndarray]:
-    """Arrivals [s] of the chunks of each row that carry tokens. [requests] of float64 [chunks]"""
+    """When each request's chunks with tokens arrived [s]. [requests] of float64 [chunks]"""
     return [np.empty(0) if t is None else np.asarray(t, dtype=float) for t in requests["chunk_times"]]
 
 
 def _chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
-    """Tokens of each of those chunks; None where the server did not tell them. [requests]"""
+    """How many tokens each of these chunks had; None where the server did not tell. [requests] of float64 [chunks]"""
     times = _chunk_times(requests)
     known = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
     return [
@@ -94,7 +90,7 @@ def _chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
 
 
 def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
-    """Per-request ttft_ms, ttft_send_ms, tpot_ms, e2el_ms [ms] of the rows given (NaN: undefined)."""
+    """ttft_ms, ttft_send_ms, tpot_ms and e2el_ms of each row (NaN: undefined)."""
     import pandas as pd
 
     begin = np.array([t[0] if len(t) else np.nan for t in _chunk_times(requests)], dtype=float)
@@ -115,7 +111,7 @@ def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def inter_token_latencies(requests: pd.DataFrame) -> np.ndarray:
-    """All gaps [ms] between token-carrying chunks of the rows given, pooled. [gaps] float64"""
+    """All gaps [ms] between chunks with tokens, of all rows together. float64 [gaps]"""
     gaps = [np.diff(t) for t in _chunk_times(requests) if len(t) > 1]
     return np.concatenate(gaps) * MS if gaps else np.empty(0)
 
@@ -123,8 +119,7 @@ def inter_token_latencies(requests: pd.DataFrame) -> np.ndarray:
 def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Arrival time [s] and tokens of every chunk: ``([chunks], [chunks])`` float64.
 
-    Known counts are used (``chunk_tokens``); otherwise a request's output tokens are shared out evenly over
-    its chunks, so that a chunk of several tokens is neither one token nor lost.
+    Where ``chunk_tokens`` are not known, a request's output tokens are shared out evenly over its chunks.
     """
     times = _chunk_times(requests)
     weights = [
@@ -135,7 +130,7 @@ def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _multi_token_chunks(requests: pd.DataFrame) -> int:
-    """Chunks that carried more than one token; where counts are unknown, tokens beyond one a chunk."""
+    """Chunks with more than one token; where counts are not known, how many more tokens than chunks there are."""
     rows = zip(_chunk_times(requests), _chunk_tokens(requests), requests["output_tokens"], strict=True)
     return sum(
         max(0, int(total) - len(times)) if tokens is None else int((tokens > 1).sum()) for times, tokens, total in rows
@@ -154,7 +149,7 @@ def _successful(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ends(requests: pd.DataFrame) -> np.ndarray:
-    """When each request left the server's hands [s]: its end, or its last chunk where no end is stored."""
+    """When each request ended [s]: its end, or its last chunk where no end is stored."""
     last = requests["last"].to_numpy(dtype=float)
     if "end" not in requests:
         return last
@@ -162,26 +157,24 @@ def _ends(requests: pd.DataFrame) -> np.ndarray:
     return np.where(np.isfinite(end), end, last)
 
 
-def _steady_state(requests: pd.DataFrame, load: Mapping[str, Any]) -> SteadyState:
-    """Of the rows given, failed ones among them; ``load``: load.json as a dict."""
-    t0, ts = (requests[name].to_numpy(dtype=float) for name in ("t0", "ts"))
-    return steady_state(t0, ts, _ends(requests), load, _sessions(requests))
+def _starts(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Intended starts and sends [s]."""
+    return requests["t0"].to_numpy(dtype=float), requests["ts"].to_numpy(dtype=float)
 
 
 def in_steady(requests: pd.DataFrame, window: Window) -> pd.DataFrame:
-    """Those of one load's rows that came within its steady ``window`` [s] (``steady_window.comes_at``)."""
+    """The rows of one load that came within its steady ``window`` [s] (``steady_window.comes_at``)."""
     if window is None:
         return requests.iloc[:0]
-    t0, ts = (requests[name].to_numpy(dtype=float) for name in ("t0", "ts"))
-    moments = comes_at(t0, ts, _sessions(requests))
+    moments = comes_at(*_starts(requests), _sessions(requests))
     return requests[(moments >= window[0]) & (moments <= window[1])]
 
 
 def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None]:
     """Requests, output tokens and total tokens per second of successful rows inside ``window`` [s].
 
-    An output token counts when its chunk arrives, a prompt when its first token arrives (it has been read
-    then), a request when it ends. ``None`` for a window that does not exist.
+    An output token counts when its chunk arrives, a prompt when its first token arrives (the server has read it by
+    then), a request when it ends. None without a window.
     """
     if window is None or window[1] <= window[0]:
         return dict.fromkeys(_THROUGHPUTS)
@@ -222,7 +215,7 @@ def goodput(requests: pd.DataFrame, slo: Slo, duration_s: float) -> float | None
 
 
 def _in_window(requests: pd.DataFrame, window: Window, slo: Slo) -> dict[str, float | None]:
-    """``steady_`` throughput and goodput: of what arrived, and of requests that ended, inside ``window`` [s]."""
+    """Throughput and goodput inside ``window`` [s], with names that begin with ``steady_``."""
     found = {**throughput(requests, window), "goodput": None}
     if window is not None and window[1] > window[0]:
         ends = _ends(requests)
@@ -232,7 +225,7 @@ def _in_window(requests: pd.DataFrame, window: Window, slo: Slo) -> dict[str, fl
 
 
 def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """``client_queue_ms``, the wait in the client for a place under max_concurrency, is there where any waited."""
+    """The distribution of each latency; of ``client_queue_ms`` only where a request waited under max_concurrency."""
     values = request_latencies(rows)
     out = {name: distribution(values[name].dropna().to_numpy()) for name in values}
     out["itl_ms"] = distribution(inter_token_latencies(rows))
@@ -243,7 +236,7 @@ def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
 
 def _with_count(rows: pd.DataFrame) -> dict[str, Any]:
-    """Latencies of one group, with its size and its priority, where it has one."""
+    """Latencies of one group of requests, with its size, and its priority if all have the same."""
     urgency = set(rows["priority"].dropna().astype(int)) if "priority" in rows else set()
     return {"n": len(rows), **({"priority": urgency.pop()} if len(urgency) == 1 else {}), **_latencies(rows)}
 
@@ -284,7 +277,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
     ends = _ends(requests)
     finish = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
     begin = float(requests["ts"].min()) if len(requests) else 0.0
-    steady = _steady_state(requests, load)
+    steady = steady_state(*_starts(requests), ends, load, _sessions(requests))
     duration = finish - begin
     whole = (float(np.nextafter(begin, -np.inf)), finish) if duration > 0 else None
     return {

@@ -1,9 +1,8 @@
-"""When a load was in its steady state. Pure functions on plain arrays, for the load process and the metrics alike.
+"""When a load was in its steady state. Pure functions on plain arrays, for the load process and the metrics.
 
-Closed loop, and an open loop that sends all at once under a cap: while the target number of requests (or, with think
-times, of conversations) was in flight. Open loop: from the moment at which the number of requests in the system, which
-begins empty, has stopped climbing for good, to the last arrival, found by ``settled``. A rate that changes has a window
-for each of its plateaus.
+Closed loop, and open loop with all requests at once under a cap: while the target number of requests (or, with think
+times, of conversations) was in flight. Open loop: from the moment when the number of requests in the system stops
+climbing (``settled``) to the last arrival. A rate that changes has one window for each of its plateaus.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 
 LEAST_ARRIVALS = 20
-AT_ONCE_S = 0.005  # arrivals no further apart are of one moment: over another machine's clock they are not equal
+AT_ONCE_S = 0.005  # arrivals that are no further apart came at once; clocks of other machines differ a little
 _BINS = 100
-_DRIFT = 0.02  # a server whose answers become that much slower is still the same one
+_DRIFT = 0.02  # a server may become this much slower within a load and still keep up
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Plateau:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """``window`` [s]: of the whole load, None where it has none or several, and ``why``, a sentence, then.
+    """``window`` [s]: of the whole load; None where it has none or several, and ``why`` says so in a sentence.
 
     ``plateaus``: of a rate that changes.
     """
@@ -52,10 +51,9 @@ def steady_state(
     load: Mapping[str, Any],
     sessions: Sequence[float | None] | np.ndarray | None = None,
 ) -> SteadyState:
-    """Of requests with intended starts, sends and ends [s] and the session of each (None: of none), each [requests].
+    """The steady state of a load whose requests have these intended starts, sends, ends [s] and sessions (None: none).
 
-    ``load``: load.json's mode, concurrency, max_concurrency and notes. Failed requests were in flight too, so all rows
-    count.
+    ``load``: load.json's mode, concurrency, max_concurrency and notes. Failed requests count: they were in flight too.
     """
     t0, ts, ends = (np.asarray(x, dtype=float) for x in (t0, ts, ends))
     known = np.isfinite(t0) & np.isfinite(ts) & np.isfinite(ends)
@@ -87,31 +85,27 @@ def steady_state(
 
 
 def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tuple[float, float] | None:
-    """From when the number in the system had stopped climbing, to ``finish``; None where it had not by half-time.
+    """From the moment when the number in the system stops climbing, to ``finish``; None where that is past half-time.
 
-    That moment is the first at which the number, averaged over hundredths of [begin, finish], is at least the mean of
-    what follows: the crossing-of-the-mean rule (Fishman, "Concepts and Methods in Discrete Event Digital Simulation",
-    1973; Gafarian, Ancker and Morisaku, Naval Research Logistics Quarterly 25, 1978) with the mean of the rest. While a
-    queue grows fast, the rest is always larger. One that grows slowly crosses by chance, so that from there on the
-    number must also come back to where it was, as that of every stable queue does again and again: its lowest
-    hundredth in the last third is no higher than the lower quartile of the first half.
+    The number is averaged over hundredths of [begin, finish]. It stops climbing at the first hundredth that is at least
+    the mean of those after it: the crossing-of-the-mean rule (Fishman, "Concepts and Methods in Discrete Event Digital
+    Simulation", 1973; Gafarian, Ancker and Morisaku, Naval Research Logistics Quarterly 25, 1978) with the mean of the
+    rest. A queue that grows fast never crosses. One that grows slowly may cross by chance, so the number must also come
+    back, as in every stable queue: its lowest hundredth in the last third must be no higher than the lower quartile of
+    the first half.
 
-    Share of simulated queues with a window, 400 of each kind (Poisson arrivals, exponential service unless said), by
-    offered load (1: all that the servers can do):
+    Share of 400 simulated queues with a window (8 servers, Poisson arrivals, exponential service), by offered load:
 
-    ========================  ====  ====  ====  ====  ====  ====  ====  ====
-    servers, arrivals         0.50  0.80  0.90  0.95  1.05  1.10  1.20  1.50
-    ========================  ====  ====  ====  ====  ====  ====  ====  ====
-    8, 300                    0.99  0.93  0.77  0.67  0.45  0.32  0.10  0.00
-    8, 1,000                  1.00  0.99  0.90  0.78  0.29  0.12  0.01  0.00
-    64, 1,500                 0.98  0.95  0.89  0.79  0.25  0.06  0.01  0.00
-    1, 300                    1.00  0.95  0.82  0.69  0.45  0.32  0.12  0.00
-    8, 300, constant service  1.00  0.98  0.85  0.74  0.43  0.24  0.06  0.00
-    8, 100                    0.90  0.75  0.64  0.60  0.43  0.39  0.28  0.05
-    ========================  ====  ====  ====  ====  ====  ====  ====  ====
+    ==============  ====  ====  ====  ====  ====  ====
+    arrivals        0.50  0.80  0.90  1.05  1.20  1.50
+    ==============  ====  ====  ====  ====  ====  ====
+    100             0.90  0.74  0.64  0.43  0.28  0.05
+    300             0.99  0.93  0.77  0.45  0.10  0.00
+    1,000           1.00  0.99  0.90  0.29  0.01  0.00
+    ==============  ====  ====  ====  ====  ====  ====
 
-    A few hundred arrivals do not tell 95 % from 105 %: the number in the system swings by more than it grows by within
-    them. Fewer than ``LEAST_ARRIVALS`` tell nothing: None.
+    A few hundred arrivals cannot tell 95 % from 105 %: within them the number in the system swings by more than it
+    grows. None for fewer than ``LEAST_ARRIVALS``.
     """
     if ((t0 >= begin) & (t0 <= finish)).sum() < LEAST_ARRIVALS or finish <= begin:
         return None
@@ -124,16 +118,16 @@ def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tu
 
 
 def _comes_back(numbers: np.ndarray) -> bool:
-    """Whether the number in the system [intervals] late falls to where it was for a quarter of the early time."""
+    """Whether ``numbers`` [intervals], late, fall to the lower quartile of the first half."""
     early = float(np.quantile(numbers[: len(numbers) // 2], 0.25))
     return float(numbers[-(len(numbers) // 3) :].min()) <= early * (1 + _DRIFT)
 
 
 def comes_at(t0: np.ndarray, ts: np.ndarray, sessions: Sequence[float | None] | np.ndarray | None = None) -> np.ndarray:
-    """The moment [s] that puts each request inside or outside a steady window. float64 [requests]
+    """The moment [s] by which a request is inside or outside a steady window. float64 [requests]
 
-    Its intended start, so that one which then waits in the client stays in, however long; where all come at once under
-    a cap, and the intended start tells nothing, its send. In closed loop the two are the same.
+    Its intended start, so that a request which then waits in the client for long is still inside. Its send where all
+    come at once under a cap, since their intended starts are the same.
     """
     if not len(t0):
         return t0
@@ -148,9 +142,9 @@ def in_system(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.nda
 
 
 def at_target(starts: np.ndarray, ends: np.ndarray, target: int) -> tuple[float, float] | None:
-    """From the first moment with ``target`` in flight to the last such; None when there was none.
+    """From the first moment with ``target`` in flight to the last one; None when there was none.
 
-    The instants between one request and the same user's next do not end it.
+    Moments with fewer in between, such as between two requests of one user, do not end it.
     """
     moments = np.concatenate([starts, ends])
     steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
@@ -171,7 +165,7 @@ def _at_target(starts: np.ndarray, ends: np.ndarray, target: Any, what: str) -> 
 
 
 def _by_session(ts: np.ndarray, ends: np.ndarray, sessions: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends of what a user is busy with: a request, or a conversation with its think times."""
+    """Starts and ends of what keeps one user busy: a request, or a whole conversation with its think times."""
     if sessions is None:
         return ts, ends
     numbers = np.array([np.nan if s is None else float(s) for s in sessions], dtype=float)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from engine.teacher_forcing import Divergence
 
 _QUANTILES = {"p95": 0.95, "p99": 0.99}
-# What decides which weights are loaded, and for what.
-_OF_THE_MODEL = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "kv_cache_dtype", "torch_compile")
+# Settings that decide which weights are loaded, and how.
+_LOADED_BY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "kv_cache_dtype", "torch_compile")
 
 
 def quantised(workload: Workload, only: Sequence[str] = ()) -> tuple[Configuration, ...]:
@@ -68,7 +68,7 @@ def measure(
         say(f"{configuration.config_id}: loading")
         try:
             config = EngineConfig.from_mapping(configuration.settings)
-            wanted = tuple(getattr(config, name) for name in _OF_THE_MODEL)
+            wanted = tuple(getattr(config, name) for name in _LOADED_BY)
             if loaded is None or wanted != key:
                 loaded, key = None, wanted  # before the next one: two large models may not fit
                 loaded = load_model(config)

@@ -95,7 +95,7 @@ def profile_of(load: LoadConfig, rate: float | None, count: int | None) -> tuple
 
 
 def draw_times(load: LoadConfig, rate: float | None, count: int | None, rng: np.random.Generator) -> np.ndarray:
-    """Arrivals [s] of an open-loop load that is no trace; ``count`` of them unless time says how many. float64 [n]"""
+    """Arrivals [s] of an open-loop load that is no trace: ``count``, or as many as its seconds give. float64 [n]"""
     if rate is not None and math.isinf(rate):
         return np.zeros(count or 0)
     return draw_arrivals(
@@ -176,7 +176,7 @@ def plateaus(profile: Sequence[Segment], last_s: float) -> list[tuple[float, flo
 
 
 def notes_of(load: LoadConfig, rate: float | None, times: Sequence[float] | np.ndarray) -> dict[str, Any]:
-    """What the metrics must know of a rate that changes: ``plateaus``, each [start_s, end_s, requests/s]."""
+    """Notes on a rate that changes, for the metrics: ``plateaus``, each [start_s, end_s, requests/s]."""
     if load.arrivals not in ("ramp", "step") or not len(times):
         return {}
     last = sum(step.seconds for step in load.steps or ()) or load.duration_s or float(times[-1])
@@ -185,7 +185,7 @@ def notes_of(load: LoadConfig, rate: float | None, times: Sequence[float] | np.n
 
 
 def recorded_times(load: LoadConfig, requests: Sequence[RequestSpec], rng: np.random.Generator) -> np.ndarray:
-    """The times that a trace's requests bring, ticks spread where the workload says so. float64 [n]"""
+    """The arrival times of a trace; its clock's ticks are spread where the workload asks for it. float64 [n]"""
     if any(r.arrival_s is None for r in requests):
         raise ValueError("arrivals: trace, but the trace has no arrival times; use e.g. poisson and request_rate.")
     times = np.array([float(r.arrival_s or 0.0) for r in requests if not r.turn])
@@ -195,12 +195,12 @@ def recorded_times(load: LoadConfig, requests: Sequence[RequestSpec], rng: np.ra
 
 
 def spread_ticks(times: np.ndarray, how: Literal["even", "uniform"], rng: np.random.Generator) -> np.ndarray:
-    """Arrivals [s, ascending] that a coarse clock put onto one tick, spread over the tick; the order stays.
+    """Spreads arrivals [s, ascending] that share a tick of a coarse clock over that tick; the order stays. float64 [n]
 
-    The tick is the distance between different times that a tenth of them do not exceed (not the least, which a single
-    stray time would make; without a second time nothing is spread). ``even``: equal gaps from the tick's beginning.
-    ``uniform``: where a Poisson process would have them, given how many they are (order statistics of uniforms; Cinlar
-    1975, ch. 4.5). Nothing is moved past the next time that was recorded. float64 [n]
+    The tick is the first decile of the gaps between different times (one stray time would spoil their minimum); with a
+    single time nothing is spread. ``even``: equal gaps from the tick's beginning. ``uniform``: as a Poisson process has
+    so many arrivals in a tick (order statistics of uniforms; Cinlar 1975, ch. 4.5). No arrival moves past the next
+    recorded time.
     """
     stamps, first, counts = np.unique(times, return_index=True, return_counts=True)
     if len(stamps) < 2:

@@ -27,11 +27,11 @@ def draw_conversations(
     max_model_len: int,
     rng: np.random.Generator,
 ) -> tuple[list[RequestSpec], dict[str, Any]]:
-    """``count`` conversations, in random order of their classes, and notes for the report.
+    """``count`` conversations, their classes in random order, and notes for the report.
 
-    Turn 1 is the shared prefix, where the class gets one, and a prompt of the class; turn k + 1 is the whole of turn k,
-    its answer (``max_tokens`` random ids) and new tokens of the user. Shares of the classes are met exactly in
-    conversations, lengths are even quantiles of their distributions over all turns of a class.
+    Turn 1 is a shared prefix (in some) and a prompt of the class; turn k + 1 is the whole of turn k, its answer
+    (``max_tokens`` random ids) and new tokens of the user. The classes have exactly their shares of the conversations;
+    lengths are even quantiles of their distributions over all turns of a class.
     """
     classes, turns = prompts.classes, sessions.turns.high
     longest = max(

@@ -1,4 +1,4 @@
-"""Draws that the makers of requests share: shares met exactly, lengths at even quantiles, random token ids."""
+"""Draws that all kinds of requests use: shares met exactly, lengths at even quantiles, random token ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def largest_remainder(shares: list[float], total: int) -> list[int]:
 
 
 def _shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]]:
-    """How many of each class each share gets: exact in total, in proportion to the classes. [shares][classes]"""
+    """How many prompts of each class get each prefix: exact in total, in proportion by class. [shares][classes]"""
     left, given, found = list(counts), 0, []
     for upto in itertools.accumulate(shares):
         total = min(int(np.floor(upto * sum(counts) + 0.5)), sum(counts)) - given
@@ -45,10 +45,10 @@ def _shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]
 def draw_prefixes(
     families: Sequence[SharedPrefix], counts: list[int], vocab_size: int, rng: np.random.Generator
 ) -> Callable[[int], list[tuple[int, ...]]]:
-    """Draws the shared prefixes, and gives for a class (its place in ``counts``) one for each prompt, () for none.
+    """Draws the shared prefixes. Returns a function: index of a class -> a prefix for each of its prompts, () for none.
 
-    Which prompts get one is random, drawn when the class is asked for; the prefixes of a length take turns over all
-    classes, so that they are used equally often. Each class is asked for once.
+    Which prompts get one is random, and drawn when the function is called: once for each class. The prefixes of a
+    length take turns over all classes, so that they are used equally often.
     """
     turns = [itertools.cycle([random_tokens(f.tokens, vocab_size, rng) for _ in range(f.families)]) for f in families]
     shared = _shared_counts([f.share for f in families], counts)

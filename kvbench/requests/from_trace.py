@@ -99,7 +99,7 @@ def draw_trace(
 
 @functools.lru_cache(maxsize=1)
 def _read(files: tuple[tuple[str, int], ...], name: str, page_size: int | None) -> Trace:
-    """Every repeat of a sweep draws from the same trace; ``files``: each with its time of change."""
+    """Kept for the next repeat of a sweep. ``files``: paths and when they changed."""
     return read_trace([path for path, _ in files], name, page_size)
 
 
@@ -119,7 +119,7 @@ def _paths(given: Sequence[str]) -> list[str]:
 
 
 def _in_sessions(prompts: TracePrompts, trace: Trace) -> bool:
-    """Whether turns follow one another, or every request has its own time."""
+    """Whether each turn waits for the one before it; otherwise every request starts at its own time."""
     gaps = trace.arrival_s is None or bool(np.isnan(trace.arrival_s).any())
     if prompts.sessions is None:
         return trace.session is not None and (gaps or trace.think_s is not None)
@@ -140,7 +140,7 @@ def _turn(trace: Trace, row: int) -> dict[str, Any]:
 
 
 def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator) -> Trace:
-    """Output lengths that the trace does not tell are drawn as the workload says; replies tell theirs later."""
+    """The trace with drawn output lengths where it tells neither a length nor a reply."""
     unknown = trace.output_tokens == UNKNOWN
     if trace.replies is not None:
         unknown &= np.array([reply is None for reply in trace.replies])

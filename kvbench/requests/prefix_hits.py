@@ -1,6 +1,6 @@
-"""How many prompt tokens a prefix cache can have served in a load, from the prompts alone. Pure functions.
+"""Bounds on the prompt tokens that a prefix cache can have served in a load, from the prompts alone. Pure functions.
 
-What a server counted outside this interval shows that its cache was not in the state that the load declares.
+A server that counts hits outside these bounds did not have its cache in the state that the load declares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STRIDE = 256  # tokens compared at once
 
 @dataclass(frozen=True)
 class HitBounds:
-    """Prefix-cache hits of a whole load, in tokens, both ends included."""
+    """The least and the most prefix-cache hits of a whole load, in tokens."""
 
     low: int
     high: int
@@ -32,17 +32,15 @@ def predict_hits(
     caching: bool = True,
     total_pages: float | None = None,
 ) -> HitBounds | None:
-    """The interval; None when a prompt is sent as text, whose tokens only the server knows.
+    """The bounds; None when a prompt is sent as text, whose tokens only the server knows.
 
-    The upper end is what an endless cache would serve in the best order of arrival (streams end when they end, so the
-    order is not known): of a page that n requests look up, the first finds nothing unless the cache had it. With
-    ``page_size`` 1 it holds for every page size. The lower end is 0, but for a ``primed`` cache of ``total_pages`` that
-    has room for all that the load ever writes: nothing is evicted then, and every request meets its prefix.
-    A turn whose history holds the server's own answers meets them in the cache as well; how many tokens they have at
-    most is known, and that is what the upper end is made of.
+    ``high``: what a cache without limit serves in the best order of arrival (the real order is not known). Of the
+    requests that look a page up, the first finds nothing unless the cache had the page. With ``page_size`` 1 this holds
+    for every page size. A turn whose history holds the server's own answers finds those in the cache too, and is
+    counted with the most tokens that they can have.
 
-    Args:
-        total_pages: pages of the cache; None when not known.
+    ``low``: 0, except for a ``primed`` cache of ``total_pages`` (None: not known) with room for all that the load
+    writes. Then nothing is evicted, and every request finds its prefix.
     """
     if not caching:
         return HitBounds(0, 0)
@@ -74,7 +72,7 @@ def outside(hits: float, bounds: HitBounds, cache_state: str, *, complete: bool)
 
 
 def unverified(hits: float | None, bounds: HitBounds | None, cache_state: str) -> str | None:
-    """Why nothing shows that the cache was in the declared state; None where its ``hits`` [tokens] do.
+    """Why ``hits`` [tokens] do not show that the cache was in the declared state; None where they do.
 
     ``steady`` declares nothing: the cache is measured as it is found.
     """
@@ -90,10 +88,10 @@ def unverified(hits: float | None, bounds: HitBounds | None, cache_state: str) -
 
 
 def shared_beginnings(prompts: Sequence[Ids], owners: Sequence[int]) -> list[int]:
-    """How many leading tokens of each prompt another owner's prompt has, too. [prompts]
+    """How many leading tokens each prompt has in common with a prompt of another owner, at most. [prompts]
 
-    In order of their tokens, the prompts most alike are neighbours: of those of other owners the nearest on either
-    side, with which all in between have as much in common.
+    Sorted by their tokens, prompts that begin alike are neighbours, so the longest common beginning is with the nearest
+    prompt of another owner before or after. It is the shortest of those between the neighbours on the way there.
     """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     pairs = list(itertools.pairwise(order))
@@ -112,15 +110,15 @@ def _lookups(request: RequestSpec, page_size: int) -> int:
 
 
 def _most_hits(requests: Iterable[RequestSpec], prefixes: Iterable[Ids], page_size: int) -> int:
-    """Pages that an endless cache serves in the best order.
+    """Pages that a cache without limit serves in the best order.
 
-    Of a page in its context (a node of the trie over full pages) that ``holders`` prompts and prefixes have and
-    ``lookups`` of them may ask for: min(lookups, holders - 1), one at least having computed it. A prompt never asks for
-    the last page that it fills to its end, since one token at least is computed; it has it for others, though. What a
-    turn leaves in the cache for the next one is its prompt and, where the history holds it, the server's own answer.
+    Each node of the trie over full pages stands for one page after all the pages before it. If ``holders`` prompts and
+    prefixes have the page and ``lookups`` of them look it up, min(lookups, holders - 1) find it: one computed it. A
+    prompt that ends with a full page has that page but does not look it up, since at least one token is computed. A
+    turn leaves its prompt in the cache for the next turn and, where the history holds it, the server's own answer.
 
-    Prompts in order of their tokens have those with a common beginning side by side, so that the trie is walked without
-    being built, and what nobody shares costs nothing.
+    Sorted by their tokens, prompts with a common beginning are neighbours. So the trie is walked without being built,
+    and pages that nobody shares cost nothing.
     """
     left = {(r.session, r.turn - 1): (r.prompt_token_ids or ())[: -r.new_tokens] for r in requests if r.new_tokens}
     pages = [(_full(prefix, page_size), 0) for prefix in prefixes]
@@ -146,9 +144,9 @@ def _most_hits(requests: Iterable[RequestSpec], prefixes: Iterable[Ids], page_si
 
 
 def _hits_between(group: list[tuple[Ids, int]], depth: int, common: int) -> int:
-    """The sum over the pages ``depth`` to ``common``, which the whole group has: all lookups, less those of the first.
+    """Hits of the pages ``depth`` to ``common``, which the whole group has.
 
-    Where all look a page up, one finds nothing; elsewhere those who do not look it up may have computed it.
+    Where all of them look a page up, one finds nothing; otherwise one of the others may have computed it.
     """
     lookups = [min(max(count, depth), common) - depth for _, count in group]
     return sum(lookups) - min(lookups)
@@ -159,12 +157,12 @@ def _full(tokens: Ids, page_size: int) -> Ids:
 
 
 def _alike(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids) -> int:
-    """Where the neighbours from ``start`` on that have this beginning end."""
+    """The end of the run of neighbours, from ``start`` on, that have this beginning."""
     return bisect.bisect_right(pages, False, start, end, key=lambda item: item[0][: len(beginning)] != beginning)
 
 
 def _common(first: Ids, second: Ids, known: int) -> int:
-    """Tokens that both begin with, ``known`` of them known."""
+    """How many leading tokens are equal; at least ``known`` are."""
     at = known
     while at < len(first) and first[at : at + _STRIDE] == second[at : at + _STRIDE]:
         at += _STRIDE

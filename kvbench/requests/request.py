@@ -16,15 +16,15 @@ _MOST_SHARED = 1 << 20  # no vocabulary is larger
 class RequestSpec:
     """One request. ``prompt``: the text to send; None: ``prompt_token_ids`` are sent.
 
-    Beside a text the ids are those it was made of: for its length and its shared prefix, not sent.
+    ``prompt_token_ids``: beside a text, the ids that it was made of; not sent, but they tell its length and prefix.
     ``arrival_s``: intended start [s after the load's start] in open loop, None in closed loop.
     ``prefix_tokens``: how many leading tokens are shared with other requests of the load.
     ``priority``: 0 is the most urgent; sent only where the load's spec says so.
     ``session``: the conversation it is part of, whose requests follow one another in order of ``turn`` (from 0).
-    ``think_s``: seconds from the end of the session's previous request to this one's intended start (turn > 0); that is
-    when the previous answer has been parsed, where this takes longer (milliseconds).
-    ``new_tokens``: 0, or how many of the last ids are new in a turn whose history is to hold the server's own answers;
-    the ids before them then hold answers drawn beforehand, for a server that does not tell its token ids.
+    ``think_s``: seconds from the end of the session's previous request to this one's intended start (turn > 0), or to
+    when the previous answer has been parsed, if that is later (by milliseconds).
+    ``new_tokens``: of a turn whose history is to hold the server's own answers: how many of its last ids are new (the
+    ids before them hold answers drawn beforehand, for a server that does not tell its token ids); else 0.
     """
 
     index: int
@@ -76,9 +76,9 @@ _LEFT_OUT = {"priority": 0, "session": None, "turn": 0, "think_s": 0.0, "new_tok
 
 
 def compact(ids: Sequence[int]) -> tuple[int, ...]:
-    """The token ids with one int object for all that are equal: 8 bytes a token in memory and not 36.
+    """The token ids, equal ones as one int object: 8 bytes of memory each and not 36, and a long trace has 10^8.
 
-    A long trace has 10^8 of them. ValueError for a negative one.
+    ValueError for a negative one.
     """
     if not ids:
         return ()
@@ -102,10 +102,10 @@ class RequestList(list[RequestSpec]):
 
 
 def conversations(requests: Iterable[RequestSpec]) -> list[list[RequestSpec]]:
-    """The requests that are sent one after the other, by turn: one list a session, a request of none by itself.
+    """Lists of requests to be sent one after another: the turns of a session, or a request without one by itself.
 
-    In the order of their first requests. One process must send the whole of each. ValueError for a turn that is there
-    twice or not at all.
+    In the order of their first requests; one process must send the whole of a list. ValueError for a turn that is
+    missing or there twice.
     """
     found: dict[tuple[str, int], list[RequestSpec]] = {}
     for request in requests:

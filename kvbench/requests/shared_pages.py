@@ -26,10 +26,10 @@ def page_prompts(
     """Token ids of each request, how many leading ones others have too, output lengths, and notes for the report.
 
     A page id becomes a page of tokens that depends on the id and the seed only; pages of different ids differ in their
-    first few tokens. What a request has beyond its last page id is its own. Lengths shrink by shrinking the page to a
-    whole number of tokens, ``round(page_size x length_scale)`` (``auto``: the largest that lets every request fit), and
-    what fills a last page in proportion, so that every request has as many full pages as in the trace. A page of one
-    token cannot be filled in part: there are none where the trace has such pages.
+    first few tokens. Tokens beyond a request's last page id are its own. To shrink lengths, the page shrinks to a whole
+    number of tokens, ``round(page_size x length_scale)`` (``auto``: the largest with which every request fits), and a
+    partly filled last page in proportion. So every request has as many full pages as in the trace. Pages of one token
+    cannot be filled in part: they are refused where the trace has partly filled pages.
 
     Args:
         by_session: leading pages that only requests of the same session have do not count as shared.

@@ -1,35 +1,154 @@
-"""A server under test: what a sweep needs from it, and the HTTP calls that every target shares."""
+"""A server under test: HTTP calls with its key and certificates, and what a sweep needs from it.
+
+httpx bounds each phase of a call; here the whole answer is bounded too, in time and bytes. Only a server that sends the
+head of its answer byte by byte can take longer.
+"""
 
 from __future__ import annotations
 
+import json
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.common.errors import MeasurementError, RefusedError
+import httpx
+
+from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess, server_at
-from kvbench.load.http import Dialect
+from kvbench.common.secrets import api_key, without_key
+from kvbench.load.http import Dialect, tls_context
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.http import PLAIN_ACCESS, Access, HttpAnswer, HttpCalls
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
 from kvbench.targets.prompt_texts import TextOfIds, with_texts
 from kvbench.workload.settings import effective
 
+MOST_BYTES = 64 << 20  # of an answer: /metrics of a busy server is under 1 MiB, a page of completions under 10 MiB
+_TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
 FACTS_TIMEOUT_S = 60.0  # vLLM runs a dozen programs at the first call, to describe its machine
 _HEALTH_TIMEOUT_S = 2.0
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
+_KEY_REFUSED = (401, 403)
 _NO_SUCH_PATH = (404, 405, 501)
-_REFUSED = (400, 404, 405, 413, 422)  # of a request that would fare no better a second time
-_CAPACITY_TOLERANCE = 0.02  # a page table; a page on top of it, for rounding to whole ones
+_REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
+_CAPACITY_TOLERANCE = 0.02  # for a page table; one page more for rounding to whole pages
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a server is reached: LoadSpec's fields of the same names. The key itself is never kept."""
+
+    api_key_env: str | None = None
+    tls_verify: bool = True
+    tls_ca_file: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Raises UsageError when the variable holds no key, or one that cannot be sent."""
+        if self.api_key_env is None:
+            return {}
+        try:
+            return {"Authorization": f"Bearer {api_key(self.api_key_env)}"}
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def trust(self, base_url: str) -> ssl.SSLContext | bool:
+        """``verify`` of httpx; False where nothing is encrypted. Raises UsageError for a file without certificates."""
+        if self.tls_ca_file is None and not base_url.startswith("https:"):
+            return False  # reading the system's certificates takes 20 ms
+        try:
+            return tls_context(self.tls_verify, self.tls_ca_file)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of LoadSpec that differ from its defaults."""
+        return {name: value for name, value in vars(self).items() if value != getattr(PLAIN_ACCESS, name)}
+
+
+PLAIN_ACCESS = Access()
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """``location``: where a redirect points to."""
+
+    status: int
+    body: bytes
+    location: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        """None when the body is not JSON."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError):
+            return None
+
+
+class HttpCalls:
+    """One client, kept open; usable from several threads."""
+
+    def __init__(self, base_url: str, access: Access = PLAIN_ACCESS, *, timeout_s: float = _TIMEOUT_S) -> None:
+        self.base_url, self.access, self.timeout_s = base_url, access, timeout_s
+        self._client = httpx.Client(
+            base_url=base_url,
+            trust_env=False,  # a proxy variable must not carry a local benchmark's traffic elsewhere
+            headers=access.headers(),
+            verify=access.trust(base_url),
+        )
+
+    def call(self, method: str, path: str, *, body: Any = None, timeout_s: float | None = None) -> HttpAnswer:
+        """Raises MeasurementError when no whole answer comes."""
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        deadline, received = time.monotonic() + limit, bytearray()
+        try:
+            with self._client.stream(method, path, json=body, timeout=limit) as response:
+                for piece in response.iter_bytes():
+                    received += piece
+                    if len(received) > MOST_BYTES:
+                        raise httpx.ReadError(f"the answer is longer than {MOST_BYTES >> 20} MiB")
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout(f"the whole answer did not come within {limit:g} s")
+        except httpx.HTTPError as error:
+            cause = str(error) or type(error).__name__
+            raise self.error(f"{path} did not answer ({cause}): {_way_out(cause)}") from None
+        return HttpAnswer(response.status_code, bytes(received), response.headers.get("location"))
+
+    def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
+        """``text`` follows the server's URL; a key that the server repeated is taken out."""
+        return kind(without_key(f"{self.base_url}{text}", self.access.api_key_env))
+
+    def check_access(self, answer: HttpAnswer) -> HttpAnswer:
+        """The answer. Raises MeasurementError where it refuses access, or sends the client elsewhere."""
+        variable = self.access.api_key_env
+        if answer.location is not None and 300 <= answer.status < 400:
+            raise self.error(f" redirects to {answer.location}: give the URL that it serves at")
+        if answer.status not in _KEY_REFUSED:
+            return answer
+        if variable is None:
+            raise self.error(f" answered {answer.status}: name the variable that holds its API key: --api-key-env NAME")
+        raise self.error(f" answered {answer.status}, so it refused the key in {variable}: is it this server's key?")
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _way_out(cause: str) -> str:
+    if "CERTIFICATE_VERIFY_FAILED" in cause:
+        return "name a file of trusted certificates with --tls-ca-file FILE, or give --no-tls-verify"
+    return "is the server running, and is this its URL (http or https, host, port)?"
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What prompts are made for. ``max_model_len`` in tokens of prompt + output."""
+    """The model that prompts are made for. ``max_model_len``: tokens of prompt + output."""
 
     name: str
     vocab_size: int
@@ -39,8 +158,8 @@ class ModelFacts:
 class Target:
     """One server, from launch to stop; usable from two threads.
 
-    ``starts_cold``: it was launched for us, so nothing that is measured can be in its cache before its first load.
-    ``model``: known once it has started.
+    ``starts_cold``: we launched it, so its cache is empty before its first load.
+    ``model``: known after ``start``.
     """
 
     preset: Preset = GENERIC
@@ -156,7 +275,7 @@ class Target:
         return server_at(self.base_url)
 
     def reset_prefix_cache(self) -> bool | None:
-        """True: the cache is empty. False: refused, requests are running. None: the server cannot.
+        """True: the cache is empty. False: not emptied, requests are running. None: the server has no way to do it.
 
         Raises MeasurementError when no answer comes.
         """
@@ -180,7 +299,7 @@ class Target:
         raise self.http.error(f"{path} answered {answer.status}")
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
-        """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it fails for good."""
+        """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it cannot succeed."""
         if isinstance(prompt, list) and not self.dialect.token_id_prompts:
             prompt = self._make_text(prompt)
         body = {"model": self.model.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
@@ -194,7 +313,7 @@ class Target:
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:
-    """Why a load failed: the log of a server that is gone says more than the connection that broke with it."""
+    """Why a load failed: the end of the server's log if the server has ended, else the error itself."""
     time.sleep(_GONE_S)
     try:
         target.check_alive()
@@ -204,13 +323,13 @@ def reason_of(target: Target, error: MeasurementError) -> str:
 
 
 def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: Mapping[str, Any] | None) -> str | None:
-    """How the server's own page size or KV capacity differs from its configuration; None: it does not, or is not known.
+    """How the server's page size or KV capacity differs from its configuration; None: it does not, or is not known.
 
-    A capacity differs where it is off by more than 2 % and a page.
+    A capacity differs if it is off by more than 2 % and a page.
 
-    ``settings``: of the configuration. ``known``: what is known of it before the launch (``kv_budget_bytes`` and
-    ``bytes_per_token`` [of which ``scale_bytes_per_token``] where the server was given that budget,
-    ``capacity_tokens`` where our arithmetic says how many fit). ``info``: as ``server_info``.
+    ``settings``: of the configuration. ``info``: as ``server_info``. ``known``: of the configuration before its launch:
+    ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if the server was given the
+    budget; ``capacity_tokens`` if our arithmetic tells how many fit.
     """
     engine, capacity = ((info or {}).get(part) or {} for part in ("engine", "capacity"))
     paged = effective(settings, "layout") == "paged"

@@ -17,9 +17,8 @@ from kvbench.common.foreign_cpu import server_at
 from kvbench.common.option_rules import check_exclusive, check_goes_with, check_tls
 from kvbench.common.ports import free_port
 from kvbench.common.text import parse_bytes
-from kvbench.targets.base import Target
+from kvbench.targets.base import Access, Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
-from kvbench.targets.http import Access
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.model_export import ModelFolders, text_tokenizer
@@ -55,7 +54,7 @@ _INSTEAD = {
 }
 _EXCLUDES = {("target", "serve_cmd"): "measure a running server or launch one (--preset NAME says of what kind)"}
 STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
-_OF_A_RUNNING_SERVER = tuple(name for name, kinds in KINDS_OF.items() if kinds == (RUNNING,))
+_RUNNING_OPTIONS = tuple(name for name, kinds in KINDS_OF.items() if kinds == (RUNNING,))
 _START_S = 180.0
 START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
 _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
@@ -65,15 +64,15 @@ _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on
 class ChosenTarget:
     """What a sweep needs to know of its target.
 
-    ``workload``: as it runs there.
-    ``check``: what is known of a configuration; ValueError for one that cannot be.
-    ``manifest``: what the run's manifest says.
-    ``refuses``: why a configuration cannot be had; None for a target that has all of them or says so in ``check``.
-    ``fresh``: whether a configuration needs a new server before every load that is to find an empty cache.
+    ``workload``: as it runs on this target.
+    ``check``: what is known of a configuration before its launch; ValueError for an impossible one.
+    ``manifest``: entries for the run's manifest.
+    ``refuses``: why the target cannot have a configuration; None if it can have all, or ``check`` refuses them.
+    ``fresh``: whether a configuration needs a new server before every load with an empty cache.
     ``notes``: for the user.
-    ``runs_already``: not launched by us, so it must answer before a folder is made.
-    ``require``: raises UsageError for a design whose configurations the target cannot tell apart.
-    ``start_guess_s``: for a launch, until one is measured.
+    ``runs_already``: not launched by us, so it must answer before a run folder is made.
+    ``require``: raises UsageError for a design whose configurations would be the same server.
+    ``start_guess_s``: how long a launch takes, until one is measured.
     """
 
     workload: Workload
@@ -152,7 +151,7 @@ def require_url(flag: str, url: str) -> None:
 
 
 def preset_named(name: str | None) -> Preset:
-    """What --preset says; None: any server with OpenAI's API. Raises UsageError."""
+    """The preset of that name; None: any server with OpenAI's API. Raises UsageError."""
     if name is None:
         return GENERIC
     if name not in PRESETS:
@@ -175,7 +174,7 @@ def _builtin(workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
 def _running(workload: Workload, options: Mapping[str, Any], preset: Preset) -> ChosenTarget:
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
     url = options["target"]
-    given = {key: options[key] for key in _OF_A_RUNNING_SERVER if options.get(key)}
+    given = {key: options[key] for key in _RUNNING_OPTIONS if options.get(key)}
     kept = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
     new_target = running_server("--target", url, options, preset)
     manifest = _manifest(options, backend=preset.name, shared=server_at(url).local)
@@ -243,8 +242,10 @@ def _launched(
 
 
 def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[Workload, list[str]]:
-    """The workload with a baseline that the target can have, and a note of what was changed. UsageError when there is
-    none, or it would have to be another and ``exact`` forbids that."""
+    """The workload with a baseline that the target can have, and a note of what was changed.
+
+    UsageError when there is none, or when ``exact`` forbids a change.
+    """
     reason = launcher.refusal(workload.engine)
     if reason is None:
         return workload, []
@@ -261,7 +262,7 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
 
 
 def arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the built-in engine would make of the settings; less, or nothing, where it would not take them."""
+    """What the built-in engine would make of the settings; less, or nothing, if it would refuse them."""
     from engine.config import EngineConfig
 
     names = {f.name for f in dataclasses.fields(EngineConfig)}

@@ -1,8 +1,8 @@
 """The launch command of a configuration: from a preset, or from the user's ``--serve-cmd`` with placeholders.
 
-A word of a ``--serve-cmd`` is ``{name}``, or holds it; ``{name:on|off}`` is for settings that are true or false: the
-first text where it is true, the second where it is false, and a word that becomes empty is left out. ``{{`` and ``}}``
-are braces. What a sweep varies must appear in the command: otherwise its configurations would all be the same server.
+In a ``--serve-cmd``, ``{name}`` becomes the value of that setting. ``{name:ON|OFF}`` becomes the text ON where the
+setting is true and OFF where it is false; a word that becomes empty is left out. ``{{`` and ``}}`` are braces. What a
+sweep varies must appear in the command: otherwise its configurations would all be the same server.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.targets.preset import OF_THE_MODEL, Context, Preset
+from kvbench.targets.preset import MODEL_SETTINGS, Context, Preset
 from kvbench.workload.design import Design
 from kvbench.workload.settings import effective
 
 HOST = "127.0.0.1"
-_OF_THE_LAUNCH = ("model", "port", "host")
-_IN_THE_FOLDER = ("load_format", "seed", "tokenizer")  # of the model; and in the name of any other one
-_ALWAYS_KNOWN = {*OF_THE_MODEL, "seed", "dtype", "device", "max_model_len"}  # whatever a template passes on
-_OF_ANY_SERVER = ("max_model_len", "vocab_size")  # of our arithmetic
-_OF_THE_BUDGET = ("kv_budget_bytes", "bytes_per_token", "scale_bytes_per_token")  # of a server that was given it
+_LAUNCH_VALUES = ("model", "port", "host")  # placeholders that are no settings, but for the model
+_FOLDER_SETTINGS = ("load_format", "seed", "tokenizer")  # a server gets them with the model's folder
+_ALWAYS_KNOWN = {*MODEL_SETTINGS, "seed", "dtype", "device", "max_model_len"}  # whatever a template passes on
+_ANY_SERVER_FACTS = ("max_model_len", "vocab_size")  # our arithmetic holds for these on any server
+_BUDGET_FACTS = ("kv_budget_bytes", "bytes_per_token", "scale_bytes_per_token")  # if the server is given the budget
 _PROGRAM_TIMEOUT_S = 60.0  # a Python on a cold disk; a launcher that looks for GPUs first
 _NO_MODULE = 3
 _HAS_MODULE = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else {_NO_MODULE})"
@@ -62,7 +62,7 @@ def is_template(text: str) -> bool:
 
 @dataclass(frozen=True)
 class CommandTemplate:
-    """A --serve-cmd. ``words``: of the command, each still with its placeholders; ``names``: the placeholders."""
+    """A --serve-cmd. ``words``: with their placeholders; ``names``: of the placeholders."""
 
     words: tuple[str, ...]
     names: frozenset[str]
@@ -74,7 +74,7 @@ class CommandTemplate:
             names = placeholders(text)
         except ValueError as error:
             raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend quotes and braces") from None
-        allowed = (*_OF_THE_LAUNCH, *(each for each in known if each not in _OF_THE_LAUNCH))
+        allowed = (*_LAUNCH_VALUES, *(each for each in known if each not in _LAUNCH_VALUES))
         if unknown := sorted(names.difference(allowed)):
             raise UsageError(
                 f"--serve-cmd has the placeholder {{{unknown[0]}}}, which is no setting: the known ones are "
@@ -101,8 +101,8 @@ class CommandTemplate:
             )
 
     def not_passed_on(self, settings: Mapping[str, Any]) -> list[str]:
-        """Settings of the workload that the command does not have: the server's own values hold there."""
-        elsewhere = (*_IN_THE_FOLDER, *(["layout"] if settings.get("layout") == "paged" else []))
+        """Settings of the workload that the command does not have: there the server keeps its own values."""
+        elsewhere = (*_FOLDER_SETTINGS, *(["layout"] if settings.get("layout") == "paged" else []))
         return [name for name in settings if name not in self.names and name not in elsewhere]
 
     def command(
@@ -148,8 +148,8 @@ class Launcher:
     def context(self, settings: Mapping[str, Any]) -> Context:
         """What the preset's words may depend on.
 
-        A dtype that is left open becomes the built-in engine's: another server would choose by other rules (vLLM runs
-        float32 weights in bfloat16), and so compute something else with the same budget.
+        An open dtype becomes the one that the built-in engine would choose. Other servers have other rules (vLLM runs
+        float32 weights in bfloat16), and would compute something else with the same budget.
         """
         known = self.arithmetic(settings)
         if settings.get("dtype") in (None, "auto") and known.get("dtype"):
@@ -167,10 +167,10 @@ class Launcher:
         return {k: v for k, v in self.context(settings).settings.items() if k in names and v is not None}
 
     def described(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that a configuration is named by: all, but of a template only those it passes on.
+        """The settings that name a configuration: all of them; with a template, only those whose values are known.
 
-        For the others the server's own values hold, which nobody knows. What the model's folder carries stays, as do
-        the limits of the prompts, and what a known kind of server has whatever its command says.
+        These are the settings that the template passes on, that come with the model's folder, that limit the prompts,
+        or that this kind of server always has. For the others the server keeps its own values, which nobody knows.
         """
         if self.template is None:
             return dict(settings)
@@ -198,27 +198,27 @@ class Launcher:
         return {name: found.get(name, value) for name, value in kept.items()}, changes
 
     def _preset_context(self, settings: Mapping[str, Any]) -> Context:
-        """What the preset judges: of a template, what the command passes on and the preset knows."""
+        """The context for the preset; with a template, only the settings that it passes on and the preset knows."""
         context = self.context(settings)
         return context if self.template is None else context.only(self.template.names & self.preset.settings.keys())
 
     def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
 
-        A KV budget only where the server is given it: else its own default holds, whatever our arithmetic says.
+        The KV budget is known only if the server is given it; otherwise the server's own default holds.
         """
         if reason := self.refusal(settings):
             raise ValueError(reason)
-        names = list(_OF_ANY_SERVER)
+        names = list(_ANY_SERVER_FACTS)
         if self.template is None and settings.get("kv_budget") is not None:
-            names += [*_OF_THE_BUDGET, "capacity_tokens"]
+            names += [*_BUDGET_FACTS, "capacity_tokens"]
         elif self.template is not None and "kv_budget" in self.template.names:
-            names += _OF_THE_BUDGET
+            names += _BUDGET_FACTS
         known = self.arithmetic(settings)
         return {key: known[key] for key in names if known.get(key)}
 
     def command(self, settings: Mapping[str, Any], *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
-        """The launch command; ``port``: or a name for it. Raises UsageError for a placeholder without a value."""
+        """The launch command. ``port``: its number, or a name to show. UsageError for a placeholder without a value."""
         context = self.context(settings)
         if self.template is not None:
             budget = context.capacity.get("kv_budget_bytes")
@@ -238,9 +238,9 @@ class Launcher:
 
 
 def program_of(preset: Preset, given: str | None) -> str:
-    """The Python that has the preset's module, or its program, tried before any launch; ``given``: by the user.
+    """The Python that has the preset's module, or the preset's program; ``given``: by the user.
 
-    Raises UsageError when there is none, or it does not answer within a minute.
+    It is run once before any launch. Raises UsageError when there is none, or it does not end within a minute.
     """
     variable = f"{preset.name.upper()}_PYTHON"
     if preset.module is None:
@@ -259,7 +259,7 @@ def program_of(preset: Preset, given: str | None) -> str:
 
 
 def _failure_of(*command: str) -> str | None:
-    """Why a command is of no use; None when it ends well."""
+    """Why a command failed; None when it succeeded."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROGRAM_TIMEOUT_S, check=False

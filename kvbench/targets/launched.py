@@ -1,6 +1,6 @@
-"""Servers that kvbench launches: in a session of their own, logged, waited for within a bound, always stopped.
+"""Servers that kvbench launches: in a session of their own, with a log, a bound on the wait, and always stopped.
 
-Stopped with their whole family; when kvbench itself is killed, by the watchdog.
+A server is stopped with all its child processes; when kvbench itself is killed, the watchdog stops it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _Found = TypeVar("_Found")
 
 
 class ProcessTarget(Target):
-    """A server whose process is ours; ``start`` is the subclass's, made of ``_launched`` and ``_wait_ready``."""
+    """A server whose process is ours. Subclasses write ``start`` with ``_launched`` and ``_wait_ready``."""
 
     starts_cold = True
     grace_s = 6.0  # between TERM and KILL
-    poll_s = 0.05  # between two looks whether it is ready
+    poll_s = 0.05  # between two checks whether it is ready
 
     def __init__(self, *, port: int, start_timeout_s: float) -> None:
         self.port, self.start_timeout_s = port, start_timeout_s
@@ -52,7 +52,7 @@ class ProcessTarget(Target):
         env: Mapping[str, str | None] | None = None,
         scratch: Path | None = None,
     ) -> Iterator[None]:
-        """Launches; what is raised inside stops the server again. ``scratch``: removed if kvbench is killed."""
+        """Launches the server; an exception inside stops it. ``scratch``: a folder to remove if kvbench is killed."""
         self._log, self._logged_at_start = log, 0
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
@@ -77,8 +77,8 @@ class ProcessTarget(Target):
         deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
             if (code := self._process.poll()) is not None:
-                raise self._ended_at_start(code)  # whoever answers there now is somebody else
-            size = self._log.stat().st_size  # before the call: what it logs from now on may be its last words
+                raise self._ended_at_start(code)  # another process may answer at its port now
+            size = self._log.stat().st_size  # before the call: the server may end after it
             if found := ready():
                 self._logged_at_start = size
                 return found
@@ -151,7 +151,7 @@ class LaunchedTarget(ProcessTarget):
         return self.healthy() and (path is None or bool(self.json_at(path)))
 
     def _served(self, settings: Mapping[str, Any]) -> ServedModel:
-        """The model's folder; for a command that does not ask for one, what is known of the workload's model."""
+        """The model's folder; for a command without {model}, what is known of the workload's model."""
         if not self.launcher.passes_model:
             known = self.launcher.arithmetic(settings)
             name = Path(str(settings.get("model", "")))
@@ -161,7 +161,7 @@ class LaunchedTarget(ProcessTarget):
         )
 
     def _learn_model(self, served: ServedModel, settings: Mapping[str, Any]) -> None:
-        """Sizes from the model's config, the name from the server; what only the server knows from there."""
+        """The model's name from the server; its sizes from its config, or else from the server."""
         row = self.models()[0] if self.preset.models_path else {"id": str(served.path)}
         meta = row.get("meta") or {}  # llama.cpp
         known = (settings.get("max_model_len"), row.get("max_model_len"), served.max_positions, meta.get("n_ctx_train"))
@@ -172,7 +172,7 @@ class LaunchedTarget(ProcessTarget):
         self.model = ModelFacts(str(row["id"]), int(vocab), length)
 
     def _check_device(self, settings: Mapping[str, Any]) -> None:
-        """A build for GPUs that was to run on the CPU, or the reverse, would measure something else."""
+        """Raises MeasurementError if the server does not run on the device that the workload asks for."""
         wanted, pattern = settings.get("device"), self.preset.device_pattern
         if pattern is None or wanted not in ("cpu", "cuda"):
             return
@@ -218,12 +218,12 @@ class LaunchedTarget(ProcessTarget):
         }
 
     def _model_name(self) -> str:
-        """The workload's name of the model (the folder it was written to says nothing), else the server's."""
+        """The model's name in the workload, not that of its exported folder; else the server's name."""
         given = str(self._settings.get("model", "")) if self.launcher.passes_model else ""
         return Path(given).name.removesuffix(".json") or self.model.name
 
     def _shown_command(self) -> list[str]:
-        """The command as anybody could repeat it: with names for this run's model folder, scratch folder and port."""
+        """The launch command with names in place of this run's model folder, scratch folder and port."""
         words = self.launcher.command(self._settings, model="MODEL", port="PORT", scratch="SCRATCH")
         return [_shown(word) for word in words]
 
@@ -252,5 +252,5 @@ def package_version(python: str, package: str) -> str | None:
 
 
 def _shown(word: str) -> str:
-    """A word for a record that may be shown around: absolute paths in it by their names, URLs as they are."""
+    """A word of a record that others may read: absolute paths lose their folders, URLs stay."""
     return _ABSOLUTE_PATH.sub(r"\1", word)

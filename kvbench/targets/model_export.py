@@ -1,8 +1,8 @@
-"""The model as a folder for servers that are not ours: made once a run, with the built-in engine's own weights.
+"""The model's folder for servers that are not ours, with the built-in engine's weights; made once a run.
 
-Random weights of a bare config are written by ``engine.model.export``, in a process of its own; a folder with weights
-is served as it is, through links where its configs must differ. Removed when the run ends; when kvbench is killed, by
-the watchdog of the server that has the folder.
+``engine.model.export`` writes random weights for a bare config, in its own process. A folder with weights is served as
+it is, or through links if its configs must differ. The folder is removed when the run ends; if kvbench is killed, the
+watchdog of the server removes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
-_OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device")
+_WEIGHT_SETTINGS = ("model", "load_format", "seed", "dtype", "device")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -41,7 +41,7 @@ class ServedModel:
 
 
 class ModelFolders:
-    """The folders of one run. ``text_tokenizer``: what the load's texts were cut with, None for ids."""
+    """The folders of one run. ``text_tokenizer``: of the load's texts, None for token ids."""
 
     def __init__(self, *, ignore_eos: bool, text_tokenizer: Path | None) -> None:
         self._ignore_eos = ignore_eos
@@ -74,7 +74,7 @@ class ModelFolders:
         if model_format == "gguf":
             return _gguf(source)
         drop = drop_eos and self._ignore_eos
-        job = {name: settings[name] for name in _OF_THE_WEIGHTS if settings.get(name) is not None}
+        job = {name: settings[name] for name in _WEIGHT_SETTINGS if settings.get(name) is not None}
         key = json.dumps([job, str(settings.get("tokenizer")), drop], sort_keys=True)
         if key not in self._made:
             given = Path(str(settings["tokenizer"])) if settings.get("tokenizer") else None
@@ -117,7 +117,7 @@ class ModelFolders:
         return _described(folder, tokenizer)
 
     def _link(self, source: Path, given: Path | None, drop_eos: bool) -> ServedModel:
-        """The folder itself, or one of links to its files, beside another tokenizer or without an end of sequence."""
+        """The folder itself, or links to its files if the tokenizer or the end of sequence must differ."""
         has_one = any((source / name).is_file() for name in _TOKENIZERS)
         if has_one and given is None and not drop_eos:
             return _described(source, source)
@@ -142,7 +142,7 @@ class ModelFolders:
 
 
 def text_tokenizer(prompts: Any) -> Path | None:
-    """The folder of the tokenizer that texts of ``load.prompts`` are cut with; None for prompts of token ids."""
+    """The folder of the tokenizer for the texts of ``load.prompts``; None for prompts of token ids."""
     if given := getattr(prompts, "tokenizer", None):
         return Path(given)
     if prompts.kind != "text" and not getattr(prompts, "send_text", False):

@@ -1,7 +1,7 @@
 """What kvbench knows of one kind of server: its launch command, its API, its metrics and what it cannot do.
 
-A ``Preset`` is data, with a function only where a value depends on others. Where a server cannot have a setting, or not
-with that value, the preset has the reason, and the configuration is skipped with it.
+A ``Preset`` is data, with a function only where a value depends on others. If a server cannot have a setting or a value
+of it, the preset says why, and the configuration is skipped with this reason.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvbench.workload.file import default_profile
 
 @dataclass(frozen=True)
 class Context:
-    """What a setting's words may depend on.
+    """What the words of a setting may depend on.
 
-    ``settings``: the configuration's, in EngineConfig's names. ``capacity``: what our own arithmetic makes of it
-    (``kv_budget_bytes``, ``capacity_tokens`` ...; empty where it cannot be said). ``max_in_flight``: the most requests
-    that the workload has in flight, None where that is open. ``program``: the Python or the program that is launched.
+    ``settings``: the configuration's, in EngineConfig's names. ``capacity``: our own arithmetic for it
+    (``kv_budget_bytes``, ``capacity_tokens`` ...; empty where it is not known). ``max_in_flight``: the most requests
+    that the workload has in flight, None without a limit. ``program``: the Python or the program that is launched.
     """
 
     settings: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def passed_on(self) -> bool:
-        """Whether the launch gives the server the value; else it is kept to elsewhere."""
+        """Whether the launch gives the server the value."""
         return bool(self.words or self.values or self.variable)
 
     def refusal(self, value: Any, context: Context) -> str | None:
@@ -98,7 +98,7 @@ def switch(on: str, off: str, **more: Any) -> Setting:
 
 
 def always(value: Any, why: str) -> Setting:
-    """A setting that has one value there and needs no words; ``why`` ends the sentence against any other."""
+    """A setting that has one value there and needs no words; ``why`` refuses any other."""
     return Setting(values={value: ""}, why=why)
 
 
@@ -119,10 +119,10 @@ def budget_in(unit: str, words: str, why: str = "cannot be worked out for this m
     return Setting(words=number, refuse=refuse)
 
 
-WHATEVER = Setting()  # taken care of elsewhere: the model's folder has it, or the prompts keep to it
+NO_WORDS = Setting()  # any value, and no words: the model's folder has it, or the prompts keep to it
 
-# What the exported model folder carries, for every launched server.
-OF_THE_MODEL: Mapping[str, Setting] = dict.fromkeys(("model", "load_format", "tokenizer"), WHATEVER)
+# Every launched server gets these with the exported model folder.
+MODEL_SETTINGS: Mapping[str, Setting] = dict.fromkeys(("model", "load_format", "tokenizer"), NO_WORDS)
 
 # What most servers have in common; a preset overrides it.
 COMMON: Mapping[str, Setting] = {
@@ -135,7 +135,7 @@ COMMON: Mapping[str, Setting] = {
     "dtype": flag("--dtype {}"),
     "kernel_backend": always("auto", "its kernels are its own"),
 }
-_COMPARED_UNDER = ("kv_budget", "dtype", "device")
+_KEPT_IN_BASELINE = ("kv_budget", "dtype", "device")
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Preset:
         return setting is not None and setting.values is not None and tuple(setting.values) == (value,)
 
     def _refusal(self, name: str, value: Any, context: Context) -> str | None:
-        setting = self.settings.get(name) or OF_THE_MODEL.get(name)
+        setting = self.settings.get(name) or MODEL_SETTINGS.get(name)
         if value is None:
             return None
         return setting.refusal(value, context) if setting else "it has no such setting"
@@ -203,13 +203,13 @@ class Preset:
         ]
 
     def nearest(self, context: Context) -> tuple[dict[str, Any], list[str]]:
-        """The settings that come closest to a configuration that is refused, and what was changed.
+        """The settings that come closest to a refused configuration, and what was changed.
 
-        What servers are compared under stays, though it is refused: KV budget, dtype, device.
+        KV budget, dtype and device stay even if they are refused: servers are compared under the same ones.
         """
         settings, changes = dict(context.settings), []
         for name, value in context.settings.items():
-            if name in _COMPARED_UNDER or self._refusal(name, value, context) is None:
+            if name in _KEPT_IN_BASELINE or self._refusal(name, value, context) is None:
                 continue
             other = self.settings[name].nearest_to(value, context) if name in self.settings else None
             if other is None:

@@ -14,7 +14,7 @@ from kvbench.common.machine import usable_cores
 from kvbench.load.http import OPENAI, Dialect
 from kvbench.targets.preset import (
     COMMON,
-    WHATEVER,
+    NO_WORDS,
     Context,
     Preset,
     Setting,
@@ -268,7 +268,7 @@ TGI = Preset(
         "dtype": choice(
             "it serves float16 and bfloat16", auto="", float16="--dtype float16", bfloat16="--dtype bfloat16"
         ),
-        "seed": WHATEVER,  # of the weights, which are in the folder; greedy requests need none
+        "seed": NO_WORDS,  # of the weights, which are in the folder; greedy requests need none
     },
     environment=_tgi_environment,
     metrics=MetricNames(
@@ -324,7 +324,7 @@ LLAMACPP = Preset(
         "max_num_batched_tokens": flag("--batch-size {} --ubatch-size {}"),
         "preemption_mode": always("recompute", "it never preempts: a request that outgrows the buffer fails"),
         "device": choice("it is auto, cpu or cuda", auto="", cpu="--device none", cuda=""),
-        "dtype": WHATEVER,
+        "dtype": NO_WORDS,
         "seed": flag("--seed {}"),
         "num_threads": flag("--threads {}"),
     },
@@ -395,7 +395,7 @@ TRANSFORMERS = Preset(
         "kv_budget": budget_in("num_pages", "--cb-num-blocks {}"),
         "kv_cache_dtype": always("auto", "its KV cache has the model's dtype"),
         "enable_prefix_caching": always(True, "it shares pages of equal prefixes, and its command line cannot say no"),
-        "max_model_len": WHATEVER,
+        "max_model_len": NO_WORDS,
         "max_num_seqs": Setting(refuse=_transformers_batch_refusal),
         "max_num_batched_tokens": flag("--cb-max-batch-tokens {}"),
         "preemption_mode": always("recompute", "its command line has no swap space"),

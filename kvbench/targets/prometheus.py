@@ -22,21 +22,21 @@ _READ_SHARE = 0.005  # of a core: a long page of metrics costs its server more t
 _LONGEST_PAUSE_S = 2.0
 _COUNTER_ENDS = ("_total", "_sum", "_count")
 _HISTOGRAM_ENDS = ("_sum", "_count")
-_SHARE_END = "_perc"  # a share of something: that of several engines is their mean, not their sum
-# Labels that say who counted, not what was counted.
-_WHOSE = frozenset(("model_name", "engine", "engine_type", "le", "pid", "tp_rank", "pp_rank", "dp_rank", "moe_ep_rank"))
-_OWNED = "kv_pages_owned"
-_SWAPPED = "swap_slots_used"
+_SHARE_END = "_perc"  # a share: several engines have the mean of theirs, not the sum
+# Labels that name the process that counted.
+_SOURCES = {"model_name", "engine", "engine_type", "le", "pid", "tp_rank", "pp_rank", "dp_rank", "moe_ep_rank"}
 
 
 @dataclass(frozen=True)
 class MetricNames:
-    """How one kind of server names what we count, in our units: tokens, seconds, shares from 0 to 1.
+    """How one kind of server names its metrics. Our units: tokens, seconds, shares from 0 to 1.
 
-    ``names``: its name without the prefix -> ours, or several of ours; of a histogram without ``_sum`` and ``_count``.
-    Others keep their name. A renamed metric is summed over its labels. ``facts``: family -> label -> what it tells us
-    of the server (an ``_info`` metric's labels; the empty label is a gauge's value). ``parts_label``: a label of gauges
-    for the parts of a whole; the whole has an empty value there, and only that one is read.
+    ``names``: its name without the prefix -> our name or names; of a histogram without ``_sum`` and ``_count``. A
+    renamed metric is summed over its labels; others keep their name.
+    ``facts``: family -> label -> our name of a fact about the server (an ``_info`` metric has it in a label; the empty
+    label stands for a gauge's value).
+    ``parts_label``: a label that gauges have for each part of a whole. The whole has an empty value there, and only
+    the whole is read.
     """
 
     prefixes: tuple[str, ...]
@@ -74,12 +74,12 @@ class MetricsSample:
 
     @property
     def owned_pages(self) -> float | None:
-        return self.gauges.get(_OWNED)
+        return self.gauges.get("kv_pages_owned")
 
     @property
     def swapped_slots(self) -> float:
         """Slots of the host that sequences hold; 0 for a server without a swap space."""
-        return self.gauges.get(_SWAPPED, 0.0)
+        return self.gauges.get("swap_slots_used", 0.0)
 
     @property
     def holds_kv(self) -> bool:
@@ -92,9 +92,9 @@ class MetricsSample:
 
 
 def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) -> MetricsSample:
-    """Prometheus text -> flat gauges and counters, named by the first of ``kinds`` that knows a family's prefix.
+    """Flat gauges and counters of a Prometheus text, in the names of the first of ``kinds`` with the family's prefix.
 
-    Families without such a prefix (process_*, python_*) are left out.
+    Families with no such prefix (process_*, python_*) are left out.
     """
     wanted = "\n".join(line for line in text.splitlines() if "_bucket{" not in line and "_created" not in line)
     gauges: dict[str, list[float]] = {}
@@ -122,7 +122,7 @@ def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) 
 
 
 def _with_labels(name: str, sample: Sample) -> str:
-    return "_".join([name, *(value for label, value in sample.labels.items() if value and label not in _WHOSE)])
+    return "_".join([name, *(value for label, value in sample.labels.items() if value and label not in _SOURCES)])
 
 
 def _facts(kind: MetricNames, name: str, sample: Sample) -> dict[str, float]:
@@ -136,7 +136,7 @@ def _facts(kind: MetricNames, name: str, sample: Sample) -> dict[str, float]:
 
 
 def counter_changes(before: MetricsSample | None, after: MetricsSample | None) -> dict[str, float]:
-    """End minus start of every counter. A label value that was not there before started from 0."""
+    """After minus before, of every counter. One that is new started from 0."""
     if before is None or after is None:
         return {}
     return {name: value - before.counters.get(name, 0.0) for name, value in sorted(after.counters.items())}
@@ -153,11 +153,10 @@ def gauge_summary(samples: Sequence[MetricsSample]) -> dict[str, dict[str, float
 
 @dataclass
 class MetricsPoller:
-    """Reads the metrics every ``interval_s`` in a thread of its own, until stopped.
+    """Reads the metrics every ``interval_s`` in its own thread, until stopped.
 
-    Less often where reading takes more than ``_READ_SHARE`` of a core: who measures must not eat what is measured.
-
-    A failed read is counted, not raised: a server that dies is found by the sweep, and a slow one must not end it.
+    Less often if reading takes more than ``_READ_SHARE`` of a core, so that the readings do not disturb the load. A
+    failed reading is counted, not raised: the sweep notices a server that dies, and a slow one must not end the sweep.
     """
 
     read: Callable[[], MetricsSample | None]

@@ -10,7 +10,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.requests.request import RequestList, RequestSpec
 
-_LEAST_WORDS = 256  # under it, prompts that were drawn apart would meet by chance
+_LEAST_WORDS = 256  # with fewer, random prompts would begin alike by chance
 
 TextOfIds = Callable[[Sequence[int]], str]
 
@@ -21,13 +21,13 @@ def ids_as_words(ids: Sequence[int]) -> str:
 
 
 class TokenizerWords:
-    """For a model's own tokenizer: one word for each id, that is one token wherever it stands.
+    """Texts for a model's own tokenizer: each id becomes a word that is one token wherever it stands.
 
-    Random ids do not survive their text (broken UTF-8, merges across ids). Words of ASCII letters between spaces are
-    never merged, so equal ids give equal tokens and prompts share exactly the beginning that was drawn; two ids fall on
-    one word as often as there are words (bpe8k: 1 in 3,579).
+    The text of random ids would not give the same ids back (broken UTF-8, merges across ids). Words of ASCII letters
+    between spaces are never merged, so equal ids give equal tokens, and prompts share exactly the beginning that was
+    drawn. Ids are mapped to words by their remainder, so two random ids share a word now and then (bpe8k: 1 in 3,579).
 
-    Raises UsageError for a tokenizer with too few of them.
+    Raises UsageError for a tokenizer with too few such words.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class TokenizerWords:
 
 
 def _one_token_words(tokenizer: Any, lead: str, words: Sequence[str]) -> list[str]:
-    """The words that are one token each, a different one, alone and in a row; none when a row merges them."""
+    """The words that are one token each, all different; none if the tokenizer merges them in a row."""
     alone: dict[int, str] = {}
     encoded = tokenizer.encode_batch([lead + word for word in words], add_special_tokens=False)
     for word, found in zip(words, encoded, strict=True):
@@ -63,7 +63,7 @@ def _one_token_words(tokenizer: Any, lead: str, words: Sequence[str]) -> list[st
 
 
 def with_texts(requests: list[RequestSpec], text: TextOfIds) -> RequestList:
-    """The requests with a text beside their ids, which are kept for lengths and prefixes; texts stay as they are."""
+    """The requests, each with a text. Ids stay, for lengths and prefixes; a text that is there stays as it is."""
     notes: dict[str, Any] = {**getattr(requests, "notes", {}), "sent_as": "text"}
     made = [
         r if r.prompt is not None else dataclasses.replace(r, prompt=text(r.prompt_token_ids or ())) for r in requests

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets.base import ModelFacts, Target
-from kvbench.targets.http import PLAIN_ACCESS, Access
+from kvbench.targets.base import PLAIN_ACCESS, Access, ModelFacts, Target
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import GENERIC
 from kvbench.targets.prompt_texts import TokenizerWords
 
 
 class OpenAITarget(Target):
-    """``url`` with or without ``/v1``. What the server does not tell (/v1/models, /server_info) must be given.
+    """``url``: with or without ``/v1``. Sizes that /v1/models and /server_info do not tell must be given.
 
-    ``settings`` of the workload's engine section do not reach such a server: one configuration can be measured.
-    ``preset``: what kind of server it is; ``tokenizer``: the folder of one, for a kind that takes texts only.
+    The workload's engine settings do not reach such a server, so only one configuration can be measured.
+    ``preset``: what kind of server it is; ``tokenizer``: a folder, for a server that takes texts only.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""What ``kvbench trace describe`` finds in a trace: lengths, arrivals, memory, sessions, prefixes."""
+"""What ``kvbench trace describe`` counts in a trace: lengths, arrivals, memory, sessions and prefixes."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,33 +11,83 @@ from typing import Any
 import numpy as np
 
 from kvbench.trace_analysis.cache_sim import Simulation, simulate
-from kvbench.traces import stats
 from kvbench.traces.model import Trace
+
+PAGE_SIZES = (16, 64, 256)
+CONTEXTS = (2048, 8192, 32768)
+WINDOWS_S = (1, 10, 60)
+_LEAST_WINDOWS = 5  # a variance of fewer says nothing
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Percentiles by linear interpolation."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    mean: float
+    min: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How much KV the requests need, in tokens of prompt + output, and how much of a reservation they fill.
+
+    ``reserve_max_util``, ``reserve_p99_filled``: filled share when every request gets room for the longest one, or for
+    the 99th percentile (a longer request fills its room). ``reserve_p99_util``: mean length over the 99th percentile,
+    above 1 where a few requests are very long. ``waste``: page size -> share of the pages' slots that stays empty.
+    ``share_up_to``: context length -> share of the requests that fit.
+    """
+
+    total: Spread
+    reserve_max_util: float
+    reserve_p99_util: float
+    reserve_p99_filled: float
+    waste: dict[int, float]
+    share_up_to: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """``rate``: requests over span, per second. ``cv``: standard deviation of the gaps over their mean, 1 for Poisson.
+
+    ``zero_gap_share``: share of the gaps that are 0. ``fano``: window [s] -> variance over mean of the requests in one
+    window, 1 for Poisson whatever the window (Fano 1947); None with fewer than 5 whole windows. ``peak_rate_10s``:
+    requests/s in the busiest whole window of 10 s; None likewise.
+    """
+
+    span_s: float
+    rate: float
+    cv: float
+    zero_gap_share: float
+    fano: dict[int, float | None]
+    peak_rate_10s: float | None
 
 
 @dataclass(frozen=True)
 class SessionStats:
-    """Conversations: turns of each, and seconds between a turn's end and the next, where the trace tells."""
+    """Conversations: their turns, and the seconds between the end of a turn and the next one."""
 
     count: int
-    turns: stats.Spread
-    think_s: stats.Spread | None
+    turns: Spread
+    think_s: Spread | None
 
 
 @dataclass(frozen=True)
 class Description:
-    """None where the trace does not tell.
+    """Everything that is counted; None where the trace does not tell.
 
-    ``lengths``: a spread each of ``prompt_tokens``, ``output_tokens``, ``total_tokens`` (of both), and of texts
-    ``prompt_characters`` and ``reply_characters``; ``totals``: their sums.
+    ``columns``: as ``length_columns``; ``lengths``: the spread of each; ``why_no_cache``: why ``cache`` is None.
     """
 
     paths: tuple[Path, ...]
     trace: Trace
-    lengths: dict[str, stats.Spread]
-    totals: dict[str, int]
-    memory: stats.Memory | None
-    arrivals: stats.Arrivals | None
+    columns: dict[str, np.ndarray]
+    lengths: dict[str, Spread]
+    memory: Memory | None
+    arrivals: Arrivals | None
     sessions: SessionStats | None
     cache: Simulation | None
     why_no_cache: str
@@ -46,20 +97,7 @@ def describe(
     paths: tuple[Path, ...], trace: Trace, pages: list[int] | None = None, bytes_per_token: int | None = None
 ) -> Description:
     """Counts everything. ``pages``: capacities to replay (None: a ladder). Raises ValueError."""
-    lengths: dict[str, stats.Spread] = {}
-    totals: dict[str, int] = {}
-    total = stats.total_tokens(trace)
-    columns = {
-        "prompt_tokens": trace.prompt_tokens[trace.prompt_tokens >= 0],
-        "output_tokens": trace.output_tokens[trace.output_tokens >= 0],
-        "total_tokens": total,
-        "prompt_characters": stats.prompt_characters(trace),
-        "reply_characters": stats.reply_characters(trace),
-    }
-    for name, values in columns.items():
-        if len(values):
-            lengths[name] = stats.spread(values)
-            totals[name] = int(values.sum())
+    columns = length_columns(trace)
     why = ""
     if trace.page_ids is None:
         why = "the trace has no page ids, and does not say which prompts begin alike"
@@ -70,30 +108,81 @@ def describe(
     return Description(
         paths,
         trace,
-        lengths,
-        totals,
-        stats.memory(total) if len(total) else None,
-        None if trace.arrival_s is None else stats.arrivals(trace.arrival_s),
+        columns,
+        {name: spread(values) for name, values in columns.items()},
+        memory(columns["total_tokens"]) if "total_tokens" in columns else None,
+        None if trace.arrival_s is None else arrivals(trace.arrival_s),
         _sessions(trace),
         None if why else simulate(trace, pages, bytes_per_token=bytes_per_token),
         why,
     )
 
 
+def length_columns(trace: Trace) -> dict[str, np.ndarray]:
+    """The lengths that the trace tells: tokens, and characters of texts. Each int64 [requests that tell it]."""
+    prompt, output = trace.prompt_tokens, trace.output_tokens
+    both = (prompt >= 0) & (output >= 0)
+    prompts = [p for p in trace.prompts or () if isinstance(p, tuple) and p]
+    replies = [reply for reply in trace.replies or () if reply is not None]
+    columns = {
+        "prompt_tokens": prompt[prompt >= 0],
+        "output_tokens": output[output >= 0],
+        "total_tokens": prompt[both] + output[both],
+        "prompt_characters": np.array([sum(map(len, parts)) for parts in prompts], dtype=np.int64),
+        "reply_characters": np.array([len(reply) for reply in replies], dtype=np.int64),
+    }
+    return {name: values for name, values in columns.items() if len(values)}
+
+
+def spread(values: Sequence[float] | np.ndarray) -> Spread:
+    """Of at least one value."""
+    array = np.asarray(values, dtype=np.float64)
+    p50, p90, p99 = np.percentile(array, [50, 90, 99])
+    return Spread(float(p50), float(p90), float(p99), float(array.max()), float(array.mean()), float(array.min()))
+
+
+def memory(total_tokens: np.ndarray) -> Memory:
+    """``total_tokens`` [requests, at least one]: prompt + output."""
+    total = spread(total_tokens)
+    needed = float(total_tokens.sum())
+    return Memory(
+        total,
+        total.mean / total.max if total.max else 1.0,
+        total.mean / total.p99 if total.p99 else 1.0,
+        float(np.minimum(total_tokens, total.p99).mean()) / total.p99 if total.p99 else 1.0,
+        {size: 1 - needed / float((-(-total_tokens // size) * size).sum() or 1) for size in PAGE_SIZES},
+        {size: float(np.mean(total_tokens <= size)) for size in CONTEXTS},
+    )
+
+
+def arrivals(arrival_s: np.ndarray) -> Arrivals | None:
+    """Of times [s] in ascending order, from 0; None when they span nothing."""
+    times = arrival_s[~np.isnan(arrival_s)]
+    if len(times) < 2 or not times[-1] > 0:
+        return None
+    gaps, span = np.diff(times), float(times[-1])
+    fano: dict[int, float | None] = {}
+    peak = None
+    for window in WINDOWS_S:
+        whole = int(span // window)
+        counts = np.bincount((times // window).astype(np.int64), minlength=whole)[:whole]
+        fano[window] = float(counts.var() / counts.mean()) if whole >= _LEAST_WINDOWS and counts.any() else None
+        if window == 10 and fano[window] is not None:
+            peak = float(counts.max() / window)
+    return Arrivals(span, len(times) / span, float(gaps.std() / gaps.mean()), float(np.mean(gaps == 0)), fano, peak)
+
+
 def _sessions(trace: Trace) -> SessionStats | None:
     if trace.session is None or trace.turn is None:
         return None
+    numbers, turns = np.unique(trace.session, return_counts=True)
     thinks = None if trace.think_s is None else trace.think_s[trace.turn > 0]
-    return SessionStats(
-        len(np.unique(trace.session)),
-        stats.spread(np.unique(trace.session, return_counts=True)[1]),
-        stats.spread(thinks) if thinks is not None and len(thinks) else None,
-    )
+    return SessionStats(len(numbers), spread(turns), spread(thinks) if thinks is not None and len(thinks) else None)
 
 
 def as_dict(found: Description) -> dict[str, Any]:
     """What ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
-    trace = found.trace
+    trace, cache = found.trace, found.cache
     memory, arrivals, sessions = (
         None if part is None else dataclasses.asdict(part) for part in (found.memory, found.arrivals, found.sessions)
     )
@@ -110,20 +199,18 @@ def as_dict(found: Description) -> dict[str, Any]:
         "left_out": trace.left_out,
         "page_size": trace.page_size,
         "page_size_from": trace.page_size_from or None,
-        "totals": found.totals,
-        "lengths": {key: dataclasses.asdict(value) for key, value in found.lengths.items()},
+        "totals": {name: int(values.sum()) for name, values in found.columns.items()},
+        "lengths": {name: dataclasses.asdict(value) for name, value in found.lengths.items()},
         "memory": memory,
         "arrivals": arrivals,
         "sessions": sessions,
-        "prefix_cache": None if found.cache is None else _cache(found.cache),
+        "prefix_cache": None
+        if cache is None
+        else {
+            "pages": int(trace.pages.sum()),
+            "unique_pages": cache.ceiling.run.num_pages,
+            "infinite_cache": cache.ceiling.as_dict(),
+            "capacities": [point.as_dict() for point in cache.points],
+        },
         "prefix_cache_unknown": found.why_no_cache or None,
-    }
-
-
-def _cache(result: Simulation) -> dict[str, Any]:
-    return {
-        "pages": int(result.trace.pages.sum()),
-        "unique_pages": result.ceiling.run.num_pages,
-        "infinite_cache": result.ceiling.as_dict(),
-        "capacities": [point.as_dict() for point in result.points],
     }

@@ -11,11 +11,17 @@ from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish, saf
 from kvbench.trace_analysis.cache_sim import Simulation
 from kvbench.trace_analysis.describe import Description
 from kvbench.trace_analysis.text import LENGTH_HEADS, about, cache_table, facts, kv_size, length_rows
-from kvbench.traces import stats
 from kvbench.traces.model import Trace, file_names
 
 _POINTS = 400  # of a curve: more are not seen
 _BARS = 240
+_CURVES = {  # column -> name, colour, dash
+    "prompt_tokens": ("prompt", PAGED, "solid"),
+    "output_tokens": ("output", CONTIGUOUS, "dash"),
+    "total_tokens": ("prompt + output", OTHERS[0], "dot"),
+    "prompt_characters": ("prompt", PAGED, "solid"),
+    "reply_characters": ("reply", CONTIGUOUS, "dash"),
+}
 _LOG_TICKS = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
 
 
@@ -42,22 +48,12 @@ def page(found: Description) -> str:
 
 def lengths_figure(found: Description) -> Drawing | None:
     """Share of requests of at most so many tokens (or characters), prompts and outputs apart."""
-    trace = found.trace
-    in_tokens = "prompt_tokens" in found.lengths or "output_tokens" in found.lengths
-    columns = [
-        ("prompt", trace.prompt_tokens[trace.prompt_tokens >= 0], PAGED, "solid"),
-        ("output", trace.output_tokens[trace.output_tokens >= 0], CONTIGUOUS, "dash"),
-        ("prompt + output", stats.total_tokens(trace), OTHERS[0], "dot"),
-    ]
-    if not in_tokens:
-        columns = [
-            ("prompt", stats.prompt_characters(trace), PAGED, "solid"),
-            ("reply", stats.reply_characters(trace), CONTIGUOUS, "dash"),
-        ]
-    figure, unit = go.Figure(), "tokens" if in_tokens else "characters"
-    for name, values, colour, dash in columns:
-        if not len(values):
+    figure = go.Figure()
+    unit = "tokens" if any(name.endswith("tokens") for name in found.columns) else "characters"
+    for column, values in found.columns.items():
+        if not column.endswith(unit):
             continue
+        name, colour, dash = _CURVES[column]
         shares = np.linspace(0, 1, min(_POINTS, max(2, len(values))))
         lengths = np.maximum(np.quantile(values, shares, method="inverted_cdf"), 1)
         figure.add_scatter(

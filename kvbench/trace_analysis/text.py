@@ -83,11 +83,12 @@ def _prefixes(found: Description) -> tuple[str, ...]:
 
 
 def length_rows(found: Description) -> list[tuple[str, ...]]:
-    """A row a kind of length, under ``LENGTH_HEADS``."""
-    return [
-        (name.replace("_", " "), *(_number(getattr(spread, head)) for head in _PERCENTILES), f"{found.totals[name]:,}")
-        for name, spread in found.lengths.items()
-    ]
+    """One row for each kind of length, under ``LENGTH_HEADS``."""
+    rows = []
+    for name, spread in found.lengths.items():
+        figures = (_number(getattr(spread, head)) for head in _PERCENTILES)
+        rows.append((name.replace("_", " "), *figures, f"{found.columns[name].sum():,}"))
+    return rows
 
 
 def _number(value: float) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvbench.common.text import and_more
 from kvbench.traces.formats import chats, csv, lengths_jsonl, servegen, weka
 from kvbench.traces.model import Trace
-from kvbench.traces.source import Format, Source, open_source, short
+from kvbench.traces.rows import Format, Source, open_source, short
 
 PAGE_ID_SOURCES = (
     "Traces with page ids (hash_ids) are Mooncake's (github.com/kvcache-ai/Mooncake, FAST25-release/traces), "

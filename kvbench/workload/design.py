@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
-from kvbench.workload.naming import config_id_of, label_of, slug
-from kvbench.workload.settings import DEFAULTS, ONLY_WITH, applies, effective
+from kvbench.workload.settings import DEFAULTS, ONLY_WITH, applies, config_id_of, effective, label_of, slug
 
 if TYPE_CHECKING:
     from kvbench.workload.file import Workload

@@ -1,54 +1,57 @@
-"""The engine's settings as the harness knows them: what needs what, what holds when nothing is said, and words.
+"""The engine's settings as the harness knows them, and the names of a configuration: for cell ids and for people.
 
 The harness knows engines only from outside, so this is a table and not an import; a test holds it against the engine.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-# What a setting is when it is left out, for those that a sweep changes.
-DEFAULTS: Mapping[str, Any] = {
-    "layout": "paged",
-    "reservation": "max",
-    "page_size": 16,
-    "kv_cache_dtype": "auto",
-    "enable_prefix_caching": False,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 512,
-    "enable_chunked_prefill": True,
-    "max_num_partial_prefills": 1,
-    "scheduling_policy": "fcfs",
-    "preemption_mode": "recompute",
-}
 
-# Settings that mean something only beside another setting's value: elsewhere they are dropped, so that no cell is run
-# twice and none is refused for a setting that it does not use.
-ONLY_WITH: Mapping[str, tuple[str, Any]] = {
-    "page_size": ("layout", "paged"),
-    "enable_prefix_caching": ("layout", "paged"),
-    "reservation": ("layout", "contiguous"),
-    "swap_space": ("preemption_mode", "swap"),
-    "max_num_partial_prefills": ("enable_chunked_prefill", True),
-}
+@dataclass(frozen=True)
+class _Setting:
+    """One setting of ``EngineConfig``.
 
+    ``title``: for people; None: its name.
+    ``short``: what cell ids have before the value (of a flag: in place of true and false); None: its name.
+    ``default``: its value when it is left out; None: not known here.
+    ``only_with``: the other setting and value that give it a meaning. Elsewhere it is dropped, so that no cell is run
+    twice and none is refused for a setting that it does not use.
+    """
+
+    title: str | None = None
+    short: str | tuple[str, str] | None = None
+    default: Any = None
+    only_with: tuple[str, Any] | None = None
+
+
+_SETTINGS: Mapping[str, _Setting] = {
+    "layout": _Setting("layout", default="paged"),
+    "page_size": _Setting("page size", default=16, only_with=("layout", "paged")),
+    "reservation": _Setting("reservation", "", "max", ("layout", "contiguous")),
+    "kv_budget": _Setting("KV budget", "kv"),
+    "kv_cache_dtype": _Setting("KV dtype", "", "auto"),
+    "enable_prefix_caching": _Setting("prefix caching", ("prefix", "noprefix"), False, ("layout", "paged")),
+    "enable_chunked_prefill": _Setting("chunked prefill", ("chunked", "unchunked"), True),
+    "max_num_partial_prefills": _Setting("partial prefills", "partial", 1, ("enable_chunked_prefill", True)),
+    "max_num_seqs": _Setting(None, "seqs", 64),
+    "max_num_batched_tokens": _Setting(None, "tokens", 512),
+    "max_num_waiting": _Setting("waiting limit", "waiting"),
+    "max_model_len": _Setting(None, "len"),
+    "scheduling_policy": _Setting("scheduling", "", "fcfs"),
+    "preemption_mode": _Setting("preemption", "", "recompute"),
+    "swap_space": _Setting("swap space", "host", None, ("preemption_mode", "swap")),
+    "kernel_backend": _Setting(short=""),
+    "dtype": _Setting(short=""),
+}
+DEFAULTS = {name: each.default for name, each in _SETTINGS.items() if each.default is not None}
+ONLY_WITH = {name: each.only_with for name, each in _SETTINGS.items() if each.only_with is not None}
 IN_LAYOUT = ("layout", "page_size", "reservation")  # named with the layout where they are given
-
-TITLES: Mapping[str, str] = {
-    "layout": "layout",
-    "reservation": "reservation",
-    "page_size": "page size",
-    "kv_budget": "KV budget",
-    "kv_cache_dtype": "KV dtype",
-    "enable_prefix_caching": "prefix caching",
-    "enable_chunked_prefill": "chunked prefill",
-    "max_num_partial_prefills": "partial prefills",
-    "max_num_waiting": "waiting limit",
-    "scheduling_policy": "scheduling",
-    "preemption_mode": "preemption",
-    "swap_space": "swap space",
-}
+_MOST_ID = 80  # characters: file systems allow 255 bytes for a name; a terminal table does not
 _VALUES: Mapping[tuple[str, Any], str] = {
     ("kv_cache_dtype", "auto"): "KV in the model's dtype",
     ("kv_cache_dtype", "fp8_e4m3"): "FP8 KV (e4m3)",
@@ -76,7 +79,7 @@ def applies(name: str, settings: Mapping[str, Any]) -> bool:
 
 def setting_title(name: str) -> str:
     """A setting for people: ``kv_cache_dtype`` -> KV dtype."""
-    return TITLES.get(name, name)
+    return _SETTINGS.get(name, _Setting()).title or name
 
 
 def value_words(name: str, value: Any) -> str:
@@ -99,3 +102,49 @@ def phrase(name: str, value: Any) -> str:
     if words == "the default":
         return f"default {setting_title(name)}"
     return f"{words} reservation" if name == "reservation" else f"{setting_title(name)} {words}"
+
+
+def config_id_of(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
+    """A configuration in cell ids: its layout with page size or reservation, then what varies.
+
+    The layout is missing where a server was launched by a command that does not say it.
+    """
+    if "target" in settings:  # a server that runs already: its settings are not known
+        return "target"
+    layout = settings.get("layout")
+    parts = [slug(layout or "launched")]
+    if layout in ("paged", None) and "page_size" in settings:
+        parts.append(f"p{slug(settings['page_size'])}")
+    if layout == "contiguous" and "reservation" in settings:
+        parts.append(slug(settings["reservation"]))
+    for name, value in varied.items():
+        short = _SETTINGS.get(name, _Setting()).short
+        if name in IN_LAYOUT:
+            continue
+        if isinstance(short, tuple) and isinstance(value, bool):
+            parts.append(short[0 if value else 1])
+        else:
+            parts.append(f"{short if isinstance(short, str) else name.replace('_', '') + '_'}{slug(value)}")
+    config_id = "-".join(parts)
+    if len(config_id) > _MOST_ID:
+        config_id = f"{config_id[: _MOST_ID - 7]}-{hashlib.sha256(config_id.encode()).hexdigest()[:6]}"
+    return config_id
+
+
+def slug(value: Any) -> str:
+    """Letters, digits, dot and underscore only: safe in a file name, a URL and a shell on any system."""
+    text = re.sub(r"[^A-Za-z0-9._]+", "_", str(value)).strip("._")
+    return text or "none"
+
+
+def label_of(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
+    """A configuration for people."""
+    if "target" in settings:
+        return str(settings["target"])
+    layout = settings.get("layout")
+    words = [str(layout or "launched server")]
+    if layout in ("paged", None) and "page_size" in settings:
+        words.append(f"page {settings['page_size']}")
+    if layout == "contiguous" and "reservation" in settings:
+        words.append(phrase("reservation", settings["reservation"]))
+    return ", ".join([*words, *(phrase(name, value) for name, value in varied.items() if name not in IN_LAYOUT)])

@@ -1,11 +1,9 @@
-"""The KLD of a quantised KV: the logits against transformers' own, the divergence against scipy's, and the command."""
+"""The KLD of a quantised KV in the engine: the logits against transformers' own, the divergence against scipy's."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +13,6 @@ from scipy.special import log_softmax, rel_entr
 from engine import teacher_forcing
 from engine.config import EngineConfig
 from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
-from kvbench.cli.quality import quality
-from kvbench.cli.run_guarded import guarded
-from kvbench.common.errors import UsageError
-from kvbench.common.git import git_state
-from kvbench.quality.result import read_quality
-from kvbench.workload.file import load_workload
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
 
 QUANTISED = ("int8_per_token_head", "fp8_e4m3", "fp8_e5m2", "int4_per_token_head")  # the more exact first
@@ -115,89 +107,3 @@ def test_the_continuation_is_the_references_own_greedy_one(folder, monkeypatch):
             rows[row] = rows.get(row, []) + ids
     for row, (prompt, count) in enumerate(zip(PROMPTS, CONTINUED, strict=True)):
         assert rows[row] == prompt + greedy_outputs(folder, {"it": prompt}, count)["it"]
-
-
-WORKLOAD = """
-name: tiny
-seed: 3
-model: {{path: {folder}}}
-engine: {{device: cpu, kv_budget: 1MiB, max_model_len: 64, max_num_seqs: 4, max_num_batched_tokens: 16}}
-sweep: {{kv_cache_dtype: [auto, int8_per_token_head, int4_per_token_head]}}
-load:
-  concurrency: [2]
-  num_requests: [5]
-  prompts: {{kind: synthetic, classes: [{{name: it, share: 1, prompt_tokens: 12, output_tokens: 8}}]}}
-"""
-
-
-@pytest.fixture
-def workload(folder, tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(WORKLOAD.format(folder=folder))
-    return path
-
-
-def run_folder(workload: Path, **manifest: object) -> Path:
-    folder = workload.parent / "run"
-    folder.mkdir(exist_ok=True)
-    made = {"workload": dict(load_workload(workload, profile="cpu").resolved), "plan": [], "profile": "cpu"}
-    (folder / "manifest.json").write_text(json.dumps({**made, "git": git_state(), **manifest}))
-    return folder
-
-
-def command(*words: object) -> int:
-    return guarded(lambda: quality.main([str(word) for word in words], standalone_mode=False))
-
-
-def test_the_command_on_a_run(workload, capsys):
-    run = run_folder(workload, model={"weights_fingerprint": "of other weights"})
-    assert command(run, "--prompts", 3, "--output-tokens", 5) == 0
-    result = read_quality(run)
-    int8, int4 = result.configurations.values()
-    assert [int8["kv_cache_dtype"], int4["kv_cache_dtype"]] == ["int8_per_token_head", "int4_per_token_head"]
-    assert int8["positions"] == int4["positions"] == 3 * (12 + 5)
-    assert 0 < int8["mean"] < int4["mean"] <= int4["p99"] <= int4["max"]
-    assert (
-        min(int4["prompt_mean"], int4["decode_mean"]) <= int4["mean"] <= max(int4["prompt_mean"], int4["decode_mean"])
-    )
-    assert result.note == "" and "those of" in result.weights  # a folder's weights are somebody's
-    (different,) = result.differs_from(json.loads((run / "manifest.json").read_text()))
-    assert different.startswith("set of weights ")
-    out, err = capsys.readouterr()
-    assert "warning" not in err
-    assert "same token" in out and all(config_id in out for config_id in result.configurations)
-
-
-def test_other_code_than_the_run_is_said_before_it_is_measured(workload, capsys, monkeypatch):
-    run = run_folder(workload, git={"sha": "0123456789abcdef"})
-
-    def measure(*_, **__):
-        raise UsageError("measured")
-
-    monkeypatch.setattr("kvbench.quality.measure.measure", measure)
-    assert command(run) == 2
-    warning, said = capsys.readouterr().err.splitlines()
-    assert "of the run 0123456789ab" in warning and "only with --force" in warning and said == "error: measured"
-
-
-def test_several_sets_of_weights_are_all_named_and_random_ones_noted(workload, capsys):
-    file = workload.parent / "out.json"
-    sweep = "sweep={load_format: [auto, dummy], kv_cache_dtype: [auto, int4_per_token_head]}"
-    words = ("-o", sweep, "-o", "design=full", "--prompts", 1, "--output-tokens", 1, "--output", file)
-    assert command(workload, "--profile", "cpu", *words) == 0
-    result = json.loads(file.read_text())
-    assert len(result["configurations"]) == 2 and result["weights_fingerprint"] == ""
-    assert [part.split(" ")[0] for part in result["weights"].split("; ")] == ["those", "random"]
-    assert "random (seed 0)" in result["weights"] and "random" in result["note"]
-    assert result["note"] in capsys.readouterr().out
-
-
-def test_what_cannot_be_measured_is_refused(workload, capsys):
-    def refused(words: str, *arguments: object) -> bool:
-        return command(*arguments) == 2 and words in capsys.readouterr().err
-
-    run = run_folder(workload, backend="vllm")
-    assert refused("only the built-in engine shows its logits", run)
-    assert refused("-o", run, "-o", "seed=4")
-    assert refused("has a quantised KV", workload, "--profile", "cpu", "-o", "sweep={}")
-    assert refused("there is no workload file", workload.parent / "none.yaml")

@@ -26,7 +26,7 @@ from engine.sequence import Request, SamplingParams
 from kvbench.common.errors import UsageError
 from kvbench.common.schema import StrictModel, explain
 from kvbench.workload.file import read_yaml
-from kvbench.workload.naming import config_id_of
+from kvbench.workload.settings import config_id_of
 
 _PROMPT, _OUTPUT, _OWN, _SHARED = range(4)  # what a number is drawn for
 

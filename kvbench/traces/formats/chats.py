@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvbench.traces.model import UNKNOWN
-from kvbench.traces.rows import Rows, read_rows
-from kvbench.traces.source import Format, Row, Source, seconds, short, text, tokens
+from kvbench.traces.rows import Format, Row, Rows, Source, read_rows, seconds, short, text, tokens
 
 _USERS = ("human", "user")
 _MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")

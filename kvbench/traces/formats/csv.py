@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.traces.model import Trace, find_tick
-from kvbench.traces.source import Format, Source
+from kvbench.traces.rows import Format, Source
 
 _COLUMNS = {  # time, prompt and output
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),

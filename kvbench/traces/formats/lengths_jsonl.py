@@ -19,8 +19,7 @@ import numpy as np
 from kvbench.traces.formats import csv
 from kvbench.traces.formats.chats import message_texts, payload_texts
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
-from kvbench.traces.rows import PageSize, Rows, read_rows
-from kvbench.traces.source import Format, Row, Source, seconds, short, text, tokens
+from kvbench.traces.rows import Format, PageSize, Row, Rows, Source, read_rows, seconds, short, text, tokens
 
 _CONTENT = ("input_length", "text_input", "messages", "payload")
 _AIPERF = ("text_input", "messages", "payload", "delay", "message_mode", "session_id")

@@ -15,7 +15,7 @@ from bisect import bisect_right
 import numpy as np
 
 from kvbench.traces.model import MOST_TOKENS, Trace, find_tick
-from kvbench.traces.source import Format, Source, lines, short
+from kvbench.traces.rows import Format, Source, lines, short
 
 _SEED = 0  # the same trace on every machine
 _MOST_REQUESTS = 1_000_000  # clients of a week have a hundred times as many

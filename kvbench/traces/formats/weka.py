@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvbench.traces.model import MOST_TOKENS, UNKNOWN, Trace
-from kvbench.traces.rows import PageSize, Rows, read_rows
-from kvbench.traces.source import Format, Row, Source, seconds, short, tokens
+from kvbench.traces.rows import Format, PageSize, Row, Rows, Source, read_rows, seconds, short, tokens
 
 
 def _read(sources: list[Source], page_size: int | None) -> Trace:

@@ -13,8 +13,7 @@ from kvbench.common.secrets import api_key, without_key
 from kvbench.load.completion import judge
 from kvbench.load.http import OPENAI
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.base import ModelFacts, Target
-from kvbench.targets.http import Access
+from kvbench.targets.base import Access, ModelFacts, Target
 from tests.support.loads import ROOT, LoadRunner, own_mock
 from tests.support.scripted_http import scripted_server
 

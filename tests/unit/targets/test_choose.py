@@ -348,7 +348,7 @@ def test_every_option_of_a_target_says_what_it_goes_with() -> None:
 def test_an_option_is_taken_where_it_applies_and_refused_elsewhere(monkeypatch, kind) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "sk-secret")
     monkeypatch.setattr("kvbench.targets.choose.program_of", lambda preset, given: sys.executable)
-    monkeypatch.setattr("kvbench.targets.http.tls_context", lambda verify, file: False)
+    monkeypatch.setattr("kvbench.targets.base.tls_context", lambda verify, file: False)
     overrides = ("engine.device=cpu", "engine.page_size=32", "sweep={}")
     workload = load_workload(WORKLOAD, profile="cpu", overrides=overrides)
     for name, kinds in KINDS_OF.items():

@@ -11,9 +11,8 @@ import pytest
 from kvbench.calibration.mock.process import self_signed
 from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.targets import base, http
-from kvbench.targets.base import ModelFacts, Target
-from kvbench.targets.http import Access
+from kvbench.targets import base
+from kvbench.targets.base import Access, ModelFacts, Target
 from kvbench.targets.presets import PRESETS
 from kvbench.targets.running import OpenAITarget
 from tests.support.loads import ROOT, fake_server, free_port, own_mock
@@ -45,7 +44,7 @@ def fire():
 
 @pytest.mark.parametrize("path", CALLS)
 def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(fire, path, monkeypatch):
-    monkeypatch.setattr(http, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(base, "MOST_BYTES", 1 << 20)
     target = Target(fire)
     target.model = ModelFacts("fake", 8192, 1024)
 

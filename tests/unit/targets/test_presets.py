@@ -11,7 +11,7 @@ import pytest
 from engine.config import EngineConfig
 from kvbench.targets.choose import arithmetic
 from kvbench.targets.launch_plan import Launcher
-from kvbench.targets.preset import OF_THE_MODEL, Context
+from kvbench.targets.preset import MODEL_SETTINGS, Context
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import make_design, without_refused
 from kvbench.workload.file import load_workload
@@ -128,7 +128,7 @@ def test_nothing_is_passed_over_in_silence(name):
     refused. A setting that nobody has thought of is refused."""
     preset = PRESETS[name]
     for field in dataclasses.fields(EngineConfig):
-        if field.name not in preset.settings and field.name not in OF_THE_MODEL:
+        if field.name not in preset.settings and field.name not in MODEL_SETTINGS:
             (reason,) = preset.refusals(Context({field.name: "x"}))
             assert reason == f"{preset.title} cannot have {field.name} x: it has no such setting"
     assert set(preset.settings) <= {f.name for f in dataclasses.fields(EngineConfig)}

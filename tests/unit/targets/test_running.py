@@ -11,7 +11,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load.spec import LoadSpec
 from kvbench.measure import server_state
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.http import Access
+from kvbench.targets.base import Access
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.prompt_texts import ids_as_words
 from kvbench.targets.running import OpenAITarget

@@ -1,13 +1,23 @@
-"""Which cells a sweep has, what they are called, and in which order they run."""
+"""Which cells a sweep has, for every setting of the engine; what they are called, and in which order they run."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 import re
 
 import pytest
+import yaml
 
+from engine.config import KV_CACHE_DTYPES, EngineConfig
+from engine.server.arguments import build_parser, command_line, options_of
 from kvbench.common.errors import UsageError
-from kvbench.workload.design import load_point, make_design, normalise, plan_blocks, select
+from kvbench.sweep.plan import planned_blocks, preflight
+from kvbench.targets.builtin import check_configuration
+from kvbench.workload.design import load_point, make_design, normalise, plan_blocks, plan_sweep, select
+from kvbench.workload.file import load_workload, resolve
+from kvbench.workload.settings import DEFAULTS, ONLY_WITH, phrase, value_words
 
 BASE = {"layout": "paged", "page_size": 16, "enable_prefix_caching": False, "max_num_seqs": 64}
 SWEEP = {"layout": ["contiguous", "paged"], "page_size": [8, 16, 64], "enable_prefix_caching": [False, True]}
@@ -18,9 +28,13 @@ def ids(design):
     return [c.config_id for c in design.configurations]
 
 
+def one_at_a_time(engine, sweep):
+    return make_design(engine, sweep, LOADS, "one_at_a_time")
+
+
 def test_one_variable_at_a_time_whether_the_baselines_value_is_listed_or_not():
-    assert ids(make_design(BASE, {"page_size": [8]}, LOADS, "one_at_a_time")) == ["paged-p16", "paged-p8"]
-    design = make_design(BASE, SWEEP, LOADS, "one_at_a_time")
+    assert ids(one_at_a_time(BASE, {"page_size": [8]})) == ["paged-p16", "paged-p8"]
+    design = one_at_a_time(BASE, SWEEP)
     assert ids(design) == ["paged-p16", "contiguous", "paged-p8", "paged-p64", "paged-p16-prefix"]
     assert [c.cell_id for c in design.cells][:4] == [
         "paged-p16-c3", "paged-p16-c24", "contiguous-c3", "contiguous-c24",
@@ -47,7 +61,7 @@ def test_contiguous_drops_page_size_and_prefix_caching_and_keeps_the_rest():
     ],
 )
 def test_ids_are_unique_and_safe_as_file_names_for_any_setting(values):
-    design = make_design(BASE, {"some_setting": values}, LOADS, "one_at_a_time")
+    design = one_at_a_time(BASE, {"some_setting": values})
     found = [cell.cell_id for cell in design.cells]
     assert len(design.configurations) == len(values) + (None not in values)  # None is the default: the baseline
     assert len({name.lower() for name in found}) == len(found)
@@ -56,7 +70,7 @@ def test_ids_are_unique_and_safe_as_file_names_for_any_setting(values):
 
 
 def test_none_puts_a_setting_back_to_its_default():
-    design = make_design({**BASE, "num_threads": 2}, {"num_threads": [None, 1]}, LOADS, "one_at_a_time")
+    design = one_at_a_time({**BASE, "num_threads": 2}, {"num_threads": [None, 1]})
     assert ids(design) == ["paged-p16", "paged-p16-numthreads_None", "paged-p16-numthreads_1"]
     assert "num_threads" not in design.configurations[1].settings
     assert design.configurations[1].varied == {"num_threads": None}
@@ -65,7 +79,7 @@ def test_none_puts_a_setting_back_to_its_default():
 def test_changed_flags_are_named_in_both_directions():
     base = {**BASE, "enable_prefix_caching": True, "enable_chunked_prefill": True}
     sweep = {"enable_prefix_caching": [False], "enable_chunked_prefill": [False], "max_num_seqs": [8]}
-    assert ids(make_design(base, sweep, LOADS, "one_at_a_time")) == [
+    assert ids(one_at_a_time(base, sweep)) == [
         "paged-p16", "paged-p16-noprefix", "paged-p16-unchunked", "paged-p16-seqs8",
     ]  # fmt: skip
 
@@ -76,7 +90,7 @@ def test_open_loop_load_ids(rate, expected):
 
 
 def test_only_filters_cells_and_refuses_a_glob_that_matches_nothing():
-    design = make_design(BASE, SWEEP, LOADS, "one_at_a_time")
+    design = one_at_a_time(BASE, SWEEP)
     chosen = select(design, ["paged-*-c24", "contiguous-c3"])
     assert [c.cell_id for c in chosen.cells] == [
         "paged-p16-c24", "contiguous-c3", "paged-p8-c24", "paged-p64-c24", "paged-p16-prefix-c24",
@@ -86,7 +100,7 @@ def test_only_filters_cells_and_refuses_a_glob_that_matches_nothing():
 
 
 def test_blocks_run_each_cell_and_repeat_once_on_a_fresh_server_per_configuration():
-    design = make_design(BASE, SWEEP, LOADS, "one_at_a_time")
+    design = one_at_a_time(BASE, SWEEP)
     blocks = plan_blocks(design, 3, seed=0)
     assert len(blocks) == 15
     runs = [(cell.cell_id, block.repeat) for block in blocks for cell in block.cells]
@@ -97,7 +111,7 @@ def test_blocks_run_each_cell_and_repeat_once_on_a_fresh_server_per_configuratio
 
 
 def test_the_order_is_random_between_repeats_and_fixed_by_the_seed():
-    design = make_design(BASE, SWEEP, LOADS, "one_at_a_time")
+    design = one_at_a_time(BASE, SWEEP)
     order = [b.configuration.config_id for b in plan_blocks(design, 20, seed=1)]
     assert order == [b.configuration.config_id for b in plan_blocks(design, 20, seed=1)]
     assert order != [b.configuration.config_id for b in plan_blocks(design, 20, seed=2)]
@@ -117,3 +131,173 @@ def test_in_one_repeat_every_configuration_sees_its_loads_in_the_same_order():
     for few in fewer:  # leaving cells out does not change the order of the others
         whole = next(b for b in blocks if b.block_id == few.block_id)
         assert [c for c in whole.cells if c in few.cells] == list(few.cells)
+
+
+PAGED = {"layout": "paged", "page_size": 16}
+EVERY = {
+    "reservation": ["max", "pow2", "oracle"],
+    "kv_cache_dtype": list(KV_CACHE_DTYPES),
+    "preemption_mode": ["recompute", "swap"],
+    "swap_space": ["16MiB", "64MiB"],
+    "scheduling_policy": ["fcfs", "priority"],
+    "enable_chunked_prefill": [True, False],
+    "max_num_partial_prefills": [1, 2],
+    "max_num_waiting": [None, 8],
+}
+
+
+def test_the_table_of_defaults_and_dependences_is_the_engine_s():
+    config = EngineConfig()
+    assert {name: getattr(config, name) for name in DEFAULTS} == dict(DEFAULTS)
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert names >= {*ONLY_WITH, *(other for other, _ in ONLY_WITH.values()), *EVERY}
+
+
+def test_each_setting_changed_alone_is_one_cell_and_defaults_that_are_listed_are_the_baseline():
+    design = one_at_a_time(PAGED, EVERY)
+    assert ids(design) == [
+        "paged-p16", "paged-p16-fp8_e4m3", "paged-p16-fp8_e5m2", "paged-p16-int8_per_token_head",
+        "paged-p16-int4_per_token_head", "paged-p16-swap", "paged-p16-priority", "paged-p16-unchunked",
+        "paged-p16-partial2", "paged-p16-waiting8",
+    ]  # fmt: skip
+    assert [c.label for c in design.configurations][1:6] == [
+        "paged, page 16, FP8 KV (e4m3)", "paged, page 16, FP8 KV (e5m2)", "paged, page 16, INT8 KV",
+        "paged, page 16, INT4 KV", "paged, page 16, swap",
+    ]  # fmt: skip
+    assert all(len(c.varied) == 1 for c in design.configurations if not c.is_baseline)
+
+
+def test_what_the_baseline_has_no_use_for_is_said_with_the_values_and_the_reason():
+    reservation, swap_space = one_at_a_time(PAGED, EVERY).notes
+    for note, words in (
+        (reservation, ("reservation", "max, pow2, oracle", "layout contiguous", "paged")),
+        (swap_space, ("swap_space", "16MiB, 64MiB", "preemption_mode swap", "recompute")),
+    ):
+        assert all(word in note for word in words), note
+
+
+def test_a_value_that_got_lost_is_said_although_another_configuration_has_the_setting():
+    design = one_at_a_time({**PAGED, "swap_space": "64MiB"}, {"preemption_mode": ["swap"], "swap_space": ["32MiB"]})
+    assert [dict(c.settings).get("swap_space") for c in design.configurations] == [None, "64MiB"]
+    assert any("swap_space changes nothing (32MiB)" in note for note in design.notes)
+
+
+def test_reservations_against_paged_are_one_variable_at_a_time_from_a_contiguous_baseline():
+    base = {"layout": "contiguous", "reservation": "max", "page_size": 16}
+    design = one_at_a_time(base, {"reservation": ["pow2", "oracle"], "layout": ["paged"]})
+    assert ids(design) == ["contiguous-max", "contiguous-pow2", "contiguous-oracle", "paged-p16"]
+    assert design.configurations[3].settings == {"layout": "paged", "page_size": 16}
+    assert design.configurations[3].varied == {"layout": "paged"}
+    assert design.configurations[1].label == "contiguous, pow2 reservation"
+
+
+def test_a_full_design_has_each_possible_engine_once():
+    """Counted independently: over the resolved settings that an engine would really use."""
+    sweep = {"layout": ["paged", "contiguous"], "enable_prefix_caching": [False, True], **EVERY}
+    design = make_design(PAGED, sweep, LOADS, "full")
+    engines = set()
+    for values in itertools.product(*sweep.values()):
+        e = dict(zip(sweep, values, strict=True))
+        engines.add((
+            e["layout"], e["enable_prefix_caching"] if e["layout"] == "paged" else None,
+            e["reservation"] if e["layout"] == "contiguous" else None, e["kv_cache_dtype"],
+            (e["preemption_mode"], e["swap_space"] if e["preemption_mode"] == "swap" else None),
+            e["scheduling_policy"],
+            (e["enable_chunked_prefill"], e["max_num_partial_prefills"] if e["enable_chunked_prefill"] else None),
+            e["max_num_waiting"],
+        ))  # fmt: skip
+    # The baseline itself leaves swap_space out and preempts by recompute: it is one of them.
+    assert len(design.configurations) == len(engines) == 5 * 5 * 3 * 2 * 3 * 2
+    assert len(set(ids(design))) == len(engines)
+    (note,) = design.notes
+    for name in ("reservation", "swap_space", "max_num_partial_prefills", "enable_prefix_caching"):
+        assert f"{name} (only with" in note
+    assert "each is run once" in note
+
+
+@pytest.mark.parametrize("settings", [c.settings for c in one_at_a_time(PAGED, EVERY).configurations])
+def test_the_server_understands_the_command_line_of_every_configuration(settings):
+    config, _ = options_of(build_parser().parse_args(command_line(dict(settings))))
+    wanted = EngineConfig.from_mapping(settings)
+    assert config == wanted
+
+
+WORKLOAD = {
+    "name": "tiny",
+    "model": {"config": "llama-32m"},
+    "engine": {"kv_budget": "65MiB", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128},
+    "load": {
+        "concurrency": 1,
+        "num_requests": 2,
+        "prompts": {
+            "kind": "synthetic",
+            "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}],
+        },
+    },
+}
+
+
+def planned(tmp_path, **sections):
+    """The design of a workload after everything that happens before a launch."""
+    path = tmp_path / "w.yaml"
+    path.write_text(yaml.safe_dump(WORKLOAD | sections))
+    workload = load_workload(path, profile="cpu")
+    design, _ = plan_sweep(workload, (), check_configuration)
+    preflight(workload, design, check_configuration)
+    return design
+
+
+def test_a_combination_that_the_engine_refuses_is_skipped_with_its_sentence(tmp_path):
+    sweep = {"enable_chunked_prefill": [True, False], "max_num_batched_tokens": [128, 256]}
+    design = planned(tmp_path, sweep=sweep, design="full")
+    assert ids(design) == ["paged", "paged-tokens256", "paged-unchunked-tokens256"]
+    (note,) = [note for note in design.notes if note.startswith("skipped")]
+    assert note.startswith("skipped paged-unchunked: max_num_batched_tokens 128 is less than max_model_len 256")
+    assert {cell.configuration.config_id for cell in design.cells} == set(ids(design))
+
+
+def test_a_run_with_skipped_combinations_is_resumed_and_ends_with_what_was_planned(tmp_path):
+    sweep = {
+        "enable_chunked_prefill": [True, False], "max_num_batched_tokens": [128, 256],
+        "preemption_mode": ["recompute", "swap"], "swap_space": ["1MiB", 2**21],
+        "kv_cache_dtype": ["auto", "int8_per_token_head"],
+    }  # fmt: skip
+    path = tmp_path / "w.yaml"
+    path.write_text(yaml.safe_dump(WORKLOAD | {"sweep": sweep, "design": "full"}))
+    workload = load_workload(path, profile="cpu")
+    _, blocks = plan_sweep(workload, (), check_configuration)
+    planned = [cell.cell_id for block in blocks for cell in block.cells]
+    assert len(set(planned)) == 3 * 3 * 2  # without the unchunked ones of 128 tokens a step
+    manifest = {"plan": [{"cells": [c.cell_id for c in block.cells]} for block in blocks]}
+    again = resolve(json.loads(json.dumps(workload.resolved)), profile="cpu", source=None)
+    left = [c.cell_id for block in planned_blocks(again, manifest) for c in block.cells]
+    assert sorted(left) == sorted(planned)
+    _, resumed = plan_sweep(again, (), check_configuration)
+    assert [(b.block_id, [c.cell_id for c in b.cells]) for b in resumed] == [
+        (b.block_id, [c.cell_id for c in b.cells]) for b in blocks
+    ]
+
+
+@pytest.mark.parametrize("design", ["full", "one_at_a_time"])
+def test_a_value_that_is_refused_everywhere_is_an_error_and_not_skipped(tmp_path, design):
+    with pytest.raises(UsageError, match=r"paged(-p16)?-fp9: kv_cache_dtype cannot be 'fp9': choose one of auto"):
+        planned(tmp_path, sweep={"kv_cache_dtype": ["auto", "fp9"], "page_size": [16]}, design=design)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "alone", "beside_its_title"),
+    [
+        ("kv_cache_dtype", "fp8_e4m3", "FP8 KV (e4m3)", "FP8 KV (e4m3)"),
+        ("kv_cache_dtype", None, "KV in the model's dtype", "KV in the model's dtype"),
+        ("preemption_mode", "swap", "swap", "swap"),
+        ("reservation", "oracle", "oracle reservation", "oracle"),
+        ("enable_prefix_caching", True, "prefix caching", "on"),
+        ("enable_chunked_prefill", False, "no chunked prefill", "off"),
+        ("swap_space", "64MiB", "swap space 64MiB", "64MiB"),
+        ("max_num_waiting", None, "default waiting limit", "the default"),
+        ("num_threads", 2, "num_threads 2", "2"),
+    ],
+)
+def test_words(name, value, alone, beside_its_title):
+    assert value_words(name, value) == beside_its_title
+    assert phrase(name, value) == alone

@@ -6,43 +6,44 @@ import dataclasses
 
 import numpy as np
 import pytest
-from scipy import stats as scipy_stats
+from scipy import stats
 
 from kvbench.trace_analysis.cache_sim import hit_rates, replay, working_set
-from kvbench.traces import stats
+from kvbench.trace_analysis.describe import Spread, arrivals, length_columns, memory, spread
 from kvbench.traces.model import Trace
 from kvbench.traces.read import read_trace
 from tests.support.trace_samples import SLICES, TRACES, needs_slices
 
 
-def printed(spread: stats.Spread) -> dict:
-    return dataclasses.asdict(spread) | {"mean": round(spread.mean, 1)}
+def printed(found: Spread) -> dict:
+    return dataclasses.asdict(found) | {"mean": round(found.mean, 1)}
 
 
 def lengths_of(trace: Trace) -> dict:
+    columns = length_columns(trace)
     if trace.prompts is not None:
         return {
-            "input_chars": printed(stats.spread(stats.prompt_characters(trace))),
-            "output_chars": printed(stats.spread(stats.reply_characters(trace))),
+            "input_chars": printed(spread(columns["prompt_characters"])),
+            "output_chars": printed(spread(columns["reply_characters"])),
         }
-    memory = stats.memory(stats.total_tokens(trace))
+    needed = memory(columns["total_tokens"])
     return {
         "prompt_tokens_total": int(trace.prompt_tokens.sum()),
         "output_tokens_total": int(trace.output_tokens.sum()),
-        "prompt": printed(stats.spread(trace.prompt_tokens)),
-        "output": printed(stats.spread(trace.output_tokens)),
+        "prompt": printed(spread(trace.prompt_tokens)),
+        "output": printed(spread(trace.output_tokens)),
         "mem": {
-            "total": printed(memory.total),
-            "reserve_max_util": round(memory.reserve_max_util, 3),
-            "reserve_p99_util": round(memory.reserve_p99_util, 3),
-            **{f"waste{size}": round(share, 4) for size, share in memory.waste.items()},
-            **{f"frac_le{size // 1024}k": round(share, 3) for size, share in memory.share_up_to.items()},
+            "total": printed(needed.total),
+            "reserve_max_util": round(needed.reserve_max_util, 3),
+            "reserve_p99_util": round(needed.reserve_p99_util, 3),
+            **{f"waste{size}": round(share, 4) for size, share in needed.waste.items()},
+            **{f"frac_le{size // 1024}k": round(share, 3) for size, share in needed.share_up_to.items()},
         },
     }
 
 
 def arrivals_of(trace: Trace) -> dict:
-    found = stats.arrivals(trace.arrival_s)
+    found = arrivals(trace.arrival_s)
     told = {
         "span_s": round(found.span_s, 1),
         "rate": round(found.rate, 3),
@@ -100,29 +101,29 @@ def test_every_slice_that_is_a_trace_is_expected_or_read():
 def test_poisson_arrivals_look_like_poisson_and_bursts_do_not():
     rng = np.random.default_rng(0)
     steady = np.cumsum(rng.exponential(0.1, 60_000))
-    found = stats.arrivals(steady - steady[0])
+    found = arrivals(steady - steady[0])
     assert found.rate == pytest.approx(10, rel=0.02) and found.cv == pytest.approx(1, abs=0.02)
     # The index of dispersion of n windows of a Poisson process is chi-squared over n - 1 (Cox and Lewis, 1966).
     for window, fano in found.fano.items():
         windows = int(found.span_s // window)
-        low, high = scipy_stats.chi2.ppf([0.0005, 0.9995], windows - 1) / (windows - 1)
+        low, high = stats.chi2.ppf([0.0005, 0.9995], windows - 1) / (windows - 1)
         assert low < fano < high
     bursts = np.repeat(np.arange(600) * 1.0, 10)
-    found = stats.arrivals(bursts)
+    found = arrivals(bursts)
     assert found.zero_gap_share == pytest.approx(0.9, abs=0.001) and found.cv == pytest.approx(3, abs=0.01)
     assert found.fano[1] == 0 and found.peak_rate_10s == 10.0
 
 
 def test_arrivals_that_span_nothing_have_no_rate():
-    assert stats.arrivals(np.zeros(5)) is None and stats.arrivals(np.array([0.0])) is None
-    few = stats.arrivals(np.array([0.0, 1.0, 4.9]))
+    assert arrivals(np.zeros(5)) is None and arrivals(np.array([0.0])) is None
+    few = arrivals(np.array([0.0, 1.0, 4.9]))
     assert few.fano == {1: None, 10: None, 60: None} and few.peak_rate_10s is None
 
 
 def test_rates_and_gaps_by_hand():
-    found = stats.arrivals(np.array([0.0, 1.0, 1.0, 4.0, np.nan, 8.0]))
+    found = arrivals(np.array([0.0, 1.0, 1.0, 4.0, np.nan, 8.0]))
     assert (found.span_s, found.rate, found.zero_gap_share) == (8.0, 5 / 8, 1 / 4)
-    assert found.cv == pytest.approx(scipy_stats.variation([1, 0, 3, 4]))
+    assert found.cv == pytest.approx(stats.variation([1, 0, 3, 4]))
     assert found.fano[1] == pytest.approx(np.var([1, 2, 0, 0, 1, 0, 0, 0]) / 0.5)  # [0, 8); the one at 8 s is not in it
 
 
@@ -140,14 +141,12 @@ def test_the_rows_before_a_slice_warm_its_cache():
 
 
 def test_reservations_and_pages_by_hand():
-    memory = stats.memory(np.array([16, 17, 64, 2048]))
-    assert memory.reserve_max_util == pytest.approx((16 + 17 + 64 + 2048) / 4 / 2048)
-    assert memory.waste[16] == pytest.approx(15 / (16 + 32 + 64 + 2048))
-    assert memory.waste[256] == pytest.approx(1 - 2145 / (3 * 256 + 2048))
-    assert memory.share_up_to == {2048: 1.0, 8192: 1.0, 32768: 1.0}
-    tail = stats.memory(np.array([100] * 995 + [100_000] * 5))
+    four = memory(np.array([16, 17, 64, 2048]))
+    assert four.reserve_max_util == pytest.approx((16 + 17 + 64 + 2048) / 4 / 2048)
+    assert four.waste[16] == pytest.approx(15 / (16 + 32 + 64 + 2048))
+    assert four.waste[256] == pytest.approx(1 - 2145 / (3 * 256 + 2048))
+    assert four.share_up_to == {2048: 1.0, 8192: 1.0, 32768: 1.0}
+    tail = memory(np.array([100] * 995 + [100_000] * 5))
     assert tail.total.p99 == 100 and tail.reserve_p99_util == pytest.approx(5.995)
     assert tail.reserve_p99_filled == 1.0  # a reservation holds no more than its room
-    assert memory.reserve_p99_filled == pytest.approx((16 + 17 + 64 + memory.total.p99) / 4 / memory.total.p99)
-    with pytest.raises(ValueError, match="no values"):
-        stats.memory(np.array([], dtype=np.int64))
+    assert four.reserve_p99_filled == pytest.approx((16 + 17 + 64 + four.total.p99) / 4 / four.total.p99)
