@@ -1,4 +1,4 @@
-"""Which calibration a load needs, and those that a sweep or a load has: measured once, kept in its folder."""
+"""Which calibration a load needs. Each is measured once and kept in the folder of the sweep or load."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ _FULL_STREAMS = 256  # of one process with more, chunks are as many a second, un
 
 @dataclass(frozen=True)
 class ClientLoad:
-    """What a load needs of the client: ``streams`` at once and chunks a second (None: not known), over ``processes``.
-
-    ``tls``: of one server, so of all its loads.
-    """
+    """The load on the client: ``streams`` at once and chunks a second (None: not known), over ``processes``."""
 
     streams: int
     processes: int = 1
@@ -90,7 +87,7 @@ class Calibrator:
         return dataclasses.replace(found, reasons=(*found.reasons, too_much))
 
     def _at(self, settings: CalibrationSettings, again: bool) -> Calibration:
-        """Known to be good, else measured now; ``again``: the load needed more than was expected before it."""
+        """A stored good calibration, else a new one. ``again``: the load needed more than was expected before it."""
         stored = _stored(self.folder)
         same = [c for c in stored if (c.machine, c.settings) == (machine_key(), settings)]
         failed = [c for c in same if c.reasons]

@@ -1,4 +1,4 @@
-"""The load client measured against the mock server: can it be believed on this machine, at this many streams?
+"""Measures the load client against the mock server: how exact it is on this machine, at so many streams.
 
 The mock server notes when it sent each chunk, and the load process that measures engines streams from it for a few
 seconds; what the client saw is compared with what was sent. Some streams are cut off, refused or dropped on purpose,
@@ -192,7 +192,7 @@ class Attempt:
 
     @property
     def disturbed(self) -> str:
-        """What would make a load invalid, in words; empty when there was nothing of the kind."""
+        """What other work on the machine would have made a load invalid, in words; empty if there was none."""
         foreign, steal = self.foreign_cpu_cores or 0.0, self.steal_share or 0.0
         said = [f"other processes used {foreign:.2f} of a core"] if foreign > MAX_FOREIGN_CORES else []
         said += [f"the host took {steal:.1%} of the CPU time away"] if steal > MAX_STEAL_SHARE else []
@@ -279,7 +279,7 @@ def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attem
 
 
 def _measure(settings: CalibrationSettings) -> tuple[Figures, dict[str, Any]]:
-    """One attempt: what it found, and how the machine was meanwhile (``contention.machine_report``)."""
+    """One attempt: what it found, and how the machine was meanwhile (``foreign_cpu.machine_report``)."""
     count = settings.requests
     rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each kind
     with tempfile.TemporaryDirectory(prefix="kvbench-calibration-") as scratch:

@@ -112,9 +112,9 @@ class StreamingClient:
         return self._raw
 
     def _is_quiet(self) -> bool:
-        """Nothing has come over the kept connection since the last response's end, not even its close.
+        """Whether nothing, not even a close, has come over the kept connection since the last response.
 
-        What did come would be taken for the beginning of the next response, and every later one would be another's.
+        Stray bytes would be taken for the beginning of the next response, and shift all later ones.
         """
         try:
             return self._connection.receive()[0] is None

@@ -1,4 +1,4 @@
-"""What a finished stream was worth: tokens with their arrival times, and success or the kind of failure."""
+"""Parses a finished stream: tokens with their arrival times, and success or the kind of failure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Completion:
             self.error_kind, self.error = kind, message
 
     def hide_key(self, variable: str | None, dialect: Dialect) -> None:
-        """Takes the API key in that environment variable out of what is stored of the server's words."""
+        """Removes the API key in that environment variable from the server's texts before they are stored."""
         self.text, self.error = without_key(self.text, variable), without_key(self.error, variable)
         if self.finish_reason not in dialect.finish_reasons:
             self.finish_reason = without_key(self.finish_reason, variable)
@@ -72,11 +72,11 @@ def judge(
     pause: Callable[[], None] = lambda: None,
     dialect: Dialect = OPENAI,
 ) -> Completion:
-    """Parses a stream and decides: success only with a finish_reason, a [DONE] and a usage that matches.
+    """Parses a stream. It succeeded only with a finish_reason, a [DONE] and a usage that matches.
 
-    ``times[i]`` stamps ``chunks[i]``; ``error_kind`` is the transport's verdict. ``pause`` is called between
-    slices of work, so that the caller's event loop can go on stamping other streams. ``dialect`` says which of these
-    signs its server is known not to send.
+    ``times[i]`` is the arrival of ``chunks[i]``; ``error_kind``: how the transport failed, if it did; ``pause`` is
+    called between slices of work, so that the event loop can read other streams; ``dialect``: which of the three the
+    server does not send.
     """
     out, response = Completion(), Response(chunks)
     if error_kind is not None:
@@ -217,7 +217,7 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
 
 
 def _close(out: Completion) -> None:
-    """What can be stored: one answer with a wild token id or half a character must not cost the load its file."""
+    """Removes what Parquet cannot store: impossible token ids, halves of characters."""
     ids = out.token_ids
     if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < _MOST_TOKENS):
         wild = next(i for i in ids if type(i) is not int or not 0 <= i < _MOST_TOKENS)

@@ -98,7 +98,7 @@ class Connection:
         self._found_empty()
 
     def _found_empty(self) -> None:
-        """What comes from now on arrives later than ``_read_at``, when wall time was ``_ahead`` of perf_counter."""
+        """Notes that nothing has arrived yet at ``_read_at``, and how far wall time was ``_ahead`` of perf_counter."""
         self._read_at = time.perf_counter()
         self._ahead = time.time() - self._read_at
 
@@ -170,7 +170,7 @@ class TlsConnection(Connection):
                 wait_read(self.fd)
 
     def _flush(self) -> None:
-        """What TLS itself wants to say: handshakes and alerts, which a socket's buffer takes."""
+        """Sends TLS's own messages (handshakes, alerts). They are small: the socket's buffer takes them."""
         if self._outgoing.pending:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._sock.send(self._outgoing.read())

@@ -51,7 +51,7 @@ def make_requests(
 
 
 def store_requests(requests: list[Any], folder: Path, name: str) -> tuple[Path, str]:
-    """Write them once under a name that tells their content; (path, sha256)."""
+    """Writes the requests to a file whose name holds their hash; its path and sha256."""
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".{name}.jsonl"
     write_requests(scratch, requests)
@@ -63,7 +63,7 @@ def store_requests(requests: list[Any], folder: Path, name: str) -> tuple[Path, 
 
 
 def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
-    """Seconds after which a load cannot be going on properly: every request has its own time-out."""
+    """Seconds that a load takes at most: every request has its own time-out."""
     last_arrival = max((r.arrival_s or 0.0 for r in requests), default=0.0)
     chains = [len(turns) * load.timeout_s + sum(r.think_s for r in turns) for turns in conversations(requests)]
     at_once = point.concurrency or load.max_concurrency or len(chains) or 1

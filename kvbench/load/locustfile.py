@@ -1,4 +1,4 @@
-"""The same users under Locust's own command line, for its web UI, its CSV and its own distribution.
+"""kvbench's users under Locust's own command line, for its web UI, its CSV and its own distribution.
 
     locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000
     locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000 --headless --csv out --kvbench-at c32
@@ -60,7 +60,7 @@ NODE = Node()
 
 
 class _Prepared:
-    """Users of this process's session; without one (the test could not be prepared) they wait for Locust's end."""
+    """Users of this process's session; if it could not be made they wait until Locust ends."""
 
     def on_start(self) -> None:
         if NODE.session is None:
@@ -82,9 +82,9 @@ class OpenLoop(_Prepared, OpenLoopUser):
 
 
 class DealtOnce(UsersDispatcher):
-    """Locust's dispatcher among the workers of the beginning: the requests are dealt out to them, and to nobody else.
+    """Locust's dispatcher, for the workers at the start of a test only: they share all its requests.
 
-    Locust would spawn again, and move users, when a worker comes, goes or comes back.
+    Locust itself would spawn and move users when a worker comes, goes or comes back.
     """
 
     @property
@@ -228,7 +228,7 @@ def _await_workers(environment: Environment, master: MasterRunner, nodes: set[st
 
 
 def _drive(environment: Environment) -> None:
-    """Starts when the first user stands at the line, and ends Locust's test when the load has ended."""
+    """Starts the load when the first user is connected, and ends Locust's test when the load has ended."""
     session = NODE.session
     if not session.total:  # more workers than conversations
         _leave(environment)
@@ -250,7 +250,7 @@ def _drive(environment: Environment) -> None:
 
 
 def _leave(environment: Environment, problem: str | None = None) -> None:
-    """This node has nothing more to do; ``problem``: because it cannot."""
+    """This node has nothing more to do; ``problem``: why it could not do its part."""
     if problem is not None:
         _not_driven(environment, problem)
     if isinstance(environment.runner, WorkerRunner):
@@ -261,7 +261,7 @@ def _leave(environment: Environment, problem: str | None = None) -> None:
 
 
 def _say_used_up(environment: Environment) -> None:
-    """Else a test that ends before its --run-time looks cut short."""
+    """Says why the test ends: one that ends before its --run-time looks cut short."""
     if environment.process_exit_code is None:
         cap = " before --run-time is over" if environment.parsed_options.run_time else ""
         print(f"kvbench: the workload's requests are used up, so the test ends{cap}.", file=sys.stderr)

@@ -64,7 +64,7 @@ class PreciseSleep:
             ring.wait()
 
     def close(self) -> None:
-        """Gives the timer back; who still waits is not woken."""
+        """Closes the timer. Greenlets that still wait are not woken."""
         if self._calls.fd >= 0:
             _close(self._watcher, self._calls.fd)
             self._calls.fd = -1

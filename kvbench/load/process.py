@@ -1,4 +1,4 @@
-"""What a load process does whether it is the only one or one of several: users, undisturbed measuring, watching."""
+"""Parts of a load process, alone or one of several: start users, measure without interruptions, watch for the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REALTIME = 1  # the lowest real-time priority: before every ordinary process, b
 
 
 def line_up(runner: Runner, session: LoadSession, stopped: Callable[[], bool]) -> None:
-    """Spawns the load's users; returns when each stands at the line, connected. StreamFailure; none if ``stopped``."""
+    """Spawns the load's users; returns when all are connected, or when the load is stopped. StreamFailure."""
     env, spec = runner.environment, session.spec
     session.fire = env.events.request.fire
     base = ClosedLoopUser if spec.mode == "closed" else OpenLoopUser
@@ -48,7 +48,7 @@ def line_up(runner: Runner, session: LoadSession, stopped: Callable[[], bool]) -
 
 
 def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) -> None:
-    """Until every user stands at the line with an open connection, or the load is stopped. StreamFailure."""
+    """Waits until every user is connected, or the load is stopped. StreamFailure."""
     late = StreamFailure("connect_timeout", f"the users were not ready in {START_LIMIT_S:g} s")
     with gevent.Timeout(START_LIMIT_S, late):
         while session.ready < users:
@@ -68,10 +68,10 @@ def end_users(runner: Runner) -> None:
 
 @contextlib.contextmanager
 def better_priority(wanted: bool) -> Iterator[str]:
-    """Within the block this thread runs first, as far as the system allows; yields what was reached.
+    """Raises this thread's priority within the block, as far as the system allows; yields the one that was reached.
 
-    ``realtime`` (SCHED_RR, needs CAP_SYS_NICE), ``nice N`` or ``normal``. The old scheduling comes back after
-    the block, so that writing results does not compete with anybody.
+    ``realtime`` (SCHED_RR, needs CAP_SYS_NICE), ``nice N`` or ``normal``. The old one comes back after the block, so
+    that writing results disturbs nobody.
     """
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
@@ -96,7 +96,7 @@ def _raise() -> str:
 
 @contextlib.contextmanager
 def undisturbed(spec: LoadSpec) -> Iterator[str]:
-    """Within the block nothing of ours stops the streams' stamps; yields the priority that was reached."""
+    """Within the block no garbage collection or slow thread switch delays timestamps; yields the priority."""
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would stop all streams' stamps for milliseconds
@@ -109,7 +109,7 @@ def undisturbed(spec: LoadSpec) -> Iterator[str]:
 
 
 class Measuring:
-    """From ``begin`` to ``end``, while the streams last: the session runs, the probe ticks, CPU and clocks are read."""
+    """Measures this process from ``begin`` to ``end``: the lag of its loop, its CPU time and its clocks."""
 
     def __init__(self, session: LoadSession) -> None:
         self.session, self.probe = session, LagProbe()
@@ -143,9 +143,9 @@ class Measuring:
 
 
 def parse_rest(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], None]) -> None:
-    """Until all that came back is judged. ``tick``: 4 times a second.
+    """Waits until all answers are parsed. ``tick`` is called 4 times a second.
 
-    Once the load is ``stopped`` it may take ``STOP_LIMIT_S`` more; otherwise it ends when nothing gets done.
+    It gives up ``STOP_LIMIT_S`` after the load was ``stopped``, or when nothing was parsed for 30 s.
     """
     moved = ticked = time.monotonic()
     stopped_at, done = float("inf"), session.done
@@ -185,7 +185,7 @@ class LoadEvents:
         self._on_stop()
 
     def say(self, event: str, done: int, failed: int, elapsed_s: float, **more: Any) -> None:
-        """One line; when nobody reads any more, whoever started the load is gone, and the load stops."""
+        """Prints one event. A closed stdout stops the load: the process that started it is gone."""
         line = {"event": event, "done": done, "total": self.total, "failed": failed, "elapsed_s": round(elapsed_s, 3)}
         try:
             print(json.dumps({**line, **more}), flush=True)
@@ -200,9 +200,9 @@ class LoadEvents:
 
 
 def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], None]) -> str | None:
-    """Until the last stream has returned (None), the load was stopped (None), or the server is gone (why).
+    """Waits for the end: None when the last stream has returned or the load was stopped, else why the server is gone.
 
-    In the last case nothing more is sent. ``tick``: 4 times a second.
+    Once it is gone nothing more is sent. ``tick`` is called 4 times a second.
     """
     spec = session.spec
     moved, returned = time.monotonic(), 0

@@ -61,12 +61,12 @@ def _not_stored(load: Any, error: OSError) -> int:
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
     if not options.master and useful_workers(spec, requests, spec.processes) == 1:
         return Load(spec, requests)
-    from kvbench.load.multi.master import SharedLoad, WorkerSetup
+    from kvbench.load.multi.master import SharedLoad
 
     if not options.master:
-        return SharedLoad(spec, requests, WorkerSetup(spec.processes))
-    place = (options.bind_host, options.bind_port)
-    return SharedLoad(spec, requests, WorkerSetup(options.expect_workers, False, *place, options.arrive_timeout))
+        return SharedLoad(spec, requests, spec.processes)
+    listen = (options.bind_host, options.bind_port)
+    return SharedLoad(spec, requests, options.expect_workers, listen, options.arrive_timeout)
 
 
 class Load:

@@ -142,7 +142,7 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 
 
 def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:
-    """A note when turns that were to hold the server's own answers hold drawn ones."""
+    """A note when prompts of later turns hold drawn answers instead of the server's own, as was wanted."""
     known = {(s.request.session, s.request.turn): knows_answer(s) for s in samples}
     wanted = [s.request for s in samples if s.request.new_tokens and s.sent]
     without = sum(not known.get((r.session, r.turn - 1), False) for r in wanted)
@@ -163,10 +163,11 @@ def write_samples(path: Path, samples: Sequence[Sample], zero: float) -> None:
 
 @dataclass
 class Clocked:
-    """What a process measured of itself while it streamed. ``wall_step_s``: how far the wall clock jumped.
+    """Times and counts of one load process. ``cpu_s`` and ``wall_s``: from the start to the end of the last stream.
 
-    ``parse_cpu_s``: of the parsing that was left after the last stream; ``unstamped_reads``: those of the ``reads``
-    whose arrival the kernel did not stamp; ``reopened``: kept connections that the server had closed.
+    ``wall_step_s``: how far the wall clock jumped meanwhile; ``parse_cpu_s``: CPU time of parsing after the last
+    stream; ``unstamped_reads``: ``reads`` whose arrival the kernel did not stamp; ``reopened``: kept connections that
+    the server had closed.
     """
 
     started_unix: float = 0.0
@@ -187,9 +188,9 @@ class Clocked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a load. Times of ``samples`` and ``zero`` [s, perf_counter of this process].
+    """The result of a load. Times of ``samples`` and ``zero`` [s, perf_counter of this process].
 
-    ``client``: the client's own figures; ``reasons``: what speaks against the load beside them. ``locust_totals``:
+    ``client``: the client's own figures; ``reasons``: further reasons why the load is invalid; ``locust_totals``:
     requests and failures that Locust counted, for comparison.
     """
 
@@ -278,7 +279,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
 
 
 def _clock_note(clocked: Clocked) -> dict[str, str]:
-    """No measured time depends on the wall clock; a step of it is noted for whoever compares with other logs."""
+    """A note when the wall clock was set: no measured time depends on it, but the times of other logs do."""
     if abs(clocked.wall_step_s) <= MAX_WALL_STEP_S:
         return {}
     return {

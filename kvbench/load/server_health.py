@@ -1,4 +1,4 @@
-"""Whether the server is still there: a request that found none says little, many in a row say it."""
+"""Whether the server is still there: one request without an answer says little, many in a row say enough."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _ANSWER_LIMIT_S = 5.0
 
 
 class ServerHealth:
-    """Follows how requests end. ``gone``: why going on is pointless, None while it is not.
+    """Follows how requests end. ``gone``: why the load ends early; None while it goes on.
 
-    Suspicion falls on a server when max(8, twice the requests in flight) requests in a row found none or were timed
-    out, and since the first of them no stream has brought a byte. Then, where a number of users or places limits the
-    load, it is over: nobody is served, and it would last as many time-outs as there are requests left. Arrivals that
-    nothing limits go on whatever the server does, one too slow for its time-outs being a result, as long as a new
-    connection gets an answer to GET /health (any status) within 5 s.
+    A server is suspected when max(8, twice the requests in flight) requests in a row could not connect or timed out,
+    and no stream has brought a byte since the first of them ended. With a limit on requests in flight (closed loop, or
+    max_concurrency) the load then ends: otherwise each request left would wait for its time-out. Without a limit,
+    requests go on being sent as long as GET /health gets an answer of any status within 5 s: slowness is a result.
     """
 
     def __init__(self, spec: LoadSpec, new_client: Callable[[], StreamingClient]) -> None:
@@ -36,11 +35,11 @@ class ServerHealth:
         self._asking: gevent.Greenlet | None = None
 
     def begin(self, client: StreamingClient) -> None:
-        """A request sets out."""
+        """A request is sent."""
         self.open.add(client)
 
     def end(self, client: StreamingClient, raw: RawStream) -> None:
-        """It has ended so."""
+        """It has ended with ``raw``."""
         self.open.discard(client)
         if raw.error_kind is not None:
             self._last_error = raw.error or raw.error_kind
@@ -80,5 +79,5 @@ class ServerHealth:
         self._asking = None
 
     def _heard(self, raw: RawStream) -> bool:
-        """Whether it brought a byte after the first of the row had ended."""
+        """Whether it brought a byte since the first failure in a row."""
         return bool(raw.times) and raw.times[-1] > self._since

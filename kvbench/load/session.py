@@ -1,4 +1,4 @@
-"""State that the users of one load share: the list of requests, the start line, what has come back."""
+"""State that the users of one load share: the list of requests, the start, what has come back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Turn = tuple[RequestSpec, bytes | None]
 
 @dataclass(frozen=True)
 class Returned:
-    """A stream that has ended. ``at``: when its user had it [s, perf_counter]."""
+    """A stream that has ended. ``at``: when its user went on [s, perf_counter]."""
 
     request: RequestSpec
     user: int
@@ -43,7 +43,7 @@ class Returned:
 
 
 class _Pauses:
-    """Between two slices of parsing other streams' bytes are read; ``seconds``: for how long in all."""
+    """Pauses of the parser, in which other streams' bytes are read. ``seconds``: their sum."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -120,7 +120,7 @@ class LoadSession:
 
     @property
     def waits(self) -> bool:
-        """True when nothing is in flight because nothing is due, now but later."""
+        """True when nothing is in flight because the next request is not due yet."""
         return not self.health.open and bool(self.pending or self.thinking)
 
     @property
@@ -147,10 +147,9 @@ class LoadSession:
         """The turns of one conversation, one after the other. ``start``: intended start of the first (open loop).
 
         ``send`` gets a request, its bytes and its intended start (None in closed loop); it returns what came back, or
-        None when the load was over. A later turn is due when its user has thought, and not before what the answer
-        itself takes to parse: nobody answers what he has not read. However late this process is to do so is slip. A
-        turn that failed ends the conversation: the later ones are never sent, and
-        counted as ``session_broken``.
+        None when the load was over. A later turn is due after the user's think time, or after the time that parsing
+        the answer takes, whichever is longer. Any further delay of this process is slip. A turn that failed ends the
+        conversation: the later ones are never sent, and counted as ``session_broken``.
         """
         before: Sample | None = None
         due, reading_s = start, 0.0

@@ -20,17 +20,16 @@ _OPEN_AT_START = 4
 
 
 class InFlightCap:
-    """``limit`` requests at once (None: any number); who comes first gets the next free place."""
+    """Lets ``limit`` requests be in flight at once (None: any number). The longest waiting one is next."""
 
     def __init__(self, limit: int | None) -> None:
         self._free = limit
         self._waiting: deque[AsyncResult] = deque()
 
     def take(self) -> float:
-        """Takes a place, waiting for one if need be. Returns the seconds that there was none, counted from the call.
+        """Takes a place, waiting if none is free. Returns the seconds from the call until one became free, else 0.
 
-        Exactly 0 where one was free. Neither how late the caller came nor how long after the end of the stream that
-        had the place before it goes on is in it: that is the client's own doing, not the cap's.
+        Delays of the client itself, before the call and after the place became free, are not part of it.
         """
         if self._free is None:
             return 0.0
@@ -42,7 +41,7 @@ class InFlightCap:
         return max(0.0, turn.get() - began)
 
     def give(self, free_since: float) -> None:
-        """Gives a place back, at once to whoever has waited longest; nobody has had it since then [s, perf_counter]."""
+        """Returns a place that is free since ``free_since`` [s, perf_counter]; who waited longest gets it."""
         if self._waiting:
             self._waiting.popleft().set(free_since)
         elif self._free is not None:
@@ -50,14 +49,14 @@ class InFlightCap:
 
 
 class ClosedLoopUser(User):
-    """Takes the next conversation off the shared list, one at a time, until the list is empty."""
+    """Sends one conversation of the shared list after the other, until the list is empty."""
 
     abstract = True
     wait_time = constant(0)
     session: LoadSession
 
     def on_start(self) -> None:
-        """Connects and waits at the start line."""
+        """Connects and waits for the start."""
         self.number = self.session.next_user()
         self.client = self.session.new_client()
         try:
@@ -85,7 +84,7 @@ class ClosedLoopUser(User):
 
 
 class OpenLoopUser(User):
-    """Starts every conversation at its own time, whatever became of the ones before: one greenlet an arrival.
+    """Starts every conversation at its own time in its own greenlet, whatever happens to the ones before it.
 
     Under ``max_concurrency`` a request that is due waits for its place in its own greenlet, so that the next arrival is
     on time. Connections are kept and reused, last used first, so that a steady load opens few.
@@ -96,7 +95,7 @@ class OpenLoopUser(User):
     session: LoadSession
 
     def on_start(self) -> None:
-        """Opens some connections and waits at the start line."""
+        """Opens some connections and waits for the start."""
         session = self.session
         self.streams = Group()
         self.cap = InFlightCap(session.spec.max_concurrency)

@@ -1,4 +1,4 @@
-"""The folder of ``kvbench load --output-dir``: complete, or marked incomplete from the first moment on.
+"""The folder of ``kvbench load --output-dir``. Its manifest says "incomplete" until all is written.
 
     manifest.json    first, with status "incomplete": command, workload, versions, machine, target, calibration
     requests.parquet, load.json, counters.json, server.parquet, metrics.json      one load

@@ -1,4 +1,4 @@
-"""The options of ``kvbench load``: which go together, and what they make of a workload: one load."""
+"""The options of ``kvbench load``: which go together, and how they change a workload into one load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_A_LAUNCHED_SERVER = ("model", "engine", "sweep", "design")  # sections of a 
 
 
 def check_combination(given: Collection[str], overrides: Sequence[str]) -> None:
-    """``given``: the options on the command line. Raises UsageError for some that do not go together."""
+    """Raises UsageError for options that do not go together. ``given``: those on the command line."""
     check_exclusive(given, _EXCLUSIVE)
     if "worker" in given and (more := [name for name in given if name not in _OF_A_WORKER]):
         name = "the workload" if "workload" in more else flag(more[0])
@@ -158,7 +158,7 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ClientProcesses:
-    """Which processes send the load. ``spec``: fields of LoadSpec; ``arguments``: of the load process.
+    """Which processes send the load. ``spec``: fields of LoadSpec; ``arguments``: arguments of the load process.
 
     ``workers``: how many other machines send it, and ``notice``: how to start them; None: this machine sends it.
     """

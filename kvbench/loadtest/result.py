@@ -1,4 +1,4 @@
-"""What one load on a running server gave: metrics.json, and the same for a person to read."""
+"""The result of one load on a running server: metrics.json, and the same as a table and lines of text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result
 
 
 def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
-    """``kept``: metrics.json. Latencies as a table, one line for each further matter, then why it is invalid."""
+    """Prints ``kept`` (metrics.json): a table of latencies, further lines, and why the load is invalid."""
     metrics = kept["metrics"]
     rows = []
     for name, title in _ROWS:
@@ -58,9 +58,7 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
     if rows:
         print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=f"load {load_id} · ms"))
     if plateaus:
-        print_table(
-            console, make_table(PLATEAU_HEADS, plateaus, numbers_from=0, title="each plateau of the rate · ms")
-        )
+        print_table(console, make_table(PLATEAU_HEADS, plateaus, numbers_from=0, title="each plateau of the rate · ms"))
     for line in lines(kept):
         print_plain(console, line)
     for reason in kept["invalid_reasons"]:
@@ -74,7 +72,7 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 
 
 def lines(kept: Mapping[str, Any]) -> list[str]:
-    """What the table does not hold, one sentence each."""
+    """What is not in the table, one sentence each."""
     metrics = kept["metrics"]
     found = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
@@ -88,7 +86,7 @@ def lines(kept: Mapping[str, Any]) -> list[str]:
 
 
 def _warm_up(kept: Mapping[str, Any]) -> str:
-    """That the server failed before anything was measured; the load's own failures are counted apart."""
+    """Failures of the warm-up; those of the load are counted separately."""
     warm = kept.get("warm_up") or {}
     if not warm.get("failures"):
         return ""
@@ -97,7 +95,7 @@ def _warm_up(kept: Mapping[str, Any]) -> str:
 
 
 def _lengths(kept: Mapping[str, Any]) -> str:
-    """By what the file's or the trace's lengths were multiplied: with ``auto`` that depends on the server."""
+    """The factor of the file's or the trace's lengths; with ``auto`` it depends on the server."""
     lengths = kept.get("lengths")
     if not lengths:
         return ""

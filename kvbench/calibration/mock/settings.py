@@ -1,4 +1,4 @@
-"""What the mock server does, and what one request may change of it through its model's name."""
+"""Settings of the mock server; one request may change some of them through its model's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUNDING = 1e-9  # of shares that are 1 together
 
 @dataclass(frozen=True)
 class MockSettings:
-    """Of the whole server; the fields from ``ttft_ms`` to ``fault`` can be changed by one request.
+    """Settings of the server; one request can change the fields from ``ttft_ms`` to ``fault``.
 
     ``ttft_ms``: from a request's receipt to its first chunk; ``itl_ms``: between chunks. ``jitter``: their coefficient
     of variation (gamma distributed, the means stay). ``tokens_per_chunk``: tokens in one chunk, ``events_per_write``:

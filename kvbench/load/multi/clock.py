@@ -28,7 +28,7 @@ class Reading:
 
 
 def exchange(t1: float, t2: float, t3: float, t4: float) -> Reading:
-    """The reading of one question and its answer [s]: t1 and t4 on the master's clock, t2 and t3 on the worker's."""
+    """The reading of one exchange [s]: t1 and t4 are on the master's clock, t2 and t3 on the worker's."""
     round_trip = max(0.0, (t4 - t1) - (t3 - t2))
     return Reading((t2 + t3) / 2, ((t2 - t1) + (t3 - t4)) / 2, round_trip / 2)
 
@@ -67,7 +67,7 @@ class ClockMap:
 
     @property
     def _good(self) -> list[Reading]:
-        """The first, the last, and of those between the ones that a busy worker did not blur."""
+        """The first and the last reading, and those between whose error is small enough."""
         limit = max(_GOOD_ENOUGH_S, 2 * min(r.error for r in self.readings))
         last = len(self.readings) - 1
         return [r for k, r in enumerate(self.readings) if k in (0, last) or r.error <= limit]

@@ -1,4 +1,4 @@
-"""The master of a load of several processes: deals out, starts all at one moment, watches and collects.
+"""The master of a load of several processes: gives each its part, starts all at one moment, watches and collects.
 
 Its lines on stdout and its files are those of a load of one process. The load ends as soon as one worker is lost: what
 the others measured is kept, and the load is incomplete and invalid. Local workers are started by the master and end
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import gevent
@@ -58,17 +57,6 @@ class LoadNotBegun(Exception):
     """A worker was lost or failed before the load began, or somebody stopped it. The text says why."""
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """How many workers there are, and where they come to. ``local``: the master starts them itself."""
-
-    workers: int
-    local: bool = True
-    host: str = "127.0.0.1"
-    port: int = 0
-    arrive_s: float = LOCAL_ARRIVAL_S
-
-
 class GuardedMaster(MasterRunner):
     """Locust's master; it ignores whoever has not proven that it knows the token.
 
@@ -86,17 +74,29 @@ class GuardedMaster(MasterRunner):
 
 
 class SharedLoad:
-    """Leads workers through one load."""
+    """One load that several workers send.
 
-    def __init__(self, spec: LoadSpec, requests: RequestList, setup: WorkerSetup) -> None:
-        """Opens the port and starts local workers. ValueError for a port or a number that cannot be."""
-        useful = useful_workers(spec, requests, setup.workers)
-        if useful < setup.workers and not setup.local:
+    ``listen``: host and port to which workers of other machines connect (None: the master starts local ones);
+    ``arrive_s``: how long it waits for them.
+    """
+
+    def __init__(
+        self,
+        spec: LoadSpec,
+        requests: RequestList,
+        workers: int,
+        listen: tuple[str, int] | None = None,
+        arrive_s: float = LOCAL_ARRIVAL_S,
+    ) -> None:
+        """Opens the port and starts local workers. ValueError for a port in use, or more workers than users."""
+        useful = useful_workers(spec, requests, workers)
+        if useful < workers and listen:
             raise ValueError(
-                f"{setup.workers} workers are too many: with {len(requests)} requests and "
+                f"{workers} workers are too many: with {len(requests)} requests and "
                 f"{spec.concurrency or spec.max_concurrency or 'no'} users at most {useful} have anything to do."
             )
-        self.spec, self.setup = spec, setup
+        self.spec, self.local, self.arrive_s = spec, listen is None, arrive_s
+        self.host, port = listen or ("127.0.0.1", 0)
         self.requests = RequestList(requests, requests.notes | cap_note(spec, useful))
         self.events = LoadEvents(len(requests))
         self.env = Environment()
@@ -105,21 +105,19 @@ class SharedLoad:
         self._zero: float | None = None
         self._problem: str | None = None  # why the load could not be driven to its end
         try:
-            self.runner = self.env.runner = GuardedMaster(self.env, setup.host, setup.port)
+            self.runner = self.env.runner = GuardedMaster(self.env, self.host, port)
         except (Exception, SystemExit) as error:  # Locust ends the process when the port is taken
-            raise ValueError(
-                f"no workers can be awaited at {setup.host}:{setup.port} ({error}); give a free --bind-port."
-            ) from error
+            raise ValueError(f"{self.host}:{port} cannot be listened at: {error}; give a free --bind-port.") from None
         self.port = self.runner.master_bind_port = self.runner.server.port
         self.runner.register_message(messages.JOIN, self._on_join)
         self.runner.register_message(messages.PROGRESS, self._on_progress)
         self.runner.register_message(messages.ENDED, self._on_ended)
         for name in (messages.CLOCK, messages.SHARD, messages.START, messages.SAMPLES):
             self.runner.register_message(name, self._on_answer)
-        self._children = [self._launch() for _ in range(useful)] if setup.local else []
+        self._children = [self._launch() for _ in range(useful)] if self.local else []
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        place = ("--master-host", self.setup.host, "--master-port", str(self.port))
+        place = ("--master-host", self.host, "--master-port", str(self.port))
         command = [sys.executable, "-m", "kvbench.load", "--worker", *place]
         # In our own process group, so that whoever stops us stops them; they also end when we do (PDEATHSIG).
         return processes.launch(command, stdout=subprocess.DEVNULL, stderr=None, own_session=False)
@@ -132,8 +130,8 @@ class SharedLoad:
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one. Every wait in here is bounded."""
         self.events.listen()
-        if not self.setup.local:
-            self._say("waiting", workers=self.setup.workers, host=self.setup.host, port=self.port)
+        if not self.local:
+            self._say("waiting", workers=len(self._shards), host=self.host, port=self.port)
         code = EXIT_INVALID
         try:
             code = self._drive()
@@ -242,8 +240,8 @@ class SharedLoad:
             raise LoadNotBegun(loss)
 
     def _gather(self) -> None:
-        """Until all workers have come, and their clocks are known; who goes again leaves a free place."""
-        due, wanted = time.monotonic() + self.setup.arrive_s, len(self._shards)
+        """Waits until all workers have joined, and reads their clocks. A worker that leaves may be replaced."""
+        due, wanted = time.monotonic() + self.arrive_s, len(self._shards)
         while len(self.members) < wanted:
             if self.events.stopped:
                 raise LoadNotBegun(_STOPPED)
@@ -254,7 +252,7 @@ class SharedLoad:
                 if self._silent(member, _ANSWER_S):
                     del self.runner.members[member.node]
             if time.monotonic() > due:
-                raise LoadNotBegun(f"{len(self.members)} of {wanted} workers came within {self.setup.arrive_s:g} s")
+                raise LoadNotBegun(f"{len(self.members)} of {wanted} workers came within {self.arrive_s:g} s")
             gevent.sleep(0.02)
         for number, (member, shard) in enumerate(zip(self.members, self._shards, strict=True), 1):
             member.name = f"worker {number} of {wanted} (pid {member.pid} on {member.host})"
@@ -280,7 +278,7 @@ class SharedLoad:
         return {"spec": member.shard.spec.model_dump_json(), "rows": "\n".join(rows).encode()}
 
     def _start(self) -> None:
-        """Names the moment at which all begin, and makes sure that all know it in time."""
+        """Tells all workers the moment at which the load begins. LoadNotBegun if one hears of it too late."""
         slowest = max(r.error for member in self.members for r in member.clock.readings)
         self._zero = zero = time.perf_counter() + _LEAD_S + 4 * slowest
         self._ask(messages.START, lambda member: {"zero": member.clock.from_master(zero)}, limit_s=_QUICK_S)
@@ -290,7 +288,7 @@ class SharedLoad:
                 raise LoadNotBegun(f"{member.name} received the start {-left_s:.3f} s too late")
 
     def _watch(self) -> str | None:
-        """Until all workers have ended (None), the load is stopped (None), or one cannot go on (why)."""
+        """Waits for the end: None when all workers ended or the load was stopped, else why one cannot go on."""
         checked = time.monotonic()
         while not all(member.ended for member in self.members):
             self._news.clear()
@@ -360,9 +358,9 @@ class SharedLoad:
         return Outcome(samples, self._zero, clocked, client, reasons, totals)
 
     def _dismiss(self, code: int) -> None:
-        """Sends all home with the load's exit code; local ones that do not go are killed. At most about 10 s."""
+        """Tells all workers the load's exit code; kills local ones that do not end. At most about 10 s."""
         why = ""
-        if code != EXIT_OK and not self.setup.local:  # the local ones' stderr is ours
+        if code != EXIT_OK and not self.local:  # the local ones' stderr is ours
             failed = f"the load failed: {self._problem or 'the master could not go on'}"
             why = "the load was stopped at the master" if self.events.stopped else failed
         self._send(messages.END, lambda member: {"code": code, "why": why})

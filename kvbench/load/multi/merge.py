@@ -79,7 +79,7 @@ def samples_from_bytes(
 
 
 def in_slices(rows: Sequence[Any]) -> Iterator[Any]:
-    """``rows``, with pauses: master and workers take each other for lost when they stand still for seconds."""
+    """``rows``, with pauses in which heartbeats are answered: who misses them for seconds counts as lost."""
     for k, row in enumerate(rows):
         if k % _ROWS_BETWEEN_PAUSES == 0:
             gevent.sleep(0)

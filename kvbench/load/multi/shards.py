@@ -31,7 +31,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
 
 
 def useful_workers(spec: LoadSpec, requests: Sequence[RequestSpec], wanted: int) -> int:
-    """How many of ``wanted`` workers would have a user, a place under the cap and a request each; at least 1."""
+    """At most ``wanted``, but no more than there are users (or places under the cap) and conversations; at least 1."""
     places = spec.concurrency if spec.mode == "closed" else spec.max_concurrency
     return max(1, min(wanted, places or wanted, len(conversations(requests))))
 

@@ -1,4 +1,4 @@
-"""One worker: is given its shard, runs it from the common time zero, hands its samples back.
+"""One worker: it gets its shard from the master, runs it from the common time zero and returns its samples.
 
 It ends when the master says so, and by itself when the master has not been heard of for ``MASTER_LIMIT_S``.
 """
@@ -42,7 +42,7 @@ _OPEN_LEAD_S = 0.05
 
 
 def run_worker(host: str, port: int) -> int:
-    """The whole life of a worker, which needs nothing but its master's address. Returns the exit code."""
+    """Connects to the master and works for it until the load has ended. Returns the exit code."""
     try:
         socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)
     except OSError as error:
@@ -89,7 +89,7 @@ class Worker:
         self._zero: AsyncResult = AsyncResult()
 
     def run(self) -> int:
-        """Until the master says how the load ended, or is gone."""
+        """Works until the master says how the load ended, or is gone. Returns the exit code."""
         process.allow_many_sockets()
         runner = self.runner
         for number in _STOP_SIGNALS:
@@ -130,7 +130,7 @@ class Worker:
         self.runner.last_heartbeat_timestamp = None
 
     def _on_signal(self, number: int) -> None:
-        """The signal may be for the whole group: the master still wants what was measured. Without one this ends."""
+        """Stops the load. The worker itself goes on: the master, if there still is one, asks for what was measured."""
         self._signal = number
         self._stop()
         if os.getppid() != self._parent or self.session is None:
@@ -176,7 +176,7 @@ class Worker:
         self.runner.send_message(name, {"done": self.session.done, "failed": self.session.failed, **more})
 
     def _prepare(self, spec: str, rows: bytes) -> None:
-        """Makes the requests ready to send, and waits until every user stands at the line."""
+        """Makes the requests, connects all users, and waits until everything is ready for the start."""
         self._spec = LoadSpec.model_validate_json(spec)
         requests = [RequestSpec.from_row(json.loads(line)) for line in in_slices(rows.splitlines())]
         self.session = LoadSession(self._spec, RequestList(requests))
@@ -189,12 +189,12 @@ class Worker:
         armed.wait()
 
     def _start(self, zero: float) -> dict[str, Any]:
-        """The load begins at ``zero`` [s, this clock]; how much time is left until then."""
+        """The load begins at ``zero`` [s, this process's clock]. Answers how much time is left until then."""
         self._zero.set(zero)
         return {"left_s": zero - time.perf_counter()}
 
     def _measure(self, armed: Event) -> None:
-        """Waits for the start with all that takes time done, at the priority of the load."""
+        """Does everything slow (garbage collection, priority), then waits for the start and runs the load."""
         gone = error = None
         try:
             with process.undisturbed(self._spec) as priority:
@@ -207,7 +207,7 @@ class Worker:
         self._report(messages.ENDED, gone=gone, signal=self._signal, error=error)
 
     def _run_from(self, zero: float, priority: str) -> str | None:
-        """Why the server is gone; None when all streams have returned or the load was stopped."""
+        """Runs the load. Why the server is gone; None when all streams have returned or the load was stopped."""
         early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
         gevent.sleep(max(0.0, zero - early - time.perf_counter()))
         measuring = process.Measuring(self.session)
@@ -219,7 +219,7 @@ class Worker:
         return gone
 
     def _samples(self) -> dict[str, Any]:
-        """Ends the users, and hands back what was measured once all of it is parsed."""
+        """Ends the users, waits until all answers are parsed, and returns what was measured."""
         self._patience_s = _MERGE_LIMIT_S
         if self._measured is not None:
             self._measured.join(timeout=process.STOP_LIMIT_S)

@@ -19,17 +19,17 @@ from kvbench.workload.load_section import LoadConfig, Slo
 _FIRST_RATE = 1.0  # of a closed-loop workload, which has none
 _BELOW, _ABOVE = 64.0, 1024.0  # how far from the first rate the search goes by itself
 _INCLUDE_THE_WAIT = ("ttft_ms", "e2el_ms")
-_REACHED = {**QUANTILES, "max": 1.0}  # share of the longest wait, which grows evenly; the mean reaches half of it
+_REACHED = {**QUANTILES, "max": 1.0}  # share of the longest wait, as waits grow evenly; the mean is half of it
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is: at least ``least`` requests and ``seconds`` of arrivals, and whatever the answer needs.
+    """How long a run is: at least ``least`` requests and ``seconds`` of arrivals.
 
-    That is as many requests as the percentiles of the SLO need, and a run that shows a rate of more than ``tolerance``
-    above what the server serves: by ``patience_s`` (see there), or by the number of arrivals alone.
-    ``enough`` False: not these, --num-prompts says how many. ``fixed``: exactly ``least``, as a trace has its own.
-    ``unit``: of what is counted, requests or conversations.
+    ``enough``: also as many requests as the percentiles of the SLO need, and as a rate ``tolerance`` above the capacity
+    needs to show (by ``patience_s``, see that function, or by the number of arrivals); False with --num-prompts.
+    ``fixed``: exactly ``least``, the requests of a trace.
+    ``unit``: what is counted, requests or conversations.
     """
 
     least: int
@@ -61,10 +61,10 @@ class RunLength:
 
 
 def patience_s(conditions: Sequence[Condition], slo: Slo | None) -> float:
-    """Seconds T after which an overload of 100 % breaks the SLO; one of a share x of the capacity needs T / x.
+    """Seconds T after which an overload of 100 % breaks the SLO; an overload of a share x needs T / x.
 
-    By then the last requests wait T: a percentile q of a latency that includes the wait reaches its limit at limit / q.
-    Infinite where no latency includes it (tokens do not come later because others queue).
+    After T seconds the last requests wait T, so the quantile q of a latency that includes the wait is q * T: it
+    reaches its limit at T = limit / q. Infinite where no latency of the SLO includes the wait.
     """
     found = [math.inf]
     for condition in conditions:

@@ -55,7 +55,7 @@ class OutOfTimeError(Exception):
 
 @dataclass
 class RateSearch:
-    """``measure`` runs one load, and calls ``check_time`` meanwhile; ``limit_s``: seconds that all runs may take."""
+    """One search. ``measure`` runs one load and calls ``check_time`` meanwhile; ``limit_s``: seconds for all runs."""
 
     conditions: tuple[Condition, ...]
     bounds: Bounds
@@ -78,7 +78,7 @@ class RateSearch:
         return self.outcome in (INVALID, OUT_OF_TIME)
 
     def run(self) -> int:
-        """To the answer, which is printed and stored; the exit code."""
+        """Searches to the answer, which is printed and stored. Returns the exit code."""
         self._read_finished()
         self._ends_at = time.monotonic() + self.limit_s
         allowed = f"{self.limit_s / 60:g} minutes were allowed (--max-minutes)"
@@ -101,7 +101,7 @@ class RateSearch:
             raise OutOfTimeError
 
     def _read_finished(self) -> None:
-        """What a stopped search has measured. Invalid runs at its end are run again: they may be what ended it."""
+        """Takes over the runs of a stopped search. Invalid runs at its end are removed and run again."""
         finished = list(self.folder.finished_runs())
         while finished and finished[-1][1]["trial"]["cause"] == INVALID:
             shutil.rmtree(finished.pop()[0])
@@ -239,7 +239,7 @@ def answer_sentence(
 
 
 def _evidence(rate: float, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many requests the runs at ``rate`` had. Each run is judged by its own percentile, of what it completed."""
+    """How many requests the runs at ``rate`` had. Each run was judged by the percentile of its own requests."""
     met = [r for r in rows if r["rate"] == rate and r["met"]]
     seconds = min(r["arrivals"] for r in met) / rate
     text = f"{sum(r['requests'] for r in met)} requests in {plural(len(met), 'run')} that sent for {seconds:.0f} s"
@@ -250,7 +250,7 @@ def _evidence(rate: float, conditions: Sequence[Condition], rows: Sequence[Mappi
 
 
 def _undetected_overload(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, length: RunLength) -> str:
-    """That the runs were too short to show a small overload, where they were."""
+    """A sentence when the runs were too short to show a small overload, else empty."""
     share = max(length.detectable_overload(rate, r["arrivals"]) for r in rows if r["rate"] == rate and r["met"])
     if share <= bounds.tolerance * 1.01:
         return ""
