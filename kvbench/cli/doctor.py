@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import time
 
 import click
-
-_READ_BYTES = 256 * 2**20
-_ROUNDS = 5
 
 
 @click.command()
 def doctor() -> int:
-    """Show what this machine has for benchmarking: versions, cores, memory and its read bandwidth, GPUs.
+    """Show what this machine has for benchmarking: versions, cores, memory, GPUs.
 
     \b
     Exit codes: 0 ready, 2 something that kvbench needs is missing. No files are written.
@@ -40,8 +36,6 @@ def doctor() -> int:
     table.add_row("cores", f"{cpu['cores']} usable of {cpu['cores_total']}")
     memory = psutil.virtual_memory()
     table.add_row("memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available")
-    bandwidth = read_bandwidth()
-    table.add_row("read bandwidth", f"{bandwidth / 1e9:.1f} GB/s, all cores" if bandwidth else "not measured")
     load = psutil.getloadavg()[0]
     noisy = ": timings will be noisy" if load > cpu["cores"] / 2 else ""
     table.add_row("busy now", f"load average {load:.1f}{noisy}")
@@ -64,33 +58,6 @@ def doctor() -> int:
         return 2
     console.print("ready: kvbench sweep workloads/mixed.yaml", highlight=False)
     return 0
-
-
-def read_bandwidth() -> float | None:
-    """Bytes/s that all cores read together, best of a few rounds of about 0.1 s; None without numpy.
-
-    The memory is written first: an untouched allocation reads one zero page at fantasy speed.
-    """
-    try:
-        import numpy as np
-    except ImportError:
-        return None
-    from concurrent.futures import ThreadPoolExecutor
-
-    import psutil
-
-    from kvbench.common.machine import usable_cores
-
-    threads = usable_cores()
-    size = min(_READ_BYTES, psutil.virtual_memory().available // 4)
-    parts = np.array_split(np.ones(size // 4, dtype=np.float32), threads)
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(_ROUNDS):
-            start = time.perf_counter()
-            list(pool.map(lambda part: float(np.dot(part, part)), parts))  # releases the GIL
-            best = max(best, size / (time.perf_counter() - start))
-    return best
 
 
 def _cuda() -> tuple[str, bool]:

@@ -49,7 +49,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
       4  two runs of this very code differ, or the second run failed
       5  nothing was compared
     """
-    from kvbench.common.files import make_output_dir
+    from kvbench.common.files import check_output_dir
     from kvbench.common.git import git_state
     from kvbench.gate.counters.judge import Commands, judge
     from kvbench.gate.counters.lock import read_lock
@@ -57,7 +57,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     from kvbench.gate.verdict.outputs import report_verdict
 
     if output_dir is not None:  # before the replay, which takes seconds
-        make_output_dir(output_dir)
+        check_output_dir(output_dir)
     chosen = _read(workload, only)
     known = read_lock(lock)
     if known is not None and only:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from kvbench.common.files import why_unwritable
 
 
 class FiniteRange(click.FloatRange):
@@ -26,18 +27,14 @@ class FiniteRange(click.FloatRange):
 
 
 class OutputFile(click.Path):
-    """A file to be written, in a folder that is there: refused before the work, not after it."""
+    """A file to be written into a folder that exists: refused before the work, not after it."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(super().convert(value, param, ctx))
-        folder = path.absolute().parent
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            why = error.strerror if folder.is_dir() else f"the folder {str(folder)!r} does not exist"
+        if why := why_unwritable(path.absolute().parent):
             self.fail(f"{str(path)!r} cannot be written: {why}.", param, ctx)
         return path
 

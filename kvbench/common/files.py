@@ -27,21 +27,20 @@ def write_text(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
 
 
-def make_output_dir(path: Path) -> None:
-    """Makes the folder that ``--output-dir`` names, if it is missing. Raises UsageError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output-dir {path} cannot be made: {error.strerror}; give another folder") from None
-
-
 def check_output_dir(path: Path) -> None:
-    """Raises UsageError when no file can be written in ``path``, or it cannot be made; leaves nothing behind."""
+    """Raises UsageError when ``path`` is no folder that can be written or made; leaves nothing behind."""
     folder = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if why := why_unwritable(folder):
+        raise UsageError(f"{path} cannot be written ({folder}: {why}): give another --output-dir")
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Why no file can be written in ``folder``; None when one can."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UsageError(f"{path} cannot be written ({folder}: {error.strerror}): give another --output-dir") from None
+        return error.strerror
+    return None
 
 
 @contextmanager

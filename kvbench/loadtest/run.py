@@ -17,7 +17,7 @@ from rich.console import Console
 from kvbench.calibration.cache import Calibrator
 from kvbench.common.console import print_plain, status_line
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, RefusedError, UsageError
-from kvbench.common.files import make_output_dir, read_json, write_json
+from kvbench.common.files import check_output_dir, read_json, write_json
 from kvbench.load import launch as loadrun
 from kvbench.loadtest.folder import METRICS, LoadFolder, describe, open_folder
 from kvbench.loadtest.max_rate.plan import SearchPlan, at_rate, mean_rate, plan_search
@@ -121,7 +121,8 @@ def _work(
         with tempfile.TemporaryDirectory() as scratch, work_in(Path(scratch), "nothing is kept", say) as work:
             yield Path(scratch), work
         return
-    make_output_dir(output_dir)
+    check_output_dir(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     resume_command = shlex.join([*command, *([] if resume else ["--resume"])])
     with work_in(output_dir, kept(resume_command), say) as work:
         yield output_dir, work

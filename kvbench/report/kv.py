@@ -21,11 +21,11 @@ from kvbench.report.tables import (
     number_column,
 )
 from kvbench.report.wording import ledger_sentence, occupancy_title
-from kvbench.runs.kv_ledger import PLACES, Ledger, Place, ledger, swapped_bytes
+from kvbench.runs.kv_ledger import USES, KvUse, Ledger, ledger, swapped_bytes
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 SECTION = "Where did the KV bytes go"
-_NOTE = "The whole KV budget, every byte in one place, averaged over the steady window and the repeats."
+_NOTE = "Every byte of the KV budget by its use, averaged over the steady window and the repeats."
 _NOTES = {  # column that is shown only where it has values -> what the note says of it
     "kv_saved": "Saved by sharing: what the sequences would have needed on top if no page were shared.",
     "swapped": "Swapped: moved to the host and back, in all repeats.",
@@ -43,7 +43,7 @@ _FILLS = {
     "table": "#56B4E9",
     "rest": "rgba(140,150,160,0.55)",
 }
-_SCALES = Place("scales", "scales of the tokens", "of the tokens' bytes: scales of a quantised KV")
+_SCALES = KvUse("scales", "scales of the tokens", "of the tokens' bytes: scales of a quantised KV")
 _LEAST_LABELLED = 0.06  # of the budget: a narrower part has no room for its percentage
 _PANELS_PER_ROW = 5
 MAX_POINTS = 400  # of a curve
@@ -57,11 +57,11 @@ def ledgers(run: Run) -> Bars:
 
 
 def ledger_table(run: Run) -> Table:
-    """Configuration, load, the places that hold anything, the budget, and what a bar cannot show."""
+    """Configuration, load, the uses that hold anything, the budget, and what a bar cannot show."""
     found = ledgers(run)
     every = [
         *identity_columns(),
-        *(_part(place) for place in PLACES if any(one.parts[place.key] > 0 for _, one in found)),
+        *(_part(use) for use in USES if any(one.parts[use.key] > 0 for _, one in found)),
         _of_ledger("kv_budget", "budget", "bytes of KV, scales and page table", lambda one: one.budget),
         _of_ledger("kv_saved", "saved by sharing", "bytes needed on top if nothing were shared", lambda one: one.saved),
         Column("swapped", "swapped out", "bytes moved to the host, all repeats; small: back, and lost there", _swapped),
@@ -84,17 +84,17 @@ def _of_ledger(key: str, title: str, hint: str, of: Callable[[Ledger], float | N
     return number_column(key, title, hint, size, lambda value: "0" if value == 0 else words.data_size(value))
 
 
-def _part(place: Place) -> Column:
+def _part(use: KvUse) -> Column:
     def value(cell: MeasuredCell) -> Value:
         one = ledger(cell)
-        if one is None or not one.parts[place.key]:
+        if one is None or not one.parts[use.key]:
             return Value("0", 0.0)
-        note = words.data_size(one.parts[place.key])
-        if place.key == "tokens" and one.scales:
+        note = words.data_size(one.parts[use.key])
+        if use.key == "tokens" and one.scales:
             note += f", {words.data_size(one.scales)} of it scales"
-        return Value(words.percent(one.share(place.key)), one.share(place.key), note)
+        return Value(words.percent(one.share(use.key)), one.share(use.key), note)
 
-    return Column(f"kv_{place.key}", place.title, place.hint, value)
+    return Column(f"kv_{use.key}", use.title, use.hint, value)
 
 
 def _swapped(cell: MeasuredCell) -> Value:
@@ -123,10 +123,10 @@ def ledger_figure(run: Run) -> Drawing | None:
     )
     largest = max(one.budget for _, one in found)
     unit, divisor = next(((u, 2.0**p) for u, p in (("GiB", 30), ("MiB", 20)) if largest >= 2.0**p), ("KiB", 2.0**10))
-    for place in (PLACES[0], _SCALES, *PLACES[1:]):  # scales right after the tokens that they belong to
-        if any(_segment(one, place.key) > 0 for _, one in found):
+    for use in (USES[0], _SCALES, *USES[1:]):  # scales right after the tokens that they belong to
+        if any(_segment(one, use.key) > 0 for _, one in found):
             for row, panel in enumerate(panels, start=1):
-                _stack(figure, place, panel, row, divisor)
+                _stack(figure, use, panel, row, divisor)
     figure.update_annotations(font={"size": 13})  # the panels' titles
     asides = [(row, cell, aside(cell, one)) for row, panel in enumerate(panels, start=1) for cell, one in panel]
     asides = [each for each in asides if each[2]]
@@ -152,19 +152,19 @@ def _segment(one: Ledger, key: str) -> float:
     return one.scales if key == "scales" else one.parts[key] - (one.scales if key == "tokens" else 0.0)
 
 
-def _stack(figure: go.Figure, place: Place, panel: Bars, row: int, divisor: float) -> None:
-    hatched = place.key == "scales"
-    sizes = [one.scales if hatched else one.parts[place.key] for _, one in panel]  # the tokens' with their scales
+def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float) -> None:
+    hatched = use.key == "scales"
+    sizes = [one.scales if hatched else one.parts[use.key] for _, one in panel]  # the tokens' with their scales
     shares = [size / one.budget for size, (_, one) in zip(sizes, panel, strict=True)]
     figure.add_bar(
         y=[safe(cell.name) for cell, _ in panel],
-        x=[_segment(one, place.key) / divisor for _, one in panel],
+        x=[_segment(one, use.key) / divisor for _, one in panel],
         orientation="h",
-        name=place.title,
-        legendgroup=place.key,
+        name=use.title,
+        legendgroup=use.key,
         showlegend=row == 1,
         marker={
-            "color": _FILLS[place.key],
+            "color": _FILLS[use.key],
             "pattern": {"shape": "/" if hatched else "", "fillmode": "overlay", "fgcolor": "#fff", "size": 5},
         },
         text=["" if hatched or share < _LEAST_LABELLED else words.percent(share) for share in shares],
@@ -172,8 +172,8 @@ def _stack(figure: go.Figure, place: Place, panel: Bars, row: int, divisor: floa
         insidetextanchor="middle",
         textangle=0,
         hovertext=[
-            f"{safe(cell.name)}<br>{place.title}: {words.percent(share)} of the budget, "
-            f"{words.data_size(size)}<br>{place.hint}"
+            f"{safe(cell.name)}<br>{use.title}: {words.percent(share)} of the budget, "
+            f"{words.data_size(size)}<br>{use.hint}"
             for (cell, _), size, share in zip(panel, sizes, shares, strict=True)
         ],
         hoverinfo="text",

@@ -78,7 +78,7 @@ def render(template: str, drawn: Sequence[Drawing], **values: Any) -> str:
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return made.get_template(template).render(
         figures_json=Markup(figures_json(drawn)),
-        places={drawing.key: i for i, drawing in enumerate(drawn)},
+        figure_numbers={drawing.key: i for i, drawing in enumerate(drawn)},
         css=Markup((templates / "page.css").read_text(encoding="utf-8")),
         js=Markup((templates / "page.js").read_text(encoding="utf-8")),
         plotly_js=Markup(get_plotlyjs()) if drawn else "",

@@ -449,11 +449,11 @@ def ledger_sentence(run: Run) -> str:
 def _filled(cell: MeasuredCell, whole: str = "") -> str:
     found = ledger(cell)
     assert found is not None
-    tokens, waste = (words.percent(found.share(place)) for place in ("tokens", "waste"))
+    tokens, waste = (words.percent(found.share(use)) for use in ("tokens", "waste"))
     more = [
-        f"{words.percent(found.share(place))} {what}"
-        for place, what in (("fragmented", "free but scattered"), ("cached", "cached"), ("free", "free"))
-        if found.share(place) >= 0.01
+        f"{words.percent(found.share(use))} {what}"
+        for use, what in (("fragmented", "free but scattered"), ("cached", "cached"), ("free", "free"))
+        if found.share(use) >= 0.01
     ]
     text = f"{cell.name} held tokens in {tokens}{whole} and wasted {waste} on slots reserved and empty"
     return f"{text} ({', '.join(more)})" if more else text

@@ -1,8 +1,8 @@
-"""Where the KV bytes went: every byte of the budget in exactly one place, averaged over the steady window.
+"""What the KV budget was used for: every byte has exactly one use; means over the steady window.
 
-The server adds up, step by step, how many slots were in each place (kv_slot_steps). The difference of two polls is the
-exact mean over the steps between them; these means are averaged over time, each weighted with its interval's share of
-the window. A server that counts no slot steps is read from its gauges, poll by poll.
+The server adds up, step by step, how many slots had each use (kv_slot_steps). The difference of two polls is the exact
+mean over the steps between them; these means are averaged over time, each weighted with its interval's share of the
+window.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from kvbench.common.stats import time_mean
 from kvbench.runs.model import MeasuredCell, number
 
 
 @dataclass(frozen=True)
-class Place:
+class KvUse:
     """A part of the budget, for people."""
 
     key: str
@@ -27,17 +26,17 @@ class Place:
     hint: str
 
 
-PLACES = (
-    Place("tokens", "tokens", "hold the KV of a token of a running sequence, shared ones counted once"),
-    Place("waste", "reserved, empty", "reserved by a sequence and holding nothing yet: internal waste"),
-    Place("cached", "cached", "owned by nobody, kept for the prefix cache, given up when needed"),
-    Place("pinned", "pinned", "kept until a copy from them is done"),
-    Place("free", "free", "free and usable"),
-    Place("fragmented", "free, scattered", "free, enough for a request that waits, but not in one piece (contiguous)"),
-    Place("table", "page table", "the page table"),
-    Place("rest", "left over", "too little for another page"),
+USES = (
+    KvUse("tokens", "tokens", "hold the KV of a token of a running sequence, shared ones counted once"),
+    KvUse("waste", "reserved, empty", "reserved by a sequence and holding nothing yet: internal waste"),
+    KvUse("cached", "cached", "owned by nobody, kept for the prefix cache, given up when needed"),
+    KvUse("pinned", "pinned", "kept until a copy from them is done"),
+    KvUse("free", "free", "free and usable"),
+    KvUse("fragmented", "free, scattered", "free, enough for a request that waits, but not in one piece (contiguous)"),
+    KvUse("table", "page table", "the page table"),
+    KvUse("rest", "left over", "too little for another page"),
 )
-SLOT_PLACES = tuple(place.key for place in PLACES[:6])  # of the server: each slot is in one of them
+SLOT_USES = tuple(use.key for use in USES[:6])  # of the server: each slot is in one of them
 _STEPS = "kv_slot_steps_total_"
 _MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv_slots_shared", "kv_slots_total")
 
@@ -46,7 +45,7 @@ _MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv
 class Ledger:
     """One cell's budget in bytes, mean over time and repeats.
 
-    ``parts``: place -> bytes; they add up to ``budget``. ``scales``: of the tokens' bytes, scales of a quantised KV.
+    ``parts``: use -> bytes; they add up to ``budget``. ``scales``: of the tokens' bytes, scales of a quantised KV.
     ``saved``: bytes that sequences would have needed on top if nothing were shared; None where the server does not say.
     """
 
@@ -55,32 +54,22 @@ class Ledger:
     scales: float
     saved: float | None
 
-    def share(self, place: str) -> float:
+    def share(self, use: str) -> float:
         """0..1 of the budget."""
-        return self.parts[place] / self.budget
+        return self.parts[use] / self.budget
 
 
 def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
-    """Slots by place (SLOT_PLACES), averaged over ``start`` .. ``end`` [s of the frame's ``t``]; one repeat's polls.
+    """Slots by use (SLOT_USES), averaged over ``start`` .. ``end`` [s of the frame's ``t``]; one repeat's polls.
 
-    Empty where the server tells of no slots.
+    Empty where the server does not count them, or not twice within the window.
     """
     polls = gauges[gauges["kv_slots_total"] > 0].sort_values("t")
-    if polls.empty:
-        return {}
-    if steps := _from_steps(polls, start, end):
-        return steps
-    inside = polls[polls["t"].between(start, end)]
-    each = _gauge_slots(polls if inside.empty else inside)
-    return {place: time_mean(polls.loc[each.index, "t"].to_numpy(), each[place].to_numpy()) for place in SLOT_PLACES}
-
-
-def _from_steps(polls: pd.DataFrame, start: float, end: float) -> dict[str, float]:
-    names = [_STEPS + place for place in SLOT_PLACES]
+    names = [_STEPS + use for use in SLOT_USES]
     if any(name not in polls for name in names) or polls[names].isna().to_numpy().any():
         return {}
     t, total = polls["t"].to_numpy(), polls["kv_slots_total"].to_numpy()[1:]
-    moved = np.diff(polls[names].to_numpy(), axis=0)  # [intervals, places] slots summed over the interval's steps
+    moved = np.diff(polls[names].to_numpy(), axis=0)  # [intervals, uses] slots summed over the interval's steps
     steps = moved.sum(axis=1, keepdims=True)
     gauges = _gauge_slots(polls).to_numpy()[1:]  # what held where no step ended within the interval
     mean = np.where(steps > 0, moved / np.where(steps > 0, steps, 1) * total[:, None], gauges)
@@ -88,29 +77,22 @@ def _from_steps(polls: pd.DataFrame, start: float, end: float) -> dict[str, floa
     if weight.sum() == 0:
         return {}
     averaged = (mean * weight[:, None]).sum(axis=0) / weight.sum()
-    return dict(zip(SLOT_PLACES, map(float, averaged), strict=True))
+    return dict(zip(SLOT_USES, map(float, averaged), strict=True))
 
 
 def _gauge_slots(polls: pd.DataFrame) -> pd.DataFrame:
-    """[polls, SLOT_PLACES] slots, from the gauges alone; what an older server does not tell is taken as none."""
-
-    def gauge(name: str, default: float | pd.Series = 0.0) -> pd.Series:
-        found = polls[name] if name in polls else pd.Series(np.nan, index=polls.index)
-        return found.fillna(default)
-
-    total = polls["kv_slots_total"]
-    page = total / gauge("kv_pages_total").replace(0.0, np.nan)
-    reserved, used = gauge("kv_slots_reserved"), gauge("kv_slots_used")
-    cached = gauge("kv_slots_cached", (gauge("kv_pages_cached") * page).fillna(0.0))
-    pinned, fragmented = gauge("kv_slots_pinned"), gauge("kv_slots_fragmented")
-    free = total - reserved - cached - pinned - fragmented
+    """[polls, SLOT_USES] slots, from the gauges alone."""
+    names = ("reserved", "used", "cached", "pinned", "fragmented")
+    gauges = polls.reindex(columns=[f"kv_slots_{name}" for name in names]).fillna(0.0)
+    reserved, used, cached, pinned, fragmented = (gauges[name] for name in gauges)
+    free = polls["kv_slots_total"] - reserved - cached - pinned - fragmented
     columns = (used, reserved - used, cached, pinned, free, fragmented)
-    return pd.DataFrame(dict(zip(SLOT_PLACES, columns, strict=True))).clip(lower=0.0)
+    return pd.DataFrame(dict(zip(SLOT_USES, columns, strict=True))).clip(lower=0.0)
 
 
 def observe(gauges: pd.DataFrame, means: Mapping[str, float], start: float, end: float) -> dict[str, float]:
-    """What ``ledger`` needs of one repeat's polls, for ``Repeat.observed``: slots by place, and ``means`` of gauges."""
-    found = {f"place_{place}": slots for place, slots in mean_slots(gauges, start, end).items()}
+    """What ``ledger`` needs of one repeat's polls, for ``Repeat.observed``: slots by use, and ``means`` of gauges."""
+    found = {f"use_{use}": slots for use, slots in mean_slots(gauges, start, end).items()}
     return found | {name: means[name] for name in _MEANS if found and name in means}
 
 
@@ -127,12 +109,12 @@ def bytes_per_slot(cell: MeasuredCell) -> float | None:
 
 def ledger(cell: MeasuredCell) -> Ledger | None:
     """None where the server does not tell its slots, their size or its budget."""
-    slots = {place: _mean(cell, f"place_{place}") for place in SLOT_PLACES}
+    slots = {use: _mean(cell, f"use_{use}") for use in SLOT_USES}
     size = bytes_per_slot(cell)
     budget = _mean(cell, "kv_budget_bytes") or number(cell.capacity.get("kv_budget_bytes"))
     if None in slots.values() or size is None or not budget:
         return None
-    parts = {place: float(value or 0.0) * size for place, value in slots.items()}
+    parts = {use: float(value or 0.0) * size for use, value in slots.items()}
     parts["table"] = _mean(cell, "page_table_bytes") or 0.0
     parts["rest"] = max(0.0, budget - math.fsum(parts.values()))
     scales = float(slots["tokens"] or 0.0) * (_mean(cell, "kv_scale_bytes_per_slot") or 0.0)
@@ -169,7 +151,7 @@ def accounting(cell: MeasuredCell) -> dict[str, float]:
     found = ledger(cell)
     flat: dict[str, float | None] = {}
     if found is not None:
-        flat = {f"kv_{place}_bytes": size for place, size in found.parts.items()}
+        flat = {f"kv_{use}_bytes": size for use, size in found.parts.items()}
         flat |= {"kv_scale_bytes": found.scales, "kv_budget_bytes": found.budget, "kv_saved_bytes": found.saved}
     flat |= {f"swapped_{way}_bytes": swapped_bytes(cell, way) for way in ("out", "in")}
     flat |= {name: cell.counter(f"{name}_total") for name in _COUNTERS}

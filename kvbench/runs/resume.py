@@ -88,14 +88,9 @@ def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def resumed_differences(manifest: Mapping[str, Any]) -> list[str]:
-    """What differed each time a run was resumed; of runs of older versions only the commits are known."""
-    found: list[str] = []
-    for entry in manifest.get("resumed") or ():
-        known = entry.get("differences")
-        if known is None:
-            known = _git_differences(manifest.get("git") or {}, entry["git"])[0] if entry.get("git") else []
-        found += known
-    return list(dict.fromkeys(found))
+    """What differed each time a run was resumed."""
+    entries = manifest.get("resumed") or ()
+    return list(dict.fromkeys(each for entry in entries for each in entry.get("differences") or ()))
 
 
 def _git_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:

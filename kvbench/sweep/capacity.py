@@ -1,4 +1,4 @@
-"""What the KV budget of each configuration holds: the table of ``kvbench plan``, and a sweep's sentence."""
+"""The table of ``kvbench plan``: what the KV budget of each configuration holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from kvbench.common.console import make_table
 from kvbench.workload.design import Configuration, Design
 from kvbench.workload.settings import effective
 
-_NEEDED = ("num_pages", "capacity_tokens", "kv_budget_bytes", "bytes_per_token")
 _COLUMNS = (  # heading, figure of check_configuration, divided by, format
     ("budget MiB", "kv_budget_bytes", 2**20, "{:,.1f}"),
     ("bytes/\ntoken", "bytes_per_token", 1, "{:,.0f}"),
@@ -70,36 +69,3 @@ def _explanation(design: Design, lengths: Sequence[int]) -> str:
             "output exactly: shorter sequences fit in larger numbers, as far as the holes between them let."
         )
     return text
-
-
-def capacity_note(configurations: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What the same budget holds in either layout, and what a smaller KV dtype or a swap space adds.
-
-    None when a size is not known.
-    """
-    known = [(c, capacity.get(c.config_id, {})) for c in configurations]
-    known = [(c, sizes) for c, sizes in known if all(sizes.get(key) for key in _NEEDED)]
-    of_layout = {c.settings.get("layout"): (c, sizes) for c, sizes in reversed(known)}  # the first of each
-    firsts = [of_layout[layout] for layout in ("contiguous", "paged") if layout in of_layout]
-    if not firsts:
-        return None
-    parts = [_holds(c, sizes) for c, sizes in firsts]
-    most = max(sizes["bytes_per_token"] for _, sizes in known)
-    for c, sizes in known:
-        if (c, sizes) in firsts:
-            continue
-        if sizes["bytes_per_token"] < most:
-            parts.append(f"{c.config_id} holds {sizes['capacity_tokens']:,} tokens")
-        if sizes.get("swap_tokens"):
-            host = f"{sizes['swap_space_bytes'] / 2**20:,.0f} MiB of host memory"
-            parts.append(f"{c.config_id} swaps up to {sizes['swap_tokens']:,} more to {host}")
-    return f"capacity: {firsts[0][1]['kv_budget_bytes'] / 2**20:,.0f} MiB of KV: {'; '.join(parts)}"
-
-
-def _holds(configuration: Configuration, sizes: Mapping[str, Any]) -> str:
-    name, pages, slots = configuration.config_id, sizes["num_pages"], sizes["capacity_tokens"]
-    if configuration.settings.get("layout") != "contiguous":
-        return f"{name} holds {slots:,} tokens of any number of requests ({pages:,} pages)"
-    if (reservation := _reserved_by_length(configuration)) is None:
-        return f"{name} holds {pages:,} requests at once, however short (reservations of {sizes['max_model_len']:,})"
-    return f"{name} holds {slots:,} slots, reserved by the {reservation} of each request's output"

@@ -23,25 +23,21 @@ from kvbench.workload.design import Block, Cell
 
 
 class Estimator:
-    """Seconds left, from the loads that are finished; before that from a guess per load point.
+    """Seconds that loads and server starts take: the median of those that are finished, else a guess.
 
-    A load of the same cell is the best hint, then the same load point under other configurations, then the guess
-    corrected by how wrong guesses were so far. The same for server starts.
+    A load is like those of the same cell, else like those of the same load point under other configurations.
     """
 
     def __init__(self, guesses: Mapping[str, float], start_guess_s: float = START_GUESS_S) -> None:
         self._guesses = dict(guesses)  # load_id -> seconds
         self._start_guess_s = start_guess_s
         self._seen: dict[str, list[float]] = {}
-        self._ratios: list[float] = []
         self._starts: list[float] = []
 
     def observe(self, cell: Cell, wall_s: float, server_start_s: float | None = None) -> None:
         """A finished load took ``wall_s``, checks included; its server took ``server_start_s`` to start."""
         for key in (cell.cell_id, cell.load.load_id):
             self._seen.setdefault(key, []).append(wall_s)
-        if guess := self._guesses.get(cell.load.load_id):
-            self._ratios.append(wall_s / guess)
         if server_start_s is not None:
             self._starts.append(server_start_s)
 
@@ -49,8 +45,7 @@ class Estimator:
         for key in (cell.cell_id, cell.load.load_id):
             if key in self._seen:
                 return statistics.median(self._seen[key])
-        ratio = statistics.median(self._ratios) if self._ratios else 1.0
-        return self._guesses.get(cell.load.load_id, 30.0) * ratio
+        return self._guesses[cell.load.load_id]
 
     @property
     def guesses_starts(self) -> bool:

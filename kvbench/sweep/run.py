@@ -24,7 +24,6 @@ from kvbench.runs.manifest import add_server, build_manifest
 from kvbench.runs.resume import accept_server, reopen
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
-from kvbench.sweep.capacity import capacity_note
 from kvbench.sweep.plan import describe_plan, planned_blocks, preflight, without_done
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
@@ -136,8 +135,6 @@ class Sweep:
         if complete:
             report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
             work.close, work.next_step = lambda: None, f"everything is measured. Write the report with:\n  {report}"
-        if note := capacity_note(design.configurations, manifest["capacity"]):
-            self._say(note)
         return complete
 
     def _calibrator(self, run: RunFolder, *say: Callable[[str], None]) -> Calibrator:

@@ -61,9 +61,6 @@ SCATTERED = cell(throughput=(98.0, 423.0, 462.0))
         ([cell()], {"notes": ["the workload has no kv_budget"]}, ["The workload has no kv_budget."]),
         ([cell()], {"resumed": [{"differences": ["torch (2.12 then, 2.13 now)"]}]}, ["resumed", "torch (2.12 then"]),
         ([cell()], {"resumed": [{"differences": []}]}, []),
-        # As older versions wrote it: the commit alone.
-        ([cell()], {"git": {"sha": "a" * 40}, "resumed": [{"git": {"sha": "b" * 40}}]}, ["resumed", "commit"]),
-        ([cell()], {"git": {"sha": "a" * 40}, "resumed": [{"git": {"sha": "a" * 40}}, {}]}, []),
         ([cell()], {"notes": ["skipped paged-p16: it has other pages"]}, []),
     ],
 )  # fmt: skip

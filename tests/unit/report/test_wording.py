@@ -13,7 +13,7 @@ from kvbench.report.comparisons import compare
 from kvbench.report.figures import drawings
 from kvbench.report.tables import flat_rows, main_table
 from kvbench.report.wording import conclusions, headline, kernel_cost, ledger_sentence, reservation, tiles
-from kvbench.runs.kv_ledger import SLOT_PLACES
+from kvbench.runs.kv_ledger import SLOT_USES
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.report_cells import cell, run
 
@@ -225,25 +225,25 @@ def test_figures_tiles_and_tables_do_not_claim_what_the_sentence_does_not() -> N
     assert next(f for f in flat_rows(unclear) if "paged" in f["configuration"])["ratio_verdict"] == "unclear"
 
 
-def places(**slots: float) -> dict[str, float]:
-    known = {f"place_{place}": slots.get(place, 0.0) for place in SLOT_PLACES}
+def uses(**slots: float) -> dict[str, float]:
+    known = {f"use_{use}": slots.get(use, 0.0) for use in SLOT_USES}
     return known | {"kv_bytes_per_slot": 1.0, "kv_budget_bytes": 1000.0}
 
 
 def test_the_ledgers_sentence_is_of_the_pair_else_of_the_baseline() -> None:
     held = pair(
-        {"observed": places(tokens=660, waste=21, free=319)},
-        {"observed": places(tokens=120, waste=760, free=4, fragmented=116)},
+        {"observed": uses(tokens=660, waste=21, free=319)},
+        {"observed": uses(tokens=120, waste=760, free=4, fragmented=116)},
     )
-    low = pair({"load": 3, "observed": places(free=1000)}, {"load": 3, "observed": places(free=1000)})
+    low = pair({"load": 3, "observed": uses(free=1000)}, {"load": 3, "observed": uses(free=1000)})
     assert ledger_sentence(run(*held, *low)) == (
         "At 24 concurrent requests contiguous held tokens in 12 % of the KV budget and wasted 76 % on slots reserved "
         "and empty (12 % free but scattered); paged (page 16) held tokens in 66 % and wasted 2.1 % on slots reserved "
         "and empty (32 % free)."
     )
-    base = cell(observed=places(tokens=500, waste=100, cached=400))
-    alone = ledger_sentence(run(base, cell(page_size=8, observed=places(tokens=1))))
+    base = cell(observed=uses(tokens=500, waste=100, cached=400))
+    alone = ledger_sentence(run(base, cell(page_size=8, observed=uses(tokens=1))))
     assert all(part in alone for part in ("paged (page 16)", "50 %", "10 %", "40 % cached"))
-    broken = cell("contiguous", observed=places(tokens=500), reasons=("late",))
+    broken = cell("contiguous", observed=uses(tokens=500), reasons=("late",))
     assert "Invalid measurement" in ledger_sentence(run(base, broken))
     assert ledger_sentence(run(cell())) == ""

@@ -14,7 +14,7 @@ import pytest
 from kvbench.report.kv import SECTION, ledger_figure, ledger_note, ledger_table
 from kvbench.report.markdown import markdown
 from kvbench.report.outputs import write_report
-from kvbench.runs.kv_ledger import PLACES, SLOT_PLACES, accounting, ledger, mean_slots, swapped_bytes
+from kvbench.runs.kv_ledger import SLOT_USES, USES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
@@ -23,14 +23,14 @@ from tests.support.toy_engine import CONFIGS
 MIB = 2**20
 
 
-def polls(*rows: dict[str, float], counts_steps: bool = True) -> pd.DataFrame:
-    """Polls of a server with 100 slots; ``rows``: t, slot steps by place so far, and gauges."""
-    base = {"repeat": 1, "num_requests_running": 1, "kv_slots_total": 100} | (steps() if counts_steps else {})
+def polls(*rows: dict[str, float]) -> pd.DataFrame:
+    """Polls of a server with 100 slots; ``rows``: t, slot steps by use so far, and gauges."""
+    base = {"repeat": 1, "num_requests_running": 1, "kv_slots_total": 100} | steps()
     return pd.DataFrame([base | row for row in rows])
 
 
 def steps(**slots: float) -> dict[str, float]:
-    return {f"kv_slot_steps_total_{place}": slots.get(place, 0.0) for place in SLOT_PLACES}
+    return {f"kv_slot_steps_total_{use}": slots.get(use, 0.0) for use in SLOT_USES}
 
 
 def gauges(t: float, reserved: float, used: float, **more: float) -> dict[str, float]:
@@ -69,31 +69,9 @@ def test_an_interval_without_a_step_is_what_the_gauges_say() -> None:
     assert (found["tokens"], found["waste"], found["free"]) == pytest.approx((50, 10, 40))
 
 
-def test_a_server_that_counts_no_steps_is_read_from_its_gauges() -> None:
-    frame = polls(
-        gauges(0.0, 90, 50, kv_pages_total=10, kv_pages_cached=1),
-        gauges(1.0, 70, 60, kv_pages_total=10, kv_pages_cached=0),
-        gauges(9.0, 0, 0, kv_pages_total=10, kv_pages_cached=0),
-        counts_steps=False,
-    )
-    found = mean_slots(frame, 0.0, 2.0)
-    assert found == pytest.approx({"tokens": 55, "waste": 25, "cached": 5, "pinned": 0, "free": 15, "fragmented": 0})
-    assert mean_slots(frame.assign(kv_slots_total=float("nan")), 0.0, 1.0) == {}  # it has no slots
-
-
-def test_gauges_of_scattered_and_pinned_slots_are_no_free_ones() -> None:
-    frame = polls(gauges(0.0, 30, 20, kv_slots_cached=5, kv_slots_pinned=3, kv_slots_fragmented=12, kv_slots_free=62))
-    assert mean_slots(frame, 0.0, 1.0) == {
-        "tokens": 20, "waste": 10, "cached": 5, "pinned": 3, "free": 50, "fragmented": 12,
-    }  # fmt: skip
-
-
-def test_gauges_that_are_read_rarely_count_for_as_long_as_they_stand() -> None:
-    rows = [(t, 90 if 2 < t < 10 else 10) for t in (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0, 10.0)]
-    frame = polls(*(gauges(t, used, used) for t, used in rows), counts_steps=False)
-    weights = [0.5, 0.5, 0.5, 0.5, 1.25, 2, 2, 2, 2]
-    expected = sum(w * used for w, (_, used) in zip(weights, rows, strict=True)) / sum(weights)
-    assert mean_slots(frame, 0.0, math.inf)["tokens"] == pytest.approx(expected)
+def test_without_slots_or_two_polls_nothing_is_known() -> None:
+    assert mean_slots(polls({"t": 0.0}), 0.0, 1.0) == {}
+    assert mean_slots(polls({"t": 0.0}, {"t": 1.0}).assign(kv_slots_total=float("nan")), 0.0, 1.0) == {}
 
 
 def stored(folder: Path, frame: pd.DataFrame, server: dict[str, float], **summary: Any) -> Run:
@@ -129,8 +107,8 @@ COUNTERS = {
 @pytest.fixture
 def hand_made(tmp_path: Path) -> Run:
     """100 slots of 1,000 bytes: 60 tokens, 10 waste, 8 cached, 2 pinned, 15 free, 5 scattered; 103.5 kB budget."""
-    places = steps(tokens=60, waste=10, cached=8, pinned=2, free=15, fragmented=5)
-    frame = polls({"t": 0.0, "kv_slots_shared": 4, **GAUGES}, {"t": 2.0, "kv_slots_shared": 6, **GAUGES, **places})
+    uses = steps(tokens=60, waste=10, cached=8, pinned=2, free=15, fragmented=5)
+    frame = polls({"t": 0.0, "kv_slots_shared": 4, **GAUGES}, {"t": 2.0, "kv_slots_shared": 6, **GAUGES, **uses})
     return stored(tmp_path, frame, COUNTERS)
 
 
@@ -197,18 +175,6 @@ def test_bars_add_up_to_the_budget_and_scales_are_part_of_the_tokens(hand_made: 
     assert all(number in aside for number in ("4.9 KiB", "684 KiB", "130"))
 
 
-def test_a_run_of_an_older_server_is_reported_from_its_gauges_and_capacity(tmp_path: Path) -> None:
-    """As the first committed runs are: no slot steps, no bytes a slot, nothing of swap."""
-    rows = (gauges(t, 80, used, page_table_bytes=500) for t, used in ((0.0, 20), (1.0, 40)))
-    capacity = {"kv_budget_bytes": 110_000, "bytes_per_token": 1000}
-    old = stored(tmp_path, polls(*rows, counts_steps=False), {"num_preemptions_total": 0.0}, capacity=capacity)
-    found = ledger(old.cells[0])
-    assert found is not None and found.saved is None and found.scales == 0
-    assert (found.parts["tokens"], found.parts["waste"], found.parts["free"]) == (30_000, 50_000, 20_000)
-    assert (found.parts["table"], found.parts["rest"]) == (500, 9_500)
-    assert swapped_bytes(old.cells[0]) is None and len(ledger_table(old).rows) == 1
-
-
 def test_another_engines_server_has_no_section(run_of: Callable[[str], Run]) -> None:
     run = run_of("foreign")
     assert ledger_figure(run) is None and ledger_table(run).rows == () and SECTION not in markdown(run)
@@ -217,8 +183,8 @@ def test_another_engines_server_has_no_section(run_of: Callable[[str], Run]) -> 
 def test_parts_are_the_mean_over_repeats() -> None:
     size = {"kv_bytes_per_slot": 1.0, "kv_budget_bytes": 1000.0}
     observed = tuple(
-        dict.fromkeys((f"place_{place}" for place in SLOT_PLACES), 0.0) | size
-        | {"place_tokens": tokens, "place_free": 1000 - tokens}
+        dict.fromkeys((f"use_{use}" for use in SLOT_USES), 0.0) | size
+        | {"use_tokens": tokens, "use_free": 1000 - tokens}
         for tokens in (200.0, 600.0)
     )  # fmt: skip
     found = ledger(cell(throughput=(1.0, 1.0), observed=observed))
@@ -230,7 +196,7 @@ def test_the_synthetic_runs_ledger_agrees_with_its_steps(run_of: Callable[[str],
     assert len(ledger_table(run).rows) == len(run.cells) == 2 * len(CONFIGS)
     for one in run.cells:
         found = ledger(one)
-        assert found is not None and set(found.parts) == {place.key for place in PLACES}
+        assert found is not None and set(found.parts) == {use.key for use in USES}
         assert math.fsum(found.parts.values()) == pytest.approx(64 * MIB + 65_536)
     int8 = next(c for c in run.cells if c.settings["kv_cache_dtype"].startswith("int8"))
     found = ledger(int8)

@@ -1,4 +1,4 @@
-"""What ``kvbench plan`` and the sweep say a budget holds: against the arithmetic of the formats, and uncut."""
+"""What ``kvbench plan`` says a budget holds: against the arithmetic of the formats, and uncut."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pytest
 import yaml
 
 from kvbench.cli.main import cli
-from kvbench.sweep.capacity import capacity_note
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload.design import Configuration, make_design
 
 ENGINE = {
     "model": "llama-32m", "load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_budget": "65MiB",
@@ -27,31 +25,6 @@ def test_swap_space_in_whole_pages_and_the_budget_where_none_is_given():
     assert check_configuration(swap)["swap_space_bytes"] == BUDGET
     with pytest.raises(ValueError, match=r"swap_space 1024 .* does not hold one page"):
         check_configuration({**swap, "swap_space": 1024})
-
-
-def note(*settings):
-    configurations = [Configuration(f"c{i}", "", s, {}, i == 0) for i, s in enumerate(settings)]
-    return capacity_note(configurations, {c.config_id: check_configuration(c.settings) for c in configurations})
-
-
-def test_the_note_compares_layouts_and_names_what_smaller_dtypes_and_swap_add():
-    paged = {**ENGINE, "layout": "paged"}
-    text = note(
-        paged, {**ENGINE, "layout": "contiguous"}, {**paged, "kv_cache_dtype": "fp8_e4m3"}, {**paged, "page_size": 8},
-        {**paged, "preemption_mode": "swap", "swap_space": "2MiB"},
-    )  # fmt: skip
-    assert text == (
-        "capacity: 65 MiB of KV: c1 holds 16 requests at once, however short (reservations of 256); c0 holds 4,144 "
-        "tokens of any number of requests (259 pages); c2 holds 16,624 tokens; c4 swaps up to 128 more to 2 MiB of "
-        "host memory"
-    )
-
-
-def test_a_reservation_by_length_promises_no_number_of_requests():
-    assert note({**ENGINE, "layout": "contiguous", "reservation": "oracle"}) == (
-        "capacity: 65 MiB of KV: c0 holds 4,159 slots, reserved by the oracle of each request's output"
-    )
-    assert capacity_note(make_design({}, {}, [], "full").configurations, {}) is None
 
 
 WORKLOAD = {

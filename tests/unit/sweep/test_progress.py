@@ -33,8 +33,8 @@ def test_estimates_go_from_guess_to_measurement():
     estimator.observe(CELLS["paged-p16-c1"], 30.0, server_start_s=2.0)
     assert estimator.load_s(CELLS["paged-p16-c1"]) == 30.0  # the same cell
     assert estimator.load_s(CELLS["paged-p8-c1"]) == 30.0  # the same load elsewhere
-    assert estimator.load_s(CELLS["paged-p8-c4"]) == 60.0  # the guess was three times too low
-    assert estimator.total_s(blocks) == pytest.approx(4 * 2.0 + 4 * 30 + 4 * 60)
+    assert estimator.load_s(CELLS["paged-p8-c4"]) == 20.0  # the guess: none of that load is finished
+    assert estimator.total_s(blocks) == pytest.approx(4 * 2.0 + 4 * 30 + 4 * 20)
     estimator.observe(CELLS["paged-p8-c1"], 50.0)
     assert estimator.load_s(CELLS["paged-p8-c1"]) == 50.0
     assert estimator.load_s(CELLS["paged-p16-c1"]) == 30.0
