@@ -89,7 +89,7 @@ def test_health_at_full_load(benchmark, max_num_batched_tokens: int) -> None:
     flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--max-num-seqs", str(STREAMS))
     with server(*flags) as port:
         idle = poll(port, 20)
-        load = multiprocessing.get_context("spawn").Process(target=_load, args=(port, vocab_size), daemon=True)
+        load = multiprocessing.get_context("fork").Process(target=_load, args=(port, vocab_size), daemon=True)
         load.start()
         try:
             deadline = time.monotonic() + 60

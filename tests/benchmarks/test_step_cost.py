@@ -92,28 +92,22 @@ def test_decode_step_by_pages(benchmark, pages):
     measure(benchmark, 16, make_engine(16, pages, 16, LENGTH))
 
 
-@pytest.mark.parametrize("page_size", choose(full=[1, 8, 16, 64, 256], quick=[1, 256], smoke=[8]))
-def test_decode_step_by_page_size(benchmark, page_size):
-    benchmark.group = f"decode step of {MANY} sequences, by page size"
-    measure(benchmark, MANY, make_engine(MANY, MANY * -(-LENGTH // page_size) + MANY * 16, page_size, LENGTH))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"enable_prefix_caching": True},
-        {"preemption_mode": "swap"},
-        {"scheduling_policy": "priority"},
-        {"max_num_partial_prefills": 2},
-        {"layout": "contiguous"},
-    ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
+PAGE_SIZES = [{"page_size": page_size} for page_size in choose(full=[1, 8, 16, 64, 256], quick=[1, 256], smoke=[8])]
+SETTINGS = (
+    {"enable_prefix_caching": True},
+    {"preemption_mode": "swap"},
+    {"scheduling_policy": "priority"},
+    {"max_num_partial_prefills": 2},
+    {"layout": "contiguous"},
 )
+
+
+@pytest.mark.parametrize("settings", [*PAGE_SIZES, *SETTINGS], ids=str)
 def test_decode_step_by_setting(benchmark, settings):
     benchmark.group = f"decode step of {MANY} sequences, page size 16, by setting"
-    contiguous = "layout" in settings
-    page_size = LENGTH if contiguous else 16
-    measure(benchmark, MANY, make_engine(MANY, MANY if contiguous else MANY * 64, page_size, LENGTH, **settings))
+    page_size = LENGTH if "layout" in settings else settings.get("page_size", 16)
+    pages = MANY if "layout" in settings else MANY * (-(-LENGTH // page_size) + 16)
+    measure(benchmark, MANY, make_engine(MANY, pages, length=LENGTH, **{**settings, "page_size": page_size}))
 
 
 @pytest.mark.parametrize("page_size", choose(full=[8, 16, 32, 64, 128, 256], quick=[8, 16, 256], smoke=[16]))

@@ -140,19 +140,6 @@ def test_a_client_that_disconnects_ends_all_sequences_of_its_request(fields: dic
         server.wait_for(**{"request_failure_total{kind=disconnect}": disconnects, "http_requests_total{code=499}": 2})
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_the_queue_is_forgotten(stream: bool) -> None:
-    with running_server(fake_engine(step_s=0.01, max_num_seqs=1)) as server:
-        first = server.open_request({"prompt": [5], "max_tokens": 1000})
-        server.wait_for(num_requests_running=1)
-        second = server.open_request({"prompt": [6], "max_tokens": 10, "stream": stream})
-        server.wait_for(num_requests_waiting=1)
-        second.close()
-        server.wait_for(num_requests_waiting=0, num_requests_running=1)
-        first.close()
-        server.wait_for(num_requests_running=0, kv_pages_owned=0)
-
-
 def test_many_at_once_all_end_and_metrics_agree_with_what_was_sent() -> None:
     with running_server(fake_engine(step_s=0.001, enable_prefix_caching=True, kv_slots=8192)) as server:
 

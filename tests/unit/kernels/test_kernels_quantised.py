@@ -223,20 +223,6 @@ def test_bytes_by_hand():
     assert INT4.row_bytes(7) == 4 + 4 and find_format("auto") is None
 
 
-@by_name
-def test_moving_the_rows_of_raw_tensors_moves_the_tokens(format):
-    x = sample("outliers", 8, 2, 7)
-    cache = new_cache(format, 20, x)
-    cache.store(torch.arange(8), x)
-    before = cache.load(torch.arange(8))
-    for tensor in raw_tensors(cache):
-        tensor[12:20] = tensor[:8].clone()
-        tensor[:8] = 0
-    assert torch.equal(cache.load(torch.arange(12, 20)), before)
-    plain = torch.zeros(3, 1, 1)
-    assert raw_tensors(plain)[0] is plain
-
-
 @pytest.mark.parametrize("scale", [None, 0.0, -1.0, math.inf, math.nan])
 def test_fp8_without_a_usable_scale_is_refused(scale):
     """FP8 scales silently 1.0 (sglang#18882): here there is no default to fall back to."""

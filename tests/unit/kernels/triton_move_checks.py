@@ -23,7 +23,7 @@ from tests.support.move_oracle import HOST_PAGES, PAGES, check_moves, page_moves
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
 ALWAYS, NEVER = 0, 1 << 62  # runs from which the copy engine takes over
-UNITS, RECORDS = 7, 5
+UNITS = 7
 
 
 def random_bytes(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -49,12 +49,6 @@ def as_units(cache: torch.Tensor, unit_slots: int) -> torch.Tensor:
     return cache[: units * unit_slots].cpu().contiguous().view(torch.uint8).reshape(units, -1).clone()
 
 
-def check(caches, unit_slots, expected) -> None:
-    for i, (cache, wanted) in enumerate(zip(caches, expected, strict=True)):
-        held = as_units(cache, unit_slots)
-        assert torch.equal(held, wanted), f"cache {i}, {cache.dtype}, units {(held != wanted).any(1).nonzero()}"
-
-
 def numbers(values) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
@@ -63,10 +57,11 @@ def check_copies(caches, unit_slots: int, moves) -> None:
     """Copies from source to target unit are as if done one after the other, and touch nothing else."""
     expected = [as_units(cache, unit_slots) for cache in caches]
     TritonMover(caches, unit_slots, 0).copy(numbers([s for s, _ in moves]), numbers([t for _, t in moves]))
-    for wanted in expected:
+    for cache, wanted in zip(caches, expected, strict=True):
         for source, target in moves:
             wanted[target] = wanted[source]
-    check(caches, unit_slots, expected)
+        held = as_units(cache, unit_slots)
+        assert torch.equal(held, wanted), f"{cache.dtype}, units {(held != wanted).any(1).nonzero()}"
 
 
 @pytest.mark.parametrize(
@@ -92,54 +87,6 @@ def test_more_units_than_one_program_takes():
     check_copies([cache], 1, list(zip(order[:600], order[700:], strict=True)))
 
 
-@settings(max_examples=8, deadline=None)
-@given(data=st.data(), unit_slots=st.sampled_from([1, 2, 5]))
-def test_copies_are_as_if_one_after_the_other(data, unit_slots):
-    """Chains, units written twice, and a unit that is read and then written: in parallel each would be a race."""
-    pairs = st.tuples(st.integers(0, UNITS - 1), st.integers(0, UNITS - 1)).filter(lambda p: p[0] != p[1])
-    moves = data.draw(st.lists(pairs, min_size=1, max_size=10))
-    check_copies(caches_of(UNITS * unit_slots, (1, 3))[:3], unit_slots, moves)
-
-
-@pytest.mark.parametrize(("segment_records", "staged_records"), [(1, 1), (3, 1), (3, 2), (100, 2), (100, 100)])
-@pytest.mark.parametrize("copy_engine_bytes", [ALWAYS, NEVER])
-def test_swaps(monkeypatch, copy_engine_bytes, segment_records, staged_records):
-    """Out to scattered records, other KV into their places, in again into other units: staged or not, over segments."""
-    unit_slots, row = 3, (2, 5)
-    caches = caches_of(UNITS * unit_slots, row)
-    record = TritonMover(caches, unit_slots, 0).record_bytes
-    monkeypatch.setattr(triton_move, "COPY_ENGINE_BYTES", copy_engine_bytes)
-    monkeypatch.setattr(triton_move, "SEGMENT_BYTES", segment_records * record)
-    monkeypatch.setattr(triton_move, "STAGING_BYTES", staged_records * record)
-    mover = TritonMover(caches, unit_slots, RECORDS)
-    expected = [as_units(cache, unit_slots) for cache in caches]
-    host = [torch.zeros(RECORDS, wanted.shape[1], dtype=torch.uint8) for wanted in expected]
-    plan = [("out", [0, 2, 5, 6], [4, 1, 0, 2]), ("in", [4, 1], [1, 3]), ("out", [1, 4], [3, 1])]
-    plan += [("in", [1, 3, 2, 0, 4], [6, 0, 5, 2, 4])]
-    for way, sources, targets in plan:
-        (mover.swap_out if way == "out" else mover.swap_in)(numbers(sources), numbers(targets))
-        for wanted, kept in zip(expected, host, strict=True):
-            if way == "out":
-                kept[targets] = wanted[sources]
-            else:
-                wanted[targets] = kept[sources]
-        check(caches, unit_slots, expected)
-
-
-def test_swaps_of_nothing_and_of_everything(monkeypatch):
-    monkeypatch.setattr(triton_move, "COPY_ENGINE_BYTES", ALWAYS)
-    caches = caches_of(RECORDS, (2, 4))
-    expected = [as_units(cache, 1) for cache in caches]
-    mover = TritonMover(caches, 1, RECORDS)
-    everything = np.arange(RECORDS)
-    mover.swap_out(everything, everything[::-1].copy())
-    for cache in caches:
-        cache.view(torch.uint8).fill_(255)
-    mover.swap_out(everything[:0], everything[:0])
-    mover.swap_in(everything[::-1].copy(), everything)
-    check(caches, 1, expected)
-
-
 def test_offsets_beyond_2_to_the_31():
     """Pages of 1 MiB, the last of them at a byte offset past 2**31. Only pages that are written exist."""
     page, pages = 1 << 20, 2100
@@ -159,14 +106,19 @@ def test_a_record_holds_every_part_once():
     assert total <= mover.record_bytes < total + 16
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     planned=page_moves().map(lambda drawn: (True, *drawn)) | slab_moves().map(lambda moves: (False, 1, moves)),
     copy_engine_bytes=st.sampled_from([ALWAYS, NEVER]),
+    segment_bytes=st.sampled_from([1, 1500, 1 << 30]),
+    staging_bytes=st.sampled_from([1, 1000, 1 << 30]),
 )
-def test_pages_and_ranges_of_a_slab_as_the_engine_moves_them(planned, copy_engine_bytes):
+def test_pages_and_ranges_of_a_slab_as_the_engine_moves_them(planned, copy_engine_bytes, segment_bytes, staging_bytes):
+    """Clashing copies, and swaps in any order: staged or not, over one segment of the host's memory or several."""
     paged, size, moves = planned
     shape = (PAGES * size, HOST_PAGES * size, size) if paged else (24, 12, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_move, "COPY_ENGINE_BYTES", copy_engine_bytes)
+        patch.setattr(triton_move, "SEGMENT_BYTES", segment_bytes)
+        patch.setattr(triton_move, "STAGING_BYTES", staging_bytes)
         check_moves(moves, *shape, paged, DEVICE, use_triton=True)

@@ -112,14 +112,6 @@ def test_a_budget_beyond_the_memory_is_refused_before_anything_is_allocated(tmp_
 # Capacity.
 
 
-def test_everyones_arithmetic_llama_70b():
-    """Llama-3.1-70B, fp16: 327,680 bytes a token, 1.34 GB for 4096 tokens, 343.6 GB for 256 of those."""
-    shape = KVShape((LayerKV(8, 128, 128),) * 80, 2)
-    assert shape.bytes_per_slot == 327_680
-    assert shape.bytes_per_slot * 4096 == 1_342_177_280
-    assert round(shape.bytes_per_slot * 4096 * 256 / 1e9, 1) == 343.6
-
-
 def test_same_bytes_buy_the_same_slots_in_both_layouts_but_not_the_same_sequences():
     shape = find_model("llama-32m").kv_shape("float32")
     assert shape.bytes_per_slot == 8 * 4 * (64 + 64) * 4

@@ -43,20 +43,6 @@ def test_what_a_sequence_reserves(reservation, prompt, output, reserved):
     assert (kv.slots_reserved, kv.slots_used, kv.slots_fragmented) == (reserved, prompt, 0)
 
 
-def test_as_many_run_as_there_are_reservations():
-    engine = small_engine(3 * 32, layout="contiguous")
-    for name in "abcd":
-        engine.add_request(request(name, 3, max_tokens=4))
-    engine.step()
-    stats = engine.stats()
-    assert (stats.num_requests_running, stats.num_requests_waiting) == (3, 1)
-    assert (stats.kv.slots_reserved, stats.kv.slots_used, stats.kv_waste_slots) == (96, 9, 87)
-    assert not engine.reset_prefix_cache()
-    drain(engine)
-    assert engine.stats().kv.slots_used == 0
-    assert engine.reset_prefix_cache()
-
-
 def test_fragmentation_is_seen_and_counted():
     """Of three reservations side by side only the middle one is left: 24 slots are free, but no 14 in a row."""
     engine = small_engine(36, layout="contiguous", reservation="oracle", max_num_batched_tokens=32)

@@ -42,18 +42,6 @@ def test_without_chunking_a_prompt_waits_until_it_fits_whole():
     assert executor.plans[:2] == [[("a", 20)], [("a", 1), ("b", 20)]]
 
 
-def test_recomputed_tokens_are_what_was_computed_twice():
-    executor = CountingExecutor()
-    engine = small_engine(32, executor, page_size=4)
-    for name, prompt in (("a", 9), ("b", 7), ("c", 5)):
-        engine.add_request(request(name, prompt, max_tokens=14))
-    drain(engine)
-    computed = sum(n for plan in executor.plans for _, n in plan)
-    needed = sum(prompt + 14 - 1 for prompt in (9, 7, 5))  # the last token's KV is never needed
-    assert engine.stats().recomputed_tokens == computed - needed > 0
-    assert engine.stats().prefill_tokens_scheduled + engine.stats().decode_tokens_scheduled == computed
-
-
 def test_preemption_takes_the_last_in_rank_which_returns_to_its_place():
     engine = small_engine(32, page_size=4, max_num_seqs=3)
     add_all(engine, *(request(name, 8, max_tokens=14) for name in "abcd"))
@@ -129,35 +117,6 @@ def test_a_full_queue_refuses_one_more_and_forgets_it():
     engine.add_request(request("d", 4))
     assert sorted(drain(engine)) == ["b", "c", "d"]
     assert engine.stats().finished == {"length": 4}
-
-
-def test_output_stops_at_max_model_len_stop_token_and_eos():
-    engine = small_engine(64, page_size=4)
-    engine.add_request(request("long", 31, max_tokens=50))
-    assert [o.finish_reason for o in (*engine.step(), *engine.step())] == ["length"]
-
-    first = CountingExecutor().next_token(list(range(1, 6)))
-    engine = small_engine(64, page_size=4)
-    engine.add_request(request("stop", 5, stop_token_ids=(first,)))
-    assert [o.finish_reason for o in engine.step()] == ["stop"]
-    engine = small_engine(64, CountingExecutor(eos=(first,)), page_size=4)
-    add_all(engine, request("eos", 5), request("ignore", 5, ignore_eos=True))
-    assert [o.finish_reason for o in engine.step()] == ["stop", None]
-
-
-def test_abort_gives_pages_back_in_every_state():
-    engine = small_engine(40, page_size=4)
-    add_all(engine, *(request(name, 4, max_tokens=26) for name in "abcdef"))
-    engine.step()
-    assert engine.abort("a")  # running
-    assert engine.abort("f")  # waiting
-    while not engine.scheduler.num_preemptions:
-        engine.step()
-    assert engine.abort(next(seq.request_id for seq in engine.scheduler.waiting if seq.num_preemptions))
-    assert not engine.abort("a")
-    drain(engine)
-    assert engine.stats().kv.pages_owned == 0
-    assert engine.stats().finished["abort"] == 3
 
 
 def test_invariants_are_checked_after_each_step_when_asked_for(monkeypatch):

@@ -90,20 +90,6 @@ async def test_a_step_wakes_the_loop_once_however_many_tokens_it_brought() -> No
 
 
 @on_loop
-async def test_cancelling_a_reader_aborts_its_request() -> None:
-    async with started(fake_engine(step_s=0.005)) as engine:
-        task = asyncio.create_task(collect(engine, request("r", 1000)))
-        while (await engine.stats()).kv.pages_owned == 0:
-            await asyncio.sleep(0.005)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        stats = await engine.stats()
-        assert (stats.num_requests_running, stats.kv.pages_owned) == (0, 0)
-        assert stats.finished == {"abort": 1}
-
-
-@on_loop
 async def test_a_refused_request_leaves_none_of_its_companions() -> None:
     async with started(fake_engine(max_model_len=32)) as engine:
         with pytest.raises(ValueError, match="max_model_len"):
@@ -208,28 +194,6 @@ async def busy(engine: AsyncEngine, running: int) -> None:
 
 
 @on_loop
-async def test_each_sibling_says_its_own_and_ends_by_itself() -> None:
-    async with started(fake_engine(branching)) as engine:
-        stream = await engine.submit([siblings("a", 3, 4, stop_token_ids=(202,)), siblings("b", 2, 3)])
-        found = await drain(stream)
-        tokens = {key: [t for o in outputs for t in o.token_ids] for key, outputs in found.items()}
-        assert tokens == {
-            ("a", 0): [100, 101, 102, 103],
-            ("a", 1): [100, 201, 202],
-            ("a", 2): [100, 301, 302, 303],
-            ("b", 0): [100, 101, 102],
-            ("b", 1): [100, 201, 202],
-        }
-        assert [found["a", i][-1].finish_reason for i in range(3)] == ["length", "stop", "length"]
-        stats = await engine.stats()
-        assert stats.finished == {"length": 4, "stop": 1}
-        assert stats.forks == 3
-        assert stats.kv.pages_owned == 0
-        assert not engine._streams
-        assert not engine._live
-
-
-@on_loop
 async def test_stopping_the_last_open_sibling_ends_the_request() -> None:
     async with started(fake_engine(branching, step_s=0.002)) as engine:
         stream = await engine.submit([siblings("r", 2, 1000)])
@@ -295,18 +259,6 @@ async def test_a_step_that_fails_before_it_chose_anybody_ends_all(monkeypatch: p
             outputs = await collect(engine, siblings("r", 2))
         assert [(o.index, o.finish_reason) for o in outputs] == [(0, "error"), (1, "error")]
         assert len(await collect(engine, request("works"))) == 4
-
-
-@on_loop
-async def test_shutdown_ends_every_sibling() -> None:
-    fake = fake_engine(branching, step_s=0.005)
-    async with started(fake) as engine:
-        reader = asyncio.create_task(collect(engine, siblings("r", 3, 1000)))
-        await busy(engine, 3)
-        assert await engine.shutdown(5)
-        outputs = await reader
-        assert sorted(o.index for o in outputs if o.finish_reason == "abort") == [0, 1, 2]
-    assert fake.stats().kv.pages_owned == 0
 
 
 # Steps that overlap.
