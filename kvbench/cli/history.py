@@ -88,7 +88,7 @@ def _print(found: Any, html: Path | None) -> None:
 
     console = Console()
     for group in found.groups:
-        console.print(table(found, group))
+        console.print(table(group))
     for line in (*legend(found), found.drift_sentence, *([f"page: {html}"] if html else [])):
         print_plain(console, line)
 

@@ -1,9 +1,9 @@
-"""Drift since the last release: what many changes, each too small for a gate, have added up to.
+"""Drift since the last release: the sum of many changes that are each too small for a gate.
 
 Each cell's newest counted run is compared with the newest counted run of the release. The change is the ratio of the
-geometric means over the repeats; its 95 % interval is Welch's, on logarithms (each repeat is a fresh server, so repeats
-are independent). The interval does not contain what differs between two days on one machine: `kvbench compare` of the
-two commits measures both on one day.
+geometric means over the repeats; its 95 % interval is Welch's, on logarithms (each repeat is a new server, so repeats
+are independent). Differences between two days on one machine are not in the interval: `kvbench compare` of the two
+commits measures both on one day.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,15 +27,13 @@ _MIN_SHA = 7
 
 @dataclass(frozen=True)
 class Drift:
-    """One metric of one cell since a release. ``change``: new / old - 1, ``interval`` its 95 % interval.
+    """The change of a series since a release: ``change`` is new / old - 1, ``interval`` its 95 % interval.
 
-    ``outcome``: ``drifted`` when it is worse by more than ``margin`` and the interval excludes no change; ``within``
-    when the interval excludes a drift beyond the margin; else ``unclear``.
+    ``outcome``: ``drifted`` if it is worse by more than ``margin`` and the interval excludes 0; ``within`` if the
+    interval excludes a drift beyond the margin; else ``unclear``.
     """
 
-    series: Series
     release_name: str
-    release: TrendPoint
     last: TrendPoint
     change: float
     interval: tuple[float, float] | None
@@ -47,17 +45,17 @@ class Drift:
 class Releases:
     """Which runs belong to a release.
 
-    ``tags``: (name, full sha), newest first. ``chosen``: only this release counts; otherwise runs that were marked as a
-    release in their history come before git tags.
+    ``tags``: (name, full sha), newest first. ``chosen``: the only release that counts; without one, runs that are
+    marked as a release come before git tags.
     """
 
     tags: tuple[tuple[str, str], ...] = ()
     chosen: str | None = None
 
     def of(self, series: Series) -> tuple[str, TrendPoint] | None:
-        """The name and newest counted run of the newest release before the newest counted run.
+        """The name and the newest counted run of the newest release before the newest counted run.
 
-        Where no release is before it: the release that the newest run itself belongs to.
+        If there is none before it: those of the release that the newest run itself belongs to.
         """
         newest_first = series.counted[::-1]
         found = [
@@ -73,7 +71,7 @@ class Releases:
         return next((each for each in found if not is_newest(each[1].run)), found[0] if found else None)
 
     def _names(self, newest_first: Sequence[TrendPoint]) -> list[tuple[str, str]]:
-        """Name and sha of every release that may count, the preferred first."""
+        """Name and sha of every release that may count, the preferred ones first."""
         if self.chosen is not None:
             return [*self.tags, (self.chosen, "")]
         return [*((point.run.release, "") for point in newest_first if point.run.release), *self.tags]
@@ -95,25 +93,18 @@ def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
     return Releases(((chosen, sha),) if sha else (), chosen)
 
 
-def find_drifts(series: Iterable[Series], releases: Releases) -> list[Drift]:
-    """The change since the release of every series that has a margin, a run of the release and a newer one."""
-    found = []
-    for each in series:
-        release = releases.of(each) if each.metric.name in MARGINS else None
-        if release and release[1] is not each.counted[-1] and min(release[1].values + each.counted[-1].values) > 0:
-            found.append(_drift(each, *release))
-    return found
-
-
-def _drift(series: Series, name: str, release: TrendPoint) -> Drift:
-    last, margin, better = series.counted[-1], MARGINS[series.metric.name], series.metric.better
+def find_drift(series: Series, name: str, release: TrendPoint) -> Drift | None:
+    """The change from ``release`` to the newest counted run; None without a newer run or a margin of the metric."""
+    last, margin, better = series.counted[-1], MARGINS.get(series.metric.name), series.metric.better
+    if margin is None or release is last or min(release.values + last.values) <= 0:
+        return None
     old, new = ([math.log(value) for value in point.values] for point in (release, last))
     change = math.expm1(statistics.fmean(new) - statistics.fmean(old))
     interval = _interval(old, new)
     least, most = sorted(-better * end for end in interval) if interval else (-math.inf, math.inf)  # worse is positive
     drifted = -better * change > margin and least > 0
     outcome = DRIFTED if drifted else WITHIN if most <= margin else UNCLEAR
-    return Drift(series, name, release, last, change, interval, margin, outcome)
+    return Drift(name, last, change, interval, margin, outcome)
 
 
 def _interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float] | None:
@@ -137,7 +128,7 @@ def drift_exit_code(drifts: Sequence[Drift]) -> int:
 
 
 def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
-    """What became of the metrics since the release. ``has_release``: some series has a run of one."""
+    """The drifts in one sentence. ``has_release``: whether any series has a run of a release."""
     if drifts:
         count = Counter(drift.outcome for drift in drifts)
         return (
@@ -153,7 +144,8 @@ def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
 
 
 def _belongs(run: StoredRun, name: str, sha: str) -> bool:
-    """Whether the run is of the commit ``sha``; without one: is marked as ``name``, or its commit begins so."""
+    """Whether the run is of the commit ``sha``; if that is empty, whether it is marked as ``name`` or its commit's sha
+    begins with it."""
     if sha:
         return run.sha == sha and not run.dirty
     starts = len(name) >= _MIN_SHA and (run.sha or "").startswith(name.lower()) and not run.dirty

@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN, Drift
+from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN
 from kvbench.history.runs import INCOMPLETE, VALID, Series, StoredRun, TrendPoint
-from kvbench.history.show import NARROWEST, View, change_text, value_text
+from kvbench.history.show import NARROWEST, Trend, View, change_text, value_text
 from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, LineStyle, finish, safe
 
@@ -20,8 +20,8 @@ _DRIFT_HEADS = (
     "workload", "machine", "cell", "metric", "release", "at release", "now", "change", "95 % interval", "margin",
 )  # fmt: skip
 _DRIFT_NOTE = (
-    "Change: ratio of the geometric means over the repeats. The interval is Welch's over the repeats. What differs "
-    "between two days on one machine is not in it: `kvbench compare` of the two commits measures both on one day."
+    "Change: ratio of the geometric means over the repeats. The interval is Welch's over the repeats; differences "
+    "between two days on one machine are not in it: `kvbench compare` of the two commits measures both on one day."
 )
 _DRIFT_TITLES = {
     DRIFTED: "Worse than the release by more than the margin",
@@ -32,7 +32,7 @@ _DRIFT_TITLES = {
 
 def page(view: View) -> str:
     """The whole page: drift since the release, then a figure for every metric."""
-    drawn = [(series[0], _drawings(view, series, f"g{index}")) for index, series in enumerate(view.groups)]
+    drawn = [(group[0].series, _drawings(group, f"g{index}")) for index, group in enumerate(view.groups)]
     return render(
         "history.html.j2",
         [drawing for _, some in drawn for drawing in some],
@@ -47,7 +47,7 @@ def page(view: View) -> str:
 
 
 def _runs_shown(view: View) -> str:
-    shown = {point.run for group in view.groups for series in group for point in series.points}
+    shown = {point.run for trend in view.trends for point in trend.series.points}
     first, last = (pick(run.started for run in shown) for pick in (min, max))
     incomplete = sum(not run.complete for run in shown)
     return f"{words.plural(len(shown), 'run')} ({incomplete} incomplete), {first:%Y-%m-%d} to {last:%Y-%m-%d}."
@@ -57,22 +57,22 @@ def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
     """(title, whether it is open, rows) for each outcome that there is, the largest change for the worse first."""
     found = []
     for outcome, title in _DRIFT_TITLES.items():
-        some = [drift for drift in view.drifts if drift.outcome == outcome]
-        some.sort(key=lambda drift: drift.series.metric.better * drift.change)
+        some = [trend for trend in view.trends if trend.drift and trend.drift.outcome == outcome]
+        some.sort(key=lambda trend: trend.series.metric.better * trend.drift.change)
         if some:
-            found.append((f"{title}: {len(some)}", outcome == DRIFTED, [_drift_row(view, drift) for drift in some]))
+            found.append((f"{title}: {len(some)}", outcome == DRIFTED, [_drift_row(trend) for trend in some]))
     return found
 
 
-def _drift_row(view: View, drift: Drift) -> tuple[str, ...]:
-    series = drift.series
+def _drift_row(trend: Trend) -> tuple[str, ...]:
+    series, drift = trend.series, trend.drift
     return (
         series.workload,
         series.machine,
-        view.cell_name(series),
+        trend.cell,
         series.metric.title,
         drift.release_name,
-        value_text(series.metric, drift.release.value),
+        value_text(series.metric, trend.release.value),
         value_text(series.metric, drift.last.value),
         change_text(drift.change),
         " to ".join(change_text(end) for end in drift.interval) if drift.interval else "none of one repeat",
@@ -86,33 +86,33 @@ _FULL_MARKS = 60  # runs; of more, points are small
 _TICKS = 4
 
 
-def _drawings(view: View, group: Sequence[Series], key: str) -> list[Drawing]:
+def _drawings(group: Sequence[Trend], key: str) -> list[Drawing]:
     """A figure for every metric of one workload on one machine; ``key`` makes their names unique on the page."""
-    runs = sorted({p.run for s in group for p in s.points}, key=lambda run: (run.started, run.name))
-    metrics = dict.fromkeys(series.metric for series in group)
+    runs = sorted({p.run for t in group for p in t.series.points}, key=lambda run: (run.started, run.name))
+    metrics = dict.fromkeys(trend.series.metric for trend in group)
     return [
-        _drawing(view, [s for s in group if s.metric is metric], runs, f"{key}-{metric.name}") for metric in metrics
+        _drawing([t for t in group if t.series.metric is metric], runs, f"{key}-{metric.name}") for metric in metrics
     ]
 
 
-def _drawing(view: View, panels: Sequence[Series], runs: Sequence[StoredRun], key: str) -> Drawing:
-    """One metric: a panel a cell, all panels over the same runs."""
-    metric, columns = panels[0].metric, min(_COLUMNS, len(panels))
+def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Drawing:
+    """One metric: a panel for each cell, all over the same runs."""
+    metric, columns = panels[0].series.metric, min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     height = rows * _PANEL + _AROUND
     figure = make_subplots(
         rows=rows, cols=columns, horizontal_spacing=0.07, vertical_spacing=_BETWEEN / height if rows > 1 else 0,
-        subplot_titles=[_panel_title(view, series) for series in panels],
+        subplot_titles=[_panel_title(trend) for trend in panels],
     )  # fmt: skip
     at = {run: float(index) for index, run in enumerate(runs)}
     in_legend: set[str] = set()
-    for index, series in enumerate(panels):
+    for index, trend in enumerate(panels):
         place = {"row": index // columns + 1, "col": index % columns + 1}
-        for trace in _traces(view, series, at):
+        for trace in _traces(trend, at):
             trace.showlegend = trace.name not in in_legend
             in_legend.add(trace.name)
             figure.add_trace(trace, **place)
-        figure.update_yaxes(range=_range(series, view.drift(series)), **place)
+        figure.update_yaxes(range=_range(trend), **place)
     finish(figure, height)
     figure.update_annotations(font={"size": 12})
     ticks = sorted({round(k * (len(runs) - 1) / (_TICKS - 1)) for k in range(_TICKS)})
@@ -127,9 +127,9 @@ def _drawing(view: View, panels: Sequence[Series], runs: Sequence[StoredRun], ke
     return Drawing(key, title, caption, figure, 340 * columns)
 
 
-def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.Scatter]:
+def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
     """A bar from the lowest to the highest repeat of each run, the release's level and margin, and the runs."""
-    drift, release = view.drift(series), view.release_of(series)
+    series, release, drift = trend.series, trend.release, trend.drift
     colour = CONTIGUOUS if drift is not None and drift.outcome == DRIFTED else PAGED
     few = len(at) <= _FULL_MARKS
     traces = []
@@ -149,7 +149,7 @@ def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.S
         ys = [each for _, values in spread for each in (min(values), max(values), None)]
         bar = {"color": LineStyle(colour).faint(0.18), "width": 7 if few else 2}
         add("lowest to highest repeat", xs, ys, mode="lines", line=bar)
-    for name, level in _levels(series, release, drift).items():
+    for name, level in _levels(trend).items():
         line = {"color": OTHERS[4], "width": 1.2, "dash": "dash" if name == "margin" else "dot"}
         add(name, [-0.6, len(at) - 0.4], [level, level], mode="lines", line=line)
     by_run = {point.run: point for point in series.counted}
@@ -164,28 +164,28 @@ def _traces(view: View, series: Series, at: dict[StoredRun, float]) -> list[go.S
     return traces
 
 
-def _levels(series: Series, release: TrendPoint | None, drift: Drift | None) -> dict[str, float]:
+def _levels(trend: Trend) -> dict[str, float]:
     """The release's value, and the value that is worse by the margin."""
-    found = {"level of the release": release.value} if release else {}
-    if drift is not None:
-        found["margin"] = drift.release.value * (1 - series.metric.better * drift.margin)
+    found = {"level of the release": trend.release.value} if trend.release else {}
+    if trend.drift:
+        found["margin"] = trend.release.value * (1 - trend.series.metric.better * trend.drift.margin)
     return found
 
 
-def _range(series: Series, drift: Drift | None) -> list[float]:
+def _range(trend: Trend) -> list[float]:
     """All that is drawn, and never so little that noise fills the panel."""
-    values = [value for point in series.points for value in point.values]
-    values += _levels(series, drift and drift.release, drift).values()
+    values = [value for point in trend.series.points for value in point.values]
+    values += _levels(trend).values()
     low, high = min(values), max(values)
     span = max((high - low) * 1.16, 2 * NARROWEST * abs(statistics.median(values))) or 1.0
     middle = (low + high) / 2
     return [middle - span / 2, middle + span / 2]
 
 
-def _panel_title(view: View, series: Series) -> str:
-    drift = view.drift(series)
+def _panel_title(trend: Trend) -> str:
+    drift = trend.drift
     mark = f" · {change_text(drift.change)} since the release" if drift and drift.outcome == DRIFTED else ""
-    return safe(view.cell_name(series)) + mark
+    return safe(trend.cell) + mark
 
 
 def _hover(series: Series, point: TrendPoint) -> str:

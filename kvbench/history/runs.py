@@ -1,7 +1,7 @@
 """Runs of sweeps read from disk, and the series made of them: one metric of one cell on one machine over time.
 
-A run is in results/<workload>/<run>/, or what ``kvbench history add`` keeps of it. Only manifest.json and
-cells/*/summary.json are read, so both look the same. A run that cannot be read is skipped with a note.
+A run is in results/<workload>/<run>/, or what ``kvbench history add`` kept of it: only manifest.json and
+cells/*/summary.json are read. A run that cannot be read is skipped with a note.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RELEASE = "release.json"
 """Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""
 
 VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
-# Of a workload's load, what each cell has of its own, and what decides no request.
+# Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 _OF_CELLS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A followed metric, named as in kvbench/runs/metric_names.py. ``better``: +1 when more is, -1 less, 0 neither."""
+    """A metric, named as in kvbench/runs/metric_names.py. ``better``: +1 if more is, -1 if less is, else 0."""
 
     name: str
     title: str
@@ -53,7 +53,7 @@ METRICS = (
 
 @dataclass(frozen=True)
 class StoredCell:
-    """A cell in one run. ``values``: metric name -> one value a repeat.
+    """A cell in one run. ``values``: metric name -> one value for each repeat.
 
     ``definition``: hash of its settings, its load and the workload's requests.
     """
@@ -65,7 +65,7 @@ class StoredCell:
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """One run of a sweep. ``place``: machine, device and model as (name, value); it is equal within a series."""
+    """One run of a sweep. ``place``: machine, device and model as (name, value), equal within a series."""
 
     folder: Path
     workload: str
@@ -90,7 +90,7 @@ class StoredRun:
 
 @dataclass(frozen=True, eq=False)
 class TrendPoint:
-    """A metric of a cell in one run. Only the state ``valid`` counts. ``values``: one a repeat."""
+    """A metric of a cell in one run. Only the state ``valid`` counts. ``values``: one for each repeat."""
 
     run: StoredRun
     state: str
@@ -104,7 +104,7 @@ class TrendPoint:
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One metric of one cell on one machine, oldest run first; a run that did not measure it has no point."""
+    """One metric of one cell on one machine, oldest run first, without runs that did not measure it."""
 
     workload: str
     cell: str
@@ -123,13 +123,8 @@ class Series:
         return ", ".join(value for _, value in self.place)
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """The same for this series and a part of it."""
-        return (self.workload, self.place, self.cell, self.definition, self.metric.name)
-
-    @property
     def change(self) -> float | None:
-        """Of the last counted run against the one before: new / old - 1; None without two, or where old is 0."""
+        """From the counted run before the last to the last: new / old - 1; None without two, or where old is 0."""
         last = [point.value for point in self.counted[-2:]]
         return last[1] / last[0] - 1 if len(last) == 2 and last[0] else None
 
@@ -175,7 +170,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
-    """The runs of sweeps among ``folders`` by their start, each once, and a note for each that is skipped."""
+    """The runs of sweeps in ``folders`` in the order of their start, each once, and notes on those that are skipped."""
     runs: dict[tuple[str, str, datetime], StoredRun] = {}
     notes: list[str] = []
     others: Counter[str] = Counter()
@@ -252,7 +247,7 @@ def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> Sto
 
 
 def _place(manifest: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """What two runs must share to be one trend. Versions are not in it: they are what is compared."""
+    """What runs of one series must share; not versions, which are what is compared."""
     cpu, of_workload = manifest.get("cpu") or {}, manifest["workload"].get("model") or {}
     model = manifest.get("model") or of_workload
     if isinstance(model, Mapping):

@@ -1,4 +1,4 @@
-"""A history shown: which runs and series, as tables in a terminal and as JSON. The page is page.py."""
+"""Which runs and series of a history are shown, as tables in a terminal and as JSON; the page is page.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from kvbench.history.drift import (
     Drift,
     Releases,
     drift_sentence,
-    find_drifts,
+    find_drift,
     find_releases,
 )
 from kvbench.history.runs import (
@@ -72,47 +71,38 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class View:
-    """What is shown. ``groups``: the series of one workload on one machine each, by cell.
+class Trend:
+    """A series as it is shown, with its newest runs only.
 
-    ``has_release``: a selected series has a counted run of a release, even if it is older than what is shown.
+    ``cell``: with the hash of its definition where another cell has that name. ``release``: the run of the release,
+    which may be older than those shown. ``drift``: since then.
     """
 
+    series: Series
+    cell: str
+    release: TrendPoint | None
+    drift: Drift | None
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown. ``groups``: the trends of one workload on one machine each, by cell."""
+
     runs: Sequence[StoredRun]
-    groups: Sequence[Sequence[Series]]
-    drifts: Sequence[Drift]
-    releases: Releases
-    has_release: bool
+    groups: Sequence[Sequence[Trend]]
     notes: Sequence[str] = ()
 
     @property
+    def trends(self) -> list[Trend]:
+        return [trend for group in self.groups for trend in group]
+
+    @property
+    def drifts(self) -> list[Drift]:
+        return [trend.drift for trend in self.trends if trend.drift]
+
+    @property
     def drift_sentence(self) -> str:
-        return drift_sentence(self.drifts, self.has_release)
-
-    def drift(self, series: Series) -> Drift | None:
-        return self._drift_by_key.get(series.key)
-
-    def release_of(self, series: Series) -> TrendPoint | None:
-        """The release's run, which may be older than what is shown."""
-        found = self.releases.of(series)
-        drift = self.drift(series)
-        return drift.release if drift else found[1] if found else None
-
-    def cell_name(self, series: Series) -> str:
-        """With the hash of its definition where several definitions have this name."""
-        key = (series.workload, series.place, series.cell)
-        return series.cell if len(self._definitions[key]) == 1 else f"{series.cell} [{series.definition}]"
-
-    @cached_property
-    def _drift_by_key(self) -> dict[tuple[object, ...], Drift]:
-        return {drift.series.key: drift for drift in self.drifts}
-
-    @cached_property
-    def _definitions(self) -> dict[tuple[object, ...], set[str]]:
-        found: dict[tuple[object, ...], set[str]] = {}
-        for series in (each for group in self.groups for each in group):
-            found.setdefault((series.workload, series.place, series.cell), set()).add(series.definition)
-        return found
+        return drift_sentence(self.drifts, any(trend.release for trend in self.trends))
 
 
 def view(paths: Sequence[Path], selection: Selection) -> View:
@@ -120,8 +110,18 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     runs, notes = read_runs(find_runs(paths))
     releases = find_releases(runs, selection.release) if runs else Releases()
     chosen = [series for series in all_series(runs) if selection.selects(series)]
-    shown = [dataclasses.replace(series, points=series.points[-(selection.last or 0) :]) for series in chosen]
-    groups = [list(group) for _, group in groupby(shown, key=lambda series: (series.workload, series.place))]
+    definitions: dict[tuple[object, ...], set[str]] = {}
+    for series in chosen:
+        definitions.setdefault((series.workload, series.place, series.cell), set()).add(series.definition)
+    trends = []
+    for series in chosen:
+        alone = len(definitions[series.workload, series.place, series.cell]) == 1
+        cell = series.cell if alone else f"{series.cell} [{series.definition}]"
+        name, release = releases.of(series) or ("", None)
+        drift = find_drift(series, name, release) if release else None
+        shown = dataclasses.replace(series, points=series.points[-(selection.last or 0) :])
+        trends.append(Trend(shown, cell, release, drift))
+    groups = [list(group) for _, group in groupby(trends, key=lambda each: (each.series.workload, each.series.place))]
     notes += [
         f"release {run.release} is of run {run.name}, which is not complete: nothing is compared with it"
         for run in runs
@@ -129,8 +129,7 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     ]
     if runs and not chosen:
         notes.append("no run has what was selected: leave out --workload, --cell, --metric or --machine")
-    has_release = any(releases.of(series) for series in chosen)
-    return View(runs, groups, find_drifts(chosen, releases), releases, has_release, notes)
+    return View(runs, groups, notes)
 
 
 def value_text(metric: Metric, value: float) -> str:
@@ -152,7 +151,7 @@ _MARKS = {DRIFTED: " !", UNCLEAR: " ?", WITHIN: ""}
 
 
 def sparkline(points: Sequence[TrendPoint]) -> str:
-    """One block a run, the newest ``WIDTH`` runs, higher blocks for larger values."""
+    """One block for each of the newest ``WIDTH`` runs, higher for larger values."""
     shown = points[-WIDTH:]
     values = [point.value for point in shown if point.state == VALID] or [0.0]
     low, high = min(values), max(values)
@@ -165,16 +164,17 @@ def sparkline(points: Sequence[TrendPoint]) -> str:
     return "".join(block(point.value) if point.state == VALID else GAP for point in shown)
 
 
-def table(view: View, group: Sequence[Series]) -> Table:
-    """The series of one workload on one machine."""
-    heads = ("cell", "trend", "last", "vs before", "vs release", "n")
-    made = make_table(heads, numbers_from=2, title=f"{group[0].workload} on {group[0].machine}", tight=True)
+def table(group: Sequence[Trend]) -> Table:
+    """The trends of one workload on one machine."""
+    heads, first = ("cell", "trend", "last", "vs before", "vs release", "n"), group[0].series
+    made = make_table(heads, numbers_from=2, title=f"{first.workload} on {first.machine}", tight=True)
     made.columns[0].min_width, made.columns[1].no_wrap = 22, True
-    made.columns[1].min_width = min(WIDTH, max(len(series.points) for series in group))
-    for name, cell in groupby(group, key=view.cell_name):
+    made.columns[1].min_width = min(WIDTH, max(len(trend.series.points) for trend in group))
+    for name, cell in groupby(group, key=lambda trend: trend.cell):
         made.add_row(Text(name, style="bold"))
-        for series in cell:
-            counted, drift = series.counted, view.drift(series)
+        for trend in cell:
+            series, drift = trend.series, trend.drift
+            counted = series.counted
             since = change_text(drift.change) + _MARKS[drift.outcome] if drift else "–"
             made.add_row(
                 Text(f"  {series.metric.title}"),
@@ -189,8 +189,8 @@ def table(view: View, group: Sequence[Series]) -> Table:
 
 
 def legend(view: View) -> list[str]:
-    """What the marks in the tables mean, those that are there."""
-    states = {point.state for group in view.groups for series in group for point in series.points}
+    """What the marks in the tables mean."""
+    states = {point.state for trend in view.trends for point in trend.series.points}
     outcomes = {drift.outcome for drift in view.drifts}
     lines = (
         (states - {VALID}, f"{GAP} a run that does not count: invalid cell, or incomplete run"),
@@ -205,14 +205,15 @@ def as_dict(view: View) -> dict[str, Any]:
     return {
         "format": "kvbench-history/2",
         "runs": len(view.runs),
-        "series": [_series_dict(view, series) for group in view.groups for series in group],
+        "series": [_as_dict(trend) for trend in view.trends],
         "drift": view.drift_sentence,
         "notes": list(view.notes),
     }
 
 
-def _series_dict(view: View, series: Series) -> dict[str, Any]:
-    drift, counted = view.drift(series), series.counted
+def _as_dict(trend: Trend) -> dict[str, Any]:
+    series, drift = trend.series, trend.drift
+    counted = series.counted
     return {
         "workload": series.workload,
         "cell": series.cell,
@@ -226,7 +227,7 @@ def _series_dict(view: View, series: Series) -> dict[str, Any]:
         "change": series.change,
         "drift": drift and {
             "release": drift.release_name,
-            "release_run": drift.release.run.name,
+            "release_run": trend.release.run.name,
             "run": drift.last.run.name,
             **{name: getattr(drift, name) for name in ("change", "interval", "margin", "outcome")},
         },

@@ -2,9 +2,9 @@
 
     DIR/<workload>/<run>/manifest.json  summary.csv  cells/<cell>/summary.json  release.json  verdict.json
 
-Of each cell's summary.json only what a trend is made of is kept: the identity of the cell, whether it is valid, and of
-each repeat the client's totals and latencies and the server's counters. The folder is meant for an orphan branch, where
-every byte stays for ever. A verdict written after a run was kept does not make it another run.
+Of each cell's summary.json only what trends need is kept: the cell's identity, whether it is valid, and of each repeat
+the client's totals and latencies and the server's counters. The folder is meant for an orphan branch, where every byte
+stays for ever. A verdict that is written after a run was kept does not make it another run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Skipped(Exception):
 
 
 def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = False) -> tuple[str, Path, list[str]]:
-    """Keep the run in ``source`` under ``to``. Returns what was done, the folder, and notes on cells that are missing.
+    """Keeps the run in ``source`` under ``to``. Returns what was done, the folder, and notes on missing cells.
 
     Raises Skipped for what is not a run of a sweep, or is incomplete (unless ``incomplete``), and UsageError when
     another run has its name there; then nothing is written.

@@ -3,8 +3,8 @@
 results/compare/<UTC time>-<git short sha>/
   manifest.json                                 what is compared, how, on what; kind "compare"
   base/<workload>/cells/<cell id>/loads/<pair>/ one load, as in a sweep's folder; candidate/ the same
-  set-aside/                                    loads of attempts that were no measurement, kept for reading
-  pairs.csv                                     one row a pair, cell and metric
+  set-aside/                                    loads and logs of attempts that failed
+  pairs.csv                                     a row for each pair, cell and metric
   verdict.json junit.xml summary.md ...         what kvbench/gate/verdict/outputs.py writes
 """
 
@@ -30,14 +30,14 @@ FORMAT = 1
 
 
 def is_comparison(path: Path) -> bool:
-    """Whether the folder's manifest says that it is one of a comparison."""
+    """Whether the folder is of a comparison."""
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
     return isinstance(manifest, dict) and manifest.get("kind") == KIND
 
 
 @dataclass(frozen=True)
 class CompareFolder:
-    """Paths of one comparison. ``stored``: by side, the run that was measured before, where such runs are compared.
+    """Paths of one comparison. ``stored``: the stored run of each side, if such runs are compared.
 
     A cell is a row of the manifest's ``cells``: name, workload, turn, and by side the cell's id.
     """
@@ -47,7 +47,7 @@ class CompareFolder:
 
     @classmethod
     def open(cls, path: Path) -> CompareFolder:
-        """The comparison that lies there. Raises UsageError."""
+        """The comparison in ``path``. Raises UsageError."""
         stored = cls(path).manifest().get("stored") or {}
         return cls(path, {side: Path(run) for side, run in stored.items()})
 
@@ -56,7 +56,7 @@ class CompareFolder:
         return self.path / MANIFEST
 
     def manifest(self) -> dict[str, Any]:
-        """Raises UsageError when it is none of a comparison, or of another format."""
+        """Raises UsageError when it is not of a comparison, or of another format."""
         manifest = read_json(self.manifest_path)
         if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
             raise UsageError(f"{self.path} is not the folder of a comparison: give one such as results/compare/<time>")
@@ -82,7 +82,7 @@ class CompareFolder:
         return self.run(side, cell["workload"]).load(cell[side], pair)
 
     def done(self, cell: Mapping[str, Any], side: str, pair: int) -> dict[str, Any] | None:
-        """done.json of that load, None where it is not finished."""
+        """done.json of a load, None if it is not finished."""
         is_done = self.run(side, cell["workload"]).is_done(cell[side], pair)
         return read_json(self.load(cell, side, pair) / DONE) if is_done else None
 
@@ -96,7 +96,7 @@ class CompareFolder:
         return next(n for n in itertools.count() if not cells or not self.is_whole(cells, n + 1))
 
     def set_aside(self, match: Match, pair: int) -> None:
-        """Moves a pair that is to be measured again out of the way, with its servers' logs."""
+        """Moves the loads and logs of a pair, which is measured again, to set-aside/."""
         for side in SIDES:
             run, config_id = self.run(side, match.workload), match.of(side).config_id
             kept = self.path / "set-aside" / side / match.workload
@@ -109,7 +109,7 @@ class CompareFolder:
                 _move(run.server_log(log), kept / "logs", log)
 
     def remove_unmeasured(self) -> bool:
-        """Removes the folder of a comparison that has neither a load nor a verdict; whether it had none."""
+        """Removes a folder that has neither a load nor a verdict; returns whether it did."""
         if any(self.path.rglob(DONE)) or (self.path / "verdict.json").exists():
             return False
         shutil.rmtree(self.path)
@@ -117,7 +117,7 @@ class CompareFolder:
 
 
 def _move(found: Path, folder: Path, name: str) -> None:
-    """Moves what is there into ``folder``, under ``name`` and a number."""
+    """Moves ``found``, if it exists, into ``folder`` as ``name`` with a number."""
     if found.exists():
         folder.mkdir(parents=True, exist_ok=True)
         paths = (folder / f"{name}-{number}{found.suffix}" for number in itertools.count(1))

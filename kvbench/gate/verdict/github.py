@@ -1,7 +1,7 @@
 """What GitHub Actions shows of a verdict: the step summary and a few annotations.
 
 Annotations are workflow commands on stdout (docs.github.com, "Workflow commands for GitHub Actions"); GitHub shows at
-most ten of a kind a step, and a page of them is read by nobody.
+most ten of a kind for each step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LEVELS = {FAIL: "error", INVALID: "error", EMPTY: "error", INCONCLUSIVE: "warni
 
 
 def publish(verdict: Verdict, folder: Path | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Append to the file that ``$GITHUB_STEP_SUMMARY`` names, and print annotations in GitHub Actions.
+    """Appends to the file that ``$GITHUB_STEP_SUMMARY`` names, and prints annotations in GitHub Actions.
 
-    ``folder``: where the verdict's files are, named in the first annotation. A summary that cannot be written becomes
-    a warning on stderr; verdict and exit code stay.
+    ``folder``: where the verdict's files are, for the first annotation. If the summary cannot be written, that is a
+    warning on stderr.
     """
     if path := environ.get("GITHUB_STEP_SUMMARY"):
         try:
@@ -36,7 +36,7 @@ def publish(verdict: Verdict, folder: Path | None, environ: Mapping[str, str] = 
 
 
 def _append_summary(verdict: Verdict, path: Path) -> None:
-    """As much of it as fits beside what earlier commands of the step wrote. Raises OSError."""
+    """Appends as much of the summary as fits below what earlier commands of the step wrote. Raises OSError."""
     used = path.stat().st_size if path.exists() else 0
     gap = "\n\n" if used else ""
     text = summary(verdict, max(0, SUMMARY_BYTES - used - len(gap) - 1))

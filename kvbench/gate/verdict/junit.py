@@ -25,7 +25,7 @@ MESSAGE = 1_000
 
 
 def junit(verdict: Verdict) -> str:
-    """The whole file. It never looks green where the verdict is not a pass."""
+    """The whole file. A verdict that is not a pass always has a failure, an error or a skipped case."""
     suites: dict[str, list[Finding]] = {}
     for finding in (*verdict.findings, *_whole(verdict)):
         suites.setdefault(wording.line(finding.suite) or "findings", []).append(finding)
@@ -39,7 +39,7 @@ def junit(verdict: Verdict) -> str:
 
 
 def _whole(verdict: Verdict) -> list[Finding]:
-    """A case for a verdict that none of its findings shows: an empty comparison, a run that broke off."""
+    """A finding for a verdict whose outcome none of its findings has, such as an empty comparison."""
     outcome = EMPTY if verdict.outcome == PASS and not verdict.findings else verdict.outcome
     if outcome == PASS or verdict.of(outcome):
         return []
@@ -85,7 +85,7 @@ def _fill(case: ElementTree.Element, finding: Finding, numbers: list[str], verdi
 
 
 def _numbers(finding: Finding) -> list[tuple[str, float | None, str]]:
-    """Its numbers by name, for programs (changes as parts of the base, values in the unit) and for people."""
+    """The name, the value and the words of each number; changes are shares of the base."""
     low, high = finding.interval or (None, None)
     return [
         ("base", finding.base, wording.quantity(finding.base, finding.unit)),

@@ -17,9 +17,9 @@ _FULL = "verdict.json and junit.xml have all"
 
 
 def summary(verdict: Verdict, limit: int = SUMMARY_BYTES) -> str:
-    """The summary in at most ``limit`` bytes of UTF-8: tables are cut before anything else, and say so.
+    """The summary in at most ``limit`` bytes of UTF-8: tables are cut first, and say so.
 
-    The first line is never cut: where not even it fits, the answer is empty.
+    The first line is never cut: the result is empty if not even that fits.
     """
     first = first_line(verdict) + "\n"
     note = f"\nThe rest was cut: a summary may have {limit:,} bytes more; {_FULL}.\n"
@@ -33,7 +33,7 @@ def first_line(verdict: Verdict) -> str:
 
 
 def escape(text: object, limit: int | None = None) -> str:
-    """Text from outside as plain text in one line: no HTML, table breaks, links, emphasis, formulas."""
+    """``text`` in one line with all marks of HTML and Markdown escaped."""
     flat = wording.line(text, limit).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_~\[\]|#$])", r"\\\1", flat)
 
@@ -68,7 +68,7 @@ def _summary(verdict: Verdict, rows: int) -> str:
 
 
 def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str]:
-    """The table of one outcome and sentences with details; the sentences alone where there are no numbers."""
+    """The findings of one outcome: their table, if they have numbers, and sentences with details."""
     findings = wording.worst_first(verdict.of(outcome))
     if not findings:
         return []
@@ -86,7 +86,7 @@ def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int = 1) -> list[str]:
-    """A Markdown table of entries that are not escaped, and the empty line that ends it; nothing without rows."""
+    """A Markdown table with its entries escaped, and an empty line; nothing without rows."""
     if not rows:
         return []
     used, entries = wording.used_columns(heads, rows)

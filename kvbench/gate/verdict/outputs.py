@@ -1,7 +1,7 @@
-"""What becomes of a verdict: all its files in one folder, the terminal and GitHub.
+"""The outputs of a verdict: its files in one folder, the terminal and GitHub.
 
-verdict.json                        the whole of it, by kvbench/gate/verdict/verdict.schema.json
-junit.xml                           one test case a finding
+verdict.json                        all of it, by kvbench/gate/verdict/verdict.schema.json
+junit.xml                           a test case for each finding
 summary.md                          for people, the verdict in its first line
 pairs.html                          the pairs drawn, where there are any
 benchmark-{bigger,smaller}-is-better.json   for github-action-benchmark, where there are values
@@ -25,7 +25,7 @@ from kvbench.gate.verdict.verdict import Verdict
 
 
 def write_outputs(verdict: Verdict, folder: Path) -> list[Path]:
-    """Write the files and return their paths, verdict.json first; remove an earlier verdict's. Raises OSError."""
+    """Writes the files and returns their paths, verdict.json first; removes others of an earlier verdict."""
     written = [folder / "verdict.json"]
     write_json(written[0], verdict.to_json())
     for name, make in (("junit.xml", junit), ("summary.md", summary), ("pairs.html", pair_page)):
@@ -38,7 +38,7 @@ def write_outputs(verdict: Verdict, folder: Path) -> list[Path]:
 
 
 def report_verdict(verdict: Verdict, folder: Path | None) -> int:
-    """Print the verdict, write its files to ``folder``, if given, and tell GitHub. Returns its exit code."""
+    """Prints the verdict, writes its files to ``folder``, if given, and tells GitHub. Returns the exit code."""
     console = Console()
     print_verdict(verdict, console)  # first: a full disk must not take it away
     for path in write_outputs(verdict, folder) if folder else ():

@@ -1,7 +1,7 @@
-"""pairs.html: the change of each pair under each hypothesis, with its limits, as one page that needs no other.
+"""pairs.html: the change of each pair under each hypothesis, with its limits, as one page without other files.
 
-One panel a metric, one row a hypothesis, all rows of a panel on one scale, worse to the right. Colours are the
-report's, so it follows light and dark; hovering over a dot names its pair.
+A panel for each metric, a row for each hypothesis, all rows of a panel on one scale, worse to the right. A tooltip
+names the pair of a dot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import Finding, Verdict
 from kvbench.gate.verdict.wording import is_number
 
-ROWS = 80  # of one panel; the best of those that passed are left out
+ROWS = 80  # of one panel, the worst
 _LABELS, _PLOT, _NUMBERS, _ROW, _HEAD, _FOOT = 300, 640, 230, 34, 26, 30  # px
 _NAME, _LINES, _LINE = 42, 5, 16  # of a row's name: characters a line, lines at most, px a line
 _DOTS = {
@@ -40,7 +40,7 @@ def _thresholds(finding: Finding) -> list[tuple[str, float]]:
 
 
 class _Axis:
-    """One scale for all that is drawn of ``findings``, in px, worse to the right; 0 is always in it."""
+    """The scale of a panel in px, worse to the right; it includes 0."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         values = [0.0]
@@ -57,7 +57,7 @@ class _Axis:
         return round(_LABELS + _PLOT * (share if self.worse > 0 else 1 - share), 1)
 
     def ticks(self) -> list[float]:
-        """Round changes, five to ten of them; 0 is one."""
+        """Five to ten round changes, 0 among them."""
         step = 10 ** math.floor(math.log10((self.high - self.low) / 5))
         step *= next(k for k in (1, 2, 5, 10) if (self.high - self.low) / (step * k) <= 9)
         return [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
@@ -140,7 +140,7 @@ def _panel(metric: str, findings: Sequence[Finding], dot: str) -> dict[str, Any]
 
 
 def _name(finding: Finding) -> list[str]:
-    """Its title in lines; the middle of a very long one is left out."""
+    """The finding's title in lines, without the middle of a very long one."""
     lines = textwrap.wrap(wording.line(finding.title), _NAME)
     short = textwrap.wrap(wording.shortened(finding.title, _NAME * (_LINES - 1)), _NAME)
     return lines if len(lines) <= _LINES else short[:_LINES]

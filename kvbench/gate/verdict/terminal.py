@@ -1,4 +1,4 @@
-"""A verdict on the terminal: the verdict first, what did not pass, what moved with it, how to do it again."""
+"""A verdict on the terminal: its sentence, the findings, what moved with them, and the commands that go on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 
 def _print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """What did not pass, and what passed with numbers; other passes are only counted."""
+    """Prints what did not pass, and what passed with numbers; other passes are only counted."""
     shown = [f for f in findings if f.outcome != PASS or f.candidate is not None or f.change is not None][:ROWS]
     if not shown:
         return
@@ -65,7 +65,7 @@ def _print_more(count: int, what: str, console: Console, indent: str = "") -> No
 
 
 def _plain(row: Sequence[str], unit: str | None, values: tuple[int, int]) -> list[str]:
-    """A row with its unit behind the first entry instead of behind its values: columns are narrow."""
+    """A row with its unit behind the first entry instead of behind its values, which saves width."""
     unit = wording.line(unit or "", 24)
     if not unit or unit in ("bytes", "share", "count"):
         return list(row)

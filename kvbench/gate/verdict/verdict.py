@@ -1,6 +1,6 @@
 """What a gate found: one ``Verdict`` of ``Finding``s, the same for counters, paired timings and absolute limits.
 
-Whoever judges makes one; whoever writes (verdict.json, JUnit, the GitHub summary, the terminal) reads nothing else.
+Each gate returns one, and all outputs (verdict.json, JUnit, the GitHub summary, the terminal) are made from it alone.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ EXIT_CODES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One hypothesis, limit or scenario, and what came of it.
+    """One hypothesis, limit or scenario with its outcome.
 
     ``id``: unique in its verdict and the same in every run of the same gate. ``suite``: ``overall``, ``class``,
-    ``cell``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers, in one line. ``base`` and
-    ``candidate`` in ``unit``. ``change``: candidate / base - 1, and ``interval`` its 95 % interval (a limit on a ratio
-    has no base: its candidate is the ratio, its change the ratio - 1). ``p``: adjusted for all hypotheses of the gate.
-    ``figures``: further numbers by name (floor, margin, smallest_detectable, pairs_needed ...). ``details``: further
-    lines. ``series``: the change in each pair, in their order.
+    ``cell``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers. ``base``, ``candidate``: in
+    ``unit``. ``change``: candidate / base - 1, and ``interval`` its 95 % interval (a limit on a ratio has no base: its
+    candidate is the ratio). ``p``: adjusted for all hypotheses. ``figures``: further numbers by name (floor, margin,
+    smallest_detectable, pairs_needed ...). ``details``: further lines. ``series``: the change in each pair.
     """
 
     id: str
@@ -57,10 +56,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Moved:
-    """A counter or a step phase that differs between base and candidate beyond chance, beside what was judged.
+    """A counter or a step phase that differs between base and candidate beyond chance; it explains a finding.
 
     ``where``: its cell. ``change``: candidate / base - 1 (None where the base is 0), and ``interval`` its 95 % interval
-    over the pairs. ``share``: which part of the judged latency's difference it makes up (0..1), where it is a time.
+    over the pairs. ``share``: of a time, its part of the judged latency's difference (0..1).
     """
 
     name: str
@@ -76,11 +75,10 @@ class Moved:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate says. ``outcome`` ``empty``: nothing was compared, which is never a pass.
+    """The gate's outcome with all findings. ``outcome`` ``empty``: nothing was compared, which is never a pass.
 
-    ``base`` and ``candidate``: ``name``, ``sha``, ``command`` ... of each side. ``reproduce``: one command that does it
-    all again. ``accept``: the command that makes an intended change the new baseline. ``facts``: pairs, looks, times,
-    machine.
+    ``base``, ``candidate``: ``name``, ``sha``, ``command`` ... ``reproduce``: the command that repeats it. ``accept``:
+    the command that makes an intended change the new baseline. ``facts``: pairs, looks, times, machine.
     """
 
     kind: Literal["counters", "compare", "limits"]
@@ -108,5 +106,5 @@ class Verdict:
 
 
 def worst(outcomes: Sequence[str]) -> str:
-    """The outcome of a whole from its parts: a regression that was shown stays one whatever else is not known."""
+    """The outcome of a whole from its parts. A regression goes before invalid parts: it was shown all the same."""
     return next((each for each in (FAIL, INVALID, INCONCLUSIVE, PASS) if each in outcomes), EMPTY)

@@ -1,4 +1,4 @@
-"""How the numbers, names and sentences of a verdict are written: the same in every file, the terminal and the plots."""
+"""The numbers, names and sentences of a verdict in words, the same in every file, the terminal and the plots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SENTENCES = {
     + _TO_SETTLE,
     "undecided": _NOT_RULED_OUT + "with so many pairs a change of {detectable} {worse} or more is found in 4 of 5 cases"
     + _TO_SETTLE,
-    "lost": "{lost} it in {pairs}.",
+    "lost": "{lost} it in {pairs}.",  # base has no p95 ITL of mixed/c4, candidate has it in all 8 pairs.
     # a whole comparison
     "nothing compared": "Nothing was compared: no cell has any of the metrics on both sides.",
     "all pass": "No regression: after {pairs}, every comparison ({tests}) is shown to be worse by less than its "
@@ -38,7 +38,7 @@ SENTENCES = {
     "advice": ", and a comparison takes {most} at most: longer loads or a quieter machine make pairs scatter less",
     # the noise of a runner
     "few pairs": "{pairs} A/A pairs: a runner's noise is known from {enough} or more",
-    "other looks": "the runner's noise was worked out for looks at {known} pairs and the last look is now at {last}: "
+    "other looks": "the runner's noise is known for looks at {known} pairs, and the last look is now at {last}: "
     "calibrate again",
     "floor": "{metric}: the floor of {floor} is below the smallest regression that this runner shows, at {last} pairs "
     "{lines}: raise the floor, lengthen the loads, or quieten the machine",
@@ -46,12 +46,12 @@ SENTENCES = {
     "margins {lines}: widen them, lengthen the loads, or quieten the machine",
     "bias": "{metric} {level}: one build differs from itself by {bias:+.2g} % (p = {p:.2g}): look for what the two "
     "sides do not share (environment, cache, port, device)",
-    "autocorrelation": "{metric} {level}: a pair depends on the one before (autocorrelation {value:+.2f}), which it "
-    "cannot if the order within each pair is random: look at it",
+    "autocorrelation": "{metric} {level}: a pair depends on the one before (autocorrelation {value:+.2f}), which "
+    "cannot be if the order within each pair is random: look for what the pairs share",
     # where the time went
     "explained": "of the {difference:+.3g} ms {latency} (mean){cell}, {shares}",
     "unexplained": "no part of the server's steps explains the {difference:+.3g} ms {latency} (mean){cell}",
-    "no times": "the server's /metrics tell no times in two pairs or more, so where the time went is not known",
+    "no times": "the server's /metrics have no times in two pairs or more, so where the time went is not known",
     "means the same": "the server's own mean times did not move beyond chance: the change is in the tail (the slowest "
     "requests), or outside the server",
 }  # fmt: skip
@@ -69,7 +69,7 @@ def sentence(key: str, **values: object) -> str:
 
 
 def clean(text: object) -> str:
-    """Text that every output can hold: no terminal colours, no control characters, no lone surrogates."""
+    """``text`` without terminal colours, control characters and lone surrogates, so that every output can hold it."""
     return _UNWRITABLE.sub("", _ESCAPE_SEQUENCE.sub("", str(text))).replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -80,14 +80,14 @@ def line(text: object, limit: int | None = None) -> str:
 
 
 def shortened(text: object, limit: int) -> str:
-    """`line` with its middle left out: names of cells differ at the end."""
+    """`line` of at most ``limit`` characters with its middle left out, because names of cells differ at the end."""
     flat = line(text)
     end = (limit - 1) * 2 // 3
     return flat if len(flat) <= limit else f"{flat[: limit - 1 - end]}…{flat[-end:]}"
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number: NaN stands for a missing one, as None does."""
+    """Whether it is a finite number; NaN and None stand for a missing one."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -125,7 +125,7 @@ def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> st
 
 
 def share(fraction: float | None) -> str:
-    """0.04 -> 4 %: a limit as somebody set it, or a size to compare with one; ``nothing`` without one."""
+    """0.04 -> 4 %, for limits and what is compared with them; ``nothing`` for None."""
     return "nothing" if fraction is None else f"{fraction * 100:.3g} %"
 
 
@@ -140,12 +140,12 @@ def change(found: Finding | Moved) -> str:
 
 
 def probability(p: float | None) -> str:
-    """0.0039; a p value is never 0."""
+    """0.0039; below 0.0001 only that, since a p value is never 0."""
     return NONE if not is_number(p) else "< 0.0001" if p < 0.0001 else f"{p:.2g}"
 
 
 def figure(name: str, finding: Finding) -> str:
-    """A further number of a finding: in percent if it is a part of the base, else in the finding's unit."""
+    """One of ``Finding.figures`` in words: a share of the base in percent, a limit in the finding's unit."""
     value = finding.figures.get(name)
     if name in ("floor", "margin", "smallest_detectable") and finding.change is not None:
         return percent(value, signed=False)
@@ -176,7 +176,7 @@ def finding_row(finding: Finding) -> tuple[str, ...]:
 
 
 def moved_row(moved: Moved) -> tuple[str, ...]:
-    """The entries of a table with `MOVED_HEADS`; the share is of the judged latency's difference."""
+    """The entries of a table with `MOVED_HEADS`."""
     return (
         line(moved.title or moved.name, 200),
         line(moved.where, 200),
@@ -199,7 +199,7 @@ def worse_sign(finding: Finding) -> int:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Failures first, then the wider before the narrower, then the greater change for the worse, in floors."""
+    """Sorted by outcome, then overall before classes before cells, then by the change for the worse, in floors."""
 
     def key(finding: Finding) -> tuple[int, int, float]:
         suite = _SUITES.index(finding.suite) if finding.suite in _SUITES else len(_SUITES)
@@ -216,8 +216,8 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 def explained(findings: Sequence[Finding], most: int, said: str) -> list[tuple[str, Finding]]:
     """The sentences to print below a table of ``findings``, with their findings.
 
-    Left out: a sentence that ``said`` (the verdict's) contains, and one of a failure whose row says the same. A finding
-    with details is always there, by its title if its sentence is left out.
+    Sentences that ``said`` (the verdict's) contains are left out, and those of failures after the first, whose rows say
+    the same. A finding with details is always included, by its title if its sentence is left out.
     """
     found = []
     for i, finding in enumerate(findings):
@@ -246,7 +246,7 @@ def sides(verdict: Verdict) -> str:
 
 
 def fact(value: object, name: str = "") -> str:
-    """A value of ``Verdict.facts`` or of a side. ``name``: whose; a seed is written as it is pasted."""
+    """A value of ``Verdict.facts`` or of a side in words. ``name``: its key; a seed has no thousands separators."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
