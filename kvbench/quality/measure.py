@@ -49,19 +49,18 @@ def measure(
 ) -> QualityResult:
     """Each configuration against the same engine with its KV in the model's dtype, on the same tokens.
 
-    ``prompts``: how many of the workload's first load; ``output_tokens``: at most so many follow each.
-
-    Raises:
-        UsageError: a configuration cannot be, or the workload's prompts have no token ids.
+    ``prompts``: how many of the workload's first load; ``output_tokens``: at most so many after each. Raises
+    UsageError for an impossible configuration and for prompts without token ids.
     """
     from engine.config import EngineConfig
     from engine.model.loader import load_model
+    from engine.model.spec import find_model, uses_random_weights
     from engine.teacher_forcing import measure_divergence
 
     began = time.monotonic()
     results: dict[str, Mapping[str, Any]] = {}
-    fingerprints: dict[str, None] = {}  # as sets that keep their order: a sweep may have several models
-    dtypes: dict[str, None] = {}
+    # As sets that keep their order: a sweep may have several models.
+    fingerprints, dtypes, weights = {}, {}, {}
     loaded: LoadedModel | None = None
     key: tuple[Any, ...] = ()
     for configuration in configurations:
@@ -75,6 +74,7 @@ def measure(
             token_ids, max_tokens = draw_prompts(workload, config, loaded, prompts, output_tokens)
             say(f"{configuration.config_id}: {sum(map(len, token_ids)):,} prompt tokens")
             divergence = measure_divergence(config, loaded, token_ids, max_tokens)
+            random = uses_random_weights(find_model(config.model, config.load_format), config.load_format)
         except UsageError:
             raise
         except ValueError as error:
@@ -83,14 +83,9 @@ def measure(
         results[configuration.config_id] = facts | figures(divergence)
         fingerprints[loaded.info.weights_fingerprint] = None
         dtypes[str(loaded.dtype).removeprefix("torch.")] = None
+        of_whom = f"random (seed {config.seed}) in the shape of" if random else "those of"
+        weights[f"{of_whom} {config.model}"] = random
     assert loaded is not None
-    random = {c.config_id: _is_random(EngineConfig.from_mapping(c.settings)) for c in configurations}
-    weights = dict.fromkeys(
-        f"random (seed {c.settings.get('seed', 0)}) in the shape of {c.settings['model']}"
-        if random[c.config_id]
-        else f"those of {c.settings['model']}"
-        for c in configurations
-    )
     return QualityResult(
         workload=workload.name,
         weights="; ".join(weights),
@@ -98,7 +93,7 @@ def measure(
         weights_fingerprint="".join(fingerprints) if len(fingerprints) == 1 else "",
         git=git_state(),
         versions=versions(),
-        note=_RANDOM_NOTE if any(random.values()) else "",
+        note=_RANDOM_NOTE if any(weights.values()) else "",
         facts={
             "device": str(loaded.device),
             "dtype": ", ".join(dtypes),
@@ -121,7 +116,7 @@ _RANDOM_NOTE = (
 def draw_prompts(
     workload: Workload, config: EngineConfig, loaded: LoadedModel, count: int, output_tokens: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Token ids and output tokens of the first requests of the workload's first load. Raises UsageError."""
+    """Token ids and output lengths of the first requests of the workload's first load. Raises UsageError."""
     length = config.max_model_len or loaded.info.max_model_len
     if length is None:
         raise UsageError(f"model {config.model!r} states no maximum length: set engine.max_model_len")
@@ -139,9 +134,10 @@ def draw_prompts(
 
 
 def figures(divergence: Divergence) -> dict[str, Any]:
-    """KLD [nats]: mean, p95, p99 (linear interpolation), max; ``same_argmax``: share of positions, and their number.
+    """KLD [nats]: mean, p95, p99 (linear interpolation) and max.
 
-    ``prompt_mean`` and ``decode_mean``: of positions computed in a prompt's chunk, and of those computed one by one.
+    ``same_argmax``: share of the positions whose likeliest token is the same. ``prompt_mean``, ``decode_mean``: of
+    positions computed in a chunk of the prompt, and of those computed one by one.
     """
     import numpy as np
 
@@ -155,9 +151,3 @@ def figures(divergence: Divergence) -> dict[str, Any]:
         "prompt_mean": statistics.fmean(kld[~decoded]),
         "decode_mean": statistics.fmean(kld[decoded]),
     }
-
-
-def _is_random(config: EngineConfig) -> bool:
-    from engine.model.spec import find_model, uses_random_weights
-
-    return uses_random_weights(find_model(config.model, config.load_format), config.load_format)

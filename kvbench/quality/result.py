@@ -16,20 +16,20 @@ _VERSIONS = ("kvbench", "torch", "transformers")
 
 @dataclass(frozen=True)
 class QualityResult:
-    """``configurations``: by configuration id ``kv_cache_dtype``, ``positions``, and the KLD in nats over them: mean,
-    p95, p99, max, and same_argmax, the share of positions whose likeliest token is the same."""
+    """``configurations``: configuration id -> ``kv_cache_dtype``, ``positions``, and their KLD [nats]: mean, p95, p99,
+    max; and ``same_argmax``, the share of positions whose likeliest token is the same."""
 
     workload: str
-    weights: str  # which weights: of which folder, or random ones of which seed; all of them, where they are several
+    weights: str  # of which model folder, or random ones of which seed; all of them if there are several
     configurations: Mapping[str, Mapping[str, Any]]
-    weights_fingerprint: str = ""  # as a server of the built-in engine tells it; empty of several sets of weights
+    weights_fingerprint: str = ""  # as the built-in server tells it; empty for several sets of weights
     git: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)  # device, prompts, time
 
     def differs_from(self, manifest: Mapping[str, Any]) -> list[str]:
-        """In what code, versions and weights differ from a run's manifest, and what they are here and there."""
+        """How commit, versions and weights differ from those in a run's manifest, one phrase each."""
         there = (manifest.get("model") or {}).get("weights_fingerprint")
         weights = _different({"set of weights": self.weights_fingerprint or None}, {"set of weights": there})
         return code_differences(self.git, self.versions, manifest) + weights
@@ -39,13 +39,13 @@ class QualityResult:
 
 
 def code_differences(git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
-    """In what commit and versions differ from those of a run's manifest: ``torch 2.1, of the run 2.0``."""
+    """How commit and versions differ from those in a run's manifest: ``torch 2.1, of the run 2.0``."""
     run = {"commit": (manifest.get("git") or {}).get("sha"), **(manifest.get("versions") or {})}
     return _different({"commit": git.get("sha"), **{name: versions.get(name) for name in _VERSIONS}}, run)
 
 
 def _different(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """What one side does not tell is no difference."""
+    """A value that one side does not tell is no difference."""
     both = {name: (str(value), str(there[name])) for name, value in here.items() if value and there.get(name)}
     return [f"{name} {ours[:12]}, of the run {theirs[:12]}" for name, (ours, theirs) in both.items() if ours != theirs]
 

@@ -1,6 +1,6 @@
 """The built-in engine as a target: launches ``python -m engine.server`` and watches it.
 
-What it takes from ``engine`` it imports when called, so that ``kvbench --help`` stays quick.
+``engine`` is imported inside functions, so that ``kvbench --help`` stays quick.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
 
 
 class ServerRefusedError(UsageError):
-    """The server itself said at start that its settings cannot work (exit code 2)."""
+    """The server refused its settings at start (exit code 2)."""
 
 
 class BuiltinTarget(ProcessTarget):
@@ -70,7 +70,7 @@ class BuiltinTarget(ProcessTarget):
 
 
 def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
-    """From /server_info, else from the row of /v1/models. Raises MeasurementError when a size is missing."""
+    """From /server_info and the row of /v1/models. Raises MeasurementError when a size is missing."""
     model = info.get("model") or {}
     length = row.get("max_model_len") or (info.get("engine") or {}).get("max_model_len")
     vocab = model.get("vocab_size")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +106,7 @@ def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, 
         free_port(options["port"])
     if kind == BUILTIN:
         return _builtin(workload, options)
-    return _launched(workload, options, preset, _template(serve_cmd) if kind == TEMPLATE else None)
+    return _launched(workload, options, preset, CommandTemplate.parse(serve_cmd) if kind == TEMPLATE else None)
 
 
 def kind_of(target: str | None, serve_cmd: str | None) -> str:
@@ -123,12 +121,6 @@ def check_target_options(kinds: Sequence[str], options: Mapping[str, Any]) -> No
     given = [name for name, value in options.items() if value]
     check_exclusive(given, _EXCLUDES)
     check_goes_with(given, KINDS_OF, kinds, _INSTEAD)
-
-
-def _template(serve_cmd: str) -> CommandTemplate:
-    from engine.config import EngineConfig
-
-    return CommandTemplate.parse(serve_cmd, [f.name for f in dataclasses.fields(EngineConfig)])
 
 
 def require_url(flag: str, url: str) -> None:
@@ -264,23 +256,16 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
 def arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the built-in engine would make of the settings; less, or nothing, if it would refuse them."""
     from engine.config import EngineConfig
-
-    names = {f.name for f in dataclasses.fields(EngineConfig)}
-    ours = {k: v for k, v in settings.items() if k in names and v is not None}
-    return _arithmetic(json.dumps(ours, sort_keys=True, default=str))
-
-
-@functools.cache
-def _arithmetic(settings_json: str) -> Mapping[str, Any]:
     from engine.model.spec import find_model
 
-    settings = json.loads(settings_json)
+    names = {f.name for f in dataclasses.fields(EngineConfig)}
+    ours = {name: value for name, value in settings.items() if name in names and value is not None}
     try:
-        return check_configuration(settings)
+        return check_configuration(ours)
     except ValueError:
-        budget = {"kv_budget_bytes": parse_bytes(settings["kv_budget"])} if "kv_budget" in settings else {}
+        budget = {"kv_budget_bytes": parse_bytes(ours["kv_budget"])} if "kv_budget" in ours else {}
     try:
-        spec = find_model(str(settings.get("model")), str(settings.get("load_format", "auto")))
+        spec = find_model(str(ours.get("model")), str(ours.get("load_format", "auto")))
     except ValueError:
         return budget
     return {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions} | budget

@@ -7,6 +7,7 @@ sweep varies must appear in the command: otherwise its configurations would all 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import shlex
@@ -14,7 +15,7 @@ import shutil
 import string
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,15 @@ class CommandTemplate:
     names: frozenset[str]
 
     @classmethod
-    def parse(cls, text: str, known: Sequence[str]) -> CommandTemplate:
-        """``known``: the names of all settings. Raises UsageError for a command that cannot be meant."""
+    def parse(cls, text: str) -> CommandTemplate:
+        """Raises UsageError for a command that cannot be meant."""
+        from engine.config import EngineConfig
+
         try:
             names = placeholders(text)
         except ValueError as error:
             raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend quotes and braces") from None
-        allowed = (*_LAUNCH_VALUES, *(each for each in known if each not in _LAUNCH_VALUES))
+        allowed = dict.fromkeys((*_LAUNCH_VALUES, *(field.name for field in dataclasses.fields(EngineConfig))))
         if unknown := sorted(names.difference(allowed)):
             raise UsageError(
                 f"--serve-cmd has the placeholder {{{unknown[0]}}}, which is no setting: the known ones are "

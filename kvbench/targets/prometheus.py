@@ -111,7 +111,8 @@ def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) 
             if name.endswith("_info"):
                 continue
             grows = family.type != "gauge" and name.endswith(_COUNTER_ENDS)
-            for ours in kind.ours(name) or (_with_labels(name, sample),):
+            labels = [value for label, value in sample.labels.items() if value and label not in _SOURCES]
+            for ours in kind.ours(name) or ("_".join([name, *labels]),):
                 (counters if grows else gauges).setdefault(ours, []).append(sample.value)
     return MetricsSample(
         at,
@@ -119,10 +120,6 @@ def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) 
         {name: sum(values) for name, values in counters.items()},
         facts,
     )
-
-
-def _with_labels(name: str, sample: Sample) -> str:
-    return "_".join([name, *(value for label, value in sample.labels.items() if value and label not in _SOURCES)])
 
 
 def _facts(kind: MetricNames, name: str, sample: Sample) -> dict[str, float]:

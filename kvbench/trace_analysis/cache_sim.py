@@ -1,22 +1,18 @@
-"""What a prefix cache of N pages would have hit on a trace: the engine's own pool and cache, replayed without a model.
+"""The hit rate of a prefix cache of N pages on a trace: the engine's own pool and cache, replayed without a model.
 
-Each request does what ``engine.kv.paged.PagedKVManager`` does for one that runs alone, but for one page (below): match
-the prefix, share the hits, allocate the rest (evicting the least recently used), offer every page, release the last
-page first. A request ends before the next begins, so the figures are of the cache and not of a schedule; in an engine,
-pages of running requests are not there for others, and pages of the output are cached too.
+Each request does what ``engine.kv.paged.PagedKVManager`` does for a request that runs alone: match the prefix, share
+the hits, allocate the rest (evicting the least recently used), offer every page to the cache, release the last page
+first. Each request ends before the next begins, so the figures describe the cache and not a schedule. In an engine,
+other requests cannot take pages of running ones, and pages of the output are cached too.
 
-The engine's cache names tokens and a trace names pages. So one page id stands for a page of one token; the chained
-keys then are chains of page ids, as a page's KV depends on all that comes before it. A token that belongs to no page
-ends each request, since the cache leaves at least one token to compute (``PrefixCache.match``).
+The engine's cache works on tokens and a trace has page ids, so each page id becomes a page of one token. A token that
+belongs to no page ends each request, since the cache leaves at least one token to compute (``PrefixCache.match``).
+So a prompt that ends with a full page may hit that page: published hit rates of traces are defined like this. An engine
+computes the last token and with it that page: of two equal prompts of 32 tokens in pages of 16 it serves 16 tokens,
+and 32 are counted here (``kvbench.requests.prefix_hits`` predicts what an engine can do).
 
-So a prompt that ends with a full page may hit that page, too: the definition by which hit rates of traces are
-published. An engine computes its last token and with it that page, so that of two equal prompts of 32 tokens in pages
-of 16 it serves 16 tokens, and not the 32 that are counted here (``kvbench.requests.prefix_hits`` predicts what an
-engine can do).
-
-A request of more pages than the pool is cut: its first N pages are looked up and kept, the rest are misses. (An
-engine with so small a pool refuses it.) With this and a capacity in tokens rounded down to whole pages, the pages
-kept are those of plain LRU with a prompt's first page the most recent.
+Of a request with more pages than the pool, the first N pages are looked up and kept, and the rest are misses (an engine
+refuses it). The pages kept are those of a plain LRU in which a prompt's first page is the most recent.
 """
 
 from __future__ import annotations
@@ -49,11 +45,11 @@ class Replay:
 
 @dataclass(frozen=True)
 class HitRates:
-    """Shares, 0 to 1; None where there is nothing to share in.
+    """Shares, 0 to 1.
 
-    ``pages``: hits / pages. ``tokens``: tokens of hit pages / prompt tokens, a partly filled last page counting what
-    it holds. ``full_pages``: the same as ``pages``, full pages only (an engine caches no other). ``requests``: requests
-    with a hit. ``median_request``: median over requests of their own share of tokens.
+    ``pages``: hits / pages. ``tokens``: tokens of hit pages / prompt tokens. ``full_pages``: as ``pages``, of full
+    pages only (an engine caches no others); None if there are none. ``requests``: requests with a hit.
+    ``median_request``: the median over requests of their share of tokens.
     """
 
     pages: float
@@ -80,7 +76,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Simulation:
-    """All capacities of one trace, and the cache that never evicts. ``seconds``: of the replays alone."""
+    """The hits of one trace at several capacities, and of a cache that never evicts. ``seconds``: of the replays."""
 
     trace: Trace
     warm_up: int
@@ -95,7 +91,7 @@ def simulate(
     trace: Trace, pages: list[int] | None = None, warm_up: int = 0, bytes_per_token: int | None = None
 ) -> Simulation:
     """Replay ``trace`` at each of ``pages`` (None: a ladder up to the working set) and without a limit. ValueError."""
-    hit_rates(trace, trace.pages * 0, warm_up)  # something is left to count, before the work
+    hit_rates(trace, trace.pages * 0, warm_up)  # raises at once if no request is left to count
     distinct = working_set(trace)
     started = time.perf_counter()
     unlimited = replay(trace, distinct)

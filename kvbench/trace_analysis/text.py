@@ -12,12 +12,12 @@ LENGTH_HEADS = ("", *_PERCENTILES, "total")
 
 
 def facts(found: Description) -> list[str]:
-    """Sentences on arrivals, sessions, memory and prefixes; what the trace does not tell is said, too."""
+    """Sentences on arrivals, sessions, memory and prefixes, and on what the trace does not tell."""
     return [*_arrivals(found), *_sessions(found), *_memory(found), *_prefixes(found)]
 
 
 def about(found: Description) -> list[str]:
-    """Which trace it is, and what of its file was left out."""
+    """The name, size and format of the trace, and what was left out of it."""
     trace = found.trace
     lines = [f"{file_names(found.paths)}: {len(trace):,} request{'s' * (len(trace) != 1)}, format {trace.format}."]
     if trace.page_size is not None:
@@ -96,7 +96,7 @@ def _number(value: float) -> str:
 
 
 def cache_table(result: Simulation) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of hit rate against capacity, least recently used pages evicted first; last, without a limit."""
+    """Heads and rows: hit rate against capacity; the last row has no limit."""
     points = [*result.points, result.ceiling]
     best = result.ceiling.rates.pages
     columns = {
@@ -122,7 +122,7 @@ def kv_size(point: Point) -> str:
 
 
 def cache_facts(result: Simulation) -> list[str]:
-    """What stands below the table of ``cache-sim``."""
+    """The sentences below the table of ``cache-sim``."""
     trace, ceiling = result.trace, result.ceiling
     size = f", {kv_size(ceiling)}" if kv_size(ceiling) else ""
     counted = f"; the first {result.warm_up:,} warm the cache and are not counted" if result.warm_up else ""

@@ -1,4 +1,4 @@
-"""What every trace is read into."""
+"""``Trace``: what a file of any format is read into."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN = -1  # a number of tokens that the trace does not tell
 MOST_TOKENS = 2**40  # of one prompt or output: anything above is a mistake and not a length
 
 Prompt = tuple[str, ...] | array
-"""A prompt as the trace has it: texts, one after another (so that a conversation's history is whole texts), or ids."""
+"""A prompt as the trace has it: token ids, or texts, one for each message of a conversation."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Trace:
         prompt_tokens, output_tokens: int64 [requests]; ``UNKNOWN`` where the trace does not tell.
         arrival_s: float64 [requests], seconds after the first; NaN for a later turn of a session that says only how
             long after the turn before. None: the trace has no times.
-        page_ids: int64 arrays, one a request: what pages of ``page_size`` tokens its prompt is made of, numbered from
-            0 as they come in the file. The last page may be partly filled, and may have no id then.
+        page_ids: one int64 array for each request: the pages of ``page_size`` tokens in its prompt, numbered from 0 in
+            the file's order. The last page may be partly filled, and may then have no id.
         page_size_from: how the page size is known.
-        session: int64 [requests], numbered from 0; requests of a session follow one another in order of ``turn``
-            (int64, from 0). ``think_s``: float64, seconds between the end of the turn before and this request; None
-            when the trace does not tell.
+        session, turn: int64 [requests], from 0; requests of a session follow one another in order of their turns.
+        think_s: float64 [requests], seconds between the end of the turn before and this request; None when the trace
+            does not tell.
         prompts, replies: the texts, where the trace has them.
         tick_s: the clock's step where timestamps are so coarse that most requests share one.
         left_out: why rows of the file are not here, and how many.
@@ -100,11 +100,11 @@ def select(
     rate_scale: float = 1.0,
     max_requests: int | None = None,
 ) -> Trace:
-    """The requests of [start_s, start_s + duration_s) of the trace, re-based to 0 and played rate_scale times as fast.
+    """The requests of [start_s, start_s + duration_s), re-based to 0 and played ``rate_scale`` times as fast.
 
     ``start_s`` and ``duration_s`` count from the trace's first request, before ``rate_scale``; a turn without a time
-    goes with the turn before it. Think times pass as fast as all others. ValueError when nothing is left, or for a
-    window of a trace that has no times.
+    goes with the turn before it. Think times are scaled too. ValueError when nothing is left, or for a window of a
+    trace that has no times.
     """
     if trace.arrival_s is None:
         if start_s or duration_s is not None:
@@ -128,7 +128,7 @@ def select(
 
 
 def known_times(trace: Trace) -> np.ndarray:
-    """``arrival_s``, a turn without a time having the time of the turn before it. float64 [requests]"""
+    """``arrival_s``; a turn without a time gets that of the turn before it. float64 [requests]"""
     assert trace.arrival_s is not None
     times = trace.arrival_s.copy()
     if trace.session is not None and np.isnan(times).any():
@@ -141,7 +141,7 @@ def known_times(trace: Trace) -> np.ndarray:
 
 
 def find_tick(arrival_s: np.ndarray) -> float | None:
-    """The clock's step [s] when timestamps are quantised: most requests share a time, and the times lie on a grid.
+    """The clock's step [s] if most requests share a time and the times lie on a grid; None otherwise.
 
     Some clocks round each tick (Mooncake's 3 s are 2.999, 3 and 3.001 s apart), so gaps may be 1 % off.
     """

@@ -1,4 +1,4 @@
-"""Reads a trace of any known format, found by the file's content or named."""
+"""Reads a trace of any known format; the format is named, or found by the file's content."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def read_trace(paths: Paths, format: str = "auto", page_size: int | None = None)
 
 
 def read_page_ids(paths: Paths, format: str = "auto", page_size: int | None = None) -> Trace:
-    """``read_trace`` for those who need to know which prompts begin alike, and only in which order they come.
+    """``read_trace`` for callers that need page ids and the order of the requests, but no times.
 
-    ValueError when the trace does not say. Times may be in any unit.
+    ValueError when the trace has no page ids. Times may be in any unit.
     """
     trace, source = _read(paths, format, page_size)
     if trace.page_ids is None:

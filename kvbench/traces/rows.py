@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A file. ``container``: jsonl (an object a line), array (JSON), object (JSON), csv; other: none of them.
+    """A file. ``container``: jsonl (one object a line), array (JSON), object (JSON), csv or other.
 
     ``first``: its first row, or the object. ``columns``: of a CSV file.
     """
@@ -39,8 +39,8 @@ class Source:
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Each row with its place in the file. Raises ValueError for one that is no JSON object."""
-        items = _array(self.path) if self.container == "array" else _lines_of(self.path)
-        for where, row in items:
+        rows = ((f"line {at}", text if (value := parse(text)) is None else value) for at, text in lines(self.path))
+        for where, row in _array(self.path) if self.container == "array" else rows:
             if not isinstance(row, dict):
                 raise self.error(where, f"not a JSON object ({short(row)}): mend or remove it")
             yield where, row
@@ -75,7 +75,7 @@ class Source:
     def numbers(self, table: pd.DataFrame, name: str, *, whole: bool = True, empty: bool = False) -> np.ndarray:
         """A column as int64 numbers of tokens, or (not ``whole``) as finite float64. ValueError with the line.
 
-        ``empty``: cells without a number are there, and are NaN (not with ``whole``).
+        ``empty``: empty cells are allowed and become NaN (not with ``whole``).
         """
         values = pd.to_numeric(table[name], errors="coerce").to_numpy(dtype=np.float64)
         bad = ~np.isfinite(values)
@@ -90,7 +90,7 @@ class Source:
         return values.astype(np.int64) if whole else values
 
     def line(self, number: int) -> str:
-        """Where the CSV row of this number stands, the header being 0: blank lines are no rows."""
+        """The line of the CSV row of this number (the header is 0; blank lines are no rows)."""
         return f"line {next(itertools.islice(lines(self.path), number, None))[0]}"
 
     def error(self, where: str, what: object) -> ValueError:
@@ -100,9 +100,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Format:
-    """A format: what it looks like in a few words, how to know it, and how to read it (None: no page size is given).
+    """A format. ``looks``: its files in a few words. ``fits``: whether a file is of this format, by its content.
 
-    ``accepts``: files that may be of it when the user names it (None: those that fit).
+    ``accepts``: whether a file may be of it when the user names the format (None: as ``fits``). ``read``: reads files;
+    its second argument is the page size, None when it is not given.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Format:
 
 
 def open_source(path: Path) -> Source:
-    """Looks at how the file begins. Raises ValueError for a file that is missing or empty, and OSError."""
+    """Finds the container from how the file begins. Raises ValueError for a missing or empty file, and OSError."""
     if not path.exists():
         raise ValueError(f"the trace {path} does not exist: check the path")
     number, text = next(lines(path), (0, ""))
@@ -122,7 +123,7 @@ def open_source(path: Path) -> Source:
     first = parse(text)
     if isinstance(first, dict):
         more = next((line for line in lines(path) if line[0] > number), None)
-        # One line: an object of its own (a session), unless it is a trace of one request.
+        # A single line is one whole object (a session) if it holds a list of requests, else a trace of one request.
         whole = more is None and any(isinstance(first.get(key), list) for key in ("requests", "data"))
         return Source(path, "object" if whole else "jsonl", first)
     if text.startswith("["):
@@ -146,14 +147,8 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, text
 
 
-def _lines_of(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, text in lines(path):
-        row = parse(text)
-        yield f"line {number}", text if row is None else row
-
-
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    """The items of a JSON array, decoded one by one: together they are several times their text. Raises ValueError."""
+    """The items of a JSON array, decoded one by one: all at once would take several times the memory. ValueError."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     decoder, index, at = json.JSONDecoder(), 0, text.index("[") + 1
     while not text.startswith("]", at := _BETWEEN.match(text, at).end()):  # type: ignore[union-attr]
@@ -168,7 +163,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parse(text: str) -> Any:
-    """The JSON value; None where it is not JSON (too deep, or a number of too many digits, included)."""
+    """The JSON value; None for a text that is no JSON or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -176,7 +171,7 @@ def parse(text: str) -> Any:
 
 
 def tokens(row: Row, key: str, default: int | None = None) -> int:
-    """A number of tokens; ``default`` where there is none (None: it must be there). Raises ValueError."""
+    """A number of tokens; ``default`` if it is missing (None: it must be there). Raises ValueError."""
     value = row.get(key)
     if value is None and default is not None:
         return default
@@ -186,7 +181,7 @@ def tokens(row: Row, key: str, default: int | None = None) -> int:
 
 
 def seconds(row: Row, key: str, unit: float = 1.0) -> float | None:
-    """A time, ``unit`` seconds each; None where there is none. Raises ValueError."""
+    """A time in units of ``unit`` seconds; None if it is missing. Raises ValueError."""
     value = row.get(key)
     if value is None:
         return None
@@ -211,20 +206,20 @@ def _finite(value: float) -> bool:
 
 
 def short(value: Any) -> str:
-    """A value from the file in a sentence, cut."""
+    """A value from the file, cut for a message."""
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 class PageSize:
-    """The page sizes under which every request so far has as many pages as the trace says.
+    """The page sizes with which every request so far has as many pages as the trace says.
 
-    Traces differ in whether the last page has an id when it is partly filled (Mooncake: yes, WEKA: no), or holds the
-    first output token (Bailian). So ``n`` ids stand for ``n`` or ``n - 1`` full pages of the prompt.
+    A partly filled last page has an id in some formats (Mooncake) and none in others (WEKA), or holds the first output
+    token (Bailian). So ``n`` ids stand for ``n`` or ``n - 1`` full pages of the prompt.
 
     Args:
-        by_user: what the user says. by_file: what the file says. usual: the format's own, used where the lengths leave
-            a choice that includes it.
+        by_user, by_file: the size that the user or the file gives.
+        usual: the format's own size, taken if the lengths fit it and others.
     """
 
     def __init__(self, by_user: int | None, by_file: int | None = None, usual: int | None = None):
@@ -234,7 +229,7 @@ class PageSize:
         self.low, self.high = (self.given, self.given) if self.given else (1, MOST_TOKENS)
 
     def add(self, pages: int, tokens: int) -> None:
-        """Narrow down. Raises ValueError when nothing is left."""
+        """Leaves out the sizes that do not fit this request. Raises ValueError when none is left."""
         low = max(self.low, tokens // (pages + 1) + 1)
         high = min(self.high, tokens // (pages - 1)) if pages > 1 else self.high
         if low <= high:
@@ -254,7 +249,7 @@ class PageSize:
     def choose(self, path: object) -> tuple[int, str]:
         """The page size and how it is known: given, the only one that fits, the format's own, or a power of two.
 
-        Raises ValueError when the lengths leave a choice.
+        Raises ValueError when several sizes are left.
         """
         if self.given:
             return self.given, f"given by {self.source}"
@@ -277,7 +272,7 @@ class PageSize:
 
 
 class Rows:
-    """Collects requests. A request's fields are those of ``Trace``; sessions go by any key, page ids by any id."""
+    """Collects requests, with the fields of ``Trace``. A session may have any key, a page any number or text as id."""
 
     def __init__(self, page_size: PageSize | None = None):
         self.page_size = page_size
@@ -298,7 +293,7 @@ class Rows:
         prompt: Prompt | None = None,
         reply: str | None = None,
     ) -> None:
-        """One request. ``scope``: the file within which its page ids mean the same. Raises ValueError for bad ids."""
+        """Adds a request. ``scope``: number of the file that its page ids belong to. Raises ValueError for bad ids."""
         ids = None
         if self.page_size is not None:
             if not isinstance(page_ids, list):
@@ -314,10 +309,10 @@ class Rows:
         self._rows.append((prompt_tokens, output_tokens, time, ids, scope, session, think, prompt, reply))
 
     def trace(self, name: str, path: object, *, same_clock: bool = True) -> Trace:
-        """Everything collected, by time when all requests (of a session: its first) have one; else in the file's order.
+        """All requests: in order of time if each has one (in a session: the first turn), else in the file's order.
 
-        ``same_clock``: False when times cannot be compared from file to file. Raises ValueError when there is nothing,
-        or no page size can be found.
+        ``same_clock``: False when times of different files cannot be compared. Raises ValueError when there are no
+        requests, or no page size can be found.
         """
         if not self._rows:
             why = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
@@ -372,9 +367,9 @@ def read_rows(
     *,
     same_clock: bool = True,
 ) -> Trace:
-    """The trace of all ``items`` (place, row) of the files: ``add(rows, row, (file's number, place))`` adds requests.
+    """The trace of several files. ``items``: gives the (place, row) pairs of a file.
 
-    Raises ValueError with the place.
+    ``add(rows, row, (file's number, place))``: adds the requests of a row. Raises ValueError with the place.
     """
     rows = Rows(page_size)
     for number, source in enumerate(sources):

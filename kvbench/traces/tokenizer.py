@@ -17,14 +17,14 @@ _BATCH = 1024
 
 
 def find_file(name: str) -> Path | None:
-    """A path as given, or below the repository when a workload is run from elsewhere."""
+    """The path as given, or below the repository; None if there is no such file."""
     return next((p for p in (Path(name).expanduser(), REPOSITORY / name) if p.exists()), None)
 
 
 def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer in ``folder``, else the shipped one, which must be as large as the model's vocabulary: its own.
+    """The tokenizer in ``folder``; None: the shipped one. Raises ValueError if it does not fit the model.
 
-    Raises ValueError; ``vocab_size`` None: of no model.
+    ``vocab_size``: of the model; None: any tokenizer will do.
     """
     path = find_file(folder or _SHIPPED)
     file = path / "tokenizer.json" if path is not None and path.is_dir() else path
@@ -49,9 +49,10 @@ def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokeniz
 
 
 def texts_sent(trace: Trace, row: int) -> tuple[str, ...]:
-    """The texts of a prompt as they are sent (none for token ids): those of a conversation each end with a line break.
+    """The texts of a prompt as they are sent; none for token ids.
 
-    So a turn begins, byte by byte and token by token, with the whole of the turn before it.
+    In a conversation each text ends with a line break, so that a turn begins, byte by byte and token by token, with the
+    whole of the turn before it.
     """
     assert trace.prompts is not None
     texts = trace.prompts[row]
@@ -61,9 +62,9 @@ def texts_sent(trace: Trace, row: int) -> tuple[str, ...]:
 
 
 def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
-    """The trace with token ids for texts, unknown token counts, and page ids of full pages.
+    """The trace with token ids in place of texts, the token counts that were unknown, and ids of full pages.
 
-    Every text is tokenised by itself, so that prompts share the tokens of the texts that they share.
+    Each text is tokenised by itself, so that prompts with a text in common have its tokens in common.
     """
     assert trace.prompts is not None
     texts = [texts_sent(trace, i) for i in range(len(trace))]

@@ -20,12 +20,12 @@ from kvbench.workload.settings import DEFAULTS, ONLY_WITH, applies, config_id_of
 if TYPE_CHECKING:
     from kvbench.workload.file import Workload
 
-Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # of settings: their capacity; ValueError: they cannot be
+Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # settings -> capacity; ValueError for impossible ones
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One set of engine settings. ``varied`` holds what differs from the baseline."""
+    """One set of engine settings. ``varied``: those that differ from the baseline."""
 
     config_id: str
     label: str
@@ -36,7 +36,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """One load: ``concurrency`` users (closed) or ``request_rate`` requests/s (open; None: as ``arrivals`` says)."""
+    """One load: ``concurrency`` users (closed) or ``request_rate`` requests/s (open; None: set by ``arrivals``)."""
 
     load_id: str
     mode: str
@@ -59,7 +59,7 @@ class Cell:
 class Block:
     """One server launch: ``cells`` share a configuration and run in this order. ``repeat`` counts from 1.
 
-    ``alone``: the only cell of several such blocks, since each needs a new server.
+    ``alone``: each cell of the configuration has a block of its own, since each needs a new server.
     """
 
     repeat: int
@@ -79,7 +79,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Design:
-    """All cells in table order, and sentences about what was left out."""
+    """All cells, in the order of the tables. ``notes``: sentences about what was left out."""
 
     configurations: tuple[Configuration, ...]
     cells: tuple[Cell, ...]
@@ -87,7 +87,7 @@ class Design:
 
 
 def normalise(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` without those that mean nothing beside the others, and without None, which is the default."""
+    """The settings without None (the default) and without those that have no meaning beside the others."""
     return {k: v for k, v in settings.items() if v is not None and applies(k, settings)}
 
 
@@ -96,9 +96,8 @@ def make_design(
 ) -> Design:
     """Baseline plus one variable at a time, or the full product, each under every load point.
 
-    The baseline's own value need not be listed under ``sweep``. Configurations that differ only in settings which
-    mean nothing beside their others, or in naming a default, are the same configuration; the notes say how many were
-    dropped and why.
+    The baseline's own value need not be listed under ``sweep``. Configurations that differ only in settings without a
+    meaning, or in whether a default is named, are one configuration; the notes say how many were dropped and why.
     """
     if design not in ("one_at_a_time", "full"):
         raise UsageError(f"design cannot be {design!r}: choose one_at_a_time or full")
@@ -114,7 +113,7 @@ def make_design(
         candidates += [
             {**baseline, **dict(zip(values, combo, strict=True))} for combo in itertools.product(*values.values())
         ]
-    unique: dict[str, dict[str, Any]] = {}  # by what the engine makes of it
+    unique: dict[str, dict[str, Any]] = {}  # by the settings that the engine would really use
     repeated: list[dict[str, Any]] = []
     for candidate in candidates:
         settings = normalise(candidate)
@@ -130,7 +129,7 @@ def make_design(
 
 
 def _key(settings: Mapping[str, Any]) -> str:
-    """A text that is equal for equal settings, also where a value cannot be hashed; True and 1 differ."""
+    """A text that is equal for equal settings. Unlike a hash it takes any value, and True and 1 differ."""
     return repr(sorted(settings.items()))
 
 
@@ -139,7 +138,7 @@ def _yaml(value: Any) -> str:
 
 
 def _repeated_note(repeated: Sequence[Mapping[str, Any]], swept: Mapping[str, Sequence[Any]]) -> str:
-    """Why configurations are not run; ``repeated``: before they were normalised."""
+    """How many configurations were dropped and why; ``repeated``: before they were normalised."""
     reasons = [
         f"{key} (only with {ONLY_WITH[key][0]} {_yaml(ONLY_WITH[key][1])})"
         for key in swept
@@ -150,7 +149,7 @@ def _repeated_note(repeated: Sequence[Mapping[str, Any]], swept: Mapping[str, Se
 
 
 def _useless_values(unique: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]]) -> list[str]:
-    """A sentence for each setting with a swept value that no configuration ends up with; the baseline is the first."""
+    """A sentence for each setting with a swept value that no configuration has. ``unique[0]`` is the baseline."""
     notes = []
     for key in (key for key in values if key in ONLY_WITH):
         had = [effective(settings, key) for settings in unique if applies(key, settings)]
@@ -185,9 +184,9 @@ def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Co
 def load_point(
     mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None, arrivals: str = "poisson"
 ) -> LoadPoint:
-    """The load point with its id: ``c24`` for 24 users, ``r4`` for 4 requests/s, else what its arrivals are.
+    """The load point with its id: ``c24`` for 24 users, ``r4`` for 4 requests/s, else the kind of its arrivals.
 
-    ``arrivals`` without one rate: ``trace``, ``ramp`` or ``step``.
+    Arrivals without a single rate: ``trace``, ``ramp``, ``step``.
     """
     own = "trace" if arrivals == "poisson" else arrivals
     open_id = own if rate is None else f"r{slug(f'{rate:g}')}"
@@ -219,11 +218,11 @@ def plan_sweep(
     refuses: Callable[[Mapping[str, Any]], str | None] | None = None,
     fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False,
 ) -> tuple[Design, tuple[Block, ...]]:
-    """Cells and blocks in the order in which they run.
+    """Cells, and blocks in the order in which they run.
 
-    ``only``: patterns of cell ids; ``check``: gives a configuration's capacity, ValueError for one that cannot be;
-    ``refuses``: why another engine cannot have a configuration, which is then skipped; ``fresh``: whether only a new
-    server has an empty prefix cache.
+    ``only``: patterns of cell ids. ``check``: gives a configuration's capacity; ValueError for an impossible one.
+    ``refuses``: why another engine cannot have a configuration, which is then skipped. ``fresh``: whether a
+    configuration needs a new server for an empty prefix cache.
     """
     design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
     if refuses is not None:
@@ -246,9 +245,9 @@ def _without(design: Design, config_ids: Container[str], notes: Sequence[str]) -
 
 
 def without_refused(design: Design, refuses: Callable[[Mapping[str, Any]], str | None]) -> Design:
-    """A design without the configurations that the target cannot have, each named with the reason.
+    """The design without the configurations that the target cannot have; a note names each with the reason.
 
-    The baseline stays: whether it can be had is settled before there is a design.
+    The baseline stays: it was checked before.
     """
     found = {c.config_id: refuses(c.settings) for c in design.configurations if not c.is_baseline}
     skipped = {config_id: reason for config_id, reason in found.items() if reason is not None}
@@ -256,10 +255,10 @@ def without_refused(design: Design, refuses: Callable[[Mapping[str, Any]], str |
 
 
 def _without_impossible(design: Design, check: Check) -> Design:
-    """A full design without the combinations that the engine refuses, each named with the engine's reason.
+    """A full design without the combinations that the engine refuses; a note names each with the engine's reason.
 
-    A refusal is skipped only where all swept values of the combination are accepted in others: it is the combination
-    that cannot be. A value that is refused everywhere is a mistake of the file, and stays, for ``preflight`` to raise.
+    Left out are only combinations whose values are all accepted elsewhere. A value that is refused everywhere is a
+    mistake in the file; it stays, and ``preflight`` raises it.
     """
     refused: dict[str, str] = {}
     accepted: set[tuple[str, str]] = set()
@@ -280,7 +279,7 @@ def _without_impossible(design: Design, check: Check) -> Design:
 
 
 def capacities(design: Design, check: Check) -> dict[str, dict[str, Any]]:
-    """What ``check`` tells of each configuration, by its id. Raises UsageError for one that cannot be."""
+    """Configuration id -> what ``check`` returns. Raises UsageError for an impossible configuration."""
     found = {}
     for configuration in design.configurations:
         try:
@@ -293,11 +292,11 @@ def capacities(design: Design, check: Check) -> dict[str, dict[str, Any]]:
 def plan_blocks(design: Design, repeats: int, seed: int) -> tuple[Block, ...]:
     """Every (cell, repeat) once, grouped by server launch, in an order that depends on ``seed`` only.
 
-    The order is random within each repeat, so that drift of the machine spreads over the configurations, and
-    repeats follow each other, so that an interrupted sweep has whole repeats. Within a repeat all configurations get
-    their loads in the same order: what an earlier load left behind (a cache in the state ``steady``, a warm
-    processor) is then the same for both sides of a paired comparison. A load's place is drawn by its own name, so that
-    ``--only`` keeps the order of the rest.
+    The order is random within each repeat, so that a drift of the machine spreads over the configurations. Repeats
+    follow one another, so that an interrupted sweep has whole repeats. Within a repeat all configurations get their
+    loads in the same order, so that what an earlier load leaves behind (a cache in the state ``steady``, a warm
+    processor) is the same on both sides of a paired comparison. A load's place is drawn from its own name, so that
+    ``--only`` does not change the order of the others.
     """
     blocks = []
     for repeat in range(1, repeats + 1):

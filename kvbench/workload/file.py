@@ -1,7 +1,7 @@
 """A workload file: YAML -> profile -> ``-o`` overrides -> schema -> one frozen, resolved ``Workload``.
 
-Everything a user can get wrong in the file is refused here, in one sentence, before anything is launched. What the
-engine alone can judge (does the KV budget hold a sequence?) is asked of the target by the sweep, also before launch.
+Every mistake that the file alone shows is refused here, in one sentence, before anything is launched. What needs the
+engine's knowledge (does the KV budget hold a sequence?) is checked by the sweep, also before a launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROMPT_PATHS = ("file", "path", "tokenizer")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word; a benchmark must not."""
+    """Refuses a key that stands twice; PyYAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -91,9 +91,9 @@ def _apply_profile(data: dict[str, Any], profile: str, source: Path, *, by_user:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` laid on ``base``: mappings merge, everything else replaces.
+    """``base`` with the values of ``over``: mappings merge, everything else replaces.
 
-    A mapping with another ``kind``, ``config`` or ``path`` is another thing, and replaces too.
+    A mapping with another ``kind``, or with ``config`` in place of ``path`` or the reverse, replaces too.
     """
     merged = dict(base)
     for key, new in over.items():
@@ -130,7 +130,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
                 f"-o {override!r}: {so_far} is {node!r}, which has no settings below it; set it as a whole"
             )
     node[_index(node, last, override)] = value
-    if key == "model.path" and value is not None:  # takes the place of the file's model, random weights included
+    if key == "model.path" and value is not None:  # replaces the file's model and its random weights
         for name in ("config", "load_format"):
             node.pop(name, None)
     elif key == "model.config" and value is not None:
@@ -196,8 +196,8 @@ class WorkloadFile(StrictModel):
 class Workload:
     """A resolved workload.
 
-    ``resolved`` is the plain YAML data that two runs must share to be one sweep. The manifest keeps it, and a run is
-    resumed from it in any working folder: its paths are as ``portable`` writes them.
+    ``resolved``: plain YAML data, equal for two parts of one sweep. The manifest keeps it, and a run is resumed from it
+    in any working folder, since its paths are as ``portable`` writes them.
     """
 
     name: str
@@ -251,8 +251,8 @@ def load_workload(
 def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Workload:
     """A Workload from plain data whose profile is merged already.
 
-    ``source``: the file, next to which relative paths are looked for; None: the data of a run's manifest, whose
-    relative paths start where kvbench lies.
+    ``source``: the file; relative paths start in its folder. None: the data of a run's manifest, whose relative paths
+    start in kvbench's repository.
     """
     where = str(source) if source else "the stored workload"
     folder = source.parent if source else REPOSITORY
@@ -313,7 +313,7 @@ def _find_path(text: str, folder: Path) -> Path | None:
 
 
 def portable(path: Path) -> str:
-    """How a manifest names ``path`` (absolute): from where kvbench lies if it is in there, else as it is."""
+    """An absolute path as a manifest has it: relative to kvbench's repository if it is inside, else as it is."""
     return path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else str(path)
 
 

@@ -1,8 +1,7 @@
 """The ``load:`` section of a workload file; names are those of ``vllm bench serve`` where it has the same thing.
 
-Strict on purpose: an unknown key or a value of the wrong type is refused with a sentence that names the value, the
-limit and the way out (``common.schema.explain``). What keys need of each other stands in ``_ONLY_WITH``, ``_NEEDED``
-and ``LoadConfig._mistakes``.
+An unknown key or a value of the wrong type is refused with a sentence that names the value, the limit and the way out
+(``common.schema.explain``). How keys depend on one another: ``_ONLY_WITH``, ``_NEEDED``, ``LoadConfig._mistakes``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ONLY_WITH: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "steps": (_OPEN, ("arrivals", ("step",))),
     "spread_ticks": (_OPEN, ("arrivals", ("trace",))),
 }
-_INSTEAD = {  # what says the same there
+_INSTEAD = {  # (key, value of the other key) -> what to use there
     ("concurrency", "open"): "a cap on the requests in flight is max_concurrency",
     ("request_rate", "ramp"): "the rates are ramp_up_start_rps and ramp_up_end_rps",
     ("request_rate", "step"): "the rates are those of steps",
@@ -41,7 +40,7 @@ _INSTEAD = {  # what says the same there
     ("duration_s", "step"): "the end is that of the seconds of its steps",
     ("duration_s", "trace"): "the end is that of prompts.duration_s",
 }
-# What a mode, or in open loop a kind of arrivals, cannot do without, with an example.
+# The keys that a mode, or in open loop a kind of arrivals, needs, each with an example.
 _NEEDED = {
     "closed": {"concurrency": "[3, 24]"},
     "poisson": {"request_rate": "[4]"},
@@ -68,10 +67,7 @@ TimeOut = Annotated[float, Field(gt=0, le=86400)]
 
 
 class Slo(StrictModel):
-    """Limits for goodput; a request counts when it meets every limit that is given.
-
-    ``itl_ms`` is a limit on the request's longest pause between chunks, the others on its one value.
-    """
+    """Limits for goodput: a request counts if it meets all. ``itl_ms`` limits its longest gap between chunks."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
     tpot_ms: float | None = Field(default=None, gt=0)
@@ -96,11 +92,12 @@ class LoadConfig(StrictModel):
     """The ``load:`` section. ``processes``: how many load processes of this machine share each load.
 
     ``arrivals``: ``poisson``, ``constant`` and ``gamma`` (gaps of shape ``burstiness``) at ``request_rate``; ``ramp``:
-    from ``ramp_up_start_rps`` to ``ramp_up_end_rps`` in ``ramp_up_s`` seconds (None: over the whole load), then on at
-    the latter; ``step``: the ``steps`` one after the other; ``trace``: as recorded, where ``spread_ticks`` spreads what
-    a coarse clock put onto one tick (``even``, ``uniform``; true: ``uniform``). Ramps and steps take ``burstiness``
-    too. ``request_rate: inf``: all at once. ``duration_s``: as many requests as arrive in it, instead of num_requests.
-    ``max_concurrency``: most requests in flight; the others wait in the client, and their ttft goes on.
+    from ``ramp_up_start_rps`` to ``ramp_up_end_rps`` in ``ramp_up_s`` seconds (None: over the whole load), and then at
+    the latter rate; ``step``: the ``steps`` one after another; ``trace``: as recorded. Ramps and steps take
+    ``burstiness`` too. ``request_rate: inf``: all at once. ``spread_ticks``: spreads the arrivals of a trace that share
+    a tick of a coarse clock (``even``, ``uniform``; true: ``uniform``). ``duration_s``: all requests that arrive within
+    it, instead of num_requests. ``max_concurrency``: most requests in flight; the others wait in the client, and the
+    wait is part of their ttft.
 
     Time-outs of a request [s]: ``timeout_s`` in all, ``connect_timeout_s`` for name, TCP and TLS together,
     ``first_byte_timeout_s`` from its send, ``idle_timeout_s`` between bytes (the last two: ``timeout_s`` unless given).
@@ -145,7 +142,7 @@ class LoadConfig(StrictModel):
 
     def _mistakes(self) -> Iterator[str]:
         """A sentence for each thing that contradicts another, is missing or makes no load."""
-        if self.mode == "closed" and self.arrivals not in ("poisson", "constant"):  # of these files of old say one
+        if self.mode == "closed" and self.arrivals not in ("poisson", "constant"):  # older files have one of these
             yield f"arrivals: {self.arrivals} has no meaning with mode: closed; set mode: open."
         for key, conditions in _ONLY_WITH.items():
             given = getattr(self, key)

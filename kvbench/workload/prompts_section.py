@@ -14,7 +14,7 @@ PERCENTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "ma
 
 
 def as_tuple(value: Any) -> Any:
-    """A single value or a list becomes a tuple, so that YAML may give either."""
+    """A tuple of a list or a single value: YAML may have either."""
     if value is None or isinstance(value, tuple):
         return value
     return tuple(value) if isinstance(value, list) else (value,)
@@ -109,12 +109,12 @@ def scale_lengths(lengths: np.ndarray, scale: float) -> np.ndarray:
 
 
 class Sessions(StrictModel):
-    """Conversations: turn 1 is a prompt of the class, each later one the whole history and ``user_tokens`` new ones.
+    """Conversations: turn 1 is a prompt of the class, each later turn the whole history and ``user_tokens`` new tokens.
 
-    ``num_sessions``: how many one load holds, instead of num_requests (one number, or one for each load); open loop
-    may give ``duration_s`` instead. ``think_s``: from an answer's end to the next turn. ``user_tokens``: None: as long
-    as the class's prompts. ``history``: ``recorded`` puts answers drawn beforehand into it, so that every byte sent is
-    known before the run, ``actual`` the server's own, for which it must return token ids.
+    ``num_sessions``: conversations of one load, instead of num_requests (one number, or one for each load); open loop
+    may have ``duration_s`` instead. ``think_s``: from the end of an answer to the next turn. ``user_tokens``: None: as
+    long as the class's prompts. ``history``: its answers are ``recorded`` (drawn beforehand, so that every byte sent is
+    known before the run) or ``actual`` (the server's own; it must return token ids).
     """
 
     num_sessions: Counts | None = None
@@ -125,9 +125,9 @@ class Sessions(StrictModel):
 
 
 class SharedPrefix(StrictModel):
-    """Prefixes put in front of ``share`` of the prompts (on top of the class's prompt_tokens).
+    """``share`` of the prompts begin with one of ``families`` different prefixes, each used equally often.
 
-    ``families``: how many different ones of that length there are; they are used equally often.
+    Its ``tokens`` come on top of the class's prompt_tokens.
     """
 
     tokens: int = Field(ge=1)
@@ -138,8 +138,7 @@ class SharedPrefix(StrictModel):
 class PromptClass(StrictModel):
     """One kind of request: its share of the mix and its lengths in tokens (without the shared prefix).
 
-    ``priority``: lower is more urgent. A server that works first come, first served is not sent it; a running server
-    that does not tell how it schedules is.
+    ``priority``: lower is more urgent. It is not sent to a server that is known to work first come, first served.
     """
 
     name: str = Field(min_length=1)
@@ -202,18 +201,17 @@ class TextPrompts(StrictModel):
 
 
 class TracePrompts(StrictModel):
-    """A recorded trace: its lengths, its arrival times, and what it knows of the contents.
+    """A recorded trace: its lengths, its arrival times, and its contents as far as it has them.
 
-    Prompts are the trace's texts or token ids; else random token ids that share the pages whose page ids are the same;
-    else random token ids. ``path``: a file, several, or a pattern (``*.json``). ``page_size``: of the page ids, where
-    the file leaves a choice. ``tokenizer``: for texts (None: the shipped one). ``send_text``: texts are sent as such.
-    ``output_tokens``: for requests whose output the trace does not tell. ``sessions``: the turns of a conversation
-    follow one another, each its think time after the one before (None: if the trace tells think times, or has no
-    times); otherwise every request starts when the trace says. ``turns: first`` keeps the first of each session.
-    ``rate_scale``: how fast the trace's time passes, think times included.
+    Prompts are the trace's texts or token ids; without these, random token ids, which are equal where page ids are.
+    ``path``: a file, several, or a pattern (``*.json``). ``page_size``: of the page ids, if the file does not tell.
+    ``tokenizer``: for texts (None: the shipped one). ``send_text``: texts are sent as texts. ``output_tokens``: for
+    requests whose output the trace does not tell. ``sessions``: each turn of a conversation waits for the one before it
+    and its think time (None: if the trace has think times or no times); otherwise every request starts at its own time.
+    ``turns: first``: only the first turn of each session. ``rate_scale``: how fast time passes, think times included.
 
-    ``length_scale`` shrinks all lengths by one factor, ``auto`` so that the longest request fits max_model_len. Page
-    ids: the page shrinks, to a whole number of tokens, so that as many pages are shared as in the trace. Texts are
+    ``length_scale``: shrinks all lengths by one factor; ``auto``: so that the longest request fits max_model_len. With
+    page ids the page shrinks to a whole number of tokens, so that as many pages are shared as in the trace. Texts are
     never cut: those that do not fit are left out.
     """
 

@@ -69,7 +69,7 @@ def _texts(value: Any, what: str) -> list[str]:
 
 def _sharegpt(rows: Rows, row: Row, where: Any) -> None:
     said: tuple[str, ...] = ()
-    waiting = False  # the last text was the user's
+    waiting = False  # whether the last text was the user's
     for speaker, words in _messages(row):
         if speaker in _MODELS and waiting:
             rows.add(session=where, prompt=said, reply=words)
@@ -115,7 +115,7 @@ def _lmcache(rows: Rows, row: Row, where: Any) -> None:
 
 
 def _turn(rows: Rows, row: Any, session: Any, before: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Adds a turn of AIPerf; everything said so far. Earlier replies are not in the file, and so not in the prompt."""
+    """Adds a turn of AIPerf and returns all texts so far; earlier replies are not in the file, nor in the prompt."""
     if not isinstance(row, dict):
         raise ValueError(f"{short(row)} is not a turn: mend or remove it")
     for key in _MEDIA:
@@ -142,7 +142,7 @@ def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
 
 
 def _list(source: Source, key: str) -> list[Any]:
-    """The list that its first row has under ``key``; empty where there is none."""
+    """The list under ``key`` in the file's first row; empty if there is none."""
     found = source.first.get(key)
     return found if isinstance(found, list) else []
 

@@ -31,7 +31,7 @@ def _is_qwen(source: Source) -> bool:
 
 
 def _is_mooncake(source: Source) -> bool:
-    """By what others of these names seldom have: AIPerf's own keys, or page ids (then ``unit_doubt`` has a say)."""
+    """Whether it has AIPerf's own keys or page ids. vLLM's timed_trace may have page ids too: see ``unit_doubt``."""
     own = {"hash_ids", *_AIPERF}
     return not _is_qwen(source) and _has_lengths(source) and bool(own & source.first.keys())
 
@@ -42,14 +42,14 @@ def _has_lengths(source: Source) -> bool:
 
 
 def is_plain(source: Source) -> bool:
-    """Lengths and times only: in ms for AIPerf, in seconds for vLLM and GuideLLM. Nobody can tell from the file."""
+    """Whether it has lengths and times only. AIPerf's are in ms, vLLM's and GuideLLM's in seconds; it does not tell."""
     return source.has("input_length") and not _is_qwen(source) and not _is_mooncake(source)
 
 
 def unit_doubt(source: Source, trace: Trace) -> str | None:
-    """Why a file with page ids that was read as Mooncake's may have its times in seconds; None when it has not.
+    """Why a file with page ids that was read as Mooncake's (ms) may have times in seconds; None: no reason.
 
-    vLLM's timed_trace has the very same keys: read in the wrong unit, it would come 1000 times as fast.
+    vLLM's timed_trace has the same keys; read in the wrong unit, its requests would come 1000 times as fast.
     """
     if trace.page_ids is None or trace.arrival_s is None or any(key in source.first for key in _AIPERF):
         return None

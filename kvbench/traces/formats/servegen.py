@@ -3,7 +3,7 @@
 Two files a client: a CSV without header (``window's start [s], rate [1/s], cv, distribution, shape, scale``; windows of
 10 minutes) and JSON (``{"start [s]": {"input_tokens": "{length: probability}", "output_tokens": ...}}``; a window
 without requests has none). Gaps are Gamma or Weibull of the window's shape, scaled to its rate; input and output
-lengths are drawn apart from each other, from the last window of lengths that has some.
+lengths are drawn independently, from the window's own lengths or else from the last window before that has some.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _arrivals(start: float, end: float, rate: float, name: str, shape: float, rn
 
 
 def _windows(source: Source) -> list[tuple[float, float, float, str, float]]:
-    """Start, end, rate, distribution and shape; the file has no header. Raises ValueError with the line."""
+    """Start, end, rate, distribution and shape of each window; the file has no header. ValueError with the line."""
     found: list[tuple[float, float, str, float]] = []
     for number, text in lines(source.path):
         cells = [*(cell.strip() for cell in text.split(",")), *[""] * 5]

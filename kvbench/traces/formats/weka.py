@@ -15,7 +15,7 @@ from kvbench.traces.rows import Format, PageSize, Row, Rows, Source, read_rows, 
 
 
 def _read(sources: list[Source], page_size: int | None) -> Trace:
-    """Sessions of several files share no clock: they come one after another, without times. Raises ValueError."""
+    """Several files share no clock: their sessions come one after another, without times. Raises ValueError."""
     sizes = {_block_size(source) for source in sources}
     if len(sizes) > 1:
         different = ", ".join(map(str, sorted(sizes, key=str)))

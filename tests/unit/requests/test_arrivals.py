@@ -44,11 +44,6 @@ def expected_before(profile: tuple[Segment, ...], t: float) -> float:
     )
 
 
-def test_constant_arrivals_are_evenly_spaced() -> None:
-    times = draw_arrivals(steady(4.0), rng(), count=5, burstiness=math.inf)
-    assert times.tolist() == [0, 0.25, 0.5, 0.75, 1.0]
-
-
 @pytest.mark.parametrize("shape", [0.25, 1.0, 4.0])
 def test_gaps_are_gamma_of_the_given_burstiness(shape: float) -> None:
     """burstiness is the gamma's shape, the mean gap 1 / rate, as in vLLM; 1 is a Poisson process."""

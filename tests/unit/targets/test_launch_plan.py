@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from engine.config import EngineConfig
 from kvbench.common.errors import UsageError
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template
 from kvbench.targets.launched import LaunchedTarget, _shown
@@ -19,7 +17,7 @@ ME = sys.executable
 
 
 def parse(words):
-    return CommandTemplate.parse(f"{ME} {words}", [f.name for f in dataclasses.fields(EngineConfig)])
+    return CommandTemplate.parse(f"{ME} {words}")
 
 
 @pytest.mark.parametrize(
