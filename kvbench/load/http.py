@@ -40,8 +40,8 @@ class Dialect(StrictModel):
     ``done_marker``: streams end with ``data: [DONE]``. ``stream_options``: ``stream_options.include_usage`` is sent.
     ``usage``: the server reports usage (without it, output tokens are the streamed ids, else the chunks with
     content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
-    field of that name is understood and sent. ``return_token_ids``: the field is understood and sent where the load
-    asks for it. ``extra_body``: merged into each request's JSON. ``endpoint``: path of the completions.
+    field of that name is understood and sent. ``return_token_ids``: likewise. ``extra_body``: merged into
+    each request's JSON. ``endpoint``: path of the completions.
     ``finish_reasons``: those of a stream that came to its end; any other (abort, error, timeout) is a failure.
     """
 
@@ -91,7 +91,7 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
         body["ignore_eos"] = spec.ignore_eos
     if dialect.stream_options:
         body["stream_options"] = {"include_usage": True}
-    if spec.return_token_ids and dialect.return_token_ids:
+    if dialect.return_token_ids:
         body["return_token_ids"] = True
     if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
         body["priority"] = request.priority

@@ -20,7 +20,6 @@ from kvbench.load.client import StreamFailure
 from kvbench.load.loop_lag import LagProbe
 from kvbench.load.samples import Clocked
 from kvbench.load.session import LoadSession
-from kvbench.load.spec import LoadSpec
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 
 PROGRESS_S = 0.25
@@ -66,23 +65,6 @@ def end_users(runner: Runner) -> None:
     runner.update_state(STATE_STOPPED)
 
 
-@contextlib.contextmanager
-def better_priority(wanted: bool) -> Iterator[str]:
-    """Raises this thread's priority within the block, as far as the system allows; yields the one that was reached.
-
-    ``realtime`` (SCHED_RR, needs CAP_SYS_NICE), ``nice N`` or ``normal``. The old one comes back after the block, so
-    that writing results disturbs nobody.
-    """
-    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    try:
-        yield _raise() if wanted else "normal"
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, policy, parameters)
-            os.setpriority(os.PRIO_PROCESS, 0, niceness)
-
-
 def _raise() -> str:
     with contextlib.suppress(OSError):
         # Children must not inherit it, hence the flag.
@@ -95,16 +77,24 @@ def _raise() -> str:
 
 
 @contextlib.contextmanager
-def undisturbed(spec: LoadSpec) -> Iterator[str]:
-    """Within the block no garbage collection or slow thread switch delays timestamps; yields the priority."""
+def undisturbed() -> Iterator[str]:
+    """Within the block no garbage collection or slow thread switch delays timestamps, and this thread runs first.
+
+    Yields its priority, as far as the system allows: ``realtime`` (SCHED_RR, needs CAP_SYS_NICE), ``nice N`` or
+    ``normal``. The old one comes back after the block, so that writing results disturbs nobody.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would stop all streams' stamps for milliseconds
     gevent.setswitchinterval(_SWITCH_S)  # else the parser's pauses let 5 ms pass before bytes are read
     try:
-        with better_priority(spec.better_priority) as priority:
-            yield priority
+        yield _raise()
     finally:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, policy, parameters)
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
         gc.enable()
 
 

@@ -85,7 +85,7 @@ class Load:
         runner = env.create_local_runner()
         try:
             process.line_up(runner, session, self._stopped)
-            with process.undisturbed(self.spec) as priority:
+            with process.undisturbed() as priority:
                 measuring.clocked.priority = priority
                 self._say("begin")
                 measuring.begin()

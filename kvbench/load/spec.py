@@ -38,9 +38,7 @@ class LoadSpec(StrictModel):
     idle_timeout_s: float | None = Field(default=None, gt=0)
     ignore_eos: bool = True
     temperature: float = Field(default=0.0, ge=0)
-    return_token_ids: bool = True
     send_priority: bool = False
-    better_priority: bool = True
     max_concurrency: int | None = Field(default=None, ge=1)
     api_key_env: str | None = Field(default=None, min_length=1)
     tls_verify: bool = True

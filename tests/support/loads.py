@@ -103,9 +103,21 @@ class LoadRunner:
     def run(self, requests: list[RequestSpec], name: str = "load", **fields: Any) -> Result:
         """The whole load."""
         spec = self.spec(requests, name, **fields)
-        process = self.start(spec)
-        out, err = process.communicate(timeout=60)
-        return Result(process.returncode, out, err, spec.parent)
+        return ended(self.start(spec), spec.parent)
+
+
+def wait_for(process: subprocess.Popen, done: int = 8) -> None:
+    """Until the load says that so many requests are done."""
+    for line in process.stdout:
+        if json.loads(line)["done"] >= done:
+            return
+    raise AssertionError("the load ended before it was disturbed")
+
+
+def ended(process: subprocess.Popen, folder: Path) -> Result:
+    """Waits for the end of a load, far longer than it needs, so that a busy machine passes."""
+    out, err = process.communicate(timeout=120)
+    return Result(process.returncode, out, err, folder)
 
 
 class Result:

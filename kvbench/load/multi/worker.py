@@ -197,7 +197,7 @@ class Worker:
         """Does everything slow (garbage collection, priority), then waits for the start and runs the load."""
         gone = error = None
         try:
-            with process.undisturbed(self._spec) as priority:
+            with process.undisturbed() as priority:
                 armed.set()
                 gone = self._run_from(self._zero.get(), priority)
         except Exception as failure:  # whatever it was: the load ends now, and its user reads why

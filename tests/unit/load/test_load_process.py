@@ -12,7 +12,7 @@ import pytest
 
 from kvbench.load.spec import read_spec
 from kvbench.requests.request import RequestSpec
-from tests.support.loads import LoadRunner, Result, own_mock, requests_of, stamps_of
+from tests.support.loads import LoadRunner, Result, ended, own_mock, requests_of, stamps_of, wait_for
 
 
 def most_at_once(stamps: list[dict]) -> int:
@@ -43,15 +43,12 @@ def test_stopped_load_writes_what_it_has(loads: LoadRunner) -> None:
     sent = requests_of(1000, tag=1003, max_tokens=20)
     spec = loads.spec(sent, model="mock?itl_ms=20", concurrency=4)
     process = loads.start(spec)
-    for line in process.stdout:
-        if json.loads(line)["done"] >= 4:
-            break
+    wait_for(process, 4)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert json.loads(out.splitlines()[-1])["incomplete"]
-    load = json.loads((spec.parent / "load.json").read_text())
-    assert load["incomplete"]
+    result = ended(process, spec.parent)
+    assert result.code == 130, result.stderr
+    load = result.load
+    assert result.events[-1]["incomplete"] and load["incomplete"]
     assert 4 <= load["completed"] < 1000
     assert "never finished" in " ".join(load["invalid_reasons"])
 
@@ -75,16 +72,16 @@ def test_server_that_never_answers_ends_the_load(loads: LoadRunner) -> None:
     assert result.load["incomplete"]
 
 
-BAD_SPECS = [
-    ({"mode": "sideways"}, "sideways"),
-    ({"concurrency": 0}, "concurrency"),
-    ({"timeout_s": "long"}, "'long' is not a number"),
-    ({"colour": "blue"}, "colour"),
-    ({"concurrency": None}, "mode closed needs concurrency"),
-]
-
-
-@pytest.mark.parametrize(("change", "words"), BAD_SPECS)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mode": "sideways"}, "sideways"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"timeout_s": "long"}, "'long' is not a number"),
+        ({"colour": "blue"}, "colour"),
+        ({"concurrency": None}, "mode closed needs concurrency"),
+    ],
+)
 def test_bad_spec_is_a_sentence(loads: LoadRunner, change: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_spec(loads.spec(requests_of(1, tag=3), **change))
@@ -121,12 +118,9 @@ def test_a_server_that_dies_takes_no_answer_and_no_failure_with_it(loads: LoadRu
     with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (server, loads.url):
         sent = requests_of(5000, 4000, max_tokens=4)
         process = loads.start(loads.spec(sent, concurrency=16, processes=processes))
-        for line in process.stdout:
-            if json.loads(line)["done"] >= 200:
-                break
+        wait_for(process, 200)
         server.kill()
-        out, err = process.communicate(timeout=120)
-    result = Result(process.returncode, out, err, loads.folder / "load")
+        result = ended(process, loads.folder / "load")
     assert result.code == 4 and "stopped answering" in result.stderr
     samples = result.samples
     if processes == 1:
@@ -144,12 +138,9 @@ def test_a_hung_server_ends_arrivals_too(loads: LoadRunner) -> None:
     with own_mock("--ttft-ms", "5", "--itl-ms", "1") as (server, loads.url):
         sent = requests_of(4000, 4001, max_tokens=2, spacing_s=0.01)
         process = loads.start(loads.spec(sent, mode="open", concurrency=None, request_rate=100.0, timeout_s=0.3))
-        for line in process.stdout:
-            if json.loads(line)["done"] >= 20:
-                break
+        wait_for(process, 20)
         server.send_signal(signal.SIGSTOP)
-        out, err = process.communicate(timeout=120)
-    result = Result(process.returncode, out, err, loads.folder / "load")
+        result = ended(process, loads.folder / "load")
     assert result.code == 4 and "stopped answering" in result.stderr
     assert (result.samples["error_kind"] == "timeout").sum() >= 8 and len(result.samples) < 4000
     assert result.load["incomplete"]

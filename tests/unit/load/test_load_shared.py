@@ -16,7 +16,17 @@ import psutil
 import pytest
 
 from kvbench.requests.request import RequestSpec
-from tests.support.loads import ROOT, SUPPORT, LoadRunner, Result, free_port, requests_of, stamps_of, start_load
+from tests.support.loads import (
+    ROOT,
+    SUPPORT,
+    LoadRunner,
+    ended,
+    free_port,
+    requests_of,
+    stamps_of,
+    start_load,
+    wait_for,
+)
 from tests.support.raw_worker import RawWorker
 
 LIMIT_S = 120  # far beyond what each needs, so that a busy machine passes
@@ -47,24 +57,10 @@ def worker_of(port: str, **more: str) -> subprocess.Popen:
     return start_load("--worker", "--master-port", port, **more)
 
 
-def ended(process: subprocess.Popen, folder: Path) -> Result:
-    """Waits for the end of a load."""
-    out, err = process.communicate(timeout=LIMIT_S)
-    return Result(process.returncode, out, err, folder)
-
-
 def said_by(worker: subprocess.Popen) -> tuple[int, str]:
     """Exit code, and the last line of stderr."""
     _, err = worker.communicate(timeout=LIMIT_S)
     return worker.returncode, err.splitlines()[-1] if err else ""
-
-
-def wait_for(process: subprocess.Popen, done: int = 8) -> None:
-    """Until the load says that so many requests are done."""
-    for line in process.stdout:
-        if json.loads(line)["done"] >= done:
-            return
-    raise AssertionError("the load ended before it was disturbed")
 
 
 def none_left(found: list[psutil.Process]) -> bool:
