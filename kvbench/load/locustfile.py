@@ -28,7 +28,7 @@ from locust.stats import CSV_STATS_INTERVAL_SEC, RequestStats
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.load import process
-from kvbench.load.client import StreamFailure
+from kvbench.load.connection import StreamFailure
 from kvbench.load.multi.messages import send_statistics
 from kvbench.load.multi.shards import make_shards
 from kvbench.load.samples import Sample

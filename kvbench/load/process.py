@@ -16,7 +16,7 @@ import gevent
 from locust.runners import STATE_STOPPED, Runner
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
-from kvbench.load.client import StreamFailure
+from kvbench.load.connection import StreamFailure
 from kvbench.load.loop_lag import LagProbe
 from kvbench.load.samples import Clocked
 from kvbench.load.session import LoadSession

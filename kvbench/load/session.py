@@ -11,13 +11,15 @@ import gevent
 from gevent.event import Event
 from gevent.queue import Queue
 
-from kvbench.load.client import Address, RawStream, StreamFailure, StreamingClient, Timeouts
+from kvbench.load.client import RawStream, StreamingClient
 from kvbench.load.completion import Completion, judge
+from kvbench.load.connection import Address, StreamFailure, Timeouts
 from kvbench.load.http import http_request, tls_context
 from kvbench.load.loop_lag import PreciseSleep
-from kvbench.load.samples import SESSION_BROKEN, Sample, with_history
+from kvbench.load.samples import Sample, with_history
 from kvbench.load.server_health import ServerHealth
 from kvbench.load.spec import LoadSpec
+from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.request import RequestSpec, conversations
 
 # An engine's step ends many streams' waits at once: the chunks that arrive with a stream's last one must be stamped

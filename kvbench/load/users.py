@@ -10,7 +10,7 @@ from gevent.pool import Group
 from locust import User, constant, task
 from locust.exception import StopUser
 
-from kvbench.load.client import StreamFailure
+from kvbench.load.connection import StreamFailure
 from kvbench.load.session import LoadSession, Returned
 from kvbench.requests.request import RequestSpec
 

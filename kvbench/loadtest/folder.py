@@ -118,9 +118,8 @@ def _resumed(path: Path, manifest: dict[str, Any]) -> LoadFolder:
     stored = read_json(path / MANIFEST)
     if not isinstance(stored, dict) or stored.get("kind") != "load":
         raise UsageError(f"{path} is not the folder of a load: give the one that --output-dir named")
-    same = [key for key in _SAME if key != "sharing" or stored.get(key) is not None]  # older manifests have no sharing
-    now = json.loads(json.dumps({key: manifest.get(key) for key in same}, default=str))
-    if keys := differing_keys({key: stored.get(key) for key in same}, now):
+    now = json.loads(json.dumps({key: manifest.get(key) for key in _SAME}, default=str))
+    if keys := differing_keys({key: stored.get(key) for key in _SAME}, now):
         raise UsageError(
             f"{path} was begun with another load; it differs in {and_more(keys)}: give the same command again, or a "
             "new --output-dir"

@@ -18,8 +18,9 @@ from dataclasses import asdict  # noqa: E402
 
 import gevent  # noqa: E402
 
-from kvbench.load.client import Address, StreamingClient, Timeouts  # noqa: E402
+from kvbench.load.client import StreamingClient  # noqa: E402
 from kvbench.load.completion import judge  # noqa: E402
+from kvbench.load.connection import Address, Timeouts  # noqa: E402
 from kvbench.load.http import http_request, tls_context  # noqa: E402
 from kvbench.load.spec import LoadSpec  # noqa: E402
 from kvbench.requests.request import RequestSpec  # noqa: E402
@@ -35,7 +36,6 @@ def perform(url: str, job: dict) -> list[dict]:
         requests_file="",
         out_dir="",
         timeout_s=60,
-        return_token_ids=job.get("return_token_ids", True),
     )
     address = Address.from_url(job.get("url", url))
     request = RequestSpec(0, "test", tuple(job["prompt"]), None, job["max_tokens"])

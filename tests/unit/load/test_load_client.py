@@ -12,7 +12,8 @@ import time
 import urllib.request
 from collections.abc import Callable
 
-from kvbench.load.client import Address, StreamingClient, Timeouts
+from kvbench.load.client import StreamingClient
+from kvbench.load.connection import Address, Timeouts
 from tests.support.loads import stamps_of
 from tests.support.raw_server import raw_server, read_request
 

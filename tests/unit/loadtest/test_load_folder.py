@@ -83,15 +83,6 @@ def test_a_search_whose_client_was_the_limit_keeps_its_runs(out):
         assert [path for path, _ in folder.finished_runs()] == [run]
 
 
-def test_a_folder_of_an_older_version_tells_no_sharing_and_is_resumed(tmp_path):
-    manifest = load_manifest()
-    del manifest["sharing"]
-    with opened(tmp_path / "out", manifest, resume=False):
-        pass
-    with opened(tmp_path / "out"):
-        pass
-
-
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
