@@ -16,11 +16,7 @@ def ms(value: float | None) -> str:
     """Milliseconds, or seconds from 10,000 ms on."""
     if value is None:
         return "–"
-    if value >= 10_000:
-        return f"{value / 1000:.1f} s"
-    if value >= 100:
-        return f"{value:,.0f} ms"
-    return f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
+    return f"{value / 1000:.1f} s" if value >= 10_000 else f"{milliseconds(value)} ms"
 
 
 def milliseconds(value: float | None) -> str:
@@ -78,11 +74,12 @@ def data_size(value: float | None) -> str:
     """Bytes in the largest binary unit that keeps at least one whole."""
     if value is None:
         return "–"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if value == int(value) or value >= 100 else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value == int(value) or value >= 100 else f"{value:.1f} {unit}"
 
 
 def upper_first(text: str) -> str:

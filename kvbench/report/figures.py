@@ -15,13 +15,7 @@ from kvbench.metrics.latency import inter_token_latencies, request_latencies
 from kvbench.report.comparisons import ratio_to_reference, reference, spread
 from kvbench.report.kv import MAX_POINTS, ledger_figure, occupancy_figure
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
-from kvbench.report.wording import (
-    RATIO_MARKS,
-    figure_title,
-    latency,
-    marked_ratio,
-    running,
-)
+from kvbench.report.wording import RATIO_MARKS, figure_title, latency, marked_ratio
 from kvbench.runs.model import MeasuredCell, Run
 
 
@@ -32,7 +26,6 @@ def drawings(run: Run) -> list[Drawing]:
     found = [
         throughput_figure(run),
         ledger_figure(run),
-        cells_figure(run),
         latency_figure(run) if len(run.cells) > 1 else None,
         distribution_figure(run),
         *(occupancy_figure(run, load) for load in reversed(run.loads)),
@@ -119,7 +112,7 @@ def _throughput_axis(run: Run) -> str:
 
 
 def _hover(run: Run, cell: MeasuredCell) -> str:
-    """Everything known of a cell, one line each."""
+    """Throughput, ratio and latencies of a cell, one line each, and why it is invalid."""
     lines = [f"<b>{safe(cell.name)}</b> · {cell.load.label}"]
     if s := spread(cell.throughput()):
         lines.append(
@@ -131,57 +124,9 @@ def _hover(run: Run, cell: MeasuredCell) -> str:
         lines.append(f"ratio to {safe(ref.name)}: {marked_ratio(r)}")
     for label, metric in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms")):
         lines.append(f"{label} p50 {latency(cell, metric, 'p50')}, p95 {latency(cell, metric, 'p95')}")
-    if (mean := running(cell)) is not None:
-        lines.append(f"running at once, mean: {words.decimal(mean)}")
-    if (preemptions := cell.counter("num_preemptions_total")) is not None:
-        lines.append(f"preemptions: {words.count(preemptions)}")
-    if cell.count("failed"):
-        lines.append(f"failed requests: {cell.count('failed')}")
     if not cell.valid:
         lines.append("<b>invalid</b>: " + safe("; ".join(cell.invalid_reasons)))
     return "<br>".join(lines)
-
-
-def cells_figure(run: Run) -> Drawing:
-    """A row of panels a load: throughput on the left, p95 TTFT on the right, a line a configuration."""
-    loads, look = list(reversed(run.loads)), looks(run)
-    height = 90 + len(loads) * (70 + 34 * len(run.configs))
-    figure = make_subplots(
-        rows=len(loads),
-        cols=2,
-        subplot_titles=[f"{what}, {load.label}" for load in loads for what in (_throughput_axis(run), "p95 TTFT, ms")],
-        shared_yaxes="rows",
-        horizontal_spacing=0.06,
-        vertical_spacing=82 / (height - 82),
-    )
-    for row, load in enumerate(loads, start=1):
-        for cell in reversed(run.at(load)):
-            for col, values in ((1, cell.throughput()), (2, cell.per_repeat("ttft_ms.p95"))):
-                _range_dot(figure, run, cell, values, look[cell.name].colour, {"row": row, "col": col})
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_annotations(font={"size": 13})
-    finish(figure, height, legend=False)
-    caption = "Large marker: median of the repeats; line: lowest to highest; small: repeats."
-    if any(not cell.valid for cell in run.cells):
-        caption += " Crosses: invalid."
-    return Drawing("cells", figure_title(run, "p95 TTFT", lambda pair: pair.ttft), caption, figure, 620)
-
-
-def _range_dot(
-    figure: go.Figure, run: Run, cell: MeasuredCell, values: dict[int, float], colour: str, panel: dict[str, int]
-) -> None:
-    s, name = spread(values), safe(cell.name)
-    if s is None:
-        return
-    line, small = {"color": colour, "width": 3}, {"size": 6, "color": colour, "opacity": 0.6}
-    large = {"size": 13, "color": colour, "symbol": "circle" if cell.valid else "x"}
-    figure.add_scatter(x=[s.low, s.high], y=[name, name], mode="lines", line=line, hoverinfo="skip", **panel)
-    figure.add_scatter(
-        x=list(values.values()), y=[name] * s.n, mode="markers", hoverinfo="skip", marker=small, **panel
-    )  # fmt: skip
-    figure.add_scatter(
-        x=[s.median], y=[name], mode="markers", hovertext=[_hover(run, cell)], hoverinfo="text", marker=large, **panel
-    )
 
 
 def latency_figure(run: Run) -> Drawing:
@@ -219,7 +164,7 @@ def latency_figure(run: Run) -> Drawing:
     figure.update_xaxes(title_text=_throughput_axis(run), rangemode="tozero")
     sizes = f"Larger markers: higher load ({words.listing([load.tick for load in run.loads])}). "
     caption = f"{sizes if len(run.loads) > 1 else ''}Right and down is better."
-    title = figure_title(run, "Median TPOT", lambda pair: pair.tpot)
+    title = figure_title(run, "p95 TTFT", lambda pair: pair.ttft)
     return Drawing("latency", title, caption, finish(figure, 420), 640)
 
 

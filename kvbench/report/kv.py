@@ -57,7 +57,7 @@ def ledgers(run: Run) -> Bars:
 
 
 def ledger_table(run: Run) -> Table:
-    """Configuration, load, the uses that hold anything, the budget, and what a bar cannot show."""
+    """Configuration, load, the uses that have any bytes, the budget, and what is no part of the budget."""
     found = ledgers(run)
     every = [
         *identity_columns(),
@@ -128,16 +128,11 @@ def ledger_figure(run: Run) -> Drawing | None:
             for row, panel in enumerate(panels, start=1):
                 _stack(figure, use, panel, row, divisor)
     figure.update_annotations(font={"size": 13})  # the panels' titles
-    asides = [(row, cell, aside(cell, one)) for row, panel in enumerate(panels, start=1) for cell, one in panel]
-    asides = [each for each in asides if each[2]]
-    for row, cell, text in asides:
-        at = {"x": largest / divisor, "y": safe(cell.name), "xanchor": "left", "xshift": 8, "align": "left"}
-        figure.add_annotation(text=text, showarrow=False, font={"size": 11}, row=row, col=1, **at)
     figure.update_xaxes(range=[0, largest / divisor], showgrid=False, showticklabels=False)
     figure.update_xaxes(title_text=f"KV budget, {unit}", showticklabels=True, row=len(loads))
     figure.update_yaxes(showgrid=False)
     finish(figure, height)
-    figure.update_layout(barmode="stack", bargap=0.28, margin_t=84, margin_r=210 if asides else 44)
+    figure.update_layout(barmode="stack", bargap=0.28, margin_t=84)
     return Drawing(
         "ledger",
         ledger_sentence(run) or SECTION,
@@ -180,16 +175,6 @@ def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float)
         row=row,
         col=1,
     )
-
-
-def aside(cell: MeasuredCell, one: Ledger) -> str:
-    """What a bar cannot show: bytes saved by sharing, swapped, tokens recomputed; "" where there is nothing."""
-    parts = (
-        (one.saved, words.data_size, "saved by sharing"),
-        (swapped_bytes(cell), words.data_size, "swapped out"),
-        (cell.counter("recomputed_tokens_total"), words.count, "tokens recomputed"),
-    )
-    return "<br>".join(f"{render(value)} {what}" for value, render, what in parts if value)
 
 
 def occupancy_figure(run: Run, load: MeasuredLoad) -> Drawing | None:

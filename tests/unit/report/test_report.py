@@ -64,7 +64,7 @@ def test_the_page_has_every_section_and_every_figure(
     run, source = run_of("normal"), page_of("normal")
     text = visible(source)
     assert all(text.count(name) >= len(run.loads) for name in run.configs)
-    keys = ["headline", "ledger", "cells", "latency", "distributions", "occupancy-closed-24", "occupancy-closed-3"]
+    keys = ["headline", "ledger", "latency", "distributions", "occupancy-closed-24", "occupancy-closed-3"]
     assert [drawing.key for drawing in drawings(run)] == keys
     assert all(source.count(f'<figure id="{key}">') == 1 for key in keys)
     titles = re.findall(r"<h2>(.*?)</h2>", source)

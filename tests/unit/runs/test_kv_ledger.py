@@ -171,8 +171,6 @@ def test_bars_add_up_to_the_budget_and_scales_are_part_of_the_tokens(hand_made: 
     assert bars["scales of the tokens"].x[0] * 1024 == pytest.approx(1_800)
     assert bars["scales of the tokens"].marker.pattern.shape == "/"
     assert bars["tokens"].text == ("58 %",) and bars["scales of the tokens"].text == ("",)
-    (aside,) = [a.text for a in drawn.figure.layout.annotations if "swapped" in a.text]
-    assert all(number in aside for number in ("4.9 KiB", "684 KiB", "130"))
 
 
 def test_another_engines_server_has_no_section(run_of: Callable[[str], Run]) -> None:
