@@ -13,7 +13,7 @@ from kvbench.common.files import why_unwritable
 
 
 class FiniteRange(click.FloatRange):
-    """As click.FloatRange, which takes nan, and inf where there is no upper end. ``inf``: whether this one may be."""
+    """A click.FloatRange that refuses nan, and infinity unless ``inf``."""
 
     def __init__(self, *args: Any, inf: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a person sees on a terminal while a command works; elsewhere now and then a plain line."""
+"""Output of commands: progress (live on a terminal, a line now and then elsewhere), plain lines, tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET_S = 30.0  # so long nothing is printed where there is no terminal
 
 
 class LiveText(ProgressColumn):
-    """Asks for its text at every refresh, so that clocks go on while nothing happens."""
+    """A column whose text is computed at every refresh, so that clocks advance."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["text"]())
@@ -56,7 +56,10 @@ class Heartbeat:
 
 @contextmanager
 def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterator[Callable[[str], None]]:
-    """Shows ``text``, or what it is replaced with by a call, on a terminal; elsewhere now and then a line of it."""
+    """Shows ``text`` while the block runs: live on a terminal, elsewhere as a line every ``quiet_s``.
+
+    Calling what it yields replaces the text.
+    """
     if console.is_terminal:
         with console.status(text) as status:
             yield status.update

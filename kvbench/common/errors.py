@@ -1,4 +1,4 @@
-"""Exit codes, the three ways a command can end early with theirs, and what a full or lost disk says."""
+"""Exit codes, the errors that end a command with one of them, and the sentence for a full or lost disk."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _STORAGE = {
 
 
 def storage_sentence(error: OSError, where: Path | str | None = None) -> str | None:
-    """What a file that cannot be written (or read) says to the user; None for any other error of the operating system.
+    """The sentence for a file that cannot be written or read; None for other errors of the operating system.
 
-    ``where``: what was being written, for errors that do not name a file.
+    ``where``: what was being written, for errors that name no file.
     """
     if (way_out := _STORAGE.get(error.errno or 0)) is None:
         return None
@@ -63,13 +63,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 def say(text: str) -> None:
-    """One line on stderr, if there is still somebody to read it."""
+    """Prints one line to stderr; a closed stderr is ignored."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def log_traceback(error: BaseException) -> str:
-    """Write the traceback into a file of its own; words that say where it is."""
+    """Writes the traceback to a temporary file; returns the words that name it."""
     path = Path(tempfile.gettempdir()) / f"kvbench-error-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
     try:
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Files written so that a crash leaves the old one or the new one, and JSON."""
+"""Atomic writes: a crash leaves the old file or the new one. JSON, and whether a folder can be written."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvbench.common.errors import UsageError
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Atomically: a reader, or a run after a crash, sees the old file or the new one. NaN becomes null."""
+    """Writes JSON atomically; NaN and infinities become null."""
     write_text(path, json.dumps(_plain(data), indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Atomically, like ``write_json``; makes the folder if it is missing."""
+    """Writes text atomically; makes the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as scratch:
         scratch.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Whether the machine was ours while a load ran: CPU time that other processes used, and what the host took away.
+"""CPU time that other processes used while a load ran, and that a virtual machine's host took.
 
 All CPU time of the machine (/proc/stat, Linux only) minus that of the server with its children, of the load client
 and of kvbench itself is foreign. A load that others disturbed measures them as well, so it is no measurement of the

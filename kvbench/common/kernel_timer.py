@@ -28,7 +28,7 @@ def set_timer(fd: int, first: float, period: float = 0.0) -> None:
 
 
 class DueCalls:
-    """Calls functions at due moments behind one timer; whoever owns it has ``on_readable`` called when ``fd`` is."""
+    """Calls functions at given moments; the owner calls ``on_readable`` whenever ``fd`` is readable."""
 
     def __init__(self) -> None:
         self.fd = kernel_timer()

@@ -57,7 +57,7 @@ def _in_child(background: bool, adopts: bool, death_signal: signal.Signals) -> C
 
 
 class Child(subprocess.Popen[bytes]):
-    """A launched process. ``mark``: what its environment, and so its descendants', says whose it is.
+    """A launched process. ``mark``: stands in its environment and its descendants', and so identifies its family.
 
     ``known``: members of its family that were seen while it lived.
     """
@@ -77,7 +77,7 @@ class Child(subprocess.Popen[bytes]):
         )
 
     def remember(self) -> frozenset[psutil.Process]:
-        """Looks at the family now, so that ``stop`` and the watchdog find it even if the child dies before."""
+        """Stores the family as it is now, so that ``stop`` and the watchdog find it even if the child dies first."""
         self.known |= family(self.pid, self.mark)
         if self._watchdog is not None and self._watchdog.stdin is not None:
             lines = "".join(f"{each.pid} {each.create_time()!r}\n" for each in self.known if each.is_running())
@@ -87,7 +87,7 @@ class Child(subprocess.Popen[bytes]):
         return self.known
 
     def release_watchdog(self) -> None:
-        """The family is stopped: nothing is left to do."""
+        """Ends the watchdog, when the family is stopped."""
         if self._watchdog is not None:
             with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
                 self._watchdog.communicate(_RELEASED, timeout=10)

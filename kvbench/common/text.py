@@ -1,4 +1,4 @@
-"""Numbers as words: one way to write each quantity, used by the sentence, the tables and the figures."""
+"""Numbers and lists as text: one way to write each quantity."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One load on a server that is up and warm: its cache in the declared state, measured, judged.
+"""Measures one load on a server that is up and warm, for a sweep and for ``kvbench load``.
 
-What a block of a sweep and ``kvbench load`` share. Around every load: wait until the server is idle, put the cache
-into the declared state, check that no page is owned, measure, check that no page stayed owned.
+Wait until the server is idle, put its cache into the declared state, send the load, check that no page stayed owned,
+and judge whether the load is valid.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def measure_load(
 ) -> dict[str, Any]:
     """From the idle server to the judged result; raw samples, counters and logs are written to ``out``.
 
-    ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests are a result
-    (a server under more than it can take), not a fault of the measurement, as are its /metrics that do not answer then.
+    ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests, and
+    /metrics that do not answer, are a result (an overloaded server) and no fault of the measurement.
     Returns ``valid``, ``invalid_reasons``, ``server_faults`` (those of the reasons that are the server's own doing, not
     the client's or the machine's), ``calibration``, ``metrics``, ``machine``, ``prefix_cache`` and
     ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
@@ -198,10 +198,7 @@ def _client_load(setup: LoadSetup, streams: int, events_per_s: float | None = No
 def recalibrated(
     setup: LoadSetup, before: Calibration | None, outcome: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Calibration | None:
-    """The calibration for the load as it was: measured now if it was more than was expected before it.
-
-    What counts is its busiest second: the mean of a load with quiet times tells nothing of the busy ones.
-    """
+    """The calibration for the load's busiest second: measured now if that was more than expected before the load."""
     if before is None or setup.calibrate is None:
         return None
     client, seconds = outcome.get("client") or {}, metrics.get("duration_s")
@@ -218,9 +215,9 @@ def collect_metrics(
     before: MetricsSample | None,
     after: MetricsSample | None,
 ) -> tuple[dict[str, Any], str | None]:
-    """Metrics of a load that ended, and why the server's own are not among them; writes counters.json, server.parquet.
+    """Metrics of a load that ended, and why the server's activity during it is unknown (None: it is known).
 
-    What a server says of itself before and after a load is not what it did meanwhile.
+    Writes counters.json and server.parquet.
     """
     requests = pd.read_parquet(out / "requests.parquet")
     metrics = summarise(requests, outcome, load.slo.model_dump() if load.slo else None)
@@ -253,8 +250,8 @@ def collect_metrics(
 def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
     """CPU seconds of the client's processes per 1,000 output tokens of successful requests.
 
-    Of the streaming what the kernel counts on this machine, or what the processes say of themselves where some run on
-    others; and of the parsing that was left after it.
+    Streaming: as the kernel counts it on this machine, or as the processes report it where some run on others. The
+    parsing after the stream is added.
     """
     tokens, client = metrics.get("total_output_tokens"), metrics.get("client") or {}
     cores, seconds = machine.get("client_cpu_cores"), machine.get("seconds")

@@ -1,4 +1,4 @@
-"""The server around a load: idle before it, its cache in the declared state, its pages given back after it."""
+"""The server's state around a load: idle before it, cache as declared, pages released after it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RELEASE_BOUND_S = 5.0  # pages must be back that soon after the last request end
 
 
 def read_metrics(target: Target) -> MetricsSample | None:
-    """A reading that matters: a failure is a MeasurementError, not a counted miss."""
+    """Reads /metrics (None: the server has none). Raises MeasurementError when that fails."""
     try:
         return target.metrics()
     except MeasurementError:
-        target.check_alive()  # a server that is gone has last words, which say more
+        target.check_alive()  # its error quotes the log of a server that died
         raise
     except Exception as error:
         target.check_alive()
@@ -31,7 +31,7 @@ def read_metrics(target: Target) -> MetricsSample | None:
 
 
 def wait_idle(target: Target) -> None:
-    """Until no request runs or waits and none has KV. Raises MeasurementError after ``IDLE_BOUND_S``."""
+    """Waits until no request runs or waits and none has KV. Raises MeasurementError after ``IDLE_BOUND_S``."""
     deadline = time.monotonic() + IDLE_BOUND_S
     while True:
         sample = read_metrics(target)
@@ -57,7 +57,7 @@ def wait_release(target: Target) -> MetricsSample | None:
 
 
 def leak_reasons(after: MetricsSample | None) -> list[str]:
-    """What was kept although every request has ended; ``after``: of ``wait_release``."""
+    """Why a load is invalid whose server kept KV; ``after``: the reading that ``wait_release`` returned."""
     if after is None:
         return []
     kept = (
@@ -107,8 +107,8 @@ def _reset(target: Target) -> bool:
 class CacheUse:
     """What the prefix cache did in a load.
 
-    ``counts`` [tokens]: ``hits`` it served of ``queries`` it was asked for (None: not known), and ``unverified``, why
-    its declared state is not verified, where it is not. ``bounds``: of the hits; None when they are not known.
+    ``counts`` [tokens]: ``hits`` of ``queries`` (None: not known), and ``unverified``: why its declared state is not
+    verified, where it is not. ``bounds``: of the hits; None when they are not known.
     ``reasons``: why it cannot have been in the declared state.
     """
 

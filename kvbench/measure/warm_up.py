@@ -1,4 +1,4 @@
-"""What is sent before anything is measured: a few requests of the load's shape but other contents."""
+"""Warm-up requests before the first measured load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SEED = 0x5EED  # other lengths and contents than any measured request, where th
 
 @dataclass(frozen=True)
 class WarmUp:
-    """``requests`` of which ``answered`` were answered, and the ``failures`` on the way; ``last``: why one failed."""
+    """Requests sent and answered, failed attempts, and why the last attempt failed."""
 
     requests: int
     answered: int
@@ -82,9 +82,9 @@ def warm_up(setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
 
 
 def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
-    """A few at a time; what ``_complete`` returns for each, or raises, comes into the queue.
+    """Sends a few at a time; the queue gets what ``_complete`` returns or raises for each.
 
-    The threads are daemons: whoever stops the command need not wait for a server that does not answer.
+    The threads are daemons, so that an interruption does not wait for a server that does not answer.
     """
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     todo = deque(requests)
@@ -104,7 +104,7 @@ def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
 
 
 def _complete(setup: LoadSetup, request: Any) -> tuple[bool, list[MeasurementError]]:
-    """Whether it was answered, and why not each time that it was not. What was refused for good is not sent again."""
+    """Whether it was answered, and the error of each failed attempt. A refused request is not sent again."""
     ends_at = time.monotonic() + setup.load.timeout_s
     tokens = min(_TOKENS, request.max_tokens)
     failures: list[MeasurementError] = []

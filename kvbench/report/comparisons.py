@@ -1,4 +1,4 @@
-"""What the numbers say: pure functions from a Run to comparisons, without any wording.
+"""Pure functions from a Run to comparisons of its configurations, without any wording.
 
 The unit of every comparison is the repeat: one fresh server of each configuration under identical requests. Requests
 of one server are not independent of one another, so they are never pooled for a comparison.
@@ -8,7 +8,7 @@ The verdict on a ratio is one rule, which sentences, tables and figures follow:
 - level: from 3 repeats on, when every repeat's ratio lies within 5 % of 1;
 - higher or lower (ahead, behind): from 3 repeats on, when it is not level and the 95 % t interval of the mean log
   ratio excludes 1;
-- unclear ("not told apart"): everything else. It says what was not found out and is no kind of level.
+- unclear ("not told apart"): everything else. The run does not show a difference, nor that there is none.
 
 Three repeats on one side of 1 happen by chance one time in four, so the spread alone makes no verdict.
 """

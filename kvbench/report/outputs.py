@@ -1,4 +1,4 @@
-"""What becomes of a report: report.html, report.md and summary.csv in the run's folder, and a table for a terminal."""
+"""Writes report.html, report.md and summary.csv; makes the table for a terminal."""
 
 from __future__ import annotations
 

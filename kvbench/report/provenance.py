@@ -1,4 +1,4 @@
-"""What the manifest tells a reader: whether the run may be believed, where it came from, what to keep in mind."""
+"""From the manifest: whether the run is valid, what limits it, and where it came from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SKIPPED = "skipped "  # how the note on a configuration that was not run begins
 
 @dataclass(frozen=True)
 class Validity:
-    """Whether the run may be believed. ``status``: valid | invalid | incomplete | empty."""
+    """``status``: valid | invalid | incomplete | empty."""
 
     status: str
     reasons: tuple[str, ...]
@@ -83,7 +83,7 @@ def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
 
 
 def warnings(run: Run) -> list[str]:
-    """What limits the reach of the numbers, whatever their validity."""
+    """Limits of what the numbers say, also of a valid run."""
     fewest = min((len(cell.repeats) for cell in run.cells), default=3)
     scattered = [
         f"{c.name} at {c.load.short} ({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)})"

@@ -1,4 +1,4 @@
-"""Repeats of a cell into cells/<cell id>/: pooled raw data and summary.json.
+"""Combines the repeats of a cell in cells/<cell id>/: pooled raw data and summary.json.
 
 Throughput is aggregated over repeats (each a fresh server; the unit of any comparison); latency percentiles are also
 given over the pooled raw samples, for display.
@@ -142,7 +142,7 @@ def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, 
 
 
 def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
-    """How the requests were made, by load.json; where repeats differ, a list with a value for each."""
+    """How the requests were made, from load.json; where repeats differ, a list with a value for each."""
     stored = [read_json(path / "load.json") for path in loads.values() if (path / "load.json").is_file()]
     every = [load.get("notes") or {} for load in stored]
     found: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from kvbench.runs.model import MeasuredCell, number
 
 @dataclass(frozen=True)
 class KvUse:
-    """A part of the budget, for people."""
+    """What bytes of the budget are used for; ``title`` and ``hint`` are for readers."""
 
     key: str
     title: str
@@ -46,7 +46,7 @@ class Ledger:
     """One cell's budget in bytes, mean over time and repeats.
 
     ``parts``: use -> bytes; they add up to ``budget``. ``scales``: of the tokens' bytes, scales of a quantised KV.
-    ``saved``: bytes that sequences would have needed on top if nothing were shared; None where the server does not say.
+    ``saved``: bytes that sequences would have needed on top if nothing were shared; None if unknown.
     """
 
     budget: float
@@ -144,7 +144,7 @@ _COUNTERS = (
 
 
 def accounting(cell: MeasuredCell) -> dict[str, float]:
-    """Everything the server accounts for, as plain numbers for summary.csv; what it does not tell is left out.
+    """The ledger and the server's counters as numbers for summary.csv; what is unknown is left out.
 
     Parts of the budget are means over time and repeats, counters and swapped bytes are sums over the repeats.
     """

@@ -13,7 +13,7 @@ from kvbench.runs.folder import FORMAT
 def build_manifest(
     *, workload: Mapping[str, Any], workload_file: str | None, profile: str, seed: int, plan: list[Any], extra: Any
 ) -> dict[str, Any]:
-    """Everything known before the first launch; ``add_server`` adds what the servers tell."""
+    """Everything known before the first launch; ``add_server`` adds what the servers report."""
     return {
         "format": FORMAT,
         "status": "incomplete",
@@ -23,7 +23,7 @@ def build_manifest(
         "profile": profile,
         "command": ["kvbench", *sys.argv[1:]],
         **environment(),
-        "device": None,  # a server's to say, as are dtype, kernels and threads
+        "device": None,  # the servers report it, and dtype, kernels and threads
         "seeds": {"workload": seed, "order": seed, "model": workload["model"].get("seed", 0)},
         "shared_machine": True,  # load client and engine run on the same machine
         "started": None,
@@ -36,10 +36,10 @@ def build_manifest(
 
 
 def add_server(manifest: dict[str, Any], config_id: str, server_info: Mapping[str, Any]) -> None:
-    """Store what the first server of a configuration says of itself, and what all of them ran on.
+    """Stores the report of a configuration's first server on itself, and what all servers ran on.
 
     ``device``, ``dtype``, ``kernel_backend`` and ``num_threads`` are what the servers settled on (``resolved`` of
-    /server_info), not what was requested; several different values are one text, None when no server tells.
+    /server_info), not what was requested; different values are joined to one text; None when no server reports any.
     """
     manifest.setdefault("servers", {}).setdefault(config_id, dict(server_info))
     resolved = [each["resolved"] for each in manifest["servers"].values() if each.get("resolved")]

@@ -1,4 +1,4 @@
-"""What a limit may hold: short names beside the dotted ones of summary.json, and their units.
+"""Names of the metrics that a limit can be set on: short ones, the dotted ones of summary.json, and their units.
 
 A value is of one repeat (one fresh server): ``metrics`` of its entry in summary.json, and its counters under
 ``server.``. ``pooled.`` and ``capacity.`` are of the cell and have one value.
@@ -27,7 +27,7 @@ class MetricValues:
     """A metric of one cell: a value a repeat in ``values``, or one of the cell as a whole under ``None``."""
 
     values: Mapping[int | None, float]
-    uncertain: bool = False  # a percentile of fewer samples than one of its confidence needs
+    uncertain: bool = False  # a percentile of too few samples
 
 
 def _share(part: str, whole: str) -> Callable[[Values], float | None]:

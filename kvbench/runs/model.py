@@ -1,7 +1,6 @@
 """A run as the report and the gate read it: a Run of MeasuredCells of Repeats.
 
-Whatever may be absent (a server without /metrics, a cell that never finished, a field of an older run) is None or an
-empty mapping here, so that nobody further on has to guess.
+What may be absent (a server without /metrics, a cell that never finished, a field of an older run) is None or empty.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kvbench.runs.folder import RunFolder
 
 @dataclass
 class Work:
-    """What is being done in a folder; the worker may change the last two as it gets on.
+    """Work in a folder; the worker may change ``next_step`` and ``close`` as it goes on.
 
     ``check``: raises Interrupted if a signal has come. ``next_step``: tells the user how to go on. ``close``: writes
     what is known into a folder that stays incomplete; called once when the work ends early.
@@ -27,7 +27,7 @@ class Work:
 
 @contextmanager
 def work_in(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[Work]:
-    """Locks the folder and ends the work in it as ``orderly_end`` does. Raises UsageError where another one works."""
+    """``orderly_end`` with the folder locked. Raises UsageError while another process works there."""
     with RunFolder(path).locked(), orderly_end(path, next_step, tell) as work:
         yield work
 

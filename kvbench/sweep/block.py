@@ -39,7 +39,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """A load that gave no result; it is run again by --resume. ``of_server``: its server did not start, or died."""
+    """A load without a result; --resume runs it again. ``of_server``: its server did not start, or died."""
 
     cell_id: str
     repeat: int
@@ -113,7 +113,7 @@ class BlockRunner:
         return any(started)
 
     def _start(self, target: Target, block: Block) -> LoadSetup:
-        """A server that cannot be reached or bound is bad input at first; later it costs its block, not the sweep."""
+        """Starts the server. Where an earlier one has started, a UsageError fails this block only."""
         configuration, log = block.configuration, self.run.server_log(block.block_id)
         self.listener.status(f"starting the server of {configuration.label} (repeat {block.repeat})")
         try:

@@ -1,7 +1,7 @@
-"""What a person sees while a sweep runs: which load, how far it is, how long is left.
+"""Progress of a sweep: which load runs, how far it is, how long is left.
 
-On a terminal two bars that stay at the bottom; anywhere else (CI, a pipe) one plain line per finished load, and one
-whenever nothing was said for half a minute.
+On a terminal two bars at the bottom; elsewhere (CI, a pipe) a plain line for each finished load, and one after every
+half a minute without output.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Sweep:
         return manifest | {"started": utc_now()}
 
     def _close(self, run: RunFolder, manifest: dict[str, Any], status: str) -> None:
-        """Aggregate what is there and write the manifest; also after an interruption. Nothing is complete before."""
+        """Aggregates the finished loads and writes the manifest; ``status`` complete is written last."""
         manifest |= {"status": status, "ended": utc_now(), "failures": [dataclasses.asdict(f) for f in self.failures]}
         manifest["calibration"] = self._calibrator(run).facts()
         write_json(run.manifest_path, manifest | {"status": "incomplete"})
@@ -228,7 +228,7 @@ class Sweep:
 
 
 def failed_loads(failures: Sequence[Failure]) -> list[str]:
-    """One line a reason; a server that does not start fails several loads at once."""
+    """One line a reason: a server that does not start fails several loads."""
     by_reason: dict[str, list[str]] = {}
     for failure in failures:
         by_reason.setdefault(failure.reason, []).append(f"{failure.cell_id} repeat {failure.repeat}")
@@ -238,7 +238,7 @@ def failed_loads(failures: Sequence[Failure]) -> list[str]:
 def _manifest_writer(
     run: RunFolder, manifest: dict[str, Any], *, force: bool
 ) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
-    """Stores what the first server of each configuration says of itself, and refuses one that is another."""
+    """Stores the report of each configuration's first server on itself, and refuses a server that differs."""
 
     def write(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
         info = dict(info or {})

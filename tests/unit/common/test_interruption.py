@@ -12,24 +12,6 @@ from kvbench.common.errors import Interrupted
 from kvbench.common.signals import Interruption
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_raised_once_and_handlers_are_put_back(number):
-    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-
-    def interrupted():
-        with Interruption() as interruption:
-            try:
-                os.kill(os.getpid(), number)
-            finally:
-                os.kill(os.getpid(), signal.SIGTERM)  # an impatient second one does not disturb the way out
-                interruption.check()
-
-    with pytest.raises(Interrupted) as raised:
-        interrupted()
-    assert raised.value.signal_name == number.name
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
-
-
 def test_a_signal_that_arrives_where_exceptions_are_dropped_is_not_lost(monkeypatch):
     dropped = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
