@@ -32,13 +32,13 @@ REFUSED = dict(zip(("contiguous", "paged-p16-fp8_e4m3", "paged-p16-noprefix"), S
     not all(importlib.util.find_spec(name) for name in NEEDED),
     reason="transformers serve needs the packages of its extra: pip install 'transformers[serving]'",
 )
-@pytest.mark.timeout(900)  # it imports torch thrice, a minute each on a busy machine
+@pytest.mark.timeout(900)  # it imports torch, a minute on a busy machine
 def test_a_sweep_of_transformers_serve(tmp_path):
     bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"}, timeout_s=840.0)
     (tmp_path / "tiny.json").write_text(json.dumps(MODEL))
     path = bench.write(
         model={"config": "tiny.json", "dtype": "float32"}, engine=ENGINE, sweep=SWEEP,
-        load={"concurrency": [1, 2], "repeats": 1, "cache_state": "cold", "timeout_s": 240.0},
+        load={"concurrency": [2], "repeats": 1, "cache_state": "cold", "timeout_s": 240.0},
     )  # fmt: skip
     done = bench.run(
         [*bench.command(str(path), "--target", "transformers", fake=False), "--target-python", sys.executable]
@@ -52,27 +52,24 @@ def test_a_sweep_of_transformers_serve(tmp_path):
     for config_id, setting in REFUSED.items():
         (note,) = (n for n in facts["notes"] if n.startswith(f"skipped {config_id}: ") and setting in n)
         assert note in done.stdout.replace("note: ", "") and note.rpartition(": ")[2] in report
-    assert {p.name for p in (run / "cells").iterdir()} == {"paged-p16-c1", "paged-p16-c2"}
+    (cell,) = (run / "cells").iterdir()
+    assert cell.name == "paged-p16-c2"
     (served,) = facts["servers"].values()
     assert served["versions"].keys() == {"transformers"} and served["server"]["command"][1:4] == [
         "-m", "transformers.cli.transformers", "serve"
     ]  # fmt: skip
     assert str(tmp_path) not in json.dumps(served)
     assert len(served["model"]["weights_fingerprint"]) == 32 and facts["model"]["name"] == "tiny"
-    # Its cache cannot be emptied, so each load had a server of its own.
-    logs = {p.name for p in run.rglob("*.log")}
-    assert {"paged-p16-c1-1.log", "paged-p16-c2-1.log"} <= logs
-    for cell in ("paged-p16-c1", "paged-p16-c2"):
-        load = run / "cells" / cell / "loads" / "1"
-        rows = pd.read_parquet(load / "requests.parquet")
-        told = json.loads((load / "done.json").read_text())
-        requests = [json.loads(line) for line in (run / told["requests_file"]).read_text().splitlines()]
-        # The texts that were sent have exactly the tokens that were drawn, and no EOS cut an answer short.
-        assert sorted(rows["prompt_tokens"]) == sorted(len(r["prompt_token_ids"]) for r in requests)
-        assert sorted(rows["output_tokens"]) == sorted(r["max_tokens"] for r in requests)
-        assert told["metrics"]["completed"] == 6 and told["metrics"]["failed"] == 0
-        counters = json.loads((load / "counters.json").read_text())
-        assert not [name for name in counters if name.endswith("_total")]  # it has no /metrics: absent, not 0
+    load = cell / "loads" / "1"
+    rows = pd.read_parquet(load / "requests.parquet")
+    told = json.loads((load / "done.json").read_text())
+    requests = [json.loads(line) for line in (run / told["requests_file"]).read_text().splitlines()]
+    # The texts that were sent have exactly the tokens that were drawn, and no EOS cut an answer short.
+    assert sorted(rows["prompt_tokens"]) == sorted(len(r["prompt_token_ids"]) for r in requests)
+    assert sorted(rows["output_tokens"]) == sorted(r["max_tokens"] for r in requests)
+    assert told["metrics"]["completed"] == 6 and told["metrics"]["failed"] == 0
+    counters = json.loads((load / "counters.json").read_text())
+    assert not [name for name in counters if name.endswith("_total")]  # it has no /metrics: absent, not 0
     assert not list(tmp_path.glob("kvbench-model-*"))
     commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     assert not [c for c in commands if "transformers.cli.transformers" in c and str(tmp_path) in c]
