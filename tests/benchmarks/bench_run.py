@@ -4,17 +4,14 @@
 
     results/bench/<UTC time>-<git short sha>/
       manifest.json   versions, machine, git state, command, mode
-      bench.json      pytest-benchmark's own format
+      bench.json      pytest-benchmark's own format, to compute with
       table.md        a table a group, with the bars, to read
-      table.csv       one line a benchmark, to compute with
 
 Exit codes: 0 measured, 2 usage, 4 a benchmark failed, 5 nothing was selected, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import subprocess
 import sys
@@ -38,7 +35,7 @@ from kvbench.runs.folder import MANIFEST, create_run
 from tests.benchmarks.bench_bars import BARS, Bar
 
 BENCHMARKS = REPOSITORY / "tests" / "benchmarks"
-BENCH_JSON, TABLE_MD, TABLE_CSV = "bench.json", "table.md", "table.csv"
+BENCH_JSON, TABLE_MD = "bench.json", "table.md"
 MODES = ("full", "quick", "smoke")  # of KVBENCH_BENCH
 _EXIT_CODES = {0: 0, 1: 4, 2: 130, 3: 4, 4: 2, 5: 5}  # pytest's -> ours
 _BAR_HEADS = ("bar", "wanted", "measured", "")
@@ -46,7 +43,7 @@ _NO_FIGURES = ("device", "foreign_cpu_cores", "disturbed")  # of extra_info
 
 
 def main(arguments: Sequence[str], output_dir: Path = Path("results")) -> int:
-    """Run the benchmarks with these further arguments of pytest, write the tables, print the bars; the exit code.
+    """Run the benchmarks with these further arguments of pytest, write the table, print the bars; the exit code.
 
     Raises:
         UsageError: KVBENCH_BENCH is no mode, or the results cannot be written.
@@ -76,7 +73,7 @@ def main(arguments: Sequence[str], output_dir: Path = Path("results")) -> int:
     manifest |= {"ended": utc_now(), "seconds": round(time.monotonic() - started, 1)}
     rows = []
     if (folder / BENCH_JSON).is_file() and (folder / BENCH_JSON).stat().st_size:
-        rows = write_tables(folder, manifest)
+        rows = write_table(folder, manifest)
     manifest |= {"status": "complete" if code == 0 else "incomplete", "benchmarks": len(rows),
                  "disturbed": sum(row.disturbed for row in rows)}  # fmt: skip
     write_json(folder / MANIFEST, manifest)
@@ -184,25 +181,11 @@ def _flat(info: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
             yield key, value
 
 
-def write_tables(folder: Path, manifest: Mapping[str, Any]) -> list[Row]:
-    """table.md and table.csv from bench.json. Raises UsageError as ``read_rows`` does."""
+def write_table(folder: Path, manifest: Mapping[str, Any]) -> list[Row]:
+    """table.md from bench.json; its rows. Raises UsageError as ``read_rows`` does."""
     rows = read_rows(folder / BENCH_JSON)
-    write_text(folder / TABLE_CSV, to_csv(rows))
     write_text(folder / TABLE_MD, to_markdown(rows, manifest))
     return rows
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-    """One line a benchmark; the columns are all parameters and all figures that any of them has."""
-    params, figures = _keys(row.params for row in rows), _keys(row.figures for row in rows)
-    head = ["file", "test", "group", *params, "rounds", "min_s", "median_s", *_NO_FIGURES]
-    renamed = {key: f"figure {key}" if key in head else key for key in figures}
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*head, *renamed.values()], extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow(vars(row) | row.params | {renamed[key]: value for key, value in row.figures.items()})
-    return text.getvalue()
 
 
 def to_markdown(rows: Sequence[Row], manifest: Mapping[str, Any], bars: Sequence[Bar] = BARS) -> str:

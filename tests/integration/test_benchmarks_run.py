@@ -1,6 +1,5 @@
 """Every benchmark runs once, tiny, and `make bench`'s table is made of it: benchmarks that nobody runs rot."""
 
-import csv
 import json
 
 import pytest
@@ -44,34 +43,33 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(run):
-    with (run / "table.csv").open() as file:
-        return list(csv.DictReader(file))
+    return bench_run.read_rows(run / "bench.json")
 
 
 @pytest.mark.parametrize("test", FIGURES)
 def test_every_benchmark_has_its_figures(rows, test):
-    mine = [row for row in rows if row["test"] == test]
+    mine = [row for row in rows if row.test == test]
     assert mine
     for row in mine:
-        assert float(row["min_s"]) > 0 and row["device"]
+        assert row.min_s > 0 and row.device
         for figure in FIGURES[test]:
-            assert 0 < float(row[figure]) < 1e12, (row, figure)
+            assert 0 < row.figures[figure] < 1e12, (row, figure)
 
 
 def test_all_layouts_and_a_quantised_cache_are_there(rows):
-    decodes = {(row["kv"], row["page_size"]) for row in rows if row["test"] == "test_decode"}
-    assert {page for _, page in decodes} == {"16", "0"} and len({kv for kv, _ in decodes}) == 2
+    decodes = {(row.params["kv"], row.params["page_size"]) for row in rows if row.test == "test_decode"}
+    assert {page for _, page in decodes} == {16, 0} and len({kv for kv, _ in decodes}) == 2
 
 
 def test_peers_give_the_same_tokens(rows):
-    (peers,) = (row for row in rows if row["test"] == "test_peers")
-    assert float(peers["same as hf-continuous"]) == float(peers["same as hf-static"]) == 1.0
+    (peers,) = (row.figures for row in rows if row.test == "test_peers")
+    assert peers["same as hf-continuous"] == peers["same as hf-static"] == 1.0
 
 
 def test_phases_of_a_step_add_up_to_nearly_all_of_it(rows):
-    (phases,) = (row for row in rows if row["test"] == "test_phases")
+    (phases,) = (row.figures for row in rows if row.test == "test_phases")
     names = ("schedule", "prepare", "execute", "sample", "output")
-    assert 50 < sum(float(phases[f"{name}_pct"]) for name in names) <= 101
+    assert 50 < sum(phases[f"{name}_pct"] for name in names) <= 101
 
 
 def test_a_word_of_an_expression_is_not_taken_for_a_path():
@@ -87,6 +85,6 @@ def test_the_folder_tells_what_it_is(run, rows):
     assert manifest["versions"]["torch"] and manifest["cpu"]["cores"] and manifest["ended"] >= manifest["started"]
     text = (run / "table.md").read_text()
     assert "## Bars" in text and "| phase clock: % of a step | <= 1 |" in text
-    assert all(f"## {group}" in text for group in {row["group"] for row in rows})
+    assert all(f"## {group}" in text for group in {row.group for row in rows})
     stored = json.loads((run / "bench.json").read_text())
     assert stored["machine_info"]["node"] == stored["machine_info"]["machine"]  # no host name

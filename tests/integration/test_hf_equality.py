@@ -100,39 +100,33 @@ def assert_preempted(engine: Engine, preemption: str) -> None:
         assert stats.recomputed_tokens > 0
 
 
-EVERY = list(itertools.product(PAGE_SIZES, (True, False), (False, True), ("recompute", "swap")))
-EVERY += itertools.product(PAGE_SIZES, (True,), (False, True), ("swap-small",))
+EVERY = list(itertools.product(PAGE_SIZES, (True, False), (False, True), ("recompute", "swap"), (False,)))
+EVERY += itertools.product(PAGE_SIZES, (True,), (False, True), ("swap-small",), (False,))
+OVERLAPPING = [
+    (1, True, True, "swap", True),
+    (7, False, True, "recompute", True),
+    (16, True, False, "swap-small", True),
+    (64, True, True, "swap", True),
+]
 
 
-@pytest.mark.parametrize(("page_size", "chunked", "caching", "preemption"), EVERY)
-def test_paged(root, expected, page_size, chunked, caching, preemption):
+@pytest.mark.parametrize(("page_size", "chunked", "caching", "preemption", "overlap"), EVERY + OVERLAPPING)
+def test_paged(root, expected, page_size, chunked, caching, preemption, overlap):
     """The pool holds little more than one longest sequence, so the newest is preempted again and again.
 
     With prefix caching the same prompts come twice, the second time backwards, because LRU still holds the last ones:
     parts come from the cache, some of it evicted meanwhile. A wrong count at the end of a page shows in the prompts
-    whose length is 0, 1 or page size - 1 beyond whole pages (vllm#50749).
+    whose length is 0, 1 or page size - 1 beyond whole pages (vllm#50749). Overlapping: each step is planned and
+    launched before the tokens of the one before are known.
     """
-    _serve_paged(root, expected, page_size, chunked, caching, preemption)
-
-
-@pytest.mark.parametrize(
-    ("page_size", "chunked", "caching", "preemption"),
-    [(1, True, True, "swap"), (7, False, True, "recompute"), (16, True, False, "swap-small"), (64, True, True, "swap")],
-)
-def test_paged_overlapping(root, expected, page_size, chunked, caching, preemption):
-    """Each step is planned and launched before the tokens of the one before are known."""
-    _serve_paged(root, expected, page_size, chunked, caching, preemption, async_scheduling=True)
-
-
-def _serve_paged(root, expected, page_size, chunked, caching, preemption, **settings) -> None:
     engine = engine_for(
         root,
         chunked=chunked,
         slots=max(128, 3 * page_size),
         page_size=page_size,
         enable_prefix_caching=caching,
+        async_scheduling=overlap,
         **preempting(preemption, max(32, page_size)),
-        **settings,
     )
     assert Run(engine, requests()).tokens() == expected("llama")
     assert_preempted(engine, preemption)

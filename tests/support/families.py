@@ -77,6 +77,12 @@ GEMMA4 = {
     "num_kv_shared_layers": 0,
 }
 
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    """The settings of rotary positions that are stretched to four times the trained length."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **more}}
+
+
 _GROUPS: list[tuple[dict[str, Any], str]] = [
     (
         {},
@@ -109,8 +115,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {family: settings for settings, names in _
     "cohere_compass_text": {
         **ALTERNATING,
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+            layers: {"rope_type": "default", "rope_theta": theta}
+            for layers, theta in (("sliding_attention", 10000.0), ("full_attention", 50000.0))
         },
     },
     "ctrl": {**GPT2_NAMES, "dff": 48},
@@ -153,25 +159,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {family: settings for settings, names in _
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
     "jetmoe": {**EXPERTS, "kv_channels": 8},
     "lfm2_moe": {**EXPERTS, **FULL, "num_dense_layers": 1},
-    "llama linear-rope": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}},
-    "llama llama3-rope": {
-        "rope_parameters": {
-            "rope_theta": 10000.0,
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        }
-    },
-    "llama yarn-rope": {
-        "rope_parameters": {
-            "rope_theta": 10000.0,
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        }
-    },
+    "llama linear-rope": rope("linear"),
+    "llama llama3-rope": rope("llama3", original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0),
+    "llama yarn-rope": rope("yarn", original_max_position_embeddings=32),
     "longcat_flash": {
         **LATENT,
         "head_dim": 4,
@@ -182,15 +172,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {family: settings for settings, names in _
         "moe_topk": 2,
         "zero_expert_num": 1,
     },
-    "ministral3 scaled-queries": {
-        "rope_parameters": {
-            "rope_theta": 10000.0,
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "llama_4_scaling_beta": 0.1,
-        }
-    },
+    "ministral3 scaled-queries": rope("yarn", original_max_position_embeddings=16, llama_4_scaling_beta=0.1),
     "mixtral": {**EXPERTS, **WINDOW},
     "modernbert-decoder": {**ALTERNATING, "local_attention": 12},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -201,14 +183,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {family: settings for settings, names in _
 }
 
 GPTJ_NAMES = {**GPT2_NAMES, "rotary_dim": 4}
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LONG_ROPE = rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32)
 
 _OTHER_LAYERS = (
     "deepseek_v32 deepseek_v4 falcon_h1 jamba kimi_linear lfm3 mamba minimax nemotron_h qwen3_5_text "
@@ -229,14 +204,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {family: ({}, "layer types") fo
     "gptj": (GPTJ_NAMES, "attention backend"),
     "granitemoehybrid": ({**EXPERTS, "mamba_n_heads": 4, "mamba_d_head": 16}, "layer types"),
     "hrm_text": ({}, "one attention call a layer"),  # goes through its layers several times
-    "llama dynamic-rope": (
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-        "rope type",
-    ),
+    "llama dynamic-rope": (rope("dynamic"), "rope type"),
     "llama4_text": ({"num_local_experts": 2, "intermediate_size_mlp": 64}, "layer types"),
     "minimax_m3_vl_text": ({"layer_types": ["minimax_m3_sparse"] * 2}, "layer types"),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "head_dim": None}, "attention backend"),
-    "phi3 long-rope": ({"rope_parameters": LONG_ROPE}, "rope type"),
+    "phi3 long-rope": (LONG_ROPE, "rope type"),
     # these two keep the window in the eager mask and do not send it: right in short prompts, wrong in long ones
     "phimoe windowed": ({**EXPERTS, "sliding_window": 64}, "logits"),
     "qwen2_moe windowed": ({**EXPERTS, **ALTERNATING, "sliding_window": 64, "use_sliding_window": True}, "logits"),

@@ -1,7 +1,5 @@
-"""The table of benchmarks: from pytest-benchmark's JSON to Markdown, CSV and bars."""
+"""The table of benchmarks: from pytest-benchmark's JSON to Markdown and bars."""
 
-import csv
-import io
 import json
 import math
 
@@ -9,7 +7,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from tests.benchmarks.bench_bars import BARS, Bar, missed, swap_gb_per_s
-from tests.benchmarks.bench_run import bar_lines, read_rows, to_csv, to_markdown, write_tables
+from tests.benchmarks.bench_run import bar_lines, read_rows, to_markdown, write_table
 from tests.benchmarks.bench_run import main as run_benchmarks
 
 MANIFEST = {
@@ -79,17 +77,6 @@ def test_two_tests_of_one_group_are_told_apart_and_disturbed_rows_are_marked(rea
     assert "**1 of 2 benchmarks were disturbed**" in text
 
 
-def test_csv_has_every_parameter_and_figure_of_every_benchmark(read):
-    nested = entry("test_x", {"n": 3}, {"shares": {"a": 0.25, "b": 0.75}, "group": "taken"}, file="other", group="g")
-    head, *lines = csv.reader(io.StringIO(to_csv(read(decode(16, 0.6, disturbed=True), nested))))
-    first, second = (dict(zip(head, line, strict=True)) for line in lines)
-    assert len(set(head)) == len(head)
-    assert first["test"] == "test_decode" and first["page_size"] == "16" and first["ratio"] == "0.6"
-    assert first["min_s"] == "0.002" and first["rounds"] == "7" and first["n"] == "" and first["disturbed"] == "True"
-    assert second["file"] == "other" and second["shares.a"] == "0.25" and second["shares.b"] == "0.75"
-    assert second["group"] == "g" and second["figure group"] == "taken" and second["ratio"] == ""
-
-
 @pytest.mark.parametrize(
     ("ratios", "at_most", "shown", "verdict"),
     [
@@ -152,15 +139,14 @@ def test_swaps_of_large_and_of_small_pages_have_bars_of_their_own(read):
 
 def test_files_are_written_and_what_is_no_benchmark_is_refused(tmp_path):
     with pytest.raises(UsageError, match="there is no"):
-        write_tables(tmp_path, MANIFEST)
+        write_table(tmp_path, MANIFEST)
     (tmp_path / "bench.json").write_text('{"benchmarks": [{"name": "x"}]}')
     with pytest.raises(UsageError, match="not a JSON file of pytest-benchmark"):
-        write_tables(tmp_path, MANIFEST)
+        write_table(tmp_path, MANIFEST)
     (tmp_path / "bench.json").write_text(json.dumps({"benchmarks": [decode(16, 0.6)]}))
-    assert [row.params["page_size"] for row in write_tables(tmp_path, MANIFEST)] == [16]
+    assert [row.params["page_size"] for row in write_table(tmp_path, MANIFEST)] == [16]
     assert "| 16 |" not in (tmp_path / "table.md").read_text()  # alone, so it stands above the table
     assert "page_size 16" in (tmp_path / "table.md").read_text()
-    assert (tmp_path / "table.csv").read_text().count("\n") == 2
 
 
 def test_an_unknown_mode_leaves_no_folder(tmp_path, monkeypatch):
