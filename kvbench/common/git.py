@@ -44,15 +44,22 @@ def git(folder: Path, *arguments: str, limit_s: float = _LIMIT_S) -> str:
     return done.stdout.decode(errors="surrogateescape")
 
 
+def try_git(folder: Path, *arguments: str, limit_s: float = _LIMIT_S) -> str | None:
+    """The output of a git command without space around it, None where it fails."""
+    try:
+        return git(folder, *arguments, limit_s=limit_s).strip()
+    except UsageError:
+        return None
+
+
 def git_state(folder: Path | None = None) -> dict[str, Any]:
     """Commit of the kvbench that runs, and whether tracked files differ from it."""
     folder = folder or Path(kvbench.__file__).resolve().parent.parent
-    try:
-        sha = git(folder, "rev-parse", "HEAD", limit_s=10).strip()
-        changes = git(folder, "status", "--porcelain", "--untracked-files=no", limit_s=10)
-    except UsageError:
+    sha = try_git(folder, "rev-parse", "HEAD", limit_s=10)
+    changes = try_git(folder, "status", "--porcelain", "--untracked-files=no", limit_s=10)
+    if sha is None or changes is None:
         return {"sha": None, "short_sha": "nogit", "dirty": None}
-    return {"sha": sha, "short_sha": sha[:7], "dirty": bool(changes.strip())}
+    return {"sha": sha, "short_sha": sha[:7], "dirty": bool(changes)}
 
 
 def _environment() -> dict[str, str]:

@@ -19,7 +19,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from kvbench.common.errors import UsageError
 from kvbench.common.schema import StrictModel, explain
@@ -98,10 +106,7 @@ class Policy:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Policy:
-        rules = stored["rules"]
-        metrics = tuple(MetricRule(**each) for each in rules["metrics"])
-        classes = rules["classes"] and {name: tuple(globs) for name, globs in rules["classes"].items()}
-        timing = TimingRules(metrics, tuple(Look(**each) for each in rules["looks"]), classes)
+        timing = TypeAdapter(TimingRules).validate_python(stored["rules"])
         return cls(timing, source=Path(stored["file"]) if stored["file"] else None)
 
 
@@ -121,7 +126,8 @@ def load_policy(path: Path | str | None) -> Policy:
         file = _PolicyFile.model_validate(data or {})
     except ValidationError as error:
         raise UsageError(f"{source}: {' '.join(explain(error, ''))}") from None
-    return Policy(file.timing.rules(), tuple(entry.limit() for entry in file.limits), source)
+    timing = file.timing or _TimingSection()
+    return Policy(timing.rules(), tuple(entry.limit() for entry in file.limits or ()), source)
 
 
 def _figure(value: Any) -> Any:
@@ -138,14 +144,8 @@ def _figure(value: Any) -> Any:
         raise ValueError(f"{value!r} is not a number: write for example 250, 1.5%, 0.015 or 512MiB.") from None
 
 
-def _entries(value: Any) -> Any:
-    if value is not None and not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list; write each entry in a line that begins with a dash.")
-    return tuple(value or ())
-
-
 def _globs(value: Any) -> Any:
-    return _entries([value] if isinstance(value, str) else value)
+    return [value] if isinstance(value, str) else value
 
 
 def _metric_entry(value: Any) -> Any:
@@ -155,13 +155,9 @@ def _metric_entry(value: Any) -> Any:
     return None if value is False else value
 
 
-def _mapping(value: Any) -> Any:
-    return {} if value is None else value
-
-
 Figure = Annotated[float, BeforeValidator(_figure), Field(allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_figure), Field(gt=0, lt=1)]
-Globs = Annotated[tuple[str, ...], BeforeValidator(_globs), Field(min_length=1)]
+Globs = Annotated[list[str], BeforeValidator(_globs), Field(min_length=1)]
 
 
 class _LookEntry(StrictModel):
@@ -195,7 +191,7 @@ _Metrics = create_model(
 class _TimingSection(StrictModel):
     """``metrics``: one that is ``off`` is not judged, one that is not named is judged by the default rules."""
 
-    looks: Annotated[tuple[_LookEntry, ...], BeforeValidator(_entries)] | None = None
+    looks: list[_LookEntry] | None = None
     metrics: _Metrics = _Metrics()
     classes: dict[str, Globs] = Field(default_factory=dict)
 
@@ -235,7 +231,7 @@ class _LimitEntry(StrictModel):
     slo: Share | None = None
     ratio: str | None = None
     kld: Literal[KLD_STATISTICS] | None = None
-    cells: Globs = ("*",)
+    cells: Globs = Field(default=["*"])
     of: Globs | None = None
     to: Globs | None = None
     max: Figure | None = None
@@ -269,13 +265,14 @@ class _LimitEntry(StrictModel):
         return self
 
     def limit(self) -> Limit:
+        cells = tuple(self.cells)
         if self.slo is not None:
-            return Limit("metric", "goodput_share", self.slo, None, self.cells, self.every, name=self.name)
+            return Limit("metric", "goodput_share", self.slo, None, cells, self.every, name=self.name)
         kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
-        what = getattr(self, kind)
-        return Limit(kind, what, self.min, self.max, self.cells, self.every, self.of or (), self.to or (), self.name)
+        what, of, to = getattr(self, kind), tuple(self.of or ()), tuple(self.to or ())
+        return Limit(kind, what, self.min, self.max, cells, self.every, of, to, self.name)
 
 
 class _PolicyFile(StrictModel):
-    timing: Annotated[_TimingSection, BeforeValidator(_mapping)] = _TimingSection()
-    limits: Annotated[tuple[_LimitEntry, ...], BeforeValidator(_entries)] = ()
+    timing: _TimingSection | None = None
+    limits: list[_LimitEntry] | None = None

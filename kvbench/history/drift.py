@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
-from kvbench.common.git import git
+from kvbench.common.git import try_git
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.history.runs import Series, StoredRun, TrendPoint
 
@@ -83,7 +83,7 @@ def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
         return Releases(tuple(_tags()))
     if any(run.release == chosen for run in runs):
         return Releases(chosen=chosen)
-    sha = "" if chosen.startswith("-") else _git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}").strip()
+    sha = "" if chosen.startswith("-") else _git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}")
     if not any(_belongs(run, chosen, sha) or _belongs(run, chosen, "") for run in runs):
         known = ", ".join(sorted({run.release for run in runs if run.release}))
         raise UsageError(
@@ -160,8 +160,4 @@ def _tags() -> list[tuple[str, str]]:
 
 
 def _git(*arguments: str) -> str:
-    """Its output; empty without git, outside of a repository, or when git fails."""
-    try:
-        return git(Path.cwd(), *arguments, limit_s=10)
-    except UsageError:
-        return ""
+    return try_git(Path.cwd(), *arguments, limit_s=10) or ""

@@ -56,9 +56,7 @@ def fake_server(*flags: str, fire: Sequence[dict[str, Any]] = (), **env: str) ->
     return served([sys.executable, str(FAKE), *flags], FIRE=json.dumps(fire), **env)
 
 
-def requests_of(
-    count: int, tag: int, max_tokens: int = 5, spacing_s: float | None = None
-) -> list[RequestSpec]:
+def requests_of(count: int, tag: int, max_tokens: int = 5, spacing_s: float | None = None) -> list[RequestSpec]:
     """``count`` requests whose prompts [tag, i] nobody else sends."""
     arrivals = [None if spacing_s is None else i * spacing_s for i in range(count)]
     return [RequestSpec(i, ("even", "odd")[i % 2], (tag, i), None, max_tokens, arrivals[i]) for i in range(count)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Moved, Verdict
 
@@ -16,16 +16,8 @@ AGAIN = "kvbench compare a b --workload w.yaml"
 
 
 def read(folder: Path) -> Verdict:
-    """The verdict that verdict.json in ``folder`` tells, with all its findings."""
-    data = json.loads((folder / "verdict.json").read_bytes())
-    fields: dict[str, Any] = {key: value for key, value in data.items() if key not in ("format", "exit_code")}
-    for key, kind in (("findings", Finding), ("moved", Moved)):
-        fields[key] = tuple(_made(kind, each) for each in data[key])
-    return Verdict(**{**fields, "notes": tuple(data["notes"])})
-
-
-def _made(kind: Any, values: dict[str, Any]) -> Any:
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    """The verdict in ``folder``/verdict.json."""
+    return TypeAdapter(Verdict).validate_json((folder / "verdict.json").read_bytes())
 
 
 def timing(

@@ -38,7 +38,7 @@ from typing import IO, Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
 from kvbench.common.files import write_json
-from kvbench.common.git import git
+from kvbench.common.git import git, try_git
 from kvbench.common.packages import REPOSITORY
 
 WORKING_TREE = "."
@@ -291,18 +291,13 @@ def find_commit(repo: Path, ref: str) -> Commit:
 
 def top_folder(repo: Path) -> Path | None:
     """The top of the working tree that ``repo`` lies in, None where there is none."""
-    try:
-        return Path(git(repo, "rev-parse", "--show-toplevel").strip())
-    except UsageError:
-        return None
+    top = try_git(repo, "rev-parse", "--show-toplevel")
+    return Path(top) if top else None
 
 
 def find_sha(top: Path, ref: str) -> str | None:
     """The sha of the commit that ``ref`` names, None where it names none."""
-    try:
-        return git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}").strip()
-    except UsageError:
-        return None
+    return try_git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
 
 
 def check_out(commit: Commit, folder: Path) -> None:
@@ -327,20 +322,16 @@ def is_intact(commit: Commit, folder: Path) -> bool:
     """Whether ``folder`` holds ``commit`` with its tracked files unchanged."""
     if not folder.is_dir() or commit.changes is not None:
         return folder.is_dir()  # a copy is named after its contents
-    try:
-        if top_folder(folder) != folder.resolve() or find_sha(folder, "HEAD") != commit.sha:
-            return False
-        return not git(folder, "status", "--porcelain", "--untracked-files=no").strip()
-    except UsageError:
+    if top_folder(folder) != folder.resolve() or find_sha(folder, "HEAD") != commit.sha:
         return False
+    return try_git(folder, "status", "--porcelain", "--untracked-files=no") == ""
 
 
 def remove_source(folder: Path) -> None:
     """Removes the folder and the repository's record of it as a worktree."""
-    if (folder / ".git").is_file():
-        with contextlib.suppress(UsageError):
-            common = git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir").strip()
-            git(Path(common), "worktree", "remove", "--force", "--force", str(folder))
+    common = try_git(folder, "rev-parse", "--path-format=absolute", "--git-common-dir")
+    if common and (folder / ".git").is_file():
+        try_git(Path(common), "worktree", "remove", "--force", "--force", str(folder))
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -61,13 +61,11 @@ class Judgement:
 
 
 def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
-    """The verdict at look ``look_index`` (from 0). Raises ValueError for other metrics or the pairs of another look."""
+    """The verdict at look ``look_index`` (from 0). Raises ValueError for the pairs of another look."""
     look = rules.looks[look_index]
     before = rules.looks[look_index - 1].pairs if look_index else 0
     if not before < table.pairs <= look.pairs:
         raise ValueError(f"{table.pairs} pairs for the look at {look.pairs}: it takes {before + 1} to {look.pairs}")
-    if table.metrics != rules.metrics:
-        raise ValueError("the table's metrics are not those of the rules: make both from one policy")
     tested = hypotheses(table)
     findings = _findings(tested, look, rules) if tested.each else []
     findings += [_lost(each, table, look) for each in table.one_sided]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from scipy import stats
 
-from kvbench.common.text import plural
 from kvbench.gate.timing.pairs import Hypotheses, PairTable, hypotheses, place
 from kvbench.gate.timing.power import critical_t_of, effective_tests, smallest_detectable, smallest_margin
 from kvbench.gate.timing.rules import CELL, CLASS, OVERALL, MetricRule, TimingRules
@@ -79,14 +79,7 @@ class RunnerNoise:
         """From what ``to_json`` returned, read from a file. Raises ValueError for another format."""
         if data.get("format") != FORMAT:
             raise ValueError(f"a runner's noise of format {data.get('format')!r}: this kvbench reads {FORMAT}")
-
-        def stored(value: Any) -> Any:
-            if isinstance(value, list):
-                return tuple(value)
-            return {int(look): change for look, change in value.items()} if isinstance(value, Mapping) else value
-
-        each = tuple(Noise(**{key: stored(value) for key, value in line.items()}) for line in data["each"])
-        return cls(data["pairs"], data["cells"], each)
+        return TypeAdapter(cls).validate_python(data)
 
     def of(self, metric: str, level: str | None = None) -> tuple[Noise, ...]:
         """The lines of a metric, at one level or all."""
@@ -94,9 +87,7 @@ class RunnerNoise:
 
 
 def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
-    """The noise of an A/A table at the looks of ``rules``. Raises ValueError for fewer than 4 pairs or no metric."""
-    if table.pairs < FEWEST_PAIRS:
-        raise ValueError(f"{plural(table.pairs, 'pair')} do not show a runner's noise: measure {ENOUGH_PAIRS} or more")
+    """The noise of an A/A table of at least ``FEWEST_PAIRS`` at the looks of ``rules``. ValueError without a metric."""
     tested = hypotheses(table)
     if not tested.each:
         raise ValueError("no cell has any of the metrics: there is no noise to look at")

@@ -42,13 +42,6 @@ class PairTable:
 
     def __post_init__(self) -> None:
         y = self.log_ratio
-        if y.ndim != 3 or y.shape[1:] != (len(self.cells), len(self.metrics)) or len(self.classes) != len(self.cells):
-            raise ValueError(
-                f"a table of shape {y.shape} for {len(self.cells)} cells, {len(self.classes)} classes of cells and "
-                f"{len(self.metrics)} metrics: it must be [pairs, cells, metrics]"
-            )
-        if len(set(self.cells)) != len(self.cells):
-            raise ValueError("two cells have the same name: names of cells must differ")
         gaps = np.isnan(y) & ~np.isnan(y).all(axis=0)
         for wrong, what in (
             (np.isinf(y), "is infinite: a value of 0 or below cannot be compared"),
