@@ -124,7 +124,7 @@ def _in_sessions(prompts: TracePrompts, trace: Trace) -> bool:
     if prompts.sessions is None:
         return trace.session is not None and (gaps or trace.think_s is not None)
     if prompts.sessions and trace.session is None:
-        raise ValueError(f"sessions: true, but the trace (format {trace.format}) does not say which requests are one.")
+        raise ValueError(f"sessions: true, but the trace (format {trace.format}) has no sessions; remove it.")
     if not prompts.sessions and trace.arrival_s is not None and gaps:
         raise ValueError(
             "sessions: false, but some turns of the trace have no time of their own; write sessions: true."

@@ -99,8 +99,8 @@ def shared_beginnings(prompts: Sequence[Ids], owners: Sequence[int]) -> list[int
     shared = [0] * len(prompts)
     for steps in (zip(pairs, common, strict=True), zip(reversed([p[::-1] for p in pairs]), common[::-1], strict=True)):
         reach = 0
-        for (before, after), alike in steps:
-            reach = alike if owners[before] != owners[after] else min(reach, alike)
+        for (before, after), equal in steps:
+            reach = equal if owners[before] != owners[after] else min(reach, equal)
             shared[after] = max(shared[after], reach)
     return shared
 
@@ -134,12 +134,12 @@ def _most_hits(requests: Iterable[RequestSpec], prefixes: Iterable[Ids], page_si
             start += 1
         while start < end:
             first = pages[start][0]
-            alike = _alike(pages, start, end, first[: (depth + 1) * page_size])
-            if alike - start > 1:
-                common = _common(first, pages[alike - 1][0], depth * page_size) // page_size
-                most += _hits_between(pages[start:alike], depth, common)
-                todo.append((start, alike, common))
-            start = alike
+            stop = _run_end(pages, start, end, first[: (depth + 1) * page_size])
+            if stop - start > 1:
+                common = _common(first, pages[stop - 1][0], depth * page_size) // page_size
+                most += _hits_between(pages[start:stop], depth, common)
+                todo.append((start, stop, common))
+            start = stop
     return most
 
 
@@ -156,7 +156,7 @@ def _full(tokens: Ids, page_size: int) -> Ids:
     return tokens[: len(tokens) // page_size * page_size]
 
 
-def _alike(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids) -> int:
+def _run_end(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids) -> int:
     """The end of the run of neighbours, from ``start`` on, that have this beginning."""
     return bisect.bisect_right(pages, False, start, end, key=lambda item: item[0][: len(beginning)] != beginning)
 

@@ -348,7 +348,6 @@ def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: M
     if least * (1 - _CAPACITY_TOLERANCE) - slack <= tokens <= most * (1 + _CAPACITY_TOLERANCE) + slack:
         return None
     return (
-        f"its KV cache holds {int(tokens):,} tokens, and the budget of {known['kv_budget_bytes']:,} bytes is "
-        f"{least:,.0f}: it was not given this budget, has cut it down, or computes in another dtype (a --serve-cmd "
-        "passes on {kv_budget} and {dtype})"
+        f"its KV cache holds {int(tokens):,} tokens, and the budget of {known['kv_budget_bytes']:,} bytes would hold "
+        f"{least:,.0f}: it has another budget or another dtype (a --serve-cmd passes on {{kv_budget}} and {{dtype}})"
     )

@@ -75,7 +75,7 @@ def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
     length = row.get("max_model_len") or (info.get("engine") or {}).get("max_model_len")
     vocab = model.get("vocab_size")
     if not length or not vocab:
-        raise MeasurementError("the server tells neither vocab_size nor max_model_len in /server_info")
+        raise MeasurementError("/server_info of the server lacks vocab_size or max_model_len")
     return ModelFacts(str(row["id"]), int(vocab), int(length))
 
 

@@ -70,7 +70,7 @@ class CommandTemplate:
 
     @classmethod
     def parse(cls, text: str) -> CommandTemplate:
-        """Raises UsageError for a command that cannot be meant."""
+        """Raises UsageError for an invalid command."""
         from engine.config import EngineConfig
 
         try:

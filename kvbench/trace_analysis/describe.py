@@ -102,7 +102,7 @@ def describe(
     if trace.page_ids is None:
         why = "the trace has no page ids, and does not say which prompts begin alike"
         if trace.prompts is not None:
-            why = "which texts begin alike in tokens takes a tokenizer: give one with --tokenizer"
+            why = "a tokenizer is needed to know which texts begin alike: give one with --tokenizer"
     elif not trace.pages.sum():
         why = f"no prompt fills a page of {trace.page_size} tokens"
     return Description(

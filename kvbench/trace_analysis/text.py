@@ -37,8 +37,8 @@ def _arrivals(found: Description) -> tuple[str, ...]:
     ]
     if trace.tick_s is not None:
         lines.append(
-            f"The clock ticks every {trace.tick_s:g} s: {arrivals.zero_gap_share:.0%} of the gaps are nothing, and cv "
-            "and the Fano factor of short windows tell of the clock (load.spread_ticks spreads the ticks)."
+            f"The clock ticks every {trace.tick_s:g} s: {arrivals.zero_gap_share:.0%} of the gaps are 0, so cv and "
+            "the Fano factor of short windows describe the clock (load.spread_ticks spreads the arrivals)."
         )
     return tuple(lines)
 

@@ -84,8 +84,6 @@ def _read(paths: Paths, format: str, page_size: int | None) -> tuple[Trace, Sour
         return kinds[0].read(sources, page_size), sources[0]
     except OSError as error:
         raise ValueError(f"the trace {path} cannot be read ({error.strerror or error}): check the path") from None
-    except RecursionError:
-        raise ValueError(f"the trace {path} is nested too deeply: flatten it") from None
 
 
 def _find(source: Source, name: str) -> Format:

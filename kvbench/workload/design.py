@@ -99,8 +99,6 @@ def make_design(
     The baseline's own value need not be listed under ``sweep``. Configurations that differ only in settings without a
     meaning, or in whether a default is named, are one configuration; the notes say how many were dropped and why.
     """
-    if design not in ("one_at_a_time", "full"):
-        raise UsageError(f"design cannot be {design!r}: choose one_at_a_time or full")
     baseline = dict(engine)
     values = {
         key: ([baseline[key]] if key in baseline else []) + [v for v in listed if v != baseline.get(key, object())]

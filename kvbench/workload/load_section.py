@@ -55,8 +55,6 @@ _NEEDED = {
 def _rates(value: Any) -> Any:
     """The word ``inf`` becomes the number, which JSON, and so a manifest, could not hold."""
     given = as_tuple(value)
-    if not isinstance(given, tuple):
-        return given
     if math.inf in given:
         raise ValueError("request_rate .inf is a number that a manifest cannot hold; write the word inf.")
     return tuple(math.inf if item == "inf" else item for item in given)
@@ -243,7 +241,4 @@ class LoadConfig(StrictModel):
 
         None: as many as the arrivals' times or the trace's slice give.
         """
-        for swept, count in zip(self.swept_values(), self._counts(), strict=True):
-            if swept == value:
-                return count
-        raise ValueError(f"no load of {value}; this workload has {list(self.swept_values())}.")
+        return dict(zip(self.swept_values(), self._counts(), strict=True))[value]

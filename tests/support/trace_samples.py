@@ -17,7 +17,7 @@ needs_slices = pytest.mark.skipif(not SLICES, reason=f"no trace slices in {TRACE
 
 
 def lines(*rows: dict) -> str:
-    """JSONL."""
+    """JSON lines."""
     return "\n".join(map(json.dumps, rows))
 
 

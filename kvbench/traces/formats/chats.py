@@ -92,7 +92,7 @@ def _messages(row: Row) -> Iterator[tuple[str, str]]:
         speaker = message.get("from", message.get("role"))
         if speaker not in _SPEAKERS:
             known = ", ".join(_SPEAKERS)
-            raise ValueError(f"a message from {short(speaker)}, who is not known ({known}): mend or remove it")
+            raise ValueError(f"a message from {short(speaker)}, which is no known role ({known}): mend or remove it")
         yield speaker, text(message, "value" if "value" in message else "content")
 
 

@@ -13,7 +13,7 @@ from kvbench.requests.build import build_requests
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.workload.load_section import LoadConfig
-from tests.support.trace_samples import SLICES, TRACES, needs_slices
+from tests.support.trace_samples import SLICES, TRACES, lines, needs_slices
 
 ROOT = Path(__file__).resolve().parents[3]
 CLOSED = {"mode": "closed", "arrivals": "poisson", "concurrency": 1, "build": {"concurrency": 1}}
@@ -27,10 +27,6 @@ def build(file: Path, text: str | None = None, *, load: dict | None = None, **pr
     given = {"vocab_size": 8192, "max_model_len": 4096, "seed": 0} | keys.pop("build", {})
     prompts = {"kind": "trace", "path": str(file)} | prompts
     return build_requests(LoadConfig.model_validate(keys | {"prompts": prompts}), **given)
-
-
-def jsonl(*rows: dict) -> str:
-    return "\n".join(map(json.dumps, rows))
 
 
 def lengths(requests: list[RequestSpec]) -> list[int]:
@@ -48,7 +44,7 @@ AZURE = (
 )
 
 
-def test_lengths_alone_become_random_tokens_and_the_scale_is_told(tmp_path):
+def test_lengths_alone_become_random_tokens_and_the_scale_is_said(tmp_path):
     requests = build(tmp_path / "t", AZURE, load={"build": {"max_model_len": 300, "vocab_size": 500}})
     assert requests.notes["length_scale"] == pytest.approx(0.2) and requests.notes["trace_format"] == "azure"
     assert lengths(requests) == [200, 4, 60, 1] and [r.max_tokens for r in requests] == [100, 1, 1, 1]
@@ -62,7 +58,7 @@ def test_lengths_alone_become_random_tokens_and_the_scale_is_told(tmp_path):
 
 def test_a_coarse_clock_is_spread_where_the_workload_says_so(tmp_path):
     rows = [{"timestamp": 3000 * (i // 10), "input_length": 16, "hash_ids": [i], "output_length": 1} for i in range(40)]
-    requests = build(tmp_path / "t", jsonl(*rows), load={"spread_ticks": "even"}, page_size=16, format="mooncake")
+    requests = build(tmp_path / "t", lines(*rows), load={"spread_ticks": "even"}, page_size=16, format="mooncake")
     assert [r.arrival_s for r in requests] == pytest.approx([0.3 * i for i in range(40)])
 
 
@@ -80,12 +76,12 @@ def test_conversations_are_sessions_whose_turns_begin_with_all_that_was_said(tmp
     first, second, _ = requests
     tokenizer = Tokenizer.from_file(str(ROOT / "engine/tokenizer/bpe8k/tokenizer.json"))
     assert tokenizer.decode(list(first.prompt_token_ids)) == "Shall I compare thee\n"
-    told = "Shall I compare thee\nto a summer's day?\nThou art more lovely\n"
-    assert tokenizer.decode(list(second.prompt_token_ids)) == told
+    said = "Shall I compare thee\nto a summer's day?\nThou art more lovely\n"
+    assert tokenizer.decode(list(second.prompt_token_ids)) == said
     assert shared_tokens(first, second) == len(first.prompt_token_ids)
     assert second.max_tokens == len(tokenizer.encode("and more temperate.").ids) and first.prompt is None
     sent = build(tmp_path / "t", load=CLOSED, send_text=True)
-    assert [r.prompt for r in sent] == ["Shall I compare thee\n", told, "Rough winds do shake\n"]
+    assert [r.prompt for r in sent] == ["Shall I compare thee\n", said, "Rough winds do shake\n"]
     assert predict_hits(sent, cache_state="cold") is None
     assert [r.session for r in build(tmp_path / "t", load=CLOSED, turns="first")] == [0, 1]
     poisson = {"arrivals": "poisson", "request_rate": 2.0, "build": {"rate": 2.0}}
@@ -107,7 +103,7 @@ def test_texts_that_do_not_fit_are_left_out_with_what_follows_them(tmp_path):
         for i, n in enumerate((1, 40, 1))
     ]
     cut = build(
-        tmp_path / "a", jsonl(*agent), load=CLOSED | {"build": {"concurrency": 1, "max_model_len": 60}}, sessions=True
+        tmp_path / "a", lines(*agent), load=CLOSED | {"build": {"concurrency": 1, "max_model_len": 60}}, sessions=True
     )
     assert [(r.session, r.turn) for r in cut] == [(0, 0)]
     with pytest.raises(ValueError, match="none of the trace's 4 requests fits max_model_len 5"):
@@ -119,21 +115,21 @@ def test_texts_that_do_not_fit_are_left_out_with_what_follows_them(tmp_path):
 def test_a_trace_may_have_a_text_here_and_a_length_there(tmp_path):
     rows = [{"timestamp": 0, "text_input": "one two"}, {"timestamp": 5, "input_length": 30}]
     rows += [{"timestamp": 6, "payload": {"prompt": [7, 8]}}]
-    requests = build(tmp_path / "t", jsonl(*rows), output_tokens=2, send_text=True)
+    requests = build(tmp_path / "t", lines(*rows), output_tokens=2, send_text=True)
     assert [r.prompt for r in requests] == ["one two", None, None]
     assert lengths(requests)[1:] == [30, 2] and requests[2].prompt_token_ids == (7, 8)
     assert len(set(requests[1].prompt_token_ids)) > 20
 
 
-def test_outputs_that_nobody_told_are_the_workloads(tmp_path):
-    text = jsonl({"prompt": "one two three", "output_tokens": 9}, {"prompt": [700, 701], "output_tokens": -1})
+def test_outputs_that_nobody_said_are_the_workloads(tmp_path):
+    text = lines({"prompt": "one two three", "output_tokens": 9}, {"prompt": [700, 701], "output_tokens": -1})
     requests = build(tmp_path / "t", text, load=CLOSED, output_tokens=33)
     assert [r.max_tokens for r in requests] == [9, 33] and requests[1].prompt_token_ids == (700, 701)
     assert requests[0].session is None
     with pytest.raises(ValueError, match=r"output of 1 of 2 requests; .* load\.prompts\.output_tokens"):
         build(tmp_path / "t", load=CLOSED)
     with pytest.raises(ValueError, match="token id 9000, but the model's vocabulary ends before 8192"):
-        build(tmp_path / "t", jsonl({"prompt": [9000]}), load=CLOSED, output_tokens=3)
+        build(tmp_path / "t", lines({"prompt": [9000]}), load=CLOSED, output_tokens=3)
 
 
 AGENT = {
@@ -185,7 +181,7 @@ def test_a_load_that_lasts_so_many_seconds_begins_as_many_sessions(tmp_path):
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ({"sessions": True}, "does not say which requests are one"),
+        ({"sessions": True}, "sessions: true"),
         ({"send_text": True}, "has no texts"),
         ({"format": "mooncake"}, "not of the format mooncake"),
         ({"page_size": 16}, "page_size has no meaning"),
@@ -209,7 +205,7 @@ def test_texts_that_begin_alike_are_primed_and_others_are_refused(tmp_path):
         {"prompt": "You are a poet who answers in verse. " * 5 + end, "output_tokens": 4} for end in ("Why?", "No!")
     ]
     primed = CLOSED | {"cache_state": "primed"}
-    requests = build(tmp_path / "t", jsonl(*rows, {"prompt": "Else", "output_tokens": 4}), load=primed)
+    requests = build(tmp_path / "t", lines(*rows, {"prompt": "Else", "output_tokens": 4}), load=primed)
     shared = shared_tokens(*requests[:2])
     assert [r.prefix_tokens for r in requests] == [shared, shared, 0] and shared > 30
     assert distinct_prefixes(requests) == [requests[0].prompt_token_ids[:shared]]
@@ -270,7 +266,7 @@ MOONCAKE = [
 
 
 def test_equal_page_ids_are_equal_tokens_and_others_differ_at_once(tmp_path):
-    requests = build(tmp_path / "t", jsonl(*MOONCAKE), **IN_MS)
+    requests = build(tmp_path / "t", lines(*MOONCAKE), **IN_MS)
     assert lengths(requests) == [40, 40, 41, 32, 16, 5] and [r.max_tokens for r in requests] == [8, 16, 4, 4, 4, 4]
     assert [r.arrival_s for r in requests] == [0, 3, 3, 6, 6, 9]
     first = requests[0]
@@ -284,7 +280,7 @@ def test_equal_page_ids_are_equal_tokens_and_others_differ_at_once(tmp_path):
 
 
 def test_pages_follow_the_seed_and_the_id_alone(tmp_path):
-    text = jsonl(*MOONCAKE)
+    text = lines(*MOONCAKE)
     all_of_them, part = build(tmp_path / "t", text, **IN_MS), build(tmp_path / "t", start_s=6.0, **IN_MS)
     assert part[1].prompt_token_ids == all_of_them[4].prompt_token_ids
     again = build(tmp_path / "t", **IN_MS)
@@ -302,7 +298,7 @@ def test_a_tail_without_an_id_belongs_to_nobody_else(tmp_path):
 
 @pytest.mark.parametrize("max_model_len", [20, 24, 47])
 def test_auto_shrinks_the_page_until_the_longest_fits(tmp_path, max_model_len):
-    requests = build(tmp_path / "t", jsonl(*MOONCAKE), **IN_MS, load={"build": {"max_model_len": max_model_len}})
+    requests = build(tmp_path / "t", lines(*MOONCAKE), **IN_MS, load={"build": {"max_model_len": max_model_len}})
     page = requests.notes["page_size_of_prompts"]
     assert requests.notes["length_scale"] == page / 16
 
@@ -325,7 +321,7 @@ def test_a_partly_filled_page_never_becomes_a_full_one(tmp_path):
     how = {"format": "mooncake", "page_size": 4}
 
     def made(max_model_len: int, **more) -> list[RequestSpec]:
-        return build(tmp_path / "t", jsonl(*rows), **how, **more, load={"build": {"max_model_len": max_model_len}})
+        return build(tmp_path / "t", lines(*rows), **how, **more, load={"build": {"max_model_len": max_model_len}})
 
     requests = made(13)
     assert requests.notes["page_size_of_prompts"] == 2
@@ -339,7 +335,7 @@ def test_a_partly_filled_page_never_becomes_a_full_one(tmp_path):
 
 
 def test_pages_too_short_to_tell_apart_and_requests_too_long_are_refused(tmp_path):
-    many = jsonl(*({"timestamp": i, "input_length": 64, "hash_ids": [4 * i + j for j in range(4)], "output_length": 1}
+    many = lines(*({"timestamp": i, "input_length": 64, "hash_ids": [4 * i + j for j in range(4)], "output_length": 1}
                    for i in range(20)))  # fmt: skip
     with pytest.raises(ValueError, match=r"pages of 1 tokens are too short to tell 100 pages apart with 84"):
         build(tmp_path / "t", many, load={"build": {"max_model_len": 7, "vocab_size": 100}}, **IN_MS)

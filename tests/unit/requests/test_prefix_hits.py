@@ -178,8 +178,8 @@ def test_an_engine_that_does_not_tell_its_page_size_is_bounded_by_tokens_unless_
     def sample(preemptions: float) -> MetricsSample:
         return MetricsSample(0.0, {"kv_pages_total": 100.0}, {"num_preemptions_total": preemptions})
 
-    told = {"engine": {"page_size": 4, "enable_prefix_caching": True}}
-    assert hit_bounds(load, requests, told, sample(0), sample(3)) == HitBounds(0, 4)
+    info = {"engine": {"page_size": 4, "enable_prefix_caching": True}}
+    assert hit_bounds(load, requests, info, sample(0), sample(3)) == HitBounds(0, 4)
     assert hit_bounds(load, requests, None, sample(0), sample(0)) == HitBounds(0, 6)
     assert hit_bounds(load, requests, None, sample(0), sample(3)) is None
     off = {"engine": {"page_size": 4, "enable_prefix_caching": False}}

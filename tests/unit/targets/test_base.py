@@ -1,63 +1,351 @@
-"""What a server says of itself against what its configuration is named and compared for."""
+"""A server under test: its HTTP calls end in time and bytes, failures say why without the key, and each kind of server
+is called in its own way; what it says of itself is compared with its configuration.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvbench.targets.base import contradiction
+from kvbench.calibration.mock.process import self_signed
+from kvbench.cli.main import main
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.load.spec import LoadSpec
+from kvbench.measure import server_state
+from kvbench.requests.request import RequestSpec
+from kvbench.targets import base
+from kvbench.targets.base import Access, ModelFacts, Target, contradiction
 from kvbench.targets.builtin import check_configuration
+from kvbench.targets.presets import GENERIC, PRESETS
+from kvbench.targets.prompt_texts import ids_as_words
+from kvbench.targets.running import OpenAITarget
+from tests.support.loads import ROOT, fake_server, free_port, own_mock
+from tests.support.raw_server import raw_server, read_request
+from tests.support.scripted_http import scripted_server
+
+WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
+NEVER_WHOLE = ["hang", "half_head", "drip_body", "drip_length", "flood", "flood_length"]
+CALLS = {
+    "/v1/models": lambda target: target.models(),
+    "/metrics": lambda target: target.metrics(),
+    "/reset_prefix_cache": lambda target: target.reset_prefix_cache(),
+    "/server_info": lambda target: target.server_info(),
+    "plain": lambda target: target.complete([1, 2], 1, target.http.timeout_s),
+}
+
+
+@pytest.fixture(scope="module")
+def fire():
+    """Each endpoint answers its 1st request in the first of the ways above, its 2nd in the second, and so on."""
+    rules = [
+        {"path": path, "do": do, "first": number, "count": 1}
+        for path in CALLS
+        for number, do in enumerate([*NEVER_WHOLE, "status", "not_http", "reset"], 1)
+    ]
+    with fake_server(fire=rules) as (_, url):
+        yield url
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(fire, path, monkeypatch):
+    monkeypatch.setattr(base, "MOST_BYTES", 1 << 20)
+    target = Target(fire)
+    target.model = ModelFacts("fake", 8192, 1024)
+
+    def call(timeout_s: float):
+        target.http.timeout_s = timeout_s
+        monkeypatch.setattr(base, "FACTS_TIMEOUT_S", timeout_s)
+        return CALLS[path](target)
+
+    for do in NEVER_WHOLE:
+        with pytest.raises(MeasurementError, match=r"1 MiB" if "flood" in do else "tim|within"):
+            call(60.0 if "flood" in do else 0.15)
+    for refused in ("status", "not_http", "reset"):
+        if (path, refused) == ("/server_info", "status"):
+            assert call(60.0) is None  # a server that has none of it
+            continue
+        with pytest.raises(MeasurementError):
+            call(60.0)
+    call(60.0)
+    target.stop()
+
+
+def refusal(url: str, **more: object) -> str:
+    """What ``start`` raises as the user's mistake; its URL is in it once."""
+    target = OpenAITarget(url, **more)
+    with pytest.raises(UsageError) as refused:
+        target.start({}, Path())
+    target.stop()
+    assert str(refused.value).startswith(url) and str(refused.value).count(url) == 1
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("kind", ["models", "health"])
+def test_a_server_that_wants_a_key_or_another_one(monkeypatch, status: int, kind: str) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "sk-secret")
+    more = {} if kind == "models" else {"preset": PRESETS["transformers"], "model": "m"}
+    with scripted_server({"/v1/models": (status, {}), "/health": (status, {})}) as server:
+        said = refusal(server.url, **more)
+        assert str(status) in said and "--api-key-env NAME" in said
+        said = refusal(server.url, access=Access("KEY_OF_TEST"), **more)
+        assert str(status) in said and "KEY_OF_TEST" in said and "sk-secret" not in said
+
+
+def test_a_key_that_only_completions_want() -> None:
+    with scripted_server({"/v1/completions": (401, {})}) as server:
+        target = Target(server.url)
+        target.model = ModelFacts("m", 9, 99)
+        with pytest.raises(MeasurementError, match=r"401.*--api-key-env NAME"):
+            target.complete([1], 1, 5.0)
+        target.stop()
+
+
+def test_nobody_listens_or_the_host_is_unknown_or_it_is_not_healthy() -> None:
+    assert "refused" in refusal(f"http://127.0.0.1:{free_port()}")
+    assert "not known" in refusal("http://no-such-host.invalid:8000")
+    with scripted_server({"/health": (503, {})}) as server:
+        assert "/health answered 503" in refusal(server.url, preset=PRESETS["transformers"], model="m")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make a certificate with")
+def test_certificates_that_are_not_trusted_and_the_wrong_one_of_http_and_https(tmp_path) -> None:
+    cert, key = self_signed(tmp_path)
+    with own_mock("--tls-cert", str(cert), "--tls-key", str(key)) as (_, secure):
+        for url, access in (
+            (secure, Access()),
+            (secure.replace("127.0.0.1", "localhost"), Access(tls_ca_file=str(cert))),  # another name's
+        ):
+            said = refusal(url, access=access)
+            assert "certificate" in said and "--tls-ca-file FILE" in said and "--no-tls-verify" in said
+        for access in (Access(tls_ca_file=str(cert)), Access(tls_verify=False)):
+            target = OpenAITarget(secure, access=access)
+            target.start({}, Path())
+            assert target.model.name == "mock"
+            target.stop()
+        assert "http or https" in refusal(secure.replace("https:", "http:"))
+    with scripted_server({}) as server:
+        assert "http or https" in refusal(server.url.replace("http:", "https:"))
+
+
+def test_a_server_that_redirects_or_hangs_up() -> None:
+    def redirect(connection: socket.socket) -> None:
+        read_request(connection)
+        connection.sendall(b"HTTP/1.1 301 Moved\r\nLocation: https://elsewhere/v1/models\r\nContent-Length: 0\r\n\r\n")
+
+    with raw_server(redirect) as port:
+        assert "https://elsewhere/v1/models: give the URL" in refusal(f"http://127.0.0.1:{port}")
+    with raw_server(lambda connection: connection.recv(65536)) as port:
+        for scheme in ("http", "https"):
+            assert "did not answer" in refusal(f"{scheme}://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("http://127.0.0.1:99999",), "99999"),
+        (("http://127.0.0.1:0",), "from 1 to 65535"),
+        (("http://user:hush@127.0.0.1:9",), "--api-key-env NAME"),
+        (("https://127.0.0.1:9", "--tls-ca-file", str(ROOT / "README.md")), "certificate"),
+        (("https://127.0.0.1:9", "--tls-ca-file", str(ROOT)), "Is a directory"),
+    ],
+)
+@pytest.mark.parametrize("command", [("load", WORKLOAD, "--url"), ("sweep", WORKLOAD, "--dry-run", "--target")])
+def test_what_cannot_be_asked_at_all_is_refused_at_once(capsys, command, words, said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, *words])
+    output = "".join(capsys.readouterr())
+    assert ended.value.code == 2 and said in output and output.startswith("error: ") and output.count("\n") == 1
+    assert "hush" not in output
+
+
+MODELS = {"/v1/models": (200, {"data": [{"id": "m", "max_model_len": 256}]})}
+HEALTH = {"/health": (200, {})}
+
+
+@contextlib.contextmanager
+def started(answers, preset=None, **options):
+    """A target that has started, and its server."""
+    with scripted_server(MODELS | answers) as server:
+        kind = PRESETS[preset] if preset else GENERIC
+        target = OpenAITarget(server.url, **{"vocab_size": 512, "max_model_len": 256} | options, preset=kind)
+        target.start({}, None)
+        yield target, server
+        target.stop()
+
+
+def posted(server):
+    return [path for method, path, *_ in server.asked if method == "POST"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "answers", "expected"),
+    [
+        ("vllm", {"/reset_prefix_cache": (200, {"success": True})}, True),
+        ("vllm", {"/reset_prefix_cache": (200, {"success": False})}, False),  # blocks are still held
+        ("vllm", {"/reset_prefix_cache": (200, "")}, True),  # before 0.11
+        ("vllm", {}, None),  # not in dev mode
+        ("sglang", {"/flush_cache": (200, "Cache flushed.")}, True),
+        ("sglang", {"/flush_cache": (400, "pending requests")}, False),
+        ("llamacpp", {"/slots": (200, [{"id": 0}, {"id": 1}]), "/slots/0?action=erase": (200, {"n_erased": 5}),
+                      "/slots/1?action=erase": (200, {"n_erased": 0})}, True),
+        ("llamacpp", {"/slots": (200, [{"id": 0}]), "/slots/0?action=erase": (501, {"error": "disabled"})}, None),
+        ("llamacpp", {}, None),
+        ("tgi", {"/reset_prefix_cache": (200, "")}, None),
+        (None, {"/reset_prefix_cache": (409, "busy")}, False),
+        ("sglang", {"/flush_cache": (500, "oops")}, MeasurementError),  # an error is no unknown state
+    ],
+)  # fmt: skip
+def test_the_prefix_cache_is_emptied_as_each_server_has_it(preset, answers, expected):
+    with started(answers, preset) as (target, server):
+        if expected is MeasurementError:
+            with pytest.raises(MeasurementError, match="/flush_cache answered 500"):
+                target.reset_prefix_cache()
+        else:
+            assert target.reset_prefix_cache() is expected
+            assert set(posted(server)) >= {path for path in answers if "erase" in path}  # every slot
+
+
+def load(state="cold"):
+    return SimpleNamespace(cache_state=state, timeout_s=5.0)
+
+
+def test_an_own_server_is_cold_before_its_first_load_only():
+    with started({}) as (target, _):
+        for own, state, first, reasons in (
+            (True, "cold", True, 0), (True, "cold", False, 1),
+            (False, "cold", True, 1), (False, "steady", True, 0),  # it ran before we came
+        ):  # fmt: skip
+            target.starts_cold = own
+            found = server_state.prepare_cache(target, load(state), [], first=first)
+            assert len(found) == reasons and all("has no way to empty it" in reason for reason in found)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_steady_leaves_a_cache_as_it_is_found(first):
+    with started({"/reset_prefix_cache": (200, {})}, "vllm") as (target, server):
+        for state, posts in (("steady", []), ("cold", ["/reset_prefix_cache"])):
+            assert server_state.prepare_cache(target, load(state), [], first=first) == []
+            assert posted(server) == posts
+
+
+@pytest.mark.parametrize(
+    ("preset", "answers", "version"),
+    [
+        ("vllm", {"/version": (200, {"version": "0.32.0"})}, "0.32.0"),
+        ("sglang", {"/server_info": (200, {"version": "0.5.9", "tp_size": 1})}, "0.5.9"),
+        ("tgi", {"/info": (200, {"version": "3.3.4", "model_dtype": "float16"})}, "3.3.4"),
+        ("llamacpp", {"/props": (200, {"build_info": "b6800-abc"})}, "b6800-abc"),
+        ("vllm", {}, None),
+    ],
+)
+def test_each_servers_version_is_read_where_it_has_it(preset, answers, version):
+    with started(answers, preset) as (target, _):
+        assert target.version() == version
+        info = target.server_info()
+        assert info["versions"] == ({preset: version} if version else {})
+        assert info["server"]["title"] == PRESETS[preset].title
+
+
+def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("KEY_OF_THE_TEST", "secret")
+    with started({}) as (plain, _):
+        assert plain.client_fields() == {}
+    access = Access("KEY_OF_THE_TEST", tls_verify=False, tls_ca_file="ca.pem")
+    with started(HEALTH, "transformers", model="m", access=Access("KEY_OF_THE_TEST")) as (target, server):
+        fields = target.client_fields() | access.fields()
+        assert fields["api_key_env"] == "KEY_OF_THE_TEST" and "secret" not in str(fields)
+        assert fields["tls_verify"] is False and fields["tls_ca_file"] == "ca.pem"
+        spec = LoadSpec(base_url=server.url, model="m", mode="closed", concurrency=1, requests_file="", out_dir="",
+                        timeout_s=1.0, **fields)  # fmt: skip
+        assert spec.dialect == PRESETS["transformers"].dialect
+        target.json_at("/v1/models")
+        assert server.asked[-1][2]["Authorization"] == "Bearer secret"
+    monkeypatch.delenv("KEY_OF_THE_TEST")
+    with pytest.raises(UsageError, match="KEY_OF_THE_TEST: this variable holds no key"):
+        OpenAITarget("http://127.0.0.1:1", access=Access("KEY_OF_THE_TEST"))
+
+
+def test_a_server_that_lists_no_models_needs_the_name():
+    with pytest.raises(UsageError, match="give --model NAME"), started(HEALTH, "transformers"):
+        pass
+    with started(HEALTH, "transformers", model="/m") as (target, _):
+        assert target.model.name == "/m"
+
+
+REQUESTS = [RequestSpec(0, "a", (17, 4, 300), None, 5, prefix_tokens=2), RequestSpec(1, "a", (1,), "as it is", 5)]
+
+
+def test_ids_become_texts_for_a_server_that_takes_no_ids():
+    answers = {"/v1/completions": (200, {"choices": [{}]})}
+    with started(answers, "tgi") as (target, server):
+        with pytest.raises(MeasurementError, match="no tokenizer to make texts of them"):
+            target.as_sent(REQUESTS)
+        target._text_of_ids = ids_as_words
+        sent = target.as_sent(REQUESTS)
+        assert sent.notes["sent_as"] == "text" and sent[1].prompt == "as it is"
+        assert (sent[0].prompt, sent[0].prompt_token_ids, sent[0].prefix_tokens) == ("17 4 300", (17, 4, 300), 2)
+        target.complete([5, 6], 1, 5.0)
+        assert server.asked[-1][3]["prompt"] == "5 6"
+    with started({}) as (target, _):
+        assert target.as_sent(REQUESTS) is REQUESTS
+
 
 EACH = 16384
 SETTINGS = {"layout": "paged", "page_size": 32, "kv_budget": "97MiB"}
 KNOWN = {"kv_budget_bytes": 97 << 20, "bytes_per_token": EACH, "capacity_tokens": 6192}
 
 
-def told(page_size=32, tokens=6192):
+def info(page_size=32, tokens=6192):
     return {"engine": {"page_size": page_size}, "capacity": {"capacity_tokens": tokens}}
 
 
 def test_a_server_as_it_was_asked_for():
-    assert contradiction(SETTINGS, KNOWN, told()) is None
-    assert contradiction(SETTINGS, KNOWN, told(tokens=6192 - 100)) is None  # 1.6 %
+    assert contradiction(SETTINGS, KNOWN, info()) is None
+    assert contradiction(SETTINGS, KNOWN, info(tokens=6192 - 100)) is None  # 1.6 %
     assert contradiction(SETTINGS, KNOWN, None) is None and contradiction(SETTINGS, KNOWN, {}) is None
-    assert contradiction({"target": "http://x"}, {}, told(128, 5)) is None  # nothing was asked
-    assert contradiction({**SETTINGS, "page_size": None}, KNOWN, told(128)) is None
-    assert contradiction({"layout": "contiguous"}, KNOWN, told(2048)) is None  # there it is a reservation's size
+    assert contradiction({"target": "http://x"}, {}, info(128, 5)) is None  # nothing was asked
+    assert contradiction({**SETTINGS, "page_size": None}, KNOWN, info(128)) is None
+    assert contradiction({"layout": "contiguous"}, KNOWN, info(2048)) is None  # there it is a reservation's size
 
 
 def test_a_capacity_may_be_off_by_two_percent_and_a_page():
     known = {"kv_budget_bytes": 1000 * EACH, "bytes_per_token": EACH, "capacity_tokens": 1000}
     for tokens, fits in ((1052, True), (1053, False), (948, True), (947, False)):
-        assert (contradiction(SETTINGS, known, told(tokens=tokens)) is None) is fits
+        assert (contradiction(SETTINGS, known, info(tokens=tokens)) is None) is fits
 
 
 @pytest.mark.parametrize(
-    ("info", "words"),
+    ("answer", "words"),
     [
-        (told(128), r"128 .*32.* -o engine.page_size=128"),
-        (told(tokens=12384), r"12,384 .*101,711,872 bytes is 6,192"),
-        (told(tokens=4000), r"4,000"),
+        (info(128), r"128 .*32.* -o engine.page_size=128"),
+        (info(tokens=12384), r"12,384 .*101,711,872 bytes would hold 6,192"),
+        (info(tokens=4000), r"4,000"),
         ({"capacity": {"page_size": 64}}, r"64"),
     ],
 )
-def test_other_pages_another_budget_another_dtype(info, words):
-    assert re.search(words, contradiction(SETTINGS, KNOWN, info) or "")
+def test_other_pages_another_budget_another_dtype(answer, words):
+    assert re.search(words, contradiction(SETTINGS, KNOWN, answer) or "")
 
 
 def test_without_our_own_count_of_tokens_the_bytes_decide():
     known = {key: KNOWN[key] for key in ("kv_budget_bytes", "bytes_per_token")}
-    assert contradiction(SETTINGS, known, told(tokens=6208)) is None
-    assert "6,208" in (contradiction(SETTINGS, known, told(tokens=262144)) or "")
-    assert contradiction(SETTINGS, {}, told(tokens=262144)) is None  # it was not given a budget
+    assert contradiction(SETTINGS, known, info(tokens=6208)) is None
+    assert "6,208" in (contradiction(SETTINGS, known, info(tokens=262144)) or "")
+    assert contradiction(SETTINGS, {}, info(tokens=262144)) is None  # it was not given a budget
 
 
 def test_a_kv_format_with_fewer_scales_holds_more():
     known = {**KNOWN, "bytes_per_token": 4352, "scale_bytes_per_token": 256, "capacity_tokens": 23000}
-    assert contradiction(SETTINGS, known, told(tokens=23000)) is None
-    assert contradiction(SETTINGS, known, told(tokens=24437)) is None
-    assert contradiction(SETTINGS, known, told(tokens=25500)) is not None
+    assert contradiction(SETTINGS, known, info(tokens=23000)) is None
+    assert contradiction(SETTINGS, known, info(tokens=24437)) is None
+    assert contradiction(SETTINGS, known, info(tokens=25500)) is not None
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])

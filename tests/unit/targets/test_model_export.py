@@ -132,8 +132,8 @@ def test_random_weights_are_those_of_the_built_in_engine_and_the_words_are_the_i
     exported = load_model(EngineConfig.from_mapping(settings | {"model": str(out), "load_format": "auto"}))
     own = load_model(EngineConfig.from_mapping(settings))
     assert exported.info.weights_fingerprint == own.info.weights_fingerprint
-    told = json.loads((out / "kvbench.json").read_text())
-    assert told == {
+    facts = json.loads((out / "kvbench.json").read_text())
+    assert facts == {
         "weights_fingerprint": own.info.weights_fingerprint,
         "num_parameters": own.info.num_parameters,
     }

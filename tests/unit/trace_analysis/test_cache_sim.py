@@ -158,17 +158,17 @@ def test_the_table_has_capacities_hit_rates_and_the_ceiling(capsys, small):
 
 def test_json_says_the_same_in_numbers(capsys, small):
     code, out, _ = run(capsys, small, "--pages", "5", "--json", "--model", "llama-3.1-8b", "--warm-up", "2")
-    told = json.loads(out)
-    assert code == 0 and told["format"] == "mooncake" and "13 to 20 tokens" in told["page_size_from"]
-    assert (told["requests"], told["pages"], told["prompt_tokens"], told["page_size"]) == (3, 12, 188, 16)
-    assert (told["working_set_pages"], told["longest_request_pages"], told["warm_up_requests"]) == (8, 4, 2)
+    found = json.loads(out)
+    assert code == 0 and found["format"] == "mooncake" and "13 to 20 tokens" in found["page_size_from"]
+    assert (found["requests"], found["pages"], found["prompt_tokens"], found["page_size"]) == (3, 12, 188, 16)
+    assert (found["working_set_pages"], found["longest_request_pages"], found["warm_up_requests"]) == (8, 4, 2)
     per_token = 32 * 8 * (128 + 128) * 2  # layers, KV heads, K and V of 128, bfloat16
-    assert told["kv_bytes_per_token"] == per_token
-    (at,) = told["capacities"]
+    assert found["kv_bytes_per_token"] == per_token
+    (at,) = found["capacities"]
     assert (at["num_pages"], at["num_tokens"], at["kv_bytes"]) == (5, 80, 80 * per_token)
     assert (at["pages_hit_rate"], at["tokens_hit_rate"], at["requests_hit_rate"]) == (1 / 4, 16 / 60, 1.0)
     assert (at["evicted_pages"], at["requests_longer_than_pool"]) == (6, 0)
-    assert told["infinite_cache"]["pages_hit_rate"] == 1.0 and told["infinite_cache"]["num_pages"] == 8
+    assert found["infinite_cache"]["pages_hit_rate"] == 1.0 and found["infinite_cache"]["num_pages"] == 8
 
 
 def test_int8_kv_counts_its_scales(capsys, small):

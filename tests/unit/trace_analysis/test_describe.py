@@ -67,13 +67,13 @@ def test_the_terminal_has_lengths_rate_burstiness_memory_and_prefixes(capsys, pa
 
 def test_json_has_the_same_figures(capsys, pages):
     code, out, _ = run(capsys, pages, *IN_MS, "--page-size", 16, "--json")
-    told = json.loads(out)
-    assert code == 0 and (told["format"], told["requests"], told["page_size"]) == ("mooncake", 16, 16)
-    assert told["totals"] == {"prompt_tokens": 320, "output_tokens": 64, "total_tokens": 384}
-    assert told["lengths"]["total_tokens"]["p99"] == 24
-    assert told["arrivals"]["rate"] == 16 / 7.5 and told["arrivals"]["fano"] == {"1s": 0.0, "10s": None, "60s": None}
-    assert told["memory"]["waste"]["page_16"] == 0.25 and told["sessions"] is None
-    cache = told["prefix_cache"]
+    data = json.loads(out)
+    assert code == 0 and (data["format"], data["requests"], data["page_size"]) == ("mooncake", 16, 16)
+    assert data["totals"] == {"prompt_tokens": 320, "output_tokens": 64, "total_tokens": 384}
+    assert data["lengths"]["total_tokens"]["p99"] == 24
+    assert data["arrivals"]["rate"] == 16 / 7.5 and data["arrivals"]["fano"] == {"1s": 0.0, "10s": None, "60s": None}
+    assert data["memory"]["waste"]["page_16"] == 0.25 and data["sessions"] is None
+    cache = data["prefix_cache"]
     assert (cache["pages"], cache["unique_pages"]) == (32, 3)
     assert cache["infinite_cache"]["pages_hit_rate"] == 29 / 32
     assert cache["infinite_cache"]["tokens_hit_rate"] == (15 * 16 + 14 * 4) / 320
@@ -122,12 +122,12 @@ def test_texts_are_counted_in_characters_and_with_a_tokenizer_in_tokens(capsys, 
     assert code == 0 and "prompt characters" in text and "--tokenizer" in text and "Sessions: 2, of 2 turns" in text
     assert "characters" in target.read_text(encoding="utf-8")
     code, out, _ = run(capsys, path, "--tokenizer", ROOT / "engine/tokenizer/bpe8k", "--page-size", 4, "--json")
-    told = json.loads(out)
-    assert code == 0 and told["page_size"] == 4 and told["lengths"]["prompt_tokens"]["min"] > 8
+    data = json.loads(out)
+    assert code == 0 and data["page_size"] == 4 and data["lengths"]["prompt_tokens"]["min"] > 8
     # Of the first talk, the second turn hits the first; the second talk hits all of the first one.
-    first, second = sorted({int(told["lengths"]["prompt_tokens"][k]) for k in ("min", "max")})
+    first, second = sorted({int(data["lengths"]["prompt_tokens"][k]) for k in ("min", "max")})
     hits = first // 4 + first // 4 + second // 4
-    assert told["prefix_cache"]["infinite_cache"]["pages_hit_rate"] == hits / (2 * (first // 4 + second // 4))
+    assert data["prefix_cache"]["infinite_cache"]["pages_hit_rate"] == hits / (2 * (first // 4 + second // 4))
 
 
 def test_sessions_have_turns_and_the_times_between_them(capsys, tmp_path):
@@ -148,8 +148,8 @@ def test_a_trace_without_page_ids_says_what_is_not_known(capsys, tmp_path):
     path.write_text("num_prefill_tokens,num_decode_tokens\n100,28\n50,14\n")
     code, out, _ = run(capsys, path)
     assert code == 0 and "75.0% of it would be used" in " ".join(out.split())
-    told = json.loads(run(capsys, path, "--json")[1])
-    assert told["prefix_cache"] is None and told["arrivals"] is None and "page ids" in told["prefix_cache_unknown"]
+    data = json.loads(run(capsys, path, "--json")[1])
+    assert data["prefix_cache"] is None and data["arrivals"] is None and "page ids" in data["prefix_cache_unknown"]
     for flag in ("--page-size", "--pages", "--kv-bytes-per-token"):
         code, out, err = run(capsys, path, flag, 16)
         assert (code, out) == (2, "") and flag in err and "no page ids" in " ".join(err.split())

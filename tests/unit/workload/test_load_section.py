@@ -117,6 +117,7 @@ def test_sessions_are_counted_instead_of_requests_and_a_dump_loads_again() -> No
         ("prompts.classes", [], ["load.prompts.classes", "at least 1"]),
         ("prompts.classes.0.share", 0.4, ["load.prompts.classes", "0.4", "add up to 1"]),
         ("prompts.classes", BASE["prompts"]["classes"] * 2, ["load.prompts.classes", "2"]),
+        ("prompts.classes", [BASE["prompts"]["classes"][0] | {"share": 0.5}] * 2, ["classes", "['a', 'a']"]),
         ("prompts.classes.0.priority", -1, ["load.prompts.classes.0.priority", "-1"]),
         ("prompts.classes.0.priority", 0.5, ["load.prompts.classes.0.priority", "0.5"]),
         ("prompts.classes.0.prompt_tokens", [64, 16], ["load.prompts.classes.0.prompt_tokens", "[64, 16]"]),
