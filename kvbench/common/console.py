@@ -9,37 +9,40 @@ from contextlib import contextmanager, suppress
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import ProgressColumn, Task
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 QUIET_S = 30.0  # so long nothing is printed where there is no terminal
 
 
-class LiveText(ProgressColumn):
-    """A column whose text is computed at every refresh, so that clocks advance."""
+class LiveText:
+    """Shows ``text()`` while the block runs: live on a terminal, elsewhere as a line after ``quiet_s`` without output.
 
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["text"]())
-
-
-class Heartbeat:
-    """Prints ``text()`` when nothing was printed for ``quiet_s``: a log that stands still looks dead."""
+    A log that stands still looks dead.
+    """
 
     def __init__(self, console: Console, text: Callable[[], str], quiet_s: float = QUIET_S) -> None:
         self._console, self._text, self._quiet_s = console, text, quiet_s
+        self._live = Live(console=console, get_renderable=self._line, transient=True) if console.is_terminal else None
         self._last = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
 
-    def __enter__(self) -> Heartbeat:
-        self._thread.start()
+    def __enter__(self) -> LiveText:
+        (self._live or self._thread).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
+        with suppress(OSError):  # a terminal that is gone
+            if self._live:
+                self._live.stop()
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
+
+    def _line(self) -> Text:
+        return Text(self._text(), no_wrap=True, overflow="ellipsis")
 
     def printed(self) -> None:
         """Something else was printed just now."""
@@ -51,25 +54,18 @@ class Heartbeat:
                 continue
             self._last = time.monotonic()
             with suppress(OSError):  # nobody reads on
-                self._console.print(f"  {self._text()}", markup=False, highlight=False, soft_wrap=True)
+                print_plain(self._console, f"  {self._text()}")
 
 
 @contextmanager
 def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterator[Callable[[str], None]]:
-    """Shows ``text`` while the block runs: live on a terminal, elsewhere as a line every ``quiet_s``.
-
-    Calling what it yields replaces the text.
-    """
-    if console.is_terminal:
-        with console.status(text) as status:
-            yield status.update
-        return
+    """``LiveText`` of ``text``; calling what it yields replaces the text."""
     shown = [text]
 
     def update(other: str) -> None:
         shown[0] = other
 
-    with Heartbeat(console, lambda: shown[0], quiet_s):
+    with LiveText(console, lambda: shown[0], quiet_s):
         yield update
 
 

@@ -1,6 +1,6 @@
 """Progress of a sweep: which load runs, how far it is, how long is left.
 
-On a terminal two bars at the bottom; elsewhere (CI, a pipe) a plain line for each finished load, and one after every
+A plain line for each finished load; in between a live line on a terminal, elsewhere (CI, a pipe) a line after every
 half a minute without output.
 """
 
@@ -9,14 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
 
-from kvbench.common.console import QUIET_S, Heartbeat, LiveText, print_plain
+from kvbench.common.console import QUIET_S, LiveText, print_plain
 from kvbench.common.text import clock
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.workload.design import Block, Cell
@@ -67,63 +64,42 @@ class SweepProgress:
         self, console: Console, blocks: Sequence[Block], estimator: Estimator, quiet_s: float = QUIET_S
     ) -> None:
         self._console = console
-        self._doing = ""
-        self._heartbeat = Heartbeat(console, self._line_of_now, quiet_s)
         self._estimator = estimator
         self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
         self._total = len(self._left)
         self._done = 0
-        self._began = time.monotonic()
-        self._load_began = self._began
+        self._began = self._load_began = time.monotonic()
         self._current: tuple[str, int] | None = None
-        self._requests = (0, 0, 0)
-        self._bars: Progress | None = None
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), LiveText(Column(no_wrap=True)))
-            self._bars = Progress(*columns, console=console, refresh_per_second=4, transient=True)
-            self._sweep_bar = self._bars.add_task("sweep", total=self._total, text=self._sweep_text)
-            self._load_bar = self._bars.add_task("starting", total=None, text=self._load_text)
+        self._doing, self._requests = "starting", ""
+        self._live = LiveText(console, self._text, quiet_s)
 
     def __enter__(self) -> SweepProgress:
-        (self._bars or self._heartbeat).__enter__()
+        self._live.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with suppress(OSError):  # a terminal that is gone
-            (self._bars or self._heartbeat).__exit__(*exc)
+        self._live.__exit__(*exc)
 
     def time_left_s(self) -> float:
         """Loads not finished, plus one server start for each block that still has some."""
-        blocks = {b.block_id for key, (b, _) in self._left.items()}
-        seconds = sum(self._estimator.load_s(c) for _, c in self._left.values())
+        left = list(self._left.values())  # a copy: this runs in the thread of the live line, too
+        blocks = {b.block_id for b, _ in left}
+        seconds = sum(self._estimator.load_s(c) for _, c in left)
         seconds += self._estimator.start_s() * max(0, len(blocks) - 1 if self._current else len(blocks))
-        if self._current in self._left:
-            _, cell = self._left[self._current]
-            seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(cell))
+        if running := self._left.get(self._current):
+            seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(running[1]))
         return max(0.0, seconds)
 
-    def _line_of_now(self) -> str:
-        text = self._load_text() or f"since {clock(time.monotonic() - self._load_began)}"
-        return f"{self._doing or 'working'}: {text}"
-
     def status(self, text: str) -> None:
-        self._current = None
+        self._current, self._requests = None, ""
         self._doing, self._load_began = text, time.monotonic()
-        if self._bars:
-            self._bars.update(self._load_bar, description=text, completed=0, total=None)
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
+        self.status(f"{cell.cell_id} repeat {repeat}")
         self._current = (cell.cell_id, repeat)
-        self._load_began = time.monotonic()
-        self._requests = (0, total, 0)
-        self._doing = f"{cell.cell_id} repeat {repeat}"
-        if self._bars:
-            self._bars.update(self._load_bar, description=f"{cell.cell_id} repeat {repeat}", completed=0, total=total)
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
-        self._requests = (done, total, failed)
-        if self._bars:
-            self._bars.update(self._load_bar, completed=done, total=total)
+        self._requests = f"{done}/{total} requests, " + (f"{failed} failed, " if failed else "")
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
         self._estimator.observe(cell, time.monotonic() - self._load_began, done.get("server_start_s"))
@@ -135,32 +111,24 @@ class SweepProgress:
             text += f", {metrics['failed']} failed"
         if not done["valid"]:
             text += f"  INVALID: {'; '.join(done['invalid_reasons'])}"
-        self._line(cell, repeat, text)
+        self._finish(cell, repeat, text)
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
-        self._line(cell, repeat, f"FAILED: {reason}")
+        self._finish(cell, repeat, f"FAILED: {reason}")
 
-    def _line(self, cell: Cell, repeat: int, text: str) -> None:
+    def _finish(self, cell: Cell, repeat: int, text: str) -> None:
         self._left.pop((cell.cell_id, repeat), None)
         self._done += 1
         self._current = None
-        self._heartbeat.printed()
-        elapsed, left = clock(time.monotonic() - self._began), self._left_words()
+        self._live.printed()
         head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
-        print_plain(self._console, f"{head}{text}" + ("" if self._bars else f"  (elapsed {elapsed}, {left})"))
-        if self._bars:
-            self._bars.update(self._sweep_bar, completed=self._done)
+        print_plain(self._console, head + text + self._times())
 
-    def _sweep_text(self) -> str:
-        elapsed, left = clock(time.monotonic() - self._began), self._left_words()
-        return f"{min(self._done + 1, self._total)} of {self._total}, {elapsed} elapsed, {left}"
+    def _text(self) -> str:
+        number = min(self._done + 1, self._total)
+        since = clock(time.monotonic() - self._load_began)
+        return f"[{number}/{self._total}] {self._doing}: {self._requests}{since}{self._times()}"
 
-    def _left_words(self) -> str:
-        return f"about {clock(self.time_left_s())} left" + (", a guess" if self._estimator.guesses_starts else "")
-
-    def _load_text(self) -> str:
-        if self._current is None:
-            return ""
-        done, total, failed = self._requests
-        words = f"{done}/{total} requests" + (f", {failed} failed" if failed else "")
-        return f"{words}, {clock(time.monotonic() - self._load_began)}"
+    def _times(self) -> str:
+        elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
+        return f"  (elapsed {elapsed}, about {left} left{', a guess' if self._estimator.guesses_starts else ''})"
