@@ -133,7 +133,7 @@ def drive(
             [sys.executable, "-m", "kvbench.load", str(out / "spec.json"), *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
-            death_signal=signal.SIGKILL,  # nobody is left to read what it would write, and it may hang
+            death_signal=signal.SIGKILL,  # without us nothing reads its output, and it may hang
         )
         try:
             limit_s += ARRIVE_S if arguments else 0.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.load import launch as loadrun
+from kvbench.load import launch
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList
 from kvbench.targets.choose import require_url
@@ -65,13 +65,13 @@ class LocustJob:
         finally:
             target.stop()
         load, point = self.workload.load, self.point
-        requests = loadrun.make_requests(
+        requests = launch.make_requests(
             load, point, vocab_size=model.vocab_size, max_model_len=model.max_model_len, seed=self.workload.seed,
             repeat=test,
         )  # fmt: skip
-        fields = loadrun.load_spec(
+        fields = launch.load_spec(
             load, point, base_url=target.base_url, model=model.name, requests_file=Path(), out_dir=Path(),
-            send_priority=loadrun.takes_priority({"target": host}, info),
+            send_priority=launch.takes_priority({"target": host}, info),
         )  # fmt: skip
         if point.mode == "closed":
             fields["concurrency"] = users

@@ -18,7 +18,7 @@ from kvbench.calibration.cache import Calibrator
 from kvbench.common.console import print_plain, status_line
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, RefusedError, UsageError
 from kvbench.common.files import check_output_dir, read_json, write_json
-from kvbench.load import launch as loadrun
+from kvbench.load import launch
 from kvbench.loadtest.folder import METRICS, LoadFolder, describe, open_folder
 from kvbench.loadtest.max_rate.plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.loadtest.max_rate.run import RateSearch
@@ -211,7 +211,7 @@ class LoadRunner:
         """
         warm = None if self.measured else self._warm_up(setup, point)
         requests = made or setup.requests(point, number)
-        path, digest = loadrun.store_requests(requests, out, "requests")
+        path, digest = launch.store_requests(requests, out, "requests")
         name = point.load_id
         with status_line(self.console, f"{name}: {len(requests)} requests") as update:
             result = measure_load(

@@ -20,7 +20,7 @@ from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
-from kvbench.load import launch as loadrun
+from kvbench.load import launch
 from kvbench.load.validity import UNKNOWN_STREAMS
 from kvbench.measure import server_state
 from kvbench.metrics.latency import summarise, too_many_failed
@@ -63,7 +63,7 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
     """The requests of one load, as ``target`` takes them. Raises MeasurementError when none can be made for it."""
     facts = target.model
     try:
-        made = loadrun.make_requests(
+        made = launch.make_requests(
             load, point, vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, seed=seed, repeat=repeat
         )
     except ValueError as error:
@@ -79,7 +79,7 @@ def measure_load(
     out: Path,
     *,
     first: bool,
-    on_progress: loadrun.Progress,
+    on_progress: launch.Progress,
     failures_invalidate: bool = True,
 ) -> dict[str, Any]:
     """From the idle server to the judged result; raw samples, counters and logs are written to ``out``.
@@ -156,21 +156,21 @@ def _drive(
     requests: list[Any],
     requests_file: Path,
     out: Path,
-    on_progress: loadrun.Progress,
+    on_progress: launch.Progress,
 ) -> _Driven:
     """Sends the load to its end; raw samples and logs are in ``out`` then. Raises MeasurementError."""
     target, load, log_from = setup.target, setup.load, _size(setup.server_log)
     machine = MachineWatch(target.server())
     before = server_state.read_metrics(target)
-    spec = loadrun.load_spec(
+    spec = launch.load_spec(
         load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
-        send_priority=loadrun.takes_priority(setup.settings, setup.info),
+        send_priority=launch.takes_priority(setup.settings, setup.info),
     ) | target.client_fields() | dict(setup.client)  # fmt: skip
     with MetricsPoller(lambda: target.metrics(), setup.poll_s) as poller:
-        loadrun.drive(
+        launch.drive(
             spec,
             total=len(requests),
-            limit_s=loadrun.bound_s(load, point, requests),
+            limit_s=launch.bound_s(load, point, requests),
             on_progress=on_progress,
             check=setup.check,
             on_phase=machine.on_phase,

@@ -12,7 +12,7 @@ from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
-from kvbench.load import launch as loadrun
+from kvbench.load import launch
 from kvbench.measure.load import LoadSetup, measure_load
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.runs.folder import DONE, RunFolder
@@ -158,7 +158,7 @@ class BlockRunner:
         """From the idle server to done.json. Raises MeasurementError when it could not be driven to its end."""
         setup.check()
         requests = setup.requests(cell.load, repeat)
-        path, digest = loadrun.store_requests(requests, self.run.path / "requests", f"{cell.load.load_id}-{repeat}")
+        path, digest = launch.store_requests(requests, self.run.path / "requests", f"{cell.load.load_id}-{repeat}")
         self.listener.load_started(cell, repeat, len(requests))
         with self.run.scratch_load(cell.cell_id, repeat) as out:
             done = {

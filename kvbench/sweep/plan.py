@@ -12,7 +12,7 @@ from rich.console import Console
 from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
-from kvbench.load import launch as loadrun
+from kvbench.load import launch
 from kvbench.runs.folder import RunFolder
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
@@ -39,7 +39,7 @@ def preflight(workload: Workload, design: Design, check: Check) -> tuple[dict[st
         drawn.add(key)
         for repeat in range(1, workload.load.repeats + 1):
             try:
-                requests = loadrun.make_requests(
+                requests = launch.make_requests(
                     workload.load, cell.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat
                 )
             except (ValueError, OSError) as error:

@@ -58,7 +58,7 @@ class LoadNotBegun(Exception):
 
 
 class GuardedMaster(MasterRunner):
-    """Locust's master; it ignores whoever has not proven that it knows the token.
+    """Locust's master, which ignores messages of senders that have not proven that they know the token.
 
     ``members``: the workers that were admitted, by Locust's name.
     """
@@ -68,7 +68,7 @@ class GuardedMaster(MasterRunner):
         super().__init__(environment, host, port)
 
     def handle_message(self, client_id: str, msg: Message) -> None:
-        """``client_id``: who sent it, as the socket knows; ``msg.node_id``: as the sender says."""
+        """``client_id``: the sender as the socket knows it; ``msg.node_id``: the sender's own claim."""
         if client_id == msg.node_id and (client_id in self.members or msg.type in ("client_ready", messages.JOIN)):
             super().handle_message(client_id, msg)
 
@@ -214,7 +214,7 @@ class SharedLoad:
         limit_s: float = _ANSWER_S,
         needed: bool = True,
     ) -> None:
-        """Sends a message to workers (all) and waits for their ``answers``; who does not answer in time is lost.
+        """Sends a message to ``of`` (None: all workers) and waits for their answers; one without an answer is lost.
 
         ``needed``: raises LoadNotBegun for the first that is lost or answers with an error, and when the load is
         stopped.

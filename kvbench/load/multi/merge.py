@@ -79,7 +79,7 @@ def samples_from_bytes(
 
 
 def in_slices(rows: Sequence[Any]) -> Iterator[Any]:
-    """``rows``, with pauses in which heartbeats are answered: who misses them for seconds counts as lost."""
+    """``rows``, with pauses in which heartbeats are answered: a process that misses them for seconds counts as lost."""
     for k, row in enumerate(rows):
         if k % _ROWS_BETWEEN_PAUSES == 0:
             gevent.sleep(0)
@@ -100,7 +100,7 @@ def merged_client(members: Sequence[Member], mode: str, wall_s: float) -> tuple[
     client["cpu_fraction"] = max((c["cpu_fraction"] for c in own if c["cpu_fraction"] is not None), default=None)
     client["processes"] = [_process(m, c) for m, c in zip(members, own, strict=True)]
     reasons: list[str] = []
-    if not invalid_reasons(client, 0):  # else the same is said of the whole load
+    if not invalid_reasons(client, 0):  # else the whole load has the same reason
         for member, figures in zip(members, own, strict=True):
             reasons += [f"{member.name}: {x}" for x in invalid_reasons(figures, 0)]
     for member in members:

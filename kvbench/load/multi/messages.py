@@ -1,4 +1,4 @@
-"""What master and workers say to each other: messages of Locust's runners, beside Locust's own.
+"""Messages between master and workers. Locust's runners carry them beside Locust's own.
 
     worker -> master  JOIN {proof, version, boot, host, pid}   answered with {proof} or {error}
     master -> worker  CLOCK, SHARD, START, SAMPLES  each answered once, under its own name
@@ -24,7 +24,7 @@ CLOCK, SHARD, START, SAMPLES = (f"kvbench_{name}" for name in ("clock", "shard",
 
 
 def proof(name: str) -> str:
-    """Shows that whoever calls itself ``name`` knows the token of the environment; the token itself is never sent."""
+    """Proves that the sender ``name`` knows the token of the environment; the token itself is never sent."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     return hmac.new(token.encode(), name.encode(), hashlib.sha256).hexdigest()
 

@@ -116,7 +116,7 @@ class Worker:
             },
         )
         while not self.over.wait(_LOOK_S):
-            self._silent_s += _LOOK_S  # turns are counted: while this process stood still it heard nobody
+            self._silent_s += _LOOK_S  # counts turns: who stood still could not hear it
             if self._silent_s > self._patience_s:
                 self._end(EXIT_INVALID, f"the master has been silent for {self._silent_s:.0f} s")
         with gevent.Timeout(process.STOP_LIMIT_S, False):

@@ -298,7 +298,7 @@ def next_step(trials: Sequence[Trial], bounds: Bounds) -> NextRun | Answer:
 def bracket(trials: Sequence[Trial]) -> tuple[float | None, float | None]:
     """(highest met rate below every unmet one, lowest unmet rate); a rate's runs decide by their majority.
 
-    A rate that was met above one that was not is luck, and no answer; nor is one that the client could not send twice.
+    A rate that was met above one that was not is luck and does not count; nor does one above what the client can send.
     """
     margins = _margins(trials)
     lowest = min((rate for rate, margin in margins.items() if margin < 0), default=None)

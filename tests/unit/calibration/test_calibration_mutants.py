@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.calibration.calibrate import Calibration, CalibrationSettings, calibrate
-from kvbench.load import launch as loadrun
+from kvbench.common import processes
 from tests.support.loads import ROOT, SUPPORT, LoadRunner, requests_of
 
 SETTINGS = CalibrationSettings(streams=16, itl_ms=20.0, seconds=0.8)
@@ -33,7 +33,7 @@ CAUGHT = {  # by validity's limits, which make loads invalid
 @pytest.fixture(scope="module")
 def mutants() -> Iterator[dict[str, Calibration]]:
     """The calibration of every mutant, and of the sound client run in the same way ("none")."""
-    local, launch = threading.local(), loadrun.processes.launch
+    local, launch = threading.local(), processes.launch
 
     def launch_mutant(command, **options):
         at = command.index("kvbench.load")
@@ -46,7 +46,7 @@ def mutants() -> Iterator[dict[str, Calibration]]:
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
         patch.setattr(
-            loadrun.processes, "launch", lambda c, **o: (launch_mutant if "kvbench.load" in c else launch)(c, **o)
+            processes, "launch", lambda c, **o: (launch_mutant if "kvbench.load" in c else launch)(c, **o)
         )
         names = [*CAUGHT, "none"]
         yield dict(zip(names, pool.map(taken, names), strict=True))

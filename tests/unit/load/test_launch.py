@@ -10,7 +10,7 @@ import pytest
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
-from kvbench.load import launch as loadrun
+from kvbench.load import launch
 from kvbench.load.spec import LoadSpec
 from kvbench.workload.design import load_point
 from kvbench.workload.load_section import LoadConfig
@@ -26,7 +26,7 @@ def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
         | {"timeout_s": 9, "connect_timeout_s": 2, "first_byte_timeout_s": 3, "idle_timeout_s": 4}
     )
     point = load_point(mode, concurrency=concurrency, rate=rate, num_requests=5)
-    spec = loadrun.load_spec(
+    spec = launch.load_spec(
         load,
         point,
         base_url="http://127.0.0.1:1",
@@ -50,17 +50,17 @@ def client(monkeypatch, code):
         started.append(real([sys.executable, "-c", code], **options))
         return started[-1]
 
-    monkeypatch.setattr(loadrun.processes, "launch", launch)
+    monkeypatch.setattr(processes, "launch", launch)
     return started
 
 
 def drive(tmp_path, **options):
-    loadrun.drive({"out_dir": str(tmp_path)}, total=1, limit_s=20, on_progress=lambda *a: None, **options)
+    launch.drive({"out_dir": str(tmp_path)}, total=1, limit_s=20, on_progress=lambda *a: None, **options)
 
 
 def test_a_client_that_does_not_end_is_stopped_with_a_sentence(tmp_path, monkeypatch):
     started = client(monkeypatch, "import os, time; os.close(1); time.sleep(60)")
-    monkeypatch.setattr(loadrun, "_EXIT_LIMIT_S", 0.2)
+    monkeypatch.setattr(launch, "_EXIT_LIMIT_S", 0.2)
     with pytest.raises(MeasurementError, match=r"closed its output but did not end within 0\.2 s"):
         drive(tmp_path)
     assert started[0].returncode is not None
@@ -78,7 +78,7 @@ def test_the_phases_are_told_in_order_while_the_client_lives(tmp_path, monkeypat
 def test_a_client_that_hangs_is_stopped_long_before_the_load_would_have_to_end(tmp_path, monkeypatch, phase):
     said = "" if phase == "start" else f'print(\'{{"event": "{phase}"}}\', flush=True)\n'
     started = client(monkeypatch, said + "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
-    monkeypatch.setattr(loadrun, "_SILENCE_S", {"start": 9.0, "begin": 9.0, "measured": 9.0} | {phase: 0.7})
+    monkeypatch.setattr(launch, "_SILENCE_S", {"start": 9.0, "begin": 9.0, "measured": 9.0} | {phase: 0.7})
     stop = processes.stop
     monkeypatch.setattr(processes, "stop", lambda process, grace_s: stop(process, 0.1))
     with pytest.raises(MeasurementError, match=r"hung \(it said nothing for 1 s\) and was stopped"):
