@@ -231,10 +231,6 @@ SGLANG = Preset(
 _MOST_REQUESTS = "65536"  # its router refuses any above its limit, 128 by default, in place of queueing them
 
 
-def _tgi_length(value: Any, context: Context) -> str:
-    return f"--max-total-tokens {value} --max-input-tokens {int(value) - 1}"
-
-
 def _tgi_environment(context: Context) -> Mapping[str, str | None]:
     variables = {**_OFFLINE, "USAGE_STATS": "off", "MAX_CONCURRENT_REQUESTS": _MOST_REQUESTS}
     if (caching := context.settings.get("enable_prefix_caching")) is not None:
@@ -259,7 +255,7 @@ TGI = Preset(
         ),
         "enable_prefix_caching": switch("", ""),  # by the environment
         "enable_chunked_prefill": always(True, "it is on wherever its attention kernels can do it"),
-        "max_model_len": Setting(words=_tgi_length),
+        "max_model_len": Setting(lambda n, context: f"--max-total-tokens {n} --max-input-tokens {int(n) - 1}"),
         "max_num_seqs": flag("--max-batch-size {}"),
         "max_num_batched_tokens": flag("--max-batch-prefill-tokens {}"),
         "preemption_mode": always("recompute", "it admits what fits to its end, so it never preempts"),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence as Sequence_
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,7 @@ def capacities(trace: Trace, distinct: int) -> list[int]:
     return [longest, *(n for n in steps if longest < n < distinct), *([distinct] if distinct > longest else [])]
 
 
-def parse_pages(texts: Sequence_[str]) -> list[int]:
+def parse_pages(texts: Iterable[str]) -> list[int]:
     """``["1k,5k", "2M"]`` -> 1000, 5000, 2000000: ascending, each once. ValueError for what is no number of pages."""
     found = set()
     for word in ",".join(texts).split(","):

@@ -77,11 +77,7 @@ WEKA = json.dumps(
         "block_size": 8,
         "requests": [
             {"t": 0.0, "type": "n", "in": 9, "out": 4, "hash_ids": [1], "think_time": 0.0},
-            {
-                "t": 5.0,
-                "type": "subagent",
-                "requests": [{"t": 1.0, "type": "s", "in": 16, "out": 2, "hash_ids": [1, 7]}],
-            },
+            {"t": 5.0, "type": "subagent", "requests": [{"t": 1.0, "in": 16, "out": 2, "hash_ids": [1, 7]}]},
             {"t": 9.0, "type": "n", "in": 20, "out": 3, "hash_ids": [1, 2], "think_time": 2.5},
         ],
     },

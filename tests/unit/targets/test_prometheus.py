@@ -60,8 +60,11 @@ histogram vllm:request_queue_time_seconds_sum{engine="0",model_name="m"} 1.25
 gauge vllm:cache_config_info{block_size="32",engine="0",kv_cache_size_tokens="6208",num_gpu_blocks="194",x="None"} 1.0
 """
 SGLANG = """
-gauge sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0",pp_rank="0"} 3.0
-gauge sglang:num_queue_reqs{engine_type="unified",model_name="m",tp_rank="0",pp_rank="0"} 4.0
+gauge sglang:num_running_reqs{engine_type="unified",model_name="m",priority="",tp_rank="0",pp_rank="0"} 3.0
+gauge sglang:num_running_reqs{engine_type="unified",model_name="m",priority="0",tp_rank="0",pp_rank="0"} 1.0
+gauge sglang:num_running_reqs{engine_type="unified",model_name="m",priority="10",tp_rank="0",pp_rank="0"} 2.0
+gauge sglang:num_queue_reqs{engine_type="unified",model_name="m",priority="0",tp_rank="0",pp_rank="0"} 4.0
+gauge sglang:num_queue_reqs{engine_type="unified",model_name="m",priority="",tp_rank="0",pp_rank="0"} 4.0
 gauge sglang:token_usage{model_name="m"} 0.28
 counter sglang:prompt_tokens_total{model_name="m"} 4000.0
 counter sglang:cached_tokens_total{cache_source="device",model_name="m"} 1000.0
@@ -154,17 +157,6 @@ def test_each_servers_metrics_in_our_names_and_units(server):
     assert sample.facts == FACTS.get(server, {})
     assert sample.active_requests == sum(v for k, v in GAUGES[server].items() if k.startswith("num_requests"))
     assert sample.owned_pages == GAUGES[server].get("kv_pages_owned")
-
-
-def test_requests_by_priority_are_not_added_to_those_of_all():
-    sample = read("""
-gauge sglang:num_running_reqs{model_name="m",priority="",tp_rank="0"} 5.0
-gauge sglang:num_running_reqs{model_name="m",priority="0",tp_rank="0"} 3.0
-gauge sglang:num_running_reqs{model_name="m",priority="10",tp_rank="0"} 2.0
-gauge sglang:num_queue_reqs{model_name="m",priority="0",tp_rank="0"} 4.0
-gauge sglang:num_queue_reqs{model_name="m",priority="",tp_rank="0"} 4.0
-""")
-    assert sample.gauges == {"num_requests_running": 5.0, "num_requests_waiting": 4.0}
 
 
 @pytest.mark.parametrize("text", ["", "# just a comment\n"])
