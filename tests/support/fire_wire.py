@@ -130,7 +130,10 @@ BROKEN = {  # (the kinds that may be counted, the bytes)
     "http500": ("http_error", sized(b'{"error": {"message": "under fire"}}', status="500 Fire")),
     "http429": ("http_error", sized(b"slow down", status="429 Too Many", kind="text/plain")),
     "http503_empty": ("http_error", sized(b"", status="503 Away")),
-    "html": ("truncated malformed no_finish_reason", sized(b"<h1>Bad gateway</h1>", kind="text/html")),
+    "html": (  # without connection: close a kept connection may be reset before the next answer
+        "truncated malformed no_finish_reason",
+        sized(b"<h1>Bad gateway</h1>", status="200 OK\r\nconnection: close", kind="text/html"),
+    ),
     "json": ("truncated malformed", sized(json.dumps(token(3)).encode(), kind="application/json")),
     "not_http": ("malformed", b"\x16\x03\x01\x00 SSH-2.0\r\n\r\n"),
     "long_head": ("malformed too_long no_finish_reason", b"HTTP/1.1 200 OK\r\nx: " + b"a" * 100_000 + b"\r\n\r\n"),
