@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -264,16 +264,6 @@ class AsyncEngine:
                 stream.close()
             raise
         return stream
-
-    async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
-        """The outputs of one request; it is aborted if the generator is left early."""
-        stream = await self.submit([request])
-        try:
-            while not stream.done:
-                for delivery in await stream.get():
-                    yield delivery.output
-        finally:
-            stream.close()
 
     def abort(self, request_id: str, reason: str = "abort", index: int | None = None) -> None:
         """End a request, or only its sequence ``index``, if it has not ended. Does not wait."""
