@@ -78,7 +78,7 @@ def accept() -> None:
 @accept.command(name="counters")
 @_WORKLOAD
 @_LOCK
-@click.option("--reason", required=True, help="Why the counters changed: kept in the lock file, for whoever reads it.")
+@click.option("--reason", required=True, help="Why the counters changed: kept in the lock file.")
 def accept_counters(workload: Path, lock: Path, reason: str) -> int:
     """Write what this code counts into the lock file, with the reason, the commit and the date.
 

@@ -171,7 +171,7 @@ def _tune_case(case: Case, chip: Any, device: Any, deadline: float) -> Outcome:
 
 
 def default_tiles(case: Case, arch: int) -> Tiles:
-    """What launch.py works out, whatever a table says."""
+    """The tiles that launch.py computes without a table."""
     from kernels import tuning
 
     _, kind, _, _, _, itemsize = case.bucket

@@ -82,7 +82,7 @@ def make_table(
     title: str = "",
     tight: bool = False,
 ) -> Table:
-    """A table whose entries are never read as markup: texts may fold; columns from ``numbers_from`` on are whole.
+    """A table whose entries are never read as markup. Columns before ``numbers_from`` may fold, the others do not.
 
     ``tight``: one space between columns, for a table that is to fit 80 characters.
     """
@@ -99,7 +99,7 @@ def make_table(
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Prints ``table`` as wide as it is: a column that is cut would hide what was asked for."""
+    """Prints ``table`` as wide as it needs to be: a column that is cut would hide numbers."""
     usual = console.width
     console.width = max(usual, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
     try:

@@ -45,7 +45,7 @@ def _in_child(background: bool, adopts: bool, death_signal: signal.Signals) -> C
     def prepare() -> None:
         if background:
             os.nice(_BACKGROUND_NICE)  # the kernel caps the sum at 19
-            with contextlib.suppress(OSError):  # its wake-ups do not interrupt whoever runs, the load client above all
+            with contextlib.suppress(OSError):  # its wake-ups do not interrupt the load client
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)  # when kvbench is killed outright (SIGKILL, out of memory)
         if adopts:

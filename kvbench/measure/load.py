@@ -35,7 +35,7 @@ class LoadSetup:
     """What the loads on one server have in common.
 
     ``settings``: the configuration under test (``{"target": url}`` for a server that ran before); ``info``: its
-    /server_info; ``server_log``: where its output goes, None when that is not ours; ``check``: called twice a second,
+    /server_info; ``server_log``: where its output goes, None if it is not ours; ``check``: called every 0.5 s,
     raises when the measurement must end; ``client``: further fields of LoadSpec; ``calibrate``: gives the load client's
     calibration for a load, given the one from before the load (None: nobody calibrates); ``arguments``: of the load
     process; ``sends_here`` False: it only leads workers on other machines; ``poll_s``: between readings of /metrics.

@@ -123,9 +123,9 @@ def _complete(setup: LoadSetup, request: Any) -> tuple[bool, list[MeasurementErr
 
 
 def _shuffled(request: Any) -> Any:
-    """The request's token ids in another order; of a text the words, behind a word that no measured prompt begins with.
+    """The request's token ids or words in random order; a text gets a first word that no measured prompt has.
 
-    A text may be a single word, or of a script without blanks; what a cache keeps belongs to a prompt's beginning.
+    A text may be a single word, or have no blanks; a prefix cache keeps prompts by their beginning.
     """
     given = request.prompt_token_ids if request.prompt is None else request.prompt.split(" ")
     mixed = random.Random(_SEED).sample(given, len(given))

@@ -96,7 +96,7 @@ def _valid(cell: MeasuredCell) -> Value:
 def _lag(cell: MeasuredCell) -> Value:
     worst = _worst(cell.client("lag_p99_ms"))
     sources = sorted({str(source) for source in cell.client("lag_source")})
-    if worst is None and sources == ["kernel stamps"]:  # whose error the calibration tells
+    if worst is None and sources == ["kernel stamps"]:  # the calibration measures their error
         worst, sources = _worst(cell.client("loop_lag_p99_ms")), ["of the loop; kernel stamps"]
     elif False in cell.client("lag_judged"):
         sources.append("not judged: too few chunks")

@@ -103,9 +103,9 @@ def effect_table(run: Run) -> Table:
     for e in listed:
         c = e.comparison
         change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
-        texts = (setting_title(e.setting), change, c.load.short)
+        head = (setting_title(e.setting), change, c.load.short)
         latencies = (ratio_value(r, higher_is_better=False) for r in (c.ttft, c.tpot, c.itl))
-        shown = (*(Value(text, text) for text in texts), ratio_value(c.throughput), *latencies)
+        shown = (*(Value(text, text) for text in head), ratio_value(c.throughput), *latencies)
         rows.append(Row(c.a if c.b.valid else c.b, shown, change))
     heads = ("setting", "change", "load", "output tok/s", "p95 TTFT", "p50 TPOT", "p95 ITL")
     return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=3)
@@ -154,7 +154,7 @@ def plateau_table(run: Run) -> Table:
         steps = [repeat.metrics.get("plateaus") or () for repeat in cell.repeats]
         if len({len(each) for each in steps}) == 1:
             for repeats in zip(*steps, strict=True):
-                texts = (cell.name, *plateau_row(repeats))
-                rows.append(Row(cell, tuple(Value(text, text) for text in texts), cell.name))
+                row = (cell.name, *plateau_row(repeats))
+                rows.append(Row(cell, tuple(Value(text, text) for text in row), cell.name))
     heads = ("configuration", *PLATEAU_HEADS)
     return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=1)

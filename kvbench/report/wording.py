@@ -275,7 +275,7 @@ def conclusions(run: Run) -> list[Conclusion]:
 
 
 def reservation(c: PairedComparison) -> str:
-    """What contiguous reserves for a request, beside what requests needed; empty where that is not known."""
+    """What contiguous reserves for a request, and what requests needed; empty where that is not known."""
     slots = c.b.settings.get("max_model_len") or c.b.capacity.get("max_model_len")
     requests = c.b.requests()
     if effective(c.b.settings, "reservation") != "max" or not slots or requests.empty:

@@ -36,7 +36,7 @@ PLATEAU_HEADS = (
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of a nested mapping under dotted names; texts, lists and what is not finite are left out."""
+    """The finite numbers of a nested mapping under dotted names; everything else is left out."""
     flat: dict[str, float] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -45,8 +45,8 @@ def reopen(
 ) -> tuple[dict[str, Any], list[str]]:
     """The manifest of a run to resume, and remarks for the user.
 
-    ``served``: what the manifest would say of the target now. A run with nothing left is opened whatever has changed:
-    nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
+    ``served``: the manifest's entries for the target as it is now. A run with nothing left is opened even if something
+    has changed: nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
     """
     manifest = run.manifest()
     now_workload = json.loads(json.dumps(workload.resolved, default=str))  # as it is stored

@@ -87,6 +87,7 @@ def describe_plan(
 
 
 def planned_blocks(workload: Workload, manifest: Mapping[str, Any]) -> tuple[Block, ...]:
+    """The blocks of a run's stored plan."""
     planned = {cell_id for block in manifest["plan"] for cell_id in block["cells"]}
     _, blocks = plan_sweep(workload)
     return tuple(dataclasses.replace(b, cells=tuple(c for c in b.cells if c.cell_id in planned)) for b in blocks)
