@@ -41,7 +41,7 @@ from kvbench.gate.verdict.verdict import INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.runs.folder import MANIFEST, RunFolder, create_run
 from kvbench.runs.resume import stored_workload
 from kvbench.runs.work import kept, orderly_end
-from kvbench.sweep.block import BlockRunner
+from kvbench.sweep.block import BlockRunner, Listener
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload, load_workload
@@ -193,17 +193,13 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
 
 
 @dataclass(frozen=True)
-class _Progress:
+class _Progress(Listener):
     """Shows what is being measured. ``status`` replaces the text on the status line."""
 
     status: Callable[[str], None]
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self.status(f"pair {repeat}: {cell.cell_id}")
-
-    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None: ...
-
-    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None: ...
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
         self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")

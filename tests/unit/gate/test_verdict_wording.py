@@ -61,13 +61,6 @@ def test_a_line_and_a_shortened_name_keep_their_limit(text: str, limit: int) -> 
         assert flat.endswith(short[-2:]) and flat.startswith(cut.removesuffix(" …"))
 
 
-def test_bounds_of_a_limit() -> None:
-    both = Finding("a", "limit", "a", PASS, "s", unit="ms", figures={"min": 1.0, "max": 250.0})
-    assert wording.bounds(both) == ">= 1 ms and <= 250 ms"
-    assert wording.bounds(Finding("a", "limit", "a", PASS, "s", unit="ms", figures={"min_ratio": 0.9})) == ">= 0.900"
-    assert wording.bounds(Finding("a", "cell", "a", FAIL, "s", figures={"floor": 0.02})) == ""
-
-
 @pytest.mark.parametrize(
     ("base", "words"),
     [
