@@ -16,13 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from kvbench.requests.arrivals import draw_times, notes_of, recorded_times
-from kvbench.requests.conversations import draw_conversations
-from kvbench.requests.draw import draw_lengths, draw_prefixes, largest_remainder, random_tokens, scale_of
+from kvbench.requests.draw import draw_conversations, draw_lengths, draw_requests
 from kvbench.requests.from_trace import draw_trace
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.traces.tokenizer import find_file, load_tokenizer
 from kvbench.workload.load_section import LoadConfig
-from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts, scale_lengths
+from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts
 
 _ARRIVALS = 1  # arrivals have a stream of random numbers of their own
 
@@ -58,7 +57,7 @@ def build_requests(
             prompts, count, vocab_size, max_model_len, rng, count_sessions=load.counted_by_time
         )
     elif load.sessions is None:
-        requests, notes = _synthetic(prompts, count or 0, vocab_size, max_model_len, rng)
+        requests, notes = draw_requests(prompts, count or 0, vocab_size, max_model_len, rng)
     else:
         requests, notes = draw_conversations(prompts, load.sessions, count or 0, vocab_size, max_model_len, rng)
     recorded = is_open and load.arrivals == "trace"
@@ -77,30 +76,6 @@ def build_requests(
     _check_fit(requests, max_model_len)
     _check_primed(load, requests)
     return RequestList(requests, notes)
-
-
-def _synthetic(
-    prompts: SyntheticPrompts, count: int, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[list[RequestSpec], dict]:
-    classes = prompts.classes
-    longest = max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in classes)
-    scale = scale_of(prompts, longest, max_model_len)
-    counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng)
-    drawn: list[RequestSpec] = []
-    for which, item in enumerate(classes):
-        lengths = scale_lengths(draw_lengths(item.prompt_tokens, counts[which], rng), scale)
-        outputs = scale_lengths(draw_lengths(item.output_tokens, counts[which], rng), scale)
-        for prompt_len, output_len, prefix in zip(lengths, outputs, give(which), strict=True):
-            body = random_tokens(int(prompt_len), vocab_size, rng)
-            drawn.append(
-                RequestSpec(
-                    len(drawn), item.name, prefix + body, None, int(output_len),
-                    prefix_tokens=len(prefix), priority=item.priority,
-                )
-            )  # fmt: skip
-    requests = [dataclasses.replace(drawn[j], index=i) for i, j in enumerate(rng.permutation(len(drawn)))]
-    return requests, {"length_scale": scale} if scale != 1.0 else {}
 
 
 def _text(
