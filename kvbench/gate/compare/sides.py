@@ -224,16 +224,19 @@ def open_side(side: Side, workload: Workload, options: Mapping[str, Any], builds
     kept |= {name: options.get(name) if side.kind in kinds else None for name, kinds in _KINDS_OF.items()}
     if side.kind == RUN:
         return _open_run(side, workload)
+    build, facts = None, side.to_json()
     if side.kind == REF:
-        return _open_ref(side, workload, kept, builds or Builds())
-    if side.kind == SET:
+        build = (builds or Builds()).build(find_commit(Path(kept["repo"] or REPOSITORY), side.text))
+        choice = _of_build(build, workload, kept)
+        facts |= build.facts()
+    elif side.kind == SET:
         choice = _with_settings(side, workload, kept)
     else:
         choice = choose(workload, kept | {"target" if side.kind == URL else "serve_cmd": side.text}, {})
-    facts = {**side.to_json(), "command": _command(choice), "target": dict(choice.manifest)}
-    if choice.manifest.get("backend") == "kvbench":
+    facts |= {"command": _command(choice, build), "target": dict(choice.manifest)}
+    if build is None and choice.manifest.get("backend") == "kvbench":
         facts |= {"git": git_state(REPOSITORY), "versions": versions()}
-    return OpenSide(side, choice, facts)
+    return OpenSide(side, choice, facts, build)
 
 
 def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
@@ -296,26 +299,22 @@ def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -
     return choice
 
 
-def _open_ref(side: Side, workload: Workload, options: Mapping[str, Any], builds: Builds) -> OpenSide:
-    build = builds.build(find_commit(Path(options["repo"] or REPOSITORY), side.text))
+def _of_build(build: Build, workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
     if options["serve_cmd"]:
-        choice = choose(workload, {**options, "serve_cmd": built_command(options["serve_cmd"], build)}, {})
-    elif is_kvbench(build.source):
-        command, limit = (str(build.python), *_SERVER), options["start_timeout"] or _START_S
-        manifest = {**dict.fromkeys(STORED), "backend": "kvbench", "shared_machine": True}
-        choice = ChosenTarget(
-            workload,
-            lambda: BuiltinTarget(command=command, start_timeout_s=limit, env=build.env),
-            check_configuration,
-            manifest,
-        )
-    else:
+        return choose(workload, {**options, "serve_cmd": built_command(options["serve_cmd"], build)}, {})
+    if not is_kvbench(build.source):
         raise UsageError(
             f"{build.commit.repo} is not kvbench's own engine, so how it is launched has to be said: --serve-cmd with "
             "{python} or {worktree} for what was built, and {port}"
         )
-    facts = {**side.to_json(), **build.facts(), "command": _command(choice, build), "target": dict(choice.manifest)}
-    return OpenSide(side, choice, facts, build)
+    command, limit = (str(build.python), *_SERVER), options["start_timeout"] or _START_S
+    manifest = {**dict.fromkeys(STORED), "backend": "kvbench", "shared_machine": True}
+    return ChosenTarget(
+        workload,
+        lambda: BuiltinTarget(command=command, start_timeout_s=limit, env=build.env),
+        check_configuration,
+        manifest,
+    )
 
 
 def built_command(text: str, build: Build) -> str:
