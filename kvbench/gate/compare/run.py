@@ -163,7 +163,7 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
         for remark in resume(manifest, workloads, force=options["force"]):
             say(f"note: {remark}")
     say(f"results: {folder.path}")
-    for note in (*manifest["notes"], *filter(None, [manifest["doubt"]])):
+    for note in (*manifest["notes"], *filter(None, [manifest.get("doubt")])):
         say(f"note: {note}")
     comparison = Comparison(folder, manifest, workloads, request.policy, options, console)
     try:
