@@ -73,10 +73,10 @@ def read_resources(compiled: CompiledKernel) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        told = _cuobjdump("--dump-resource-usage", cubin.name)
-        found = re.search(rf"Function {re.escape(compiled.metadata.name)}:\s*(.*)", told)
+        output = _cuobjdump("--dump-resource-usage", cubin.name)
+        found = re.search(rf"Function {re.escape(compiled.metadata.name)}:\s*(.*)", output)
         if found is None:
-            raise RuntimeError(f"cuobjdump names no function {compiled.metadata.name!r}: {told.strip()[:300]}")
+            raise RuntimeError(f"cuobjdump names no function {compiled.metadata.name!r}: {output.strip()[:300]}")
         fields = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", found.group(1))}
         stack = fields["STACK"] + fields["LOCAL"]
         # Without a stack frame there is nothing to spill to: no need to disassemble.

@@ -104,8 +104,8 @@ def read_table(arch: int, folder: Path = FOLDER) -> Table | None:
     if not path.exists():
         return None
     try:
-        told = json.loads(path.read_text())
-        table = Table(**told | {"entries": tuple(Entry(**entry) for entry in told["entries"])})
+        data = json.loads(path.read_text())
+        table = Table(**data | {"entries": tuple(Entry(**entry) for entry in data["entries"])})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no table of tiles ({error}): write it with kvbench tune, or delete it") from None
     for entry in table.entries:

@@ -1,7 +1,7 @@
 """What the benchmarks are measured against: printed beside the figures. The full benchmark of the load client, whose
 precision is a property of kvbench alone, fails over its own (``missed``); the others' depend on the machine.
 
-A share of a read is of the fastest read of the same bytes by torch in the same sitting: both take from the caches what
+A share of a read is of the fastest read of the same bytes by torch in the same run: both take from the caches what
 lies there, and that is all of one layer's KV on a CPU with a large L3. Kernel bars of a GPU are of an H100-class one,
 in bfloat16 with 8 KV heads of 128; those of a CPU are in float32.
 """

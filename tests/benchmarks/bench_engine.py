@@ -129,7 +129,7 @@ def summary(turns: list[Turn]) -> dict[str, float | int]:
     ttft = np.concatenate([turn.ttft for turn in turns])
     phases = sum((Counter(turn.phases) for turn in turns), Counter())
     seconds = sum(turn.seconds for turn in turns)
-    told: dict[str, float | int] = {
+    figures: dict[str, float | int] = {
         "output_tokens_per_s": float(np.median([turn.output_tokens / turn.seconds for turn in turns])),
         "ttft_p50_ms": float(np.percentile(ttft, 50)) * 1e3,
         "ttft_p95_ms": float(np.percentile(ttft, 95)) * 1e3,
@@ -137,4 +137,4 @@ def summary(turns: list[Turn]) -> dict[str, float | int]:
         "step_ms": seconds / sum(turn.steps for turn in turns) * 1e3,
         "hit_rate": float(np.mean([turn.hit_rate for turn in turns])),
     }
-    return told | {f"{name}_pct": 100 * phases[name] / seconds for name in PHASES}
+    return figures | {f"{name}_pct": 100 * phases[name] / seconds for name in PHASES}

@@ -1,9 +1,9 @@
-"""How much the benchmarks measure (KVBENCH_BENCH), and one function against its rivals in one sitting.
+"""How much the benchmarks measure (KVBENCH_BENCH), and one function timed in turns with its rivals.
 
 full (default): the whole matrix, about 10 minutes on 2 cores.  quick: the corners of it, about 4 minutes.
 smoke: everything once and tiny, seconds; its figures mean nothing, it shows that the benchmarks still run.
 
-Whoever is compared takes turns: between two rounds of the function that pytest-benchmark times, each rival runs once
+What is compared takes turns: between two rounds of the function that pytest-benchmark times, each rival runs once
 (a slow one now and then), so that a machine that slows down slows all of them. Figures are the fastest round of each:
 what disturbs a round only ever makes it slower. A test spends a time budget, not a number of rounds.
 """
@@ -111,10 +111,10 @@ def race(
 
 def note(benchmark, **figures: object) -> None:
     """Put ``figures`` into ``extra_info``, floats with four significant digits, and say them in one line."""
-    told = {
+    rounded = {
         name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in figures.items()
         if value is not None
     }
-    benchmark.extra_info.update(told)
-    print(f"  {benchmark.name}: " + ", ".join(f"{name} {value}" for name, value in told.items()), flush=True)
+    benchmark.extra_info.update(rounded)
+    print(f"  {benchmark.name}: " + ", ".join(f"{name} {value}" for name, value in rounded.items()), flush=True)

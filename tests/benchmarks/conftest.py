@@ -1,4 +1,4 @@
-"""What every benchmark records of its sitting: the device, and what other processes took of the machine meanwhile."""
+"""What every benchmark records: the device, and how much CPU time other processes used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.common.foreign_cpu import ForeignWatch
 
 
 @pytest.fixture(autouse=True)
-def sitting(request):
+def conditions(request):
     """``device`` and ``foreign_cpu_cores`` in ``extra_info``."""
     if "benchmark" not in request.fixturenames:
         yield

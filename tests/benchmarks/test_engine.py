@@ -77,9 +77,9 @@ def test_phases(benchmark, monkeypatch, concurrency):
     turns.clear()
     benchmark.group = "phases of a step, mostly decodes"
     benchmark.pedantic(turn, rounds=choose(full=3, quick=2, smoke=1), iterations=1)
-    told = summary(turns)
+    figures = summary(turns)
     readings = clock_readings(monkeypatch, engine, texts, concurrency) * seconds_a_reading()
-    note(benchmark, **told, clock_pct=100 * readings / (told["step_ms"] / 1e3))
+    note(benchmark, **figures, clock_pct=100 * readings / (figures["step_ms"] / 1e3))
 
 
 def clock_readings(monkeypatch, engine, texts, concurrency: int) -> float:

@@ -11,7 +11,7 @@ layout; over_float: time over that of the same step on a float cache.
 
 One layer's KV may lie in the L3 of a CPU or the L2 of a GPU, for the kernel and for the ceiling alike: nothing is
 flushed between rounds. test_decode_of_many_layers goes through more memory than caches hold, as an engine does;
-`kvbench doctor` tells the bandwidth of the memory, and ci/gpu.sh times kernels with a flushed L2.
+ci/gpu.sh times kernels with a flushed L2.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def sdpa_rivals(cache: Cache, q: torch.Tensor, batch: int, context: int) -> dict
 
 def ratios(own: float, fastest: dict[str, float]) -> dict[str, float]:
     """``vs_X``: the rival's time over ours; ``over_X``: ours over that of our own kernel on other memory."""
-    told = {f"vs_{name}": s / own for name, s in fastest.items() if name.endswith(("_sdpa", "_attn", "copy"))}
-    return told | {f"over_{name}": own / s for name, s in fastest.items() if name in ("contiguous", "float")}
+    figures = {f"vs_{name}": s / own for name, s in fastest.items() if name.endswith(("_sdpa", "_attn", "copy"))}
+    return figures | {f"over_{name}": own / s for name, s in fastest.items() if name in ("contiguous", "float")}
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -40,7 +40,7 @@ def test_peers(benchmark):
     config = make_config(case)
     benchmark.group = f"peers, {len(case.prompts)} requests of {case.output_tokens} output tokens"
 
-    def sitting() -> None:
+    def compare_sides() -> None:
         if choose(full=False, quick=False, smoke=True):  # in this process: no time for one each
             sides = [OURS, *(side for side in HF_SIDES if side != "hf-continuous-best")]  # whose thread would stay
             results.append(compare({side: partial(measure, side, config, case) for side in sides}, 1, lambda *_: None))
@@ -53,7 +53,7 @@ def test_peers(benchmark):
     threads = torch.get_num_threads()
     torch.set_num_threads(available_cpus())
     try:
-        benchmark.pedantic(sitting, rounds=1, iterations=1)
+        benchmark.pedantic(compare_sides, rounds=1, iterations=1)
     finally:
         torch.set_num_threads(threads)
     (result,) = results

@@ -1,7 +1,7 @@
 """What prefix caching costs when nothing is shared, and gains when half or three quarters of each prompt is.
 
 The shape is 2048-in/128-out scaled by four to llama-32m: 512 tokens in, 32 out. Turns with and without the cache
-alternate in one sitting, and the figure is the median of the paired ratios. Run with ``make bench``.
+alternate, and the figure is the median of the paired ratios. Run with ``make bench``.
 """
 
 from __future__ import annotations

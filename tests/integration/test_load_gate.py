@@ -1,4 +1,4 @@
-"""What the load gate can tell apart. Which families it accepts and refuses: test_families.py."""
+"""Which faults the load gate sees. Which families it accepts and refuses: test_families.py."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_a_full_queue_is_429_and_leaves_nothing_behind(stream: bool) -> None:
         assert server.post(COMPLETIONS, {"prompt": [[7], [8]], "max_tokens": 2}).status == 200
 
 
-def test_more_prompts_than_the_queue_holds_are_not_told_to_come_again() -> None:
+def test_more_prompts_than_the_queue_holds_are_refused_for_good() -> None:
     with running_server(fake_engine(max_num_seqs=1, max_num_waiting=2)) as server:
         reply = server.post(COMPLETIONS, {"prompt": [[7], [8], [9], [10]], "max_tokens": 2})
         assert (reply.status, reply.error["code"]) == (422, "too_many_prompts")
@@ -55,7 +55,7 @@ def test_more_prompts_than_the_queue_holds_are_not_told_to_come_again() -> None:
         assert server.post(COMPLETIONS, {"prompt": [[7], [8], [9]], "max_tokens": 2}).status == 200
 
 
-def test_the_official_client_comes_again_and_is_served() -> None:
+def test_the_official_client_tries_again_and_is_served() -> None:
     with running_server(fake_engine(max_num_seqs=1, max_num_waiting=1, step_s=0.002)) as server:
         socks = occupy(server, 1)
         with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=30) as client:

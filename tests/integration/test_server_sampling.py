@@ -58,7 +58,7 @@ def test_n_choices_are_forks_of_one_prompt(server: RunningServer, path: str) -> 
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_streamed_choices_are_told_apart_to_the_end(server: RunningServer, path: str) -> None:
+def test_streamed_choices_carry_their_index_to_the_end(server: RunningServer, path: str) -> None:
     prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": [5]}
     options = {"include_usage": True}
     body = {**prompt, "n": 3, "max_tokens": 3, "stream": True, "return_token_ids": True, "stream_options": options}
@@ -105,7 +105,7 @@ def test_best_of_returns_the_most_likely_and_charges_for_all(server: RunningServ
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_beams_come_best_first(server: RunningServer, path: str) -> None:
-    """The k-th best continuation of every beam has a log probability of -(k + 1): sums tell the order."""
+    """The k-th best continuation of every beam has a log probability of -(k + 1): sums give the order."""
     answer = ask(server, path, use_beam_search=True, n=2, best_of=3, max_tokens=1)
     assert ids(answer) == [[100], [101]]
     assert answer["usage"]["completion_tokens"] == 2

@@ -61,7 +61,7 @@ def labelled(metrics: dict[str, float], name: str) -> dict[str, int]:
     return dict(found)
 
 
-def check_accounts(tally: Tally, metrics: dict[str, float]) -> None:
+def check_counters(tally: Tally, metrics: dict[str, float]) -> None:
     """Each request that was sent is in the server's counters, once. One whose client left may have been answered,
     refused for the queue or noticed as gone: which of these only the server knows."""
     codes = labelled(metrics, "http_requests_total")
@@ -108,7 +108,7 @@ def soak(folder: Path, flags: tuple[str, ...], count: int, limit_s: float, check
         metrics = server.wait_for(num_requests_running=0, num_requests_waiting=0)
         print(f"{tally}\nresident MiB: {[round(size / 2**20, 1) for size in resident]}, {metrics}")
         check_rest(server, metrics)
-        check_accounts(tally, metrics)
+        check_counters(tally, metrics)
         check_pressure(tally, metrics, swap, paged)
         assert server.open_files() <= files + 1  # of the connection that just asked for /health
         if not check:

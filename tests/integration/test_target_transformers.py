@@ -62,12 +62,12 @@ def test_a_sweep_of_transformers_serve(tmp_path):
     assert len(served["model"]["weights_fingerprint"]) == 32 and facts["model"]["name"] == "tiny"
     load = cell / "loads" / "1"
     rows = pd.read_parquet(load / "requests.parquet")
-    told = json.loads((load / "done.json").read_text())
-    requests = [json.loads(line) for line in (run / told["requests_file"]).read_text().splitlines()]
+    result = json.loads((load / "done.json").read_text())
+    requests = [json.loads(line) for line in (run / result["requests_file"]).read_text().splitlines()]
     # The texts that were sent have exactly the tokens that were drawn, and no EOS cut an answer short.
     assert sorted(rows["prompt_tokens"]) == sorted(len(r["prompt_token_ids"]) for r in requests)
     assert sorted(rows["output_tokens"]) == sorted(r["max_tokens"] for r in requests)
-    assert told["metrics"]["completed"] == 6 and told["metrics"]["failed"] == 0
+    assert result["metrics"]["completed"] == 6 and result["metrics"]["failed"] == 0
     counters = json.loads((load / "counters.json").read_text())
     assert not [name for name in counters if name.endswith("_total")]  # it has no /metrics: absent, not 0
     assert not list(tmp_path.glob("kvbench-model-*"))

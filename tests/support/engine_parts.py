@@ -24,7 +24,7 @@ EMPTY = -2
 
 
 class StepFailed(RuntimeError):
-    """What a ``CountingExecutor`` raises when it was told to."""
+    """What a ``CountingExecutor`` raises at ``fail_at``."""
 
 
 class CountingExecutor:
@@ -66,7 +66,7 @@ class CountingExecutor:
         if fail_at in ("start", "moves", "writes"):
             self.fail_at = None
         if fail_at == "start":
-            raise StepFailed("told to fail at the start")
+            raise StepFailed("meant to fail at the start")
         handle = CountingHandle(self)
         if self.kv is not None:
             self._check_plan(plan)
@@ -129,7 +129,7 @@ class CountingExecutor:
             handle.touched.append((targets, target, count))
             self.moved[kind] += count
         if fail_at == "moves":
-            raise StepFailed("told to fail amid the moves")
+            raise StepFailed("meant to fail during the moves")
 
     def _write(self, plan: StepPlan, fail_at: str | None, handle: CountingHandle) -> None:
         """The new tokens' prefixes go to their slots."""
@@ -142,7 +142,7 @@ class CountingExecutor:
                 self.shadow[first : first + count] = held
                 handle.touched.append((self.shadow, first, count))
         if fail_at == "writes":
-            raise StepFailed("told to fail amid the writes")
+            raise StepFailed("meant to fail during the writes")
 
     def _check_writable(self, seq: Sequence, slot: int, end: int) -> None:
         kv = self.kv
@@ -224,7 +224,7 @@ class CountingHandle:
             for handle in launches[launches.index(self) :]:
                 for shadow, first, count in handle.touched:
                     shadow[first : first + count] = [DAMAGED] * count
-            raise StepFailed("told to fail at the read")
+            raise StepFailed("meant to fail at the read")
         return self.drawn
 
 

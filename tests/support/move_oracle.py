@@ -76,7 +76,7 @@ def check_moves(
     mover = KVMover(caches, capacity_of(page_size, slots, host_slots), paged, use_triton)
     oracles = [SlotBySlot(cache, host_slots, page_size if paged else None) for cache in caches]
     everything = [Move(IN, 0, 0, host_slots)] if not paged else []
-    for part in (moves, everything):  # in the end the host as well, through the door that there is
+    for part in (moves, everything):  # in the end the host as well, through swap-ins
         mover.move(part)
         for cache, oracle in zip(caches, oracles, strict=True):
             oracle.move(part)

@@ -19,12 +19,12 @@ FULL_QUEUE_PAUSE_S = 0.05
 class Tally:
     """What the clients saw. ``statuses`` of the requests that were read to their end."""
 
-    done: int = 0  # of what was asked for
-    sent: int = 0  # requests: more, because whom the queue has no place for comes again
+    done: int = 0  # planned requests
+    sent: int = 0  # requests: more, because a request that a full queue refuses is sent again
     statuses: Counter[int] = field(default_factory=Counter)
     left: int = 0  # gone before their answer was complete
     choices_answered: int = 0
-    choices_left: int = 0  # asked for by those that left
+    choices_left: int = 0  # requested by the clients that left
     probes: int = 0
 
 

@@ -66,7 +66,7 @@ def test_a_group_is_a_table_whose_columns_vary_and_whose_constants_stand_above_i
     assert "disturbed" not in text and "## Bars" not in text
 
 
-def test_two_tests_of_one_group_are_told_apart_and_disturbed_rows_are_marked(read):
+def test_two_tests_of_one_group_are_named_and_disturbed_rows_are_marked(read):
     rows = read(entry("test_a", {"n": 0}, {"x": 1}), entry("test_b", {}, {"y": 2}, disturbed=True))
     text = to_markdown(rows, MANIFEST, ())
     assert table_after(text, "decode") == [
@@ -117,8 +117,8 @@ def test_the_load_client_fails_over_its_bars_and_at_them_it_does_not(shape):
     assert missed_by_client(*shape) == []
     for figure, limit in GOOD.items():
         for value in (limit * 1.01, math.nan):
-            (told,) = missed_by_client(*shape, **{figure: value})
-            assert told.startswith(f"load client, {shape[0]} streams") and told.endswith(f"wanted <= {limit:g}")
+            (sentence,) = missed_by_client(*shape, **{figure: value})
+            assert sentence.startswith(f"load client, {shape[0]} streams") and sentence.endswith(f"wanted <= {limit:g}")
     assert len(missed("test_load_client", {"streams": 64, "processes": 1}, {})) == len(GOOD)  # all missing
     assert missed_by_client(256, 1, lag_p99_ms=9.0) == missed_by_client(device="NVIDIA H100", lag_p99_ms=9.0) == []
 

@@ -41,7 +41,7 @@ def test_without_a_gpu_it_is_one_sentence_and_exit_code_2(capsys, tmp_path):
         (("--kernel", "reduce"), ["reduce", "decode"]),
     ],
 )
-def test_bad_input_is_told_before_the_gpu_is_looked_for(capsys, arguments, words):
+def test_bad_input_is_refused_before_the_gpu_is_looked_for(capsys, arguments, words):
     code, _, err = run(capsys, *arguments)
     assert code == 2 and all(word in err for word in words) and "CUDA" not in err
 

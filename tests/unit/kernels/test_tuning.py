@@ -91,7 +91,7 @@ def test_nearest_page_size_by_ratio(exponents, page_size):
         (Tiles(32, 128, 128, 128, 4, 4), "196608 bytes of shared memory, and a block of sm_80 has 166912"),
     ],
 )
-def test_tiles_that_cannot_run_are_told_by_arithmetic(tiles, words):
+def test_tiles_that_cannot_run_are_refused_by_arithmetic(tiles, words):
     reason = unusable(tiles, 16, "auto", 2, 80)
     assert reason is None if words is None else words in reason
 
@@ -143,7 +143,7 @@ def test_a_table_that_cannot_be_used_is_refused_with_its_path(folder, change, wo
 
 
 def test_what_is_shipped_was_measured():
-    """Whoever commits a table commits where it comes from: one that could not be read would stop every launch."""
+    """A table names the machine that it was measured on; one that could not be read would stop every launch."""
     for path in FOLDER.glob("*.json"):
         table = read_table(int(path.stem.removeprefix("sm_")))
         assert table.entries and all([table.device, table.num_sms, table.driver, table.triton, table.date])

@@ -47,6 +47,6 @@ def test_a_kernel_that_writes_nothing_is_wrong():
     assert "inf" in check(tiles)
 
 
-def test_tiles_that_do_not_launch_are_told():
+def test_tiles_that_do_not_launch_are_refused():
     problem = problem_of("decode", "auto")
     assert "does not run" in Checker(problem)(default_tiles(problem.case, 0)._replace(block_n=24))

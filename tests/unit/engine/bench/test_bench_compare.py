@@ -26,7 +26,7 @@ def turns(speeds, outputs=TOKENS):
 def test_ratios_are_taken_within_a_repeat_and_every_side_takes_its_turn():
     said = []
     sides = {"kvbench": turns([10.0, 100.0]), "hf-static": turns([5.0, 20.0])}
-    result = compare(sides, 2, lambda *told: said.append(told))
+    result = compare(sides, 2, lambda *turn: said.append(turn))
     assert result.output_tokens_per_s == {"kvbench": [10.0, 100.0], "hf-static": [5.0, 20.0]}
     assert result.ratio == {"hf-static": [2.0, 5.0]} and result.same_tokens == {"hf-static": 1.0}
     assert sorted(said) == [("hf-static", 0, 5.0), ("hf-static", 1, 20.0), ("kvbench", 0, 10.0), ("kvbench", 1, 100.0)]
@@ -148,13 +148,13 @@ def _runs(pid):
         return False
 
 
-def test_a_json_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
     for name in (tmp_path, tmp_path / "missing" / "x.json"):
         with pytest.raises(ValueError, match=r"--json .* cannot be written"):
             check_json_path(str(name))
     check_json_path(str(tmp_path / "x.json"))
 
 
-def test_an_environment_without_vllm_is_told_before_anything_is_measured():
+def test_an_environment_without_vllm_is_refused_before_anything_is_measured():
     with pytest.raises(ValueError, match="has no vLLM"):
         main(["--sides", "kvbench,vllm", "--vllm-python", sys.executable])

@@ -1,4 +1,4 @@
-"""vLLM as a side, with a stand-in for its environment: what it is asked to do, and what its answer is worth."""
+"""vLLM as a side, with a stand-in for its environment: the job it gets, and which results count."""
 
 import json
 import runpy
@@ -38,7 +38,7 @@ def test_a_turn_is_measured_by_its_own_clock(peer):
     assert side.measure("vllm", CASE) == (16.0, [[5, 6], [7, 8]])
 
 
-def test_what_is_asked_of_vllm(peer, tmp_path):
+def test_the_job_that_vllm_gets(peer, tmp_path):
     peer(answer(1, [[5, 6], [7, 8]])).measure("vllm-eager", CASE)
     job = json.loads((tmp_path / "vllm-eager-job.json").read_text())
     assert job["prompts"] == [[1, 2, 3], [4]] and job["output_tokens"] == 2
@@ -59,14 +59,14 @@ def test_cores_and_memory_are_the_comparisons_and_nothing_else_is_taken_from_the
     assert given["HF_HUB_OFFLINE"] == "1" and given["VLLM_CACHE_ROOT"].startswith(str(tmp_path))
 
 
-def test_what_vllm_got_is_told_without_paths(peer, tmp_path):
+def test_recorded_settings_of_vllm_have_no_paths(peer, tmp_path):
     side = peer("")
-    told = speed_settings(
+    found = speed_settings(
         side.environment({"PATH": "/bin", "LD_PRELOAD": "/a/b/libiomp5.so:/c/libx.so", "HOME": "/home/me"})
     )
-    assert told["OMP_NUM_THREADS"] == "2" and told["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert told["LD_PRELOAD"] == "libiomp5.so:libx.so" and told["VLLM_CACHE_ROOT"] == "vllm-cache"
-    assert "/" not in "".join(told.values()) and not told.keys() & {"PATH", "HOME"}
+    assert found["OMP_NUM_THREADS"] == "2" and found["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert found["LD_PRELOAD"] == "libiomp5.so:libx.so" and found["VLLM_CACHE_ROOT"] == "vllm-cache"
+    assert "/" not in "".join(found.values()) and not found.keys() & {"PATH", "HOME"}
 
 
 def test_libraries_that_vllm_asks_for_are_loaded_where_they_are_found(peer, tmp_path):
@@ -107,7 +107,7 @@ def test_a_turn_that_did_not_do_the_work(peer, script, words):
 
 
 def test_the_script_runs_twice_and_measures_the_second(monkeypatch, tmp_path):
-    """``vllm_turn.py`` as it runs over there, around a vLLM that records what it is asked."""
+    """``vllm_turn.py`` as vLLM's Python runs it, with a vLLM that records its calls."""
     calls = []
 
     class LLM:
@@ -126,8 +126,8 @@ def test_the_script_runs_twice_and_measures_the_second(monkeypatch, tmp_path):
     job.write_text(json.dumps({"llm": {"model": "m"}, "prompts": [[5, 6], [7]], "output_tokens": 2}))
     monkeypatch.setattr(sys, "argv", ["vllm_turn.py", str(job), str(result)])
     runpy.run_path(str(SCRIPT), run_name="__main__")
-    asked = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    run = ("run", [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}], asked, False)
+    params = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    run = ("run", [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}], params, False)
     assert calls == [("load", {"model": "m"}), run, run]
-    told = json.loads(result.read_text())
-    assert told["outputs"] == [[2, 5], [2, 7]] and told["version"] == "9.9" and 0 < told["seconds"] < 10
+    found = json.loads(result.read_text())
+    assert found["outputs"] == [[2, 5], [2, 7]] and found["version"] == "9.9" and 0 < found["seconds"] < 10

@@ -1,6 +1,6 @@
 """What is launched before the first request is all that requests then need: no kernel is compiled for one of them.
 
-Launches of the Triton kernels are not run here, only told apart the way Triton tells them apart for a real chip: by
+Launches of the Triton kernels are not run here, only distinguished as Triton distinguishes them for a real chip: by
 constants, options and what its binder specialises on (types, alignment, divisibility).
 """
 

@@ -65,8 +65,8 @@ def test_what_may_be_done_at_once(moves, sizes):
 
 
 @DEVICES
-def test_seconds_are_told_once(device):
-    """Moves on a GPU are queued: their time is told when they are done, and no wait is charged to the caller."""
+def test_seconds_are_returned_once(device):
+    """Moves on a GPU are queued: their time is known once they are done, and does not include the caller's waits."""
     mover = KVMover(filled_caches(PAGES * 2, device), capacity_of(2, PAGES * 2, HOST_PAGES * 2), True)
     assert mover.take_seconds() == 0
     began = time.perf_counter()

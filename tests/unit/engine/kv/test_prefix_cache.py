@@ -11,7 +11,7 @@ from tests.support.engine_parts import CountingExecutor, drain, request, small_e
 
 
 class WeakHash:
-    """blake2b cut to ``size`` bytes, written behind zeros to the length that was asked for."""
+    """blake2b cut to ``size`` bytes, padded with zeros in front to the requested length."""
 
     size = 1
     calls = 0

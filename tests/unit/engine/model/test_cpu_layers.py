@@ -1,4 +1,4 @@
-"""Models whose modules have been replaced give the logits that they gave before, whoever computes their attention."""
+"""Replaced modules leave a model's logits as they were, with our attention and with transformers' own."""
 
 from __future__ import annotations
 

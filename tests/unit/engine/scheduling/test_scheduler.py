@@ -119,7 +119,7 @@ def test_a_full_queue_refuses_one_more_and_forgets_it():
     assert engine.stats().finished == {"length": 4}
 
 
-def test_invariants_are_checked_after_each_step_when_asked_for(monkeypatch):
+def test_invariants_are_checked_after_each_step_with_kvbench_check(monkeypatch):
     monkeypatch.setenv("KVBENCH_CHECK", "1")
     engine = small_engine(64, page_size=4)
     engine.add_request(request("a", 6, max_tokens=4))

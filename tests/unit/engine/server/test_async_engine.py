@@ -126,20 +126,6 @@ async def test_a_command_that_breaks_the_engine_still_gets_its_reply(monkeypatch
 
 
 @on_loop
-async def test_shutdown_does_not_wait_for_an_endless_step() -> None:
-    release = threading.Event()
-
-    fake = fake_engine(lambda seq: release.wait(30) and 1)
-    engine = AsyncEngine(fake)
-    engine.start()
-    reader = asyncio.create_task(collect(engine, request("r")))
-    await asyncio.sleep(0.05)
-    assert not await engine.shutdown(0.2)
-    assert (await reader)[-1].finish_reason == "abort"
-    release.set()
-
-
-@on_loop
 async def test_an_idle_engine_does_not_spin() -> None:
     async with started(fake_engine()) as engine:
         await collect(engine, request("r"))

@@ -1,4 +1,4 @@
-"""The step log: a line for each step whose numbers add up, and a disk that fails harms nobody."""
+"""The step log: a line for each step whose numbers add up, and a disk that fails does not stop the engine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_path_that_cannot_be_is_one_sentence(path: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_told_at_the_start() -> None:
+def test_a_full_disk_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="no space left"):
         StepLog("/dev/full")
 

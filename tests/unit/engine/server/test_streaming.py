@@ -46,7 +46,7 @@ def parsed(event: bytes) -> Any:
         {name: st.booleans() for name in ("token_ids", "stamp", "include_usage", "continuous_usage")}
     ),
 )
-def test_events_are_json_with_what_was_asked_for(
+def test_events_are_json_with_the_requested_fields(
     text: str, ids: list[int], finish: str | None, stop_reason: Any, chat: bool, options: dict[str, bool]
 ) -> None:
     choice, generation = one_choice(3)

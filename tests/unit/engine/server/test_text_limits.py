@@ -1,4 +1,4 @@
-"""What a text may not be, told without tokenising it."""
+"""Texts that are refused before they are tokenised."""
 
 from __future__ import annotations
 
