@@ -12,7 +12,7 @@ from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PAS
 SUMMARY_BYTES = 1024 * 1024  # GitHub refuses a step's summary beyond it, all of it
 DETAILED = 3  # findings of one outcome whose details are shown
 _ROWS = (200, 50, 20, 5, 1, 0)  # of each table: fewer where the summary is too long
-_SENTENCE, _DETAIL, _COMMAND = 2_000, 400, 4_000  # characters
+_SENTENCE, _DETAIL = 2_000, 400  # characters
 _FULL = "verdict.json and junit.xml have all"
 
 
@@ -98,8 +98,6 @@ def _command(title: str, command: str | None) -> list[str]:
         return []
     ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", command))])  # no line of it ends the block
     shown = [f"{ticks}sh", *wording.clean(command).split("\n"), ticks]
-    if len(command) > _COMMAND:
-        shown = [f"The command has {len(command):,} characters: see verdict.json."]
     return [f"### {title}", "", *shown, ""]
 
 

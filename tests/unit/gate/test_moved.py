@@ -102,6 +102,8 @@ def test_what_base_never_does_comes_first():
     assert moved[0].name == "num_preemptions_total" and moved[0].change is None and moved[0].interval is None
     assert (moved[0].base, moved[0].candidate) == (0.0, pytest.approx(1.25))
     assert "preemptions (1.25" in where_it_went(moved, [], counters)
+    (gone,) = moved_between(pairs([load(rest=rest)] * 8, [load()] * 8))
+    assert (gone.name, gone.change, gone.interval) == ("num_preemptions_total", -1, (-1, -1))
 
 
 def test_what_is_below_the_floor_is_listed_only_if_it_is_the_same_in_every_pair():

@@ -167,6 +167,8 @@ def test_what_is_asked_for_is_shown(tmp_path: Path) -> None:
     assert {cell for _, cell, _ in cells("--cell", "cont*")} == {"contiguous-c3"}
     assert {workload for workload, *_ in cells("--cell", "chat/*")} == {"chat"}
     assert {s["place"]["profile"] for s in shown(tmp_path, "--machine", "PROFILE P1")["series"]} == {"profile p1"}
+    code, _, errors = show(tmp_path, "--cell", "nothing*")
+    assert code == 5 and "--cell" in errors
     newest = shown(tmp_path, "--last", "1", "--workload", "chat")["series"][0]["points"]
     assert [point["started"][:10] for point in newest] == ["2026-01-04"]
     for wrong in ((tmp_path, "--metric", "speed"), (tmp_path / "gone",)):
