@@ -53,15 +53,15 @@ _LARGEST_COPY = 1 << 30
 # Run by the built Python: where our packages would be imported from, and what is installed.
 _INSPECT = """
 import importlib.metadata, importlib.util, json, platform, sys
-places, versions = {}, {"python": platform.python_version()}
+origins, versions = {}, {"python": platform.python_version()}
 for name in sys.argv[1].split(","):
     spec = importlib.util.find_spec(name)
-    places[name] = next(iter(spec.submodule_search_locations or ()), spec.origin) if spec else None
+    origins[name] = next(iter(spec.submodule_search_locations or ()), spec.origin) if spec else None
 for each in importlib.metadata.distributions():
     name = (each.metadata["Name"] or "kvbench").lower().replace("_", "-")
     if name != "kvbench":
         versions.setdefault(name, each.version)
-print(json.dumps([places, versions]))
+print(json.dumps([origins, versions]))
 """
 
 
@@ -430,14 +430,14 @@ def installed_versions(folder: Path, how: str) -> dict[str, str]:
             [str(python), "-c", _INSPECT, ",".join(PACKAGES)],
             env=env, cwd="/", capture_output=True, text=True, timeout=_START_LIMIT_S, check=True,
         )  # fmt: skip
-        places, versions = json.loads(done.stdout.splitlines()[-1])
+        origins, versions = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         raise MeasurementError(f"the built Python {python} does not start: {' '.join(last)}") from None
-    for name, place in places.items() if is_kvbench(source) else ():
-        if place is None or Path(place).resolve() != (source / name).resolve():
+    for name, origin in origins.items() if is_kvbench(source) else ():
+        if origin is None or Path(origin).resolve() != (source / name).resolve():
             raise MeasurementError(
-                f"the build of {source} would import {name!r} from {place or 'nowhere'}, so it is not what would be "
+                f"the build of {source} would import {name!r} from {origin or 'nowhere'}, so it is not what would be "
                 "measured: take that package away from there (pip uninstall), or build with --build-cmd"
             )
     return versions

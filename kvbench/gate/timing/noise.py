@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter
 from scipy import stats
 
-from kvbench.gate.timing.pairs import Hypotheses, PairTable, hypotheses, place
+from kvbench.gate.timing.pairs import Hypotheses, PairTable, hypotheses, in_words
 from kvbench.gate.timing.power import critical_t_of, effective_tests, smallest_detectable, smallest_margin
 from kvbench.gate.timing.rules import CELL, CLASS, OVERALL, MetricRule, TimingRules
 from kvbench.gate.timing.signflip import critical_t
@@ -172,7 +172,7 @@ def _limit_warnings(metric: MetricRule, lines: Sequence[Noise], last: int) -> li
     """Warnings of a floor or margins below what the worst of this runner's hypotheses can show."""
     low, narrow, found = [], [], []
     for line in lines:
-        where, margin = place(line.level, line.where), metric.margin_at(line.stands_for)
+        where, margin = in_words(line.level, line.where), metric.margin_at(line.stands_for)
         detectable, least = line.worst_detectable[last], line.worst_margin[last]
         if detectable is None or detectable > metric.floor:
             low.append(f"{share(detectable)} {where}")

@@ -114,7 +114,7 @@ class Hypothesis:
     @property
     def title(self) -> str:
         """Such as ``p95 TTFT of mixed/paged-p16-c32``, ``p95 TTFT of class mixed``, ``p95 TTFT over all cells``."""
-        return f"{self.metric.title} {place(self.level, self.where)}"
+        return f"{self.metric.title} {in_words(self.level, self.where)}"
 
     @property
     def sign(self) -> float:
@@ -137,7 +137,7 @@ class Hypothesis:
         return self.metric.harm_of(self.margin_share)
 
 
-def place(level: str, where: str) -> str:
+def in_words(level: str, where: str) -> str:
     """``over all cells``, ``of class mixed``, ``of mixed/paged-p16-c32``."""
     return {CELL: f"of {where}", CLASS: f"of class {where}", OVERALL: "over all cells"}[level]
 
