@@ -126,6 +126,18 @@ async def test_a_command_that_breaks_the_engine_still_gets_its_reply(monkeypatch
 
 
 @on_loop
+async def test_shutdown_does_not_wait_for_an_endless_step() -> None:
+    began, release = threading.Event(), threading.Event()
+    engine = AsyncEngine(fake_engine(lambda seq: began.set() or (release.wait(30) and 1)))
+    engine.start()
+    reader = asyncio.create_task(collect(engine, request("r")))
+    await wait_until(began.is_set)
+    assert not await engine.shutdown(0.2)
+    assert (await reader)[-1].finish_reason == "abort"
+    release.set()
+
+
+@on_loop
 async def test_an_idle_engine_does_not_spin() -> None:
     async with started(fake_engine()) as engine:
         await collect(engine, request("r"))
