@@ -29,6 +29,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,7 +47,7 @@ PACKAGES = ("kvbench", "engine", "kernels")
 LAYERED, PIP, COMMAND = "layered", "pip", "command"
 KEPT = 10
 BUILD_LIMIT_S = 1800.0  # of pip or a build command: an engine with kernels of its own compiles for long
-_VENV_LIMIT_S, _START_LIMIT_S = 120.0, 60.0
+_VENV_LIMIT_S, _START_LIMIT_S, _POLL_S = 120.0, 60.0, 0.2
 _STATE, _FORMAT = "build.json", 1
 _LAYER_FILE = "kvbench_layers.pth"
 _LARGEST_COPY = 1 << 30
@@ -180,11 +181,19 @@ class Builds:
         return made
 
     def _lock(self, file: IO[bytes], how: int, commit: Commit) -> None:
-        try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.say(f"waiting for another kvbench, which builds or uses {commit.name}")
-            fcntl.flock(file, how)
+        """Waits for another kvbench, as long as two builds may take. Raises MeasurementError after that."""
+        limit_s, waited_s = 2 * self.limit_s, 0.0
+        while waited_s < limit_s:
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(file, how | fcntl.LOCK_NB)
+            if not waited_s:
+                self.say(f"waiting for another kvbench, which builds or uses {commit.name}")
+            time.sleep(_POLL_S)
+            waited_s += _POLL_S
+        raise MeasurementError(
+            f"another kvbench has held the build of {commit.name} for {limit_s:g} s: wait for it to end, or leave "
+            "--rebuild out"
+        )
 
     def _make(self, commit: Commit, folder: Path) -> Build:
         self.say(f"building {commit.name}{f' ({commit.subject})' if commit.subject else ''}")

@@ -151,6 +151,10 @@ def test_a_build_that_another_kvbench_makes_is_waited_for(cache, build):
         with Builds(cache, say=say) as builds:
             assert not builds.build(build.commit).fresh
     assert waits.is_set()
+    with Builds(cache) as user, Builds(cache, rebuild=True, limit_s=0.1) as builds:  # not for ever
+        user.build(build.commit)
+        with pytest.raises(MeasurementError, match="another kvbench"):
+            builds.build(build.commit)
 
 
 def test_a_build_command_makes_the_environment(other, tmp_path):
