@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 def report(run_dir: Path, output_dir: Path | None) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
 
-    Where raw samples are gone (requests.parquet), a report would say less than the one made with them: no report is
-    replaced then.
+    A report is not replaced if raw samples (requests.parquet) are gone: the new one would say less.
 
     \b
     Example:
       kvbench report results/mixed/20260101T120000Z-1a2b3c4
     \b
-    Files written in RUN_DIR: report.html (works offline), report.md, summary.csv (one row a cell).
+    Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell).
     Exit codes: 0 written, 2 not a run folder, or raw samples are gone and a report is there.
     """
     from rich.console import Console
 
     from kvbench.common.files import check_output_dir
 
-    check_output_dir(output_dir or run_dir)
+    if output_dir:
+        check_output_dir(output_dir)
     try:
         show_report(run_dir, Console(), output_dir)
     except ValueError as error:

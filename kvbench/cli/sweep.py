@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @SEED
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of every cell, each on a fresh server.")
 @click.option("--only", multiple=True, metavar="GLOB",
-              help="Only cells whose id matches, e.g. 'paged-*-c32'; --resume: of the run. Repeatable.")  # fmt: skip
+              help="Only cells whose id matches ('paged-*-c32'); with --resume, of that run. Repeatable.")  # fmt: skip
 @click.option("--resume", is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
               help="Go on with an interrupted run: the folder, or the latest incomplete run of WORKLOAD.")  # fmt: skip
 @click.option("--force", is_flag=True,

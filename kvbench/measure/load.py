@@ -105,8 +105,9 @@ def measure_load(
     outcome = read_json(out / "load.json")
     metrics, unread = collect_metrics(out, load, outcome, driven.poller, driven.before, driven.after)
     machine, report = driven.machine, driven.machine.report()
-    if not setup.sends_here and (not machine.server.local or metrics["client"].get("workers_here")):
-        report["foreign_cpu_cores"] = report["steal_share"] = None  # not part of it, or its workers look foreign
+    workers_here = bool(metrics["client"].get("workers_here"))
+    if not judges_this_machine(setup.sends_here, machine.server.local, workers_here):
+        report["foreign_cpu_cores"] = report["steal_share"] = None
     calibration = recalibrated(setup, calibration, outcome, metrics)
     metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
     complete = int(metrics.get("completed") or 0) == len(requests)
@@ -138,6 +139,15 @@ def measure_load(
         "ended_at": utc_now(),
         "wall_s": time.monotonic() - began,
     }
+
+
+def judges_this_machine(sends_here: bool, server_here: bool, workers_here: bool) -> bool:
+    """Whether CPU of other programs on this machine makes the load invalid.
+
+    A master of workers elsewhere disturbs nothing unless the server is here; workers here, which are not its children,
+    would count as other programs.
+    """
+    return sends_here or (server_here and not workers_here)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Ledger:
 def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
     """Slots by use (SLOT_USES), averaged over ``start`` .. ``end`` [s of the frame's ``t``]; one repeat's polls.
 
-    Empty where the server does not count them, or not twice within the window.
+    Empty where the server does not count them. If no two polls enclose a part of the window, the gauges of all polls.
     """
     polls = gauges[gauges["kv_slots_total"] > 0].sort_values("t")
     names = [_STEPS + use for use in SLOT_USES]
@@ -71,12 +71,14 @@ def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, floa
     t, total = polls["t"].to_numpy(), polls["kv_slots_total"].to_numpy()[1:]
     moved = np.diff(polls[names].to_numpy(), axis=0)  # [intervals, uses] slots summed over the interval's steps
     steps = moved.sum(axis=1, keepdims=True)
-    gauges = _gauge_slots(polls).to_numpy()[1:]  # what held where no step ended within the interval
+    of_polls = _gauge_slots(polls).to_numpy()
+    gauges = of_polls[1:]  # what held where no step ended within the interval
     mean = np.where(steps > 0, moved / np.where(steps > 0, steps, 1) * total[:, None], gauges)
     weight = np.clip(np.minimum(t[1:], end) - np.maximum(t[:-1], start), 0, None)
-    if weight.sum() == 0:
+    if polls.empty:
         return {}
-    averaged = (mean * weight[:, None]).sum(axis=0) / weight.sum()
+    enclosed = weight.sum() > 0
+    averaged = (mean * weight[:, None]).sum(axis=0) / weight.sum() if enclosed else of_polls.mean(axis=0)
     return dict(zip(SLOT_USES, map(float, averaged), strict=True))
 
 

@@ -57,11 +57,11 @@ def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iter
                 work.close()
             if (sentence := storage_sentence(error, path)) is None:
                 raise
-            say(f"stopped early; {work.next_step}")
+            say(work.next_step)
             raise MeasurementError(sentence) from error
         except MeasurementError:
             work.close()
-            say(f"stopped early; {work.next_step}")
+            say(work.next_step)
             raise
         except BaseException:
             work.close()

@@ -119,16 +119,16 @@ class SweepProgress:
     def _finish(self, cell: Cell, repeat: int, text: str) -> None:
         self._left.pop((cell.cell_id, repeat), None)
         self._done += 1
-        self._current = None
+        self.status("between loads")
         self._live.printed()
+        elapsed, left = clock(time.monotonic() - self._began), self._left_words()
         head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
-        print_plain(self._console, head + text + self._times())
+        print_plain(self._console, f"{head}{text}  (elapsed {elapsed}, {left})")
 
     def _text(self) -> str:
         number = min(self._done + 1, self._total)
         since = clock(time.monotonic() - self._load_began)
-        return f"[{number}/{self._total}] {self._doing}: {self._requests}{since}{self._times()}"
+        return f"[{number}/{self._total}, {self._left_words()}] {self._doing}: {self._requests}{since}"
 
-    def _times(self) -> str:
-        elapsed, left = clock(time.monotonic() - self._began), clock(self.time_left_s())
-        return f"  (elapsed {elapsed}, about {left} left{', a guess' if self._estimator.guesses_starts else ''})"
+    def _left_words(self) -> str:
+        return f"about {clock(self.time_left_s())} left" + (", a guess" if self._estimator.guesses_starts else "")

@@ -71,6 +71,9 @@ class Sweep:
             left = without_done(self.resumed, blocks)
             self._reopen(self.resumed, something_left=bool(left))
             self._say_what_is_finished(self.resumed, blocks, left)
+            if not left:
+                self._say("nothing is left to run")
+                return EXIT_OK
             blocks = tuple(left)
         seconds = Estimator(guesses, self.target.start_guess_s).total_s(blocks)
         describe_plan(self.workload, design, blocks, seconds, self.console, self.target.start_guess_s)

@@ -38,9 +38,12 @@ class RawWorker:
         self._socket.close()
         self._context.term()
 
+    def send_bytes(self, frame: bytes) -> None:
+        self._socket.send(frame)
+
     def say(self, kind: str, data: Any = None, node: str | None = None) -> None:
         """One message, as from ``node``."""
-        self._socket.send(msgpack.dumps((kind, data, node or self.node)))
+        self.send_bytes(msgpack.dumps((kind, data, node or self.node)))
 
     def join(self) -> dict[str, Any]:
         """Greets as a worker does when it comes; the master's answer."""

@@ -8,13 +8,14 @@ with it; workers on other machines are started there by ``kvbench load --worker`
 from __future__ import annotations
 
 import json
+import logging
 import math
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import gevent
 import numpy as np
@@ -44,6 +45,7 @@ from kvbench.requests.request import RequestList
 
 LOCAL_ARRIVAL_S = 60.0
 LOST_S = 4.0  # without a heartbeat during the load
+_IDLE_LOST_S = 10.0  # the same while workers are still awaited
 _ANSWER_S = 60.0  # the same before and after it, when a worker is busy; and its limit for most answers
 _QUICK_S = 5.0
 _LOOK_S = 0.25
@@ -66,6 +68,14 @@ class GuardedMaster(MasterRunner):
     def __init__(self, environment: Environment, host: str, port: int) -> None:
         self.members: dict[str, Member] = {}
         super().__init__(environment, host, port)
+
+    def client_listener(self) -> NoReturn:
+        """Locust's, which would end at bytes that are no message, such as a port scanner's."""
+        while True:
+            try:
+                super().client_listener()
+            except Exception as error:
+                logging.getLogger(__name__).debug("a message that cannot be read was dropped: %r", error)
 
     def handle_message(self, client_id: str, msg: Message) -> None:
         """``client_id``: the sender as the socket knows it; ``msg.node_id``: the sender's own claim."""
@@ -102,12 +112,15 @@ class SharedLoad:
         self.env = Environment()
         self._shards = make_shards(spec, requests, useful)
         self._news = Event()  # a worker has answered, or its streams have ended
+        self._refusal = ""  # why the last worker that was turned away was
         self._zero: float | None = None
         self._problem: str | None = None  # why the load could not be driven to its end
         try:
             self.runner = self.env.runner = GuardedMaster(self.env, self.host, port)
         except (Exception, SystemExit) as error:  # Locust ends the process when the port is taken
-            raise ValueError(f"{self.host}:{port} cannot be listened at: {error}; give a free --bind-port.") from None
+            raise ValueError(
+                f"no worker can connect to {self.host}:{port} ({error}): give a free --bind-port."
+            ) from None
         self.port = self.runner.master_bind_port = self.runner.server.port
         self.runner.register_message(messages.JOIN, self._on_join)
         self.runner.register_message(messages.PROGRESS, self._on_progress)
@@ -181,6 +194,8 @@ class SharedLoad:
         if why is None:
             host, pid = str(data["host"]), int(data["pid"])
             self.runner.members[node] = Member(node, f"a worker (pid {pid} on {host})", host, pid, data.get("boot"))
+        else:
+            self._refusal = f" (turned away: {why})"
         answer = {"proof": proof(f"master {node}")} if why is None else {"error": why}
         self.runner.send_message(messages.JOIN, answer, client_id=node)
 
@@ -249,10 +264,11 @@ class SharedLoad:
                 if child.poll() is not None:
                     raise LoadNotBegun(f"worker process {number} ended with code {child.returncode} before the load")
             for member in self.members:
-                if self._silent(member, _ANSWER_S):
+                if self._silent(member, _IDLE_LOST_S):
                     del self.runner.members[member.node]
             if time.monotonic() > due:
-                raise LoadNotBegun(f"{len(self.members)} of {wanted} workers came within {self.arrive_s:g} s")
+                came = f"{len(self.members)} of {wanted} workers came within {self.arrive_s:g} s"
+                raise LoadNotBegun(came + self._refusal)
             gevent.sleep(0.02)
         for number, (member, shard) in enumerate(zip(self.members, self._shards, strict=True), 1):
             member.name = f"worker {number} of {wanted} (pid {member.pid} on {member.host})"

@@ -62,8 +62,7 @@ def samples_from_bytes(
 ) -> list[Sample]:
     """The reverse of ``samples_to_bytes``, every time moved onto the master's clock.
 
-    ``requests``: by index; ``first_user`` is added to the users' numbers, which each worker counts from 0. ValueError,
-    KeyError or TypeError for something else.
+    ``requests``: by index; ``first_user`` is added to the users' numbers, which each worker counts from 0.
     """
 
     def moved(times: Sequence[float]) -> list[float]:

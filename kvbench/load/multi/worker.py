@@ -44,9 +44,11 @@ _OPEN_LEAD_S = 0.05
 def run_worker(host: str, port: int) -> int:
     """Connects to the master and works for it until the load has ended. Returns the exit code."""
     try:
+        host.encode("idna")  # as getaddrinfo does, in a thread of which gevent would print a traceback
         socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)
-    except OSError as error:
-        return _failed(EXIT_USAGE, f"--master-host {host!r} is no machine's name or address: {error.strerror}")
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "not a possible name"
+        return _failed(EXIT_USAGE, f"--master-host {host!r} is no machine's name or address: {why}")
     waiting = f"while it waited for the master at {host}:{port}"
     handlers = [gevent.signal_handler(number, _end_now, number, waiting) for number in _STOP_SIGNALS]
     print(f"kvbench load: waiting up to {CONNECT_LIMIT_S:g} s for the master at {host}:{port}", flush=True)
@@ -116,7 +118,7 @@ class Worker:
             },
         )
         while not self.over.wait(_LOOK_S):
-            self._silent_s += _LOOK_S  # counts turns: who stood still could not hear it
+            self._silent_s += _LOOK_S  # counts turns, not time: a process that was stopped has heard nothing meanwhile
             if self._silent_s > self._patience_s:
                 self._end(EXIT_INVALID, f"the master has been silent for {self._silent_s:.0f} s")
         with gevent.Timeout(process.STOP_LIMIT_S, False):

@@ -45,9 +45,7 @@ def mutants() -> Iterator[dict[str, Calibration]]:
         return calibrate(SETTINGS, attempts=3 if name == "none" else 1)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(
-            processes, "launch", lambda c, **o: (launch_mutant if "kvbench.load" in c else launch)(c, **o)
-        )
+        patch.setattr(processes, "launch", lambda c, **o: (launch_mutant if "kvbench.load" in c else launch)(c, **o))
         names = [*CAUGHT, "none"]
         yield dict(zip(names, pool.map(taken, names), strict=True))
 

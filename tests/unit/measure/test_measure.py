@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.common.files import read_json
-from kvbench.measure.load import collect_metrics
+from kvbench.measure.load import collect_metrics, judges_this_machine
 from kvbench.targets.prometheus import MetricsSample
 from tests.support.request_rows import frame, row
 
@@ -29,3 +29,11 @@ def test_gauges_are_those_read_while_the_load_ran(tmp_path) -> None:
 
 def test_of_a_load_shorter_than_a_reading_they_are_those_nearby(tmp_path) -> None:
     assert counters(tmp_path, {99.9: 3.0})["running_peak"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("sends_here", "server_here", "workers_here", "judged"),
+    [(True, False, True, True), (False, True, False, True), (False, False, False, False), (False, True, True, False)],
+)
+def test_a_machine_that_takes_no_part_in_a_load_is_not_judged(sends_here, server_here, workers_here, judged) -> None:
+    assert judges_this_machine(sends_here, server_here, workers_here) == judged

@@ -120,6 +120,8 @@ def test_a_run_in_progress_is_left_alone(tmp_path):
     assert latest_incomplete(tmp_path, "w").path == run.path  # the lock went with its holder
     with run.locked():
         assert run.is_locked()
+        with pytest.raises(UsageError, match=str(os.getpid())), RunFolder(run.path).locked():
+            pass
     assert [path.name for path in run.path.iterdir()] == ["manifest.json"] and not run.is_locked()
 
 

@@ -69,8 +69,14 @@ def test_an_interval_without_a_step_is_what_the_gauges_say() -> None:
     assert (found["tokens"], found["waste"], found["free"]) == pytest.approx((50, 10, 40))
 
 
-def test_without_slots_or_two_polls_nothing_is_known() -> None:
-    assert mean_slots(polls({"t": 0.0}), 0.0, 1.0) == {}
+def test_polls_that_do_not_enclose_the_window_say_what_the_gauges_said() -> None:
+    frame = polls(gauges(5.0, 60, 40), gauges(6.0, 60, 60))
+    assert mean_slots(frame, 0.0, 1.0)["tokens"] == pytest.approx(50)
+    assert mean_slots(frame.iloc[:1], 5.0, 6.0)["tokens"] == pytest.approx(40)
+    assert mean_slots(frame, 5.2, 5.3)["tokens"] == pytest.approx(60), "the interval around it, as its last poll says"
+
+
+def test_without_slots_nothing_is_known() -> None:
     assert mean_slots(polls({"t": 0.0}, {"t": 1.0}).assign(kv_slots_total=float("nan")), 0.0, 1.0) == {}
 
 
