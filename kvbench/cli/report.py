@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,21 +19,24 @@ if TYPE_CHECKING:
 def report(run_dir: Path, output_dir: Path | None) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
 
-    A report is not replaced if raw samples (requests.parquet) are gone: the new one would say less.
+    A report is not replaced if files of the run are gone or damaged: the new one would say less.
 
     \b
     Example:
       kvbench report results/mixed/20260101T120000Z-1a2b3c4
     \b
     Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell).
-    Exit codes: 0 written, 2 not a run folder, or raw samples are gone and a report is there.
+    Exit codes: 0 written, 2 not a run folder, or files are gone and a report is there.
     """
     from rich.console import Console
 
     from kvbench.common.files import check_output_dir
+    from kvbench.runs.folder import RunFolder
 
     if output_dir:
         check_output_dir(output_dir)
+    if RunFolder(run_dir).is_locked():
+        say(f"note: {run_dir} is being measured: this is a report of what is there now")
     try:
         show_report(run_dir, Console(), output_dir)
     except ValueError as error:

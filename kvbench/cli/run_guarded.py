@@ -38,7 +38,7 @@ def guarded(run: Callable[[], int]) -> int:
             return EXIT_UNREAD
         raise
     except OSError as error:
-        if (sentence := storage_sentence(error)) is None:
+        if (sentence := storage_sentence(error, "standard output, or a file")) is None:
             return _unexpected(error)
         say(f"error: {sentence}")
         return MeasurementError.exit_code

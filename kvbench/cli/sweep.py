@@ -125,8 +125,9 @@ def workload_and_run(
                 + (", or name the run: --resume results/mixed/<run>" if resume else "")
             )
         if given := [key for key, value in changes.items() if value]:
+            option = "-o" if given[0] == "overrides" else f"--{given[0]}"
             raise UsageError(
-                f"--{given[0]} cannot change a run that has begun: leave it out, or start a new run without --resume"
+                f"{option} cannot change a run that has begun: leave it out, or start a new run without --resume"
             )
         run = open_run(Path(resume))
         return stored_workload(run.manifest()), run
@@ -135,4 +136,7 @@ def workload_and_run(
         return loaded, None
     if resume == "latest":
         return loaded, latest_incomplete(options["output_dir"], loaded.name)
-    return loaded, open_run(Path(resume))
+    run = open_run(Path(resume))
+    if (measured := run.manifest()["workload"]["name"]) != loaded.name:
+        raise UsageError(f"{run.path} is a run of {measured}, not of {loaded.name}: leave {workload} out")
+    return loaded, run

@@ -33,15 +33,18 @@ _STYLES = {"better": "green", "worse": "red"}
 def write_report(run: Run, folder: Path) -> list[Path]:
     """Writes the three files of a report, after all of them are made.
 
-    Raises UsageError where raw samples are gone and a report is there: it may have been made with them.
+    Raises UsageError where files of a finished run are gone and a report is there: it may have been made with them.
     """
     paths = [folder / name for name in ("report.html", "report.md", "summary.csv")]
+    there = [path for path in paths if path.is_file()]
     samples = [cell.folder / "requests.parquet" for cell in run.cells]
-    lost, there = [path for path in samples if not path.is_file()], [path for path in paths if path.is_file()]
+    lost = [*run.damaged, *(f"{path} is missing" for path in samples if not path.is_file())]
+    if run.manifest.get("status") == "complete":
+        lost += [f"cell {cell} is missing" for cell in run.missing]
     if lost and there:
         raise UsageError(
-            f"{there[0]} is kept: a new report would say less, as raw samples are gone ({and_more(lost, 1)}); give "
-            "another folder with --output-dir"
+            f"{there[0]} is kept, since a new report would say less ({and_more(lost, 1)}); to write one all the same "
+            "give another folder with --output-dir"
         )
     made = (page(run), markdown(run), pd.DataFrame(flat_rows(run)).to_csv(index=False))
     for path, text in zip(paths, made, strict=True):

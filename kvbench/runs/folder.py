@@ -86,6 +86,13 @@ class RunFolder:
         """Loads that were finished, and of which a file is cut short: to be run again."""
         return sorted(p.parent for p in self.path.glob(f"cells/*/loads/[0-9]*/{DONE}") if not is_whole(p.parent))
 
+    def remove_unmeasured(self) -> bool:
+        """Removes a folder that has no finished load; returns whether it did."""
+        if any(self.path.rglob(DONE)):
+            return False
+        shutil.rmtree(self.path)
+        return True
+
     @contextmanager
     def scratch_load(self, cell_id: str, repeat: int) -> Iterator[Path]:
         """A folder that becomes ``load(cell_id, repeat)`` when the block ends without an exception.

@@ -13,7 +13,7 @@ import pandas as pd
 
 from kvbench.common.stats import time_mean
 from kvbench.runs import kv_ledger
-from kvbench.runs.folder import RunFolder, damaged_file
+from kvbench.runs.folder import DONE, RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
 from kvbench.workload.settings import IN_LAYOUT, phrase
 
@@ -33,13 +33,17 @@ def read_run(folder: Path | str) -> Run:
     run = RunFolder(folder)
     manifest = run.manifest() if run.manifest_path.is_file() else {}
     summaries, damaged = [], {}
-    for path in sorted((folder / "cells").glob("*/summary.json")):
-        if bad := damaged_file(path.parent):
-            damaged[path.parent.name] = (
-                f"{bad} is damaged, so its cell is left out: `kvbench sweep --resume {folder}` writes it again"
+    for cell in sorted((folder / "cells").glob("*")):
+        path = cell / "summary.json"
+        bad, measured = damaged_file(cell), any(cell.glob(f"loads/*/{DONE}"))
+        summary = json.loads(path.read_text()) if path.is_file() and not bad else {}
+        if bad or (measured and not summary.get("repeats")):
+            damaged[cell.name] = (
+                f"{bad or path} is missing or damaged, so its cell is left out: `kvbench sweep --resume {folder}` "
+                "writes it again"
             )
-        elif (summary := json.loads(path.read_text())).get("repeats"):
-            summaries.append((path.parent, summary))
+        elif summary.get("repeats"):
+            summaries.append((cell, summary))
     names = _unique_names([summary for _, summary in summaries])
     sessions = bool(((manifest.get("workload") or {}).get("load") or {}).get("sessions"))
     cells = [_cell(where, summary, names, sessions) for where, summary in summaries]

@@ -15,9 +15,10 @@ from rich.console import Console
 from kvbench.calibration.cache import Calibrator
 from kvbench.common import foreign_cpu
 from kvbench.common.console import print_plain
-from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, log_traceback
+from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, UsageError, log_traceback
 from kvbench.common.files import check_output_dir, read_json, utc_now, write_json
 from kvbench.common.git import git_state
+from kvbench.common.text import plural
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import DONE, RunFolder, create_run
 from kvbench.runs.manifest import add_server, build_manifest
@@ -88,9 +89,14 @@ class Sweep:
             self._note(notice)
         run = self.resumed or create_run(self.output_dir, self.workload.name, git_state()["short_sha"])
         resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
-        with work_in(run.path, kept(resume), self._say) as work:
-            complete = self._measure(work, run, design, blocks, capacity, guesses)
-            return self._conclude(run, design, complete, resume)
+        try:
+            with work_in(run.path, kept(resume), self._say) as work:
+                complete = self._measure(work, run, design, blocks, capacity, guesses)
+                return self._conclude(run, design, complete, resume)
+        except UsageError:
+            if not self.resumed and run.remove_unmeasured():
+                self._say(f"removed: {run.path}, since nothing was measured")
+            raise
         return EXIT_INTERRUPTED
 
     def _measure(
@@ -153,7 +159,7 @@ class Sweep:
 
     def _say_what_is_finished(self, run: RunFolder, blocks: Sequence[Block], left: Sequence[Block]) -> None:
         finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
-        self._say(f"{finished} loads are finished and are not run again")
+        self._say(f"{plural(finished, 'finished load')}, which will not run again")
         for path in run.damaged_loads():
             self._note(f"a file in {path} is damaged: the load is run again")
 

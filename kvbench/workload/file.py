@@ -50,7 +50,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"there is no workload file {str(path)!r}: {_other_workloads(path)}") from None
     except IsADirectoryError:
-        raise UsageError(f"{str(path)!r} is a folder: give a workload file, {_other_workloads(path)}") from None
+        raise UsageError(f"{str(path)!r} is a folder, not a workload file: {_other_workloads(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the workload file {str(path)!r} cannot be read: {error}") from None
     data = parse_yaml(text, path)

@@ -153,7 +153,7 @@ def test_a_killed_sweep_goes_on_with_what_is_left(bench, number):
         assert list(run.glob("cells/*/summary.json"))  # what was measured can be read
         done = bench.kvbench("sweep", "--resume", str(run), "--no-report")
     assert done.returncode in EITHER, done.stdout + done.stderr
-    assert "1 loads are finished" in done.stdout
+    assert "1 finished load," in done.stdout
     after = finished(run)
     assert len(after) == 2 and manifest(run)["status"] == "complete" and complaints(run) == []
     assert {key: after[key] for key in before} == before  # none was run twice
@@ -223,6 +223,7 @@ def test_a_server_that_does_not_start_or_keeps_pages(bench, monkeypatch, fault):
     done = bench.sweep(path, "--no-report", *options, **env)
     assert done.returncode == code and all(words in done.stdout + done.stderr for words in said)
     assert len(list(bench.results.glob("*/*/cells/*/loads/[0-9]*/done.json"))) == loads
+    assert bool(list(bench.results.glob("*/*"))) == (code != 2), "a run that was refused leaves no folder to resume"
     assert 1 <= len(bench.launches) <= launches and not any(alive(launch["pid"]) for launch in bench.launches)
 
 

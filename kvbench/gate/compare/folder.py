@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -110,10 +109,7 @@ class CompareFolder:
 
     def remove_unmeasured(self) -> bool:
         """Removes a folder that has neither a load nor a verdict; returns whether it did."""
-        if any(self.path.rglob(DONE)) or (self.path / "verdict.json").exists():
-            return False
-        shutil.rmtree(self.path)
-        return True
+        return not (self.path / "verdict.json").exists() and RunFolder(self.path).remove_unmeasured()
 
 
 def _move(found: Path, folder: Path, name: str) -> None:

@@ -84,7 +84,7 @@ class RateSearch:
         allowed = f"{self.limit_s / 60:g} minutes were allowed (--max-minutes)"
         while isinstance(step := next_step(self.trials, self.bounds), NextRun):
             rate, needed = f"{step.rate:g} {self.length.unit}/s", self.length.seconds_of(step.rate, self.conditions)
-            reason = f"{allowed}; the next run, at {rate}, sends for {needed / 60:.3g} minutes"
+            reason = f"{allowed}; the next run, at {rate}, takes {clock(needed)}"
             if time.monotonic() + needed <= self._ends_at:
                 try:
                     self._run_one(step)

@@ -229,7 +229,7 @@ def test_a_run_that_cannot_end_in_time_is_not_begun(new):
     search = new(queue, "p99_ttft<=500ms", Bounds(0.5, 0.1, 100.0), RunLength(1, 20.0), limit_s=600.0)
     assert search.run() == EXIT_INCONCLUSIVE and queue.runs == []  # 662 requests at 0.5/s are 22 minutes
     assert answer(search)["outcome"] == "out of time"
-    assert "--max-minutes" in answer(search)["reason"] and "22.1" in answer(search)["reason"]
+    assert "--max-minutes" in answer(search)["reason"] and "22:04" in answer(search)["reason"]
 
 
 def test_a_run_that_outlasts_the_time_is_cut_and_run_again_on_resume(new, monkeypatch):

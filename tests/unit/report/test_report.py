@@ -6,6 +6,7 @@ import html
 import io
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,14 +183,23 @@ def test_log_axis_ticks_lie_on_one_two_five() -> None:
     assert log_axis(np.array([0.0])) == {}
 
 
-def test_without_raw_samples_no_report_is_replaced(make: Callable[..., Run], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["samples gone", "samples cut", "cell gone"])
+def test_a_report_is_not_replaced_by_one_that_would_say_less(
+    make: Callable[..., Run], tmp_path: Path, fault: str
+) -> None:
     run = make(repeats=1, concurrencies=(3,))
-    lost = run.cells[0].folder / "requests.parquet"
-    lost.unlink()
-    whole = {path: path.read_bytes() for path in write_report(run, run.folder)}  # the first one: it replaces nothing
+    lost = run.cells[0].folder
+    whole = {path: path.read_bytes() for path in write_report(run, run.folder)}
+    if fault == "cell gone":
+        shutil.rmtree(lost)
+    elif fault == "samples cut":
+        (lost / "requests.parquet").write_bytes(b"PAR")
+    else:
+        (lost / "requests.parquet").unlink()
+    run = read_run(run.folder)
     with pytest.raises(UsageError) as refused:
         write_report(run, run.folder)
-    assert all(word in str(refused.value) for word in (str(lost), "--output-dir"))
+    assert all(word in str(refused.value) for word in (lost.name, "--output-dir"))
     assert {path: path.read_bytes() for path in whole} == whole
     elsewhere = tmp_path / "elsewhere"
     assert cli.main(["report", str(run.folder), "--output-dir", str(elsewhere)], standalone_mode=False) == 0

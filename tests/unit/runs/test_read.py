@@ -98,6 +98,10 @@ def test_cells_that_miss_repeats_or_cannot_be_read_are_told(make: Callable[..., 
     with pytest.raises(SystemExit):
         main(["report", str(run.folder)])
     assert damaged in capsys.readouterr().out
+    for text in ('{"metrics": 3}', None):  # measured, and its summary is another file, or gone
+        second.unlink() if text is None else second.write_text(text)
+        (damaged,) = read_run(run.folder).damaged
+        assert str(second) in damaged
 
 
 @pytest.mark.parametrize(
