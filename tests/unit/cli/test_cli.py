@@ -151,7 +151,7 @@ def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
         write_json(begun.load("paged-p16-c1", repeat) / DONE, {})
     before = sorted(tmp_path.rglob("*"))
     code, out, _ = run("sweep", "--resume", begun.path, "--dry-run")
-    assert code == 0 and "2 loads are finished" in out and "1 cell, 1 server launch, 1 load," in out
+    assert code == 0 and "2 finished loads" in out and "1 cell, 1 server launch, 1 load," in out
     assert "repeat 2: paged-p16: c1" in out and "contiguous" not in out
     assert run("sweep", "--resume", begun.path, "--dry-run", "--only", "paged*")[1] == out
     for words in ((), ("--dry-run",)):
