@@ -30,7 +30,7 @@ def write_text(path: Path, text: str) -> None:
 def check_output_dir(path: Path) -> None:
     """Raises UsageError when ``path`` is no folder that can be written or made; leaves nothing behind."""
     try:
-        folder = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each) or each.exists())
+        folder = next(each for each in (path, *path.absolute().parents) if each.is_symlink() or each.exists())
     except OSError as error:  # such as a name that is too long
         raise UsageError(f"{path} cannot be written ({error.strerror}): give another --output-dir") from None
     if why := why_unwritable(folder):

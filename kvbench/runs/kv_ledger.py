@@ -66,19 +66,15 @@ def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, floa
     """
     polls = gauges[gauges["kv_slots_total"] > 0].sort_values("t")
     names = [_STEPS + use for use in SLOT_USES]
-    if any(name not in polls for name in names) or polls[names].isna().to_numpy().any():
+    if polls.empty or any(name not in polls for name in names) or polls[names].isna().to_numpy().any():
         return {}
     t, total = polls["t"].to_numpy(), polls["kv_slots_total"].to_numpy()[1:]
     moved = np.diff(polls[names].to_numpy(), axis=0)  # [intervals, uses] slots summed over the interval's steps
     steps = moved.sum(axis=1, keepdims=True)
-    of_polls = _gauge_slots(polls).to_numpy()
-    gauges = of_polls[1:]  # what held where no step ended within the interval
-    mean = np.where(steps > 0, moved / np.where(steps > 0, steps, 1) * total[:, None], gauges)
+    held = _gauge_slots(polls).to_numpy()  # what counts where no step ended within an interval
+    mean = np.where(steps > 0, moved / np.where(steps > 0, steps, 1) * total[:, None], held[1:])
     weight = np.clip(np.minimum(t[1:], end) - np.maximum(t[:-1], start), 0, None)
-    if polls.empty:
-        return {}
-    enclosed = weight.sum() > 0
-    averaged = (mean * weight[:, None]).sum(axis=0) / weight.sum() if enclosed else of_polls.mean(axis=0)
+    averaged = np.average(mean, axis=0, weights=weight) if weight.sum() > 0 else held.mean(axis=0)
     return dict(zip(SLOT_USES, map(float, averaged), strict=True))
 
 

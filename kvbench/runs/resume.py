@@ -40,8 +40,18 @@ def planned_cells(manifest: Mapping[str, Any], patterns: Sequence[str]) -> tuple
     return tuple(cell for cell in planned if any(cell in cells for cells in matched.values()))
 
 
+def require_same_workload(run: RunFolder, workload: Workload) -> None:
+    """Raises UsageError when ``run`` was started with another workload than ``workload``, as it runs on the target."""
+    now = json.loads(json.dumps(workload.resolved, default=str))  # as it is stored
+    if keys := differing_keys(run.manifest()["workload"], now):
+        raise UsageError(
+            f"{run.path} was started with another workload; it differs in {and_more(keys, 5)}: resume it with "
+            "`kvbench sweep --resume FOLDER` alone (the stored workload), or start a new run without --resume"
+        )
+
+
 def reopen(
-    run: RunFolder, workload: Workload, served: Mapping[str, Any], *, force: bool, something_left: bool
+    run: RunFolder, served: Mapping[str, Any], *, force: bool, something_left: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """The manifest of a run to resume, and remarks for the user.
 
@@ -49,12 +59,6 @@ def reopen(
     has changed: nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
     """
     manifest = run.manifest()
-    now_workload = json.loads(json.dumps(workload.resolved, default=str))  # as it is stored
-    if keys := differing_keys(manifest["workload"], now_workload):
-        raise UsageError(
-            f"{run.path} was started with another workload; it differs in {and_more(keys, 5)}: resume it with "
-            "`kvbench sweep --resume FOLDER` alone (the stored workload), or start a new run without --resume"
-        )
     opened = manifest | {"status": "incomplete", "failures": []}
     if not something_left:
         return opened, []

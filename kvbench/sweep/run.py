@@ -22,7 +22,7 @@ from kvbench.common.text import plural
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import DONE, RunFolder, create_run
 from kvbench.runs.manifest import add_server, build_manifest
-from kvbench.runs.resume import accept_server, reopen
+from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.sweep.plan import describe_plan, planned_blocks, preflight, without_done
@@ -62,6 +62,8 @@ class Sweep:
     def _plan(self) -> tuple[Design, tuple[Block, ...], dict[str, Any], dict[str, float]]:
         """Cells, blocks, capacity by configuration, guessed seconds by load, after every check before a launch."""
         check_output_dir(self.resumed.path if self.resumed else self.output_dir)
+        if self.resumed:  # before its cells are looked for in a workload that may not have them
+            require_same_workload(self.resumed, self.workload)
         design, blocks = self.target.plan(self.only)
         return design, blocks, *preflight(self.workload, design, self.target.check)
 
@@ -150,9 +152,7 @@ class Sweep:
         return Calibrator(run.path, self.calibrate, *say)
 
     def _reopen(self, run: RunFolder, *, something_left: bool) -> dict[str, Any]:
-        manifest, remarks = reopen(
-            run, self.workload, self.target.manifest, force=self.force, something_left=something_left
-        )
+        manifest, remarks = reopen(run, self.target.manifest, force=self.force, something_left=something_left)
         for remark in remarks:
             self._note(remark)
         return manifest

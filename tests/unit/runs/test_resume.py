@@ -18,7 +18,7 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.runs import resume
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import add_server, build_manifest
-from kvbench.runs.resume import accept_server, environment_differences, reopen
+from kvbench.runs.resume import accept_server, environment_differences, reopen, require_same_workload
 from kvbench.workload.file import differing_keys, load_workload, resolve
 
 NOW = {
@@ -96,8 +96,8 @@ def begun(tmp_path, monkeypatch):
 
 
 def test_the_same_conditions_are_recorded(begun):
-    workload, run = begun
-    manifest, remarks = reopen(run, workload, SERVED, force=False, something_left=True)
+    _, run = begun
+    manifest, remarks = reopen(run, SERVED, force=False, something_left=True)
     (entry,) = manifest["resumed"]
     assert remarks == [] and manifest["status"] == "incomplete"
     assert entry["versions"] == NOW["versions"] and entry["differences"] == [] and not entry["forced"]
@@ -116,19 +116,19 @@ def test_the_same_conditions_are_recorded(begun):
     ],
 )
 def test_other_conditions_are_refused_unless_forced_and_then_kept(begun, monkeypatch, served, words):
-    workload, run = begun
+    _, run = begun
     torch = "2.13.0" if served else "2.14.0"
     monkeypatch.setattr(resume, "environment", lambda: changed("versions", torch=torch))
     with pytest.raises(UsageError) as error:
-        reopen(run, workload, SERVED | served, force=False, something_left=True)
+        reopen(run, SERVED | served, force=False, something_left=True)
     assert all(part in str(error.value) for part in (str(run.path), words, "--resume", "--force"))
-    manifest, (remark,) = reopen(run, workload, SERVED | served, force=True, something_left=True)
+    manifest, (remark,) = reopen(run, SERVED | served, force=True, something_left=True)
     (entry,) = manifest["resumed"]
     assert words in remark and entry["forced"] and entry["differences"] == [words]
     assert (entry["versions"]["torch"], manifest["versions"]["torch"]) == (torch, "2.13.0")  # both environments
     write_json(run.manifest_path, manifest)
-    assert len(reopen(run, workload, SERVED | served, force=True, something_left=True)[0]["resumed"]) == 2
-    finished, _ = reopen(run, workload, SERVED | served, force=False, something_left=False)
+    assert len(reopen(run, SERVED | served, force=True, something_left=True)[0]["resumed"]) == 2
+    finished, _ = reopen(run, SERVED | served, force=False, something_left=False)
     assert len(finished["resumed"]) == 1  # nothing of the present goes into a finished run
 
 
@@ -175,9 +175,13 @@ def test_a_run_goes_on_from_any_working_folder(begun, tmp_path, monkeypatch):
     stored, found = workload_and_run(None, str(run.path), nothing)
     assert stored.load.prompts.file == str(tmp_path / "there" / "lines.txt") == workload.load.prompts.file
     assert stored.engine == workload.engine
-    reopen(found, stored, SERVED, force=False, something_left=True)
+    require_same_workload(found, stored)
+    reopen(found, SERVED, force=False, something_left=True)
     by_file = load_workload(os.path.relpath(tmp_path / "there" / "tiny.yaml"), profile="cpu")
-    reopen(found, by_file, SERVED, force=False, something_left=True)
+    require_same_workload(found, by_file)
+    other = load_workload(tmp_path / "there" / "tiny.yaml", profile="cpu", seed=7)
+    with pytest.raises(UsageError, match=r"another workload; it differs in seed"):
+        require_same_workload(found, other)
 
 
 def test_a_shipped_workload_leaves_no_private_path_in_the_manifest():

@@ -180,7 +180,7 @@ def test_a_run_on_a_running_server_goes_on_with_the_same_facts_and_no_others(wor
 
     def go_on(**options):
         served = chosen(workload(), stored=stored, **options).manifest
-        return reopen(begun, SimpleNamespace(resolved={}), served, force=False, something_left=True)
+        return reopen(begun, served, force=False, something_left=True)
 
     go_on()
     go_on(no_tls_verify=True)  # how it is reached may change
