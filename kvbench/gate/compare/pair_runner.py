@@ -1,9 +1,10 @@
-"""Runs pairs: a new server of each side for each configuration; a pair with an invalid load is measured again."""
+"""Runs pairs; a part of a pair with an invalid load is measured again, with the other side first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn, cell_rows
@@ -42,16 +43,43 @@ class FailedAttempt:
         return "; ".join(f"{side}: {each}" for side in SIDES for each in self.reasons[side])
 
 
+class Method(Protocol):
+    """A way to measure both sides of one configuration in one pair."""
+
+    def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
+        """Writes the loads of both sides into their run folders; by side, what failed. ``sides``: the first one first.
+
+        Nothing but ``sides`` may tell base from candidate: swapping them must swap the measured values and no more.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LaunchedPairs:
+    """One side after the other, each on a new server. ``runners``: by side and workload."""
+
+    runners: Mapping[tuple[str, str], BlockRunner]
+
+    def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
+        found = {}
+        for side in sides:
+            runner = self.runners[side, turn.match.workload]
+            before = len(runner.failures)
+            runner.run_block(turn.match.block(side, pair, turn.order))
+            found[side] = runner.failures[before:]
+        return found
+
+
 @dataclass(frozen=True)
 class PairRunner:
-    """``runners``: by side and workload. ``metrics``: those that a load must have if the other side's load has them.
+    """``method``: how a pair is measured. ``metrics``: those that a load must have if the other side's load has them.
 
-    ``on_measured`` gets the side that was launched first in a good attempt; ``on_failed`` a failed attempt and how
-    many attempts there may be. ``resume``: as in ``FailedAttempt``.
+    ``on_measured`` gets the side that was first in a good attempt; ``on_failed`` a failed attempt and how many attempts
+    there may be. ``resume``: as in ``FailedAttempt``.
     """
 
     folder: CompareFolder
-    runners: Mapping[tuple[str, str], BlockRunner]
+    method: Method
     metrics: Sequence[MetricRule]
     on_measured: Callable[[Turn, str], None]
     on_failed: Callable[[FailedAttempt, int], None]
@@ -74,7 +102,7 @@ class PairRunner:
         while True:
             self.folder.set_aside(turn.match, pair)  # half a pair is none: its other half was at another time
             sides = turn.sides[::-1] if len(failed) % 2 else turn.sides
-            failures = {side: self._run_side(turn, side, pair) for side in sides}
+            failures = self.method.measure(turn, sides, pair)
             reasons, faults = self._judge(turn, pair, failures)
             if not any(reasons.values()):
                 self.on_measured(turn, sides[0])
@@ -86,12 +114,6 @@ class PairRunner:
             self.on_failed(failed[-1], most)
             if attempt == most:
                 return failed[-1]
-
-    def _run_side(self, turn: Turn, side: str, pair: int) -> list[Failure]:
-        runner = self.runners[side, turn.match.workload]
-        before = len(runner.failures)
-        runner.run_block(turn.match.block(side, pair, turn.order))
-        return runner.failures[before:]
 
     def _judge(
         self, turn: Turn, pair: int, failures: Mapping[str, Sequence[Failure]]

@@ -28,7 +28,7 @@ from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
 from kvbench.gate.compare.folder import KIND, CompareFolder
 from kvbench.gate.compare.manifest import PATHS, new_comparison, record_server, require_same_requests, resume
-from kvbench.gate.compare.pair_runner import FailedAttempt, PairRunner
+from kvbench.gate.compare.pair_runner import FailedAttempt, LaunchedPairs, PairRunner
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
@@ -281,7 +281,7 @@ class Comparison:
         matches = [match for each in self.workloads for match in each.matches]
         runner = PairRunner(
             self.folder,
-            self._runners(check, show),
+            LaunchedPairs(self._runners(check, show)),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
