@@ -31,8 +31,13 @@ def build_engine(config: EngineConfig) -> Engine:
         ValueError: a setting, the model or their combination is impossible; one sentence says which and what to do.
     """
     if config.device != "cuda":
-        torch.set_num_threads(config.num_threads or available_cpus())
+        torch.set_num_threads(cpu_threads(config))
     return assemble_engine(config, load_model(config))
+
+
+def cpu_threads(config: EngineConfig) -> int:
+    """Threads of the arithmetic on a CPU."""
+    return config.num_threads or available_cpus()
 
 
 def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:

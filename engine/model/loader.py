@@ -27,6 +27,7 @@ class LoadedModel:
     backend: AttentionBackend
     device: torch.device
     dtype: torch.dtype
+    query_heads: tuple[int, ...]
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -57,7 +58,22 @@ def load_model(config: EngineConfig) -> LoadedModel:
     for layer, heads in zip(kv_shape.layers, query_heads, strict=True):
         support.check(heads, layer)
     check_logits(model, backend, kv_shape)
-    return LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype)
+    return LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
+
+
+def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | None:
+    """``loaded`` for another engine of the same weights; None where its settings need other kernels.
+
+    Raises ValueError if the kernels do not support its KV dtype.
+    """
+    name = config.kernel_backend
+    name = default_backend(loaded.device, loaded.dtype, config.kv_cache_dtype) if name == "auto" else name
+    if name != loaded.backend.name:
+        return None
+    support = Support(loaded.info.name, loaded.backend, loaded.dtype, loaded.device, config.kv_cache_dtype)
+    for heads, layer in zip(loaded.query_heads, loaded.kv_shape.layers, strict=True):
+        support.check(heads, layer)
+    return loaded
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -23,14 +22,9 @@ from engine.server.app import create_app
 from engine.server.arguments import ServeOptions, build_parser, options_of
 from engine.server.step_log import StepLog
 from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
+from engine.startup import no_garbage_collection, set_spin_count
 
 GRACE_SECONDS = 2  # for handlers to send their last events after the requests have been aborted
-# How long an OpenMP thread of torch spins for its next work before it sleeps (GNU OpenMP's default is nearly for ever).
-# A thread that spins may keep the event loop or the load generator off its core; one that sleeps is late at the next of
-# some 100 parallel regions a step. Measured on 2 cores, output tokens/s of llama-32m in process, alone / with one core
-# kept busy by another process: default 552 / 109, 20000 519 / 175, 2000 about 420 / 283; TPOT of 3 streams over HTTP:
-# 30000 11.8 ms, 5000 13.7, 2000 14.9.
-SPIN_COUNT = "20000"
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -147,26 +141,12 @@ def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
     # cheap checks first: importing torch takes seconds, loading a model longer
     find_model(config.model, config.load_format)
     check_tokenizer_folder(config)
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read once, when torch is imported: not before this line
+    set_spin_count()
     with no_garbage_collection():
         from engine.build import build_engine
 
         engine = build_engine(config)
         return engine, load_tokenizer(engine.config, engine.model_info)
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """While modules and the model are loaded: a fifth of the time is collecting garbage where there is none.
-
-    Their objects are left out of later collections too, which would stop all streams meanwhile.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def run(args: argparse.Namespace, load: Callable[[EngineConfig], tuple[Engine, ServerTokenizer]] = load) -> int:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib.metadata
-import os
-import platform
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -17,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from engine.async_engine import AsyncEngine, EngineThread, EngineUnavailable
+from engine.describe import describe_engine
 from engine.engine import Engine
 from engine.server.chat import chat_completions, chat_ids
 from engine.server.completions import completions, encode
@@ -29,7 +26,6 @@ from engine.server.tokenizer import ServerTokenizer
 
 MAX_BODY_BYTES = 32 * 2**20
 STOP_SECONDS = 2.0  # for a running step to end when the server stops
-_PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
 
 Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
 
@@ -200,47 +196,10 @@ def model_card(state: ServerState) -> dict[str, Any]:
 
 
 def describe_server(state: ServerState) -> dict[str, Any]:
-    """The JSON of /server_info. ``engine``: the settings as given; ``resolved``: the values of ``auto`` and null."""
-    engine = state.engine.engine
-    capacity = engine.capacity
+    """The JSON of /server_info."""
     return {
-        "engine": dataclasses.asdict(engine.config),
-        "resolved": _resolved(engine.executor),
-        "model": dataclasses.asdict(engine.model_info),
+        **describe_engine(state.engine.engine),
         "served_model_name": state.model_name,
         "tokenizer": {"name": state.tokenizer.name, "text_refusal": state.tokenizer.text_refusal},
-        "capacity": {
-            **dataclasses.asdict(capacity),
-            "capacity_tokens": capacity.num_slots,
-            "max_concurrency_at_max_len": capacity.max_concurrency(state.max_model_len),
-        },
-        "versions": {"python": platform.python_version(), **_versions()},
-        "platform": platform.platform(),
-        "pid": os.getpid(),
         "started": state.started,
     }
-
-
-def _resolved(executor: Any) -> dict[str, Any]:
-    """Device, dtype, kernels and threads in use; empty for an executor without tensors."""
-    import torch  # not above: the server's start sets what torch reads when it is imported
-
-    if not isinstance(getattr(executor, "model", None), torch.nn.Module):
-        return {}
-    device = executor.device
-    return {
-        "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "dtype": str(next(executor.model.parameters()).dtype).removeprefix("torch."),
-        "kernel_backend": executor.host.backend.name,
-        "cuda_graphs": executor.forward.replays_graphs,
-        "num_threads": torch.get_num_threads(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found

@@ -1,0 +1,61 @@
+"""What identifies an engine and its process: settings, model, capacity, versions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from engine.engine import Engine
+
+_PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
+
+
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """For /server_info and the lockstep protocol.
+
+    ``engine``: the settings as given; ``resolved``: the values of ``auto`` and null.
+    """
+    capacity, config = engine.capacity, engine.config
+    longest = config.max_model_len or engine.model_info.max_model_len or 0
+    return {
+        "engine": dataclasses.asdict(config),
+        "resolved": _resolved(engine.executor),
+        "model": dataclasses.asdict(engine.model_info),
+        "capacity": {
+            **dataclasses.asdict(capacity),
+            "capacity_tokens": capacity.num_slots,
+            "max_concurrency_at_max_len": capacity.max_concurrency(longest),
+        },
+        "versions": {"python": platform.python_version(), **_versions()},
+        "platform": platform.platform(),
+        "pid": os.getpid(),
+    }
+
+
+def _resolved(executor: Any) -> dict[str, Any]:
+    """Device, dtype, kernels and threads in use; empty for an executor without tensors."""
+    import torch  # not above: the server's start sets what torch reads when it is imported
+
+    if not isinstance(getattr(executor, "model", None), torch.nn.Module):
+        return {}
+    device = executor.device
+    return {
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "dtype": str(next(executor.model.parameters()).dtype).removeprefix("torch."),
+        "kernel_backend": executor.host.backend.name,
+        "cuda_graphs": executor.forward.replays_graphs,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -1,0 +1,252 @@
+"""Engines that compute a step when a controller tells them to: ``python -m engine.lockstep``.
+
+Commands come on stdin and answers go to stdout, one JSON object a line; the process ends with its stdin. It first writes
+``{"protocol": 1}``. A command that cannot be done is answered with ``{"error": sentence}``.
+
+    {"do": "open", "name", "settings"}
+        Builds an engine. Engines of this process that need the same weights share them.
+        -> describe_engine()
+    {"do": "load", "name", "requests": [[prompt ids, max_tokens, arrival_s or null, priority], ...],
+     "concurrency": users or null, "temperature", "ignore_eos", "keep_cache"}
+        Gives an idle engine its next requests, by which its clock starts at 0. -> {"metrics": Prometheus text}
+    {"do": "turn", "name", "steps": most steps}
+        -> {"steps": [[seconds, prefill tokens, decode tokens, output tokens], ...], "ended": whether all is done}
+    {"do": "result", "name"}
+        -> {"requests": [[t0, ts, token times, tokens at each, cached tokens, finish reason, token ids], ...],
+            "metrics": Prometheus text}
+
+All times are the engine's own [s]: its clock is the sum of its steps' durations, and of its waits for the next arrival.
+With ``concurrency`` N, N users send one request at a time, each the next of the list; without, a request is sent at its
+``arrival_s``. A step's duration includes adding the requests that are due. On CUDA a turn ends when the device is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from engine.config import EngineConfig
+from engine.startup import no_garbage_collection, set_spin_count
+
+if TYPE_CHECKING:
+    from engine.counters import StepRecord
+    from engine.engine import Engine
+    from engine.model.loader import LoadedModel
+    from engine.sequence import TokenOutput
+
+PROTOCOL = 1
+_OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "torch_compile")
+
+
+class SteppedEngine:
+    """One engine with its clock [s] and the requests of its present load."""
+
+    def __init__(self, engine: Engine):
+        from engine.server.metrics import ServerMetrics
+
+        self.engine = engine
+        self.metrics = ServerMetrics(engine.config, engine.capacity, engine.stats())
+        self.clock = 0.0
+        self._requests: Sequence[Sequence[Any]] = ()
+        self._record: StepRecord | None = None
+        engine.on_step = self._note_step
+
+    def _note_step(self, record: StepRecord) -> None:
+        self._record = record
+
+    def load(
+        self,
+        requests: Sequence[Sequence[Any]],
+        concurrency: int | None,
+        temperature: float,
+        ignore_eos: bool,
+        keep_cache: bool,
+    ) -> dict[str, Any]:
+        """Starts a load. Raises ValueError if the last one has not ended."""
+        if self.engine.has_work():
+            raise ValueError("the engine still computes its last load: let it end first")
+        if not keep_cache:
+            self.engine.reset_prefix_cache()
+        self.clock = 0.0
+        self._requests, self._sampling = requests, {"temperature": temperature, "ignore_eos": ignore_eos}
+        self._next = 0
+        self._free_users = concurrency
+        self._sent: list[float] = []
+        self._due: list[float] = []
+        self._outputs: list[list[tuple[float, tuple[int, ...]]]] = [[] for _ in requests]
+        self._ends: list[TokenOutput | None] = [None] * len(requests)
+        return {"metrics": self._exposition()}
+
+    @property
+    def ended(self) -> bool:
+        return self._next == len(self._requests) and not self.engine.has_work()
+
+    def turn(self, most: int) -> dict[str, Any]:
+        """Computes up to ``most`` steps."""
+        steps: list[tuple[float, int, int, int]] = []
+        while len(steps) < most and not self.ended:
+            if not self.engine.has_work() and self._free_users is None:  # idle until the next arrival
+                self.clock = max(self.clock, self._requests[self._next][2])
+            started = time.perf_counter()
+            self._add_due()
+            self._record = None
+            outputs = self.engine.step()
+            if len(steps) == most - 1 or self.ended:
+                self._wait_for_device()
+            seconds = time.perf_counter() - started
+            self.clock += seconds
+            record = self._record
+            work = (record.prefill_tokens, record.decode_tokens) if record is not None else (0, 0)
+            steps.append((seconds, *work, self._take(outputs)))
+        return {"steps": steps, "ended": self.ended}
+
+    def _add_due(self) -> None:
+        from engine.sequence import Request, SamplingParams
+
+        while self._next < len(self._requests):
+            prompt, max_tokens, arrival, priority = self._requests[self._next]
+            if self._free_users is None:
+                if arrival > self.clock:
+                    return
+            elif not self._free_users:
+                return
+            else:
+                self._free_users -= 1
+            params = SamplingParams(max_tokens=max_tokens, **self._sampling)
+            self.engine.add_request(Request(str(self._next), tuple(prompt), params, self.clock, priority))
+            self._due.append(self.clock if self._free_users is not None else arrival)
+            self._sent.append(self.clock)
+            self._next += 1
+
+    def _take(self, outputs: Sequence[TokenOutput]) -> int:
+        """Notes new tokens as of now; returns how many there are."""
+        for output in outputs:
+            index = int(output.request_id)
+            self._outputs[index].append((self.clock, output.token_ids))
+            if output.finish_reason is not None:
+                self._ends[index] = output
+                self._observe(index)
+                if self._free_users is not None:
+                    self._free_users += 1
+        return sum(len(output.token_ids) for output in outputs)
+
+    def _observe(self, index: int) -> None:
+        """Counts a finished request in the metrics, as the server does."""
+        times = [at for at, _ in self._outputs[index]]
+        self.metrics.ttft.observe(times[0] - self._due[index])
+        self.metrics.e2e.observe(times[-1] - self._due[index])
+        for before, after in zip(times, times[1:], strict=False):
+            self.metrics.itl.observe(after - before)
+
+    def _wait_for_device(self) -> None:
+        device = getattr(self.engine.executor, "device", None)
+        if device is not None and device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(device)
+
+    def _exposition(self) -> str:
+        return self.metrics.exposition(self.engine.stats()).decode()
+
+    def result(self) -> dict[str, Any]:
+        """Every request that was sent, in the order of the load."""
+        rows = []
+        for due, sent, outputs, end in zip(self._due, self._sent, self._outputs, self._ends, strict=False):
+            rows.append(
+                (
+                    due,
+                    sent,
+                    [at for at, _ in outputs],
+                    [len(ids) for _, ids in outputs],
+                    end.num_cached_tokens if end else 0,
+                    end.finish_reason if end else None,
+                    [token for _, ids in outputs for token in ids],
+                )
+            )
+        return {"requests": rows, "metrics": self._exposition()}
+
+
+class Commands:
+    """Does what the lines of stdin say."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, SteppedEngine] = {}
+        self._weights: dict[tuple[Any, ...], LoadedModel] = {}
+        self._num_threads: int | None = None
+
+    def do(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one command. Raises ValueError for one that cannot be done."""
+        what, rest = command["do"], {key: value for key, value in command.items() if key not in ("do", "name")}
+        if what == "open":
+            return self._open(command["name"], **rest)
+        if command["name"] not in self.engines:
+            raise ValueError(f"no engine is called {command['name']!r}: open it first")
+        engine = self.engines[command["name"]]
+        if what == "load":
+            return engine.load(**rest)
+        if what == "turn":
+            return engine.turn(rest["steps"])
+        if what == "result":
+            return engine.result()
+        raise ValueError(f"command {what!r} is not known: protocol {PROTOCOL} has open, load, turn and result")
+
+    def _open(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        config = EngineConfig.from_mapping(settings)
+        set_spin_count()
+        with no_garbage_collection():
+            import torch
+
+            from engine.build import assemble_engine, cpu_threads
+            from engine.describe import describe_engine
+
+            if config.device != "cuda":
+                threads = cpu_threads(config)
+                if self._num_threads not in (None, threads):
+                    raise ValueError(
+                        f"num_threads {threads} differs from the {self._num_threads} of the engines before it: engines "
+                        "of one process share their threads, so give it a process of its own"
+                    )
+                self._num_threads = threads
+                torch.set_num_threads(threads)
+            self.engines[name] = SteppedEngine(assemble_engine(config, self._loaded(config)))
+        return describe_engine(self.engines[name].engine)
+
+    def _loaded(self, config: EngineConfig) -> LoadedModel:
+        from engine.model.loader import load_model, serve_another
+
+        key = tuple(getattr(config, setting) for setting in _OF_THE_WEIGHTS)
+        if key in self._weights and (shared := serve_another(self._weights[key], config)):
+            return shared
+        loaded = load_model(config)
+        self._weights.setdefault(key, loaded)
+        return loaded
+
+
+def serve(commands: TextIO, answers: TextIO) -> None:
+    """Answers commands until there are no more."""
+
+    def write(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    write({"protocol": PROTOCOL})
+    done = Commands()
+    for line in commands:
+        try:
+            write(done.do(json.loads(line)))
+        except (ValueError, MemoryError) as error:
+            write({"error": str(error) or type(error).__name__})
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
