@@ -10,7 +10,8 @@ Commands come on stdin and answers go to stdout, one JSON object a line; the pro
      "concurrency": users or null, "temperature", "ignore_eos", "keep_cache"}
         Gives an idle engine its next requests, by which its clock starts at 0. -> {"metrics": Prometheus text}
     {"do": "turn", "name", "steps": most steps}
-        -> {"steps": [[seconds, prefill tokens, decode tokens, output tokens], ...], "ended": whether all is done}
+        -> {"steps": [[seconds, prefill tokens, decode tokens, output tokens], ...], "clock": seconds,
+            "ended": whether all is done}
     {"do": "result", "name"}
         -> {"requests": [[t0, ts, token times, tokens at each, cached tokens, finish reason, token ids], ...],
             "metrics": Prometheus text}
@@ -102,7 +103,7 @@ class SteppedEngine:
             record = self._record
             work = (record.prefill_tokens, record.decode_tokens) if record is not None else (0, 0)
             steps.append((seconds, *work, self._take(outputs)))
-        return {"steps": steps, "ended": self.ended}
+        return {"steps": steps, "clock": self.clock, "ended": self.ended}
 
     def _add_due(self) -> None:
         from engine.sequence import Request, SamplingParams

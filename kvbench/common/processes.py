@@ -99,6 +99,7 @@ def launch(
     *,
     stdout: int | IO[bytes],
     stderr: int | IO[bytes] | None,
+    stdin: int = subprocess.DEVNULL,
     background: bool = False,
     own_session: bool = True,
     death_signal: signal.Signals = signal.SIGTERM,
@@ -116,7 +117,7 @@ def launch(
     merged = {**os.environ, **(env or {}), _MARK: mark}
     process = Child(
         list(command),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
         start_new_session=own_session,

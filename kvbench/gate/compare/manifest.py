@@ -29,7 +29,7 @@ from kvbench.workload.file import Workload
 _REPEATED = (
     "workloads", "profile", "overrides", "seed", "only", "policy", "repo", "build_cmd", "target", "exact",
     "target_python", "target_args", "serve_cmd", "preset", "model", "vocab_size", "max_model_len", "tokenizer",
-    "api_key_env", "tls_ca_file", "no_tls_verify", "start_timeout", "max_minutes", "no_calibration", "force",
+    "api_key_env", "tls_ca_file", "no_tls_verify", "start_timeout", "max_minutes", "method", "no_calibration", "force",
 )  # fmt: skip
 _FLAG = {"overrides": "-o", "workloads": "--workload"}
 # Options that name files and folders: kept absolute, since a comparison may be resumed from another folder.
@@ -59,8 +59,11 @@ def new_comparison(
     policy: Policy,
     subcommand: str,
     notes: Sequence[str],
+    method: str,
 ) -> CompareFolder:
     """A new folder with its manifest; ``given``: the workloads before the sides' own settings.
+
+    ``method``: how pairs are measured.
 
     Raises UsageError where it cannot be made, or stored runs are not comparable.
     """
@@ -77,6 +80,7 @@ def new_comparison(
         "kind": KIND,
         "status": "incomplete",
         "subcommand": subcommand,
+        "method": method,
         "command": ["kvbench", *sys.argv[1:]],
         "reproduce": reproduce_command(options, sides, subcommand),
         **{side: {**sides[side].facts, "name": sides[side].name} for side in SIDES},

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -27,13 +28,14 @@ from kvbench.common.text import clock, plural
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
 from kvbench.gate.compare.folder import KIND, CompareFolder
+from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import PATHS, new_comparison, record_server, require_same_requests, resume
-from kvbench.gate.compare.pair_runner import FailedAttempt, LaunchedPairs, PairRunner
+from kvbench.gate.compare.pair_runner import FailedAttempt, LaunchedPairs, Method, PairRunner
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.timing.noise import FEWEST_PAIRS
-from kvbench.gate.timing.plan import BASE, SIDES, Turn, turns
+from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
 from kvbench.gate.verdict.github import publish
 from kvbench.gate.verdict.outputs import report_verdict, write_outputs
 from kvbench.gate.verdict.terminal import print_verdict
@@ -47,6 +49,7 @@ from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload, load_workload
 
 COMPARE, CALIBRATE = "compare", "calibrate"
+AUTO, LOCKSTEP, LAUNCHED, STORED_RUNS = "auto", "lockstep", "launched", "stored runs"
 _WITH_RESUME = ("resume", "max_minutes", "output_dir", "force")  # options of an execution, not of its comparison
 # A reading of /metrics takes the engine's thread from its steps. Four a second, as a sweep takes them, delay one gap in
 # twenty on a small machine, which is where p95 lies; what changed over a load is exact however few there are.
@@ -156,7 +159,11 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
     if folder is None:
         names = [each.name for each in workloads]
         notes = noise_notes(options, names, request.policy.timing) if request.subcommand == COMPARE else []
-        folder = new_comparison(options, request.workloads, workloads, request.policy, request.subcommand, notes)
+        method, why = choose_method(options["method"], workloads)
+        notes += [why] if why else []
+        folder = new_comparison(
+            options, request.workloads, workloads, request.policy, request.subcommand, notes, method
+        )
         held.enter_context(folder.locked())
     manifest = folder.manifest()
     if request.folder is not None and not folder.stored:
@@ -175,6 +182,25 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
         if request.folder is None and folder.remove_unmeasured():
             say(f"removed: {folder.path}, since nothing was measured")
         raise
+
+
+def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str, str | None]:
+    """How pairs are measured, and a note where it is not the sharpest way. Raises UsageError for one that cannot be."""
+    if any(opened.stored for each in workloads for opened in each.sides.values()):
+        if wanted != AUTO:
+            raise UsageError(
+                f"--method {wanted} means nothing for stored runs, which are measured already: leave it out"
+            )
+        return STORED_RUNS, None
+    if wanted == LAUNCHED:
+        return LAUNCHED, None
+    with tempfile.TemporaryDirectory() as scratch:
+        reason = why_not_lockstep(workloads, Path(scratch) / "engine.log")
+    if reason is None:
+        return LOCKSTEP, None
+    if wanted == LOCKSTEP:
+        raise UsageError(f"--method lockstep cannot be used: {reason}; leave it out")
+    return LAUNCHED, f"measured by launched pairs, and not in engine time in lockstep, which is sharper: {reason}"
 
 
 def _write_invalid(request: _Request, folder: Path, error: Exception, say: Callable[[str], None]) -> None:
@@ -232,8 +258,9 @@ class Comparison:
         next_step = kept(self.folder.resume_command(self.manifest["subcommand"]))
         with orderly_end(self.folder.path, next_step, self._say) as work:
             with status_line(self.console, "starting") as show:
-                for each in self.workloads:
-                    each.compile(self.folder.path, self._say)
+                if self.manifest["method"] != LOCKSTEP:
+                    for each in self.workloads:
+                        each.compile(self.folder.path, self._say)
                 stopped = self._measure(work.check, show)
             return self.finish(stopped)
         return None
@@ -281,7 +308,7 @@ class Comparison:
         matches = [match for each in self.workloads for match in each.matches]
         runner = PairRunner(
             self.folder,
-            LaunchedPairs(self._runners(check, show)),
+            self._method(check, show),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
@@ -326,6 +353,13 @@ class Comparison:
         counted = f"attempt {attempt.attempt} of up to {most}"
         self._say(f"pair {attempt.pair} of {attempt.turn} failed{again} ({counted}): {attempt}")
 
+    def _method(self, check: Callable[[], None], show: Callable[[str], None]) -> Method:
+        if self.manifest["method"] != LOCKSTEP:
+            return LaunchedPairs(self._runners(check, show))
+        workloads = {each.name: each for each in self.workloads}
+        facts = self.manifest.setdefault("lockstep", {})
+        return LockstepPairs(self.folder, workloads, facts, self.manifest["order_seed"], self._on_engine, show, check)
+
     def _runners(self, check: Callable[[], None], show: Callable[[str], None]) -> dict[tuple[str, str], BlockRunner]:
         calibrator, runners = self._calibrator(show, self._say), {}
         for each, side in itertools.product(self.workloads, SIDES):
@@ -351,3 +385,7 @@ class Comparison:
         facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
         record_server(self.manifest, match, side, facts, alone=block.alone, force=self.options["force"])
+
+    def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:
+        """As ``_on_server``, for an engine without a server."""
+        record_server(self.manifest, match, side, info, alone=False, force=self.options["force"])

@@ -1,0 +1,187 @@
+"""Pairs in engine time: a process of each side, whose engines take turns by step under the same requests.
+
+A pair is a launch of both engines. They run at the same time and one step at a time, so whatever the machine does
+meets both (kvbench/lockstep/turns.py); launches differ too, so every pair has new ones. What is measured is the engine
+alone: the server around it is the served check's (served_check.py).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.common.files import utc_now, write_json
+from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.sides import OpenSide, PairedWorkload
+from kvbench.gate.timing.plan import SIDES, Match, Turn
+from kvbench.load.launch import store_requests
+from kvbench.lockstep import load as loads
+from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineFailedError, EngineProcess, open_all, speaks_lockstep
+from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, take_turns, warm_up
+from kvbench.runs.folder import DONE
+from kvbench.sweep.block import Failure
+from kvbench.workload.design import Cell
+
+PAIR_S = 16.0  # engine time of both sides of a pair, over all cells
+_LEAST_S = 3.0  # of one side in one cell
+_WARM_UP_USERS = 8
+_PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the guess of its length
+
+OnEngine = Callable[[PairedWorkload, str, Match, Mapping[str, Any]], None]
+
+
+def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
+    """The command and environment of a side's engine process; None where the engine is not the built-in one."""
+    if side.stored or side.choice.runs_already or side.choice.manifest.get("backend") != "kvbench":
+        return None
+    if side.choice.manifest.get("serve_cmd"):
+        return None
+    if side.build is None:
+        return LOCKSTEP_COMMAND, {}
+    return (str(side.build.python), *LOCKSTEP_COMMAND[1:]), side.build.env
+
+
+def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | None:
+    """Why these sides cannot be measured in lockstep, None if they can. Launches each side's engine for a moment."""
+    for each in workloads:
+        for side in SIDES:
+            opened = each.sides[side]
+            if (command := lockstep_command(opened)) is None:
+                return f"{opened.name} is not kvbench's own engine, which alone can be told when to compute a step"
+            workload = opened.choice.workload
+            for cell in each.matches[0].cells(side):
+                if reason := loads.why_not(workload.load, _requests(each, side, cell, 1, 1)):
+                    return f"{each.name}: {reason}"
+            if not speaks_lockstep(command[0], log, command[1]):
+                return f"the engine of {opened.name} is from before lockstep (or of another version of it)"
+    return None
+
+
+def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times: int) -> Any:
+    choice = workload.sides[side].choice
+    known = workload.capacity[side][cell.configuration.config_id]
+    sizes = {name: int(known[name]) for name in ("vocab_size", "max_model_len")}
+    given = choice.workload
+    return loads.requests_of(given.load, cell.load, seed=given.seed, repeat=pair, times=times, **sizes)
+
+
+@dataclass(frozen=True)
+class LockstepPairs:
+    """``facts``: the manifest's ``lockstep``: the length of a turn, and by cell how often a load is drawn in a pair.
+
+    Both are chosen in the first pair and kept, so that all pairs are alike. ``on_engine``: called with what each engine
+    says of itself; may refuse it with a UsageError. ``check``: may raise to end the measurement.
+    """
+
+    folder: CompareFolder
+    workloads: Mapping[str, PairedWorkload]
+    facts: dict[str, Any]
+    order_seed: int
+    on_engine: OnEngine
+    show: Callable[[str], None]
+    check: Callable[[], None]
+
+    def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
+        failures: dict[str, list[Failure]] = {side: [] for side in SIDES}
+        workload = self.workloads[turn.match.workload]
+        owner: dict[int, str] = {}
+        try:
+            with ExitStack() as stack:
+                self._measure(stack, workload, turn, sides, pair, owner)
+        except EngineFailedError as error:
+            side = owner[id(error.process)]
+            failures[side] = [Failure(c.cell_id, pair, str(error), of_server=True) for c in turn.match.cells(side)]
+        return failures
+
+    def _measure(
+        self,
+        stack: ExitStack,
+        workload: PairedWorkload,
+        turn: Turn,
+        sides: Sequence[str],
+        pair: int,
+        owner: dict[int, str],
+    ) -> None:
+        match, started = turn.match, time.monotonic()
+        self.show(f"pair {pair}: starting both engines of {match.key}")
+        opened = []
+        for side in sides:
+            command, env = lockstep_command(workload.sides[side])  # type: ignore[misc]  # why_not_lockstep has asked
+            log = self.folder.run(side, match.workload).server_log(f"{match.of(side).config_id}-{pair}")
+            process = EngineProcess(command, log, env=env, check=self.check)
+            owner[id(process)] = side
+            opened.append((stack.enter_context(process), side, match.of(side).settings))
+        for process, _, _ in opened:
+            process.greet()
+        infos = dict(zip(sides, open_all(opened), strict=True))
+        start_s = time.monotonic() - started
+        for side in sides:
+            self.on_engine(workload, side, match, infos[side])
+        seats = {side: Seat(process, side) for process, side, _ in opened}
+        cost = warm_up([seats[side] for side in sides], _WARM_UP_USERS)
+        length = self.facts.setdefault("turn_steps", choose_turn(cost))
+        for index in turn.order:
+            cells = {side: match.cells(side)[index] for side in sides}
+            self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
+            times = self._times(match.names[index], workload, cells, pair, seats)
+            rng = random.Random(f"kvbench-lockstep/{self.order_seed}/{pair}/{match.names[index]}")
+            facts = {"server_start_s": start_s, "lockstep": {**cold_facts(cost, length), "draws": times}}
+            self._load(workload, cells, sides, pair, seats, rng, facts)
+
+    def _times(
+        self, name: str, workload: PairedWorkload, cells: Mapping[str, Cell], pair: int, seats: Mapping[str, Seat]
+    ) -> int:
+        """How often the load is drawn in one pair, guessed from the warm-up's decode steps."""
+        known = self.facts.setdefault("draws", {})
+        if name not in known:
+            side, cell = next(iter(cells.items()))
+            drawn = _requests(workload, side, cell, pair, 1)
+            users = min(cell.load.concurrency or _WARM_UP_USERS, _WARM_UP_USERS)
+            table = seats[side].table()
+            decoding = table[(table[:, 1] == 0) & (table[:, 2] > 0)]
+            token_s = float(decoding[:, 0].sum() / decoding[:, 2].sum()) * _WARM_UP_USERS / users
+            once = _PREFILL_SHARE * sum(r.max_tokens for r in drawn) * token_s
+            cells_in_all = sum(len(match.names) for each in self.workloads.values() for match in each.matches)
+            known[name] = max(1, math.ceil(max(_LEAST_S, PAIR_S / 2 / cells_in_all) / once))
+        return int(known[name])
+
+    def _load(
+        self,
+        workload: PairedWorkload,
+        cells: Mapping[str, Cell],
+        sides: Sequence[str],
+        pair: int,
+        seats: Mapping[str, Seat],
+        rng: random.Random,
+        facts: Mapping[str, Any],
+    ) -> None:
+        drawn = {side: _requests(workload, side, cells[side], pair, facts["lockstep"]["draws"]) for side in sides}
+        load, point = workload.sides[sides[0]].choice.workload.load, cells[sides[0]].load
+        started_at, began = utc_now(), time.monotonic()
+        before = {}
+        for side in sides:
+            before[side] = loads.begin([seats[side]], load, point, drawn[side])[0]
+        take_turns([seats[side] for side in sides], rng, facts["lockstep"]["turn_steps"])
+        for side in sides:
+            run, cell = self.folder.run(side, workload.name), cells[side]
+            path, digest = store_requests(drawn[side], run.path / "requests", f"{cell.load.load_id}-{pair}")
+            with run.scratch_load(cell.cell_id, pair) as out:
+                done = {
+                    "cell_id": cell.cell_id,
+                    "repeat": pair,
+                    **facts,
+                    "requests_file": str(path.relative_to(run.path)),
+                    "requests_sha256": digest,
+                    **loads.store(out, seats[side], load, point, drawn[side], before[side]),
+                    "machine": {},
+                    "started_at": started_at,
+                    "ended_at": utc_now(),
+                    "wall_s": time.monotonic() - began,
+                }
+                write_json(out / DONE, done)

@@ -1,0 +1,158 @@
+"""One load in engine time: its requests as the engine takes them, and its results as any other load's.
+
+The files are those of a load over HTTP (requests.parquet, load.json, counters.json, done.json), and so are the metrics'
+definitions. Their times are the engine's own: TTFT, TPOT, ITL and throughput are what the engine itself needs, without
+HTTP and load client. ``clock: engine`` says so in load.json and done.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvbench.common.files import write_atomically, write_json
+from kvbench.load.launch import make_requests
+from kvbench.load.samples import SCHEMA
+from kvbench.lockstep.turns import Seat
+from kvbench.metrics.latency import summarise
+from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
+from kvbench.targets.prometheus import counter_changes, parse_metrics
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import LoadConfig
+
+CLOCK = "engine"
+STEP_COLUMNS = ("seconds", "prefill_tokens", "decode_tokens", "output_tokens")
+
+
+def why_not(load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
+    """Why this load cannot be measured in engine time, None if it can."""
+    if any(request.turn for request in requests):
+        return "later turns of its conversations wait for the answers before them"
+    if any(request.prompt_token_ids is None for request in requests):
+        return "its prompts are texts, which the server turns into tokens"
+    if load.max_concurrency is not None:
+        return "max_concurrency makes requests wait in the load client"
+    return None
+
+
+def requests_of(
+    load: LoadConfig, point: LoadPoint, *, vocab_size: int, max_model_len: int, seed: int, repeat: int, times: int = 1
+) -> RequestList:
+    """The requests of repeat ``repeat`` (from 1): ``times`` draws one after another, each with the load's own mix.
+
+    No two repeats share a draw. Open loop is drawn once, since its length is that of its arrivals. Raises ValueError.
+    """
+    if point.mode == "open":
+        times = 1
+    drawn: list[RequestSpec] = []
+    notes: dict[str, Any] = {}
+    for part in range(times):
+        of = (repeat - 1) * times + part + 1
+        made = make_requests(load, point, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=of)
+        notes = made.notes
+        drawn += [dataclasses.replace(each, index=len(drawn) + i) for i, each in enumerate(made)]
+    return RequestList(drawn, notes)
+
+
+def begin(seats: Sequence[Seat], load: LoadConfig, point: LoadPoint, requests: Sequence[RequestSpec]) -> list[str]:
+    """Gives every engine the requests, its cache in the load's declared state; their metrics before."""
+    sampling = {"temperature": load.temperature, "ignore_eos": load.ignore_eos}
+    rows = [[r.prompt_token_ids, r.max_tokens, r.arrival_s, r.priority] for r in requests]
+    keep = load.cache_state == "steady"
+    if load.cache_state == "primed" and (prefixes := distinct_prefixes(requests)):
+        for seat in seats:
+            seat.load(requests=[[p, 1, None, 0] for p in prefixes], concurrency=1, keep_cache=False, **sampling)
+            while not seat.ended:
+                seat.take_turn(1)
+        keep = True
+    users = point.concurrency if point.mode == "closed" else None
+    return [seat.load(requests=rows, concurrency=users, keep_cache=keep, **sampling) for seat in seats]
+
+
+def store(
+    out: Path, seat: Seat, load: LoadConfig, point: LoadPoint, requests: RequestList, metrics_before: str
+) -> dict[str, Any]:
+    """Writes the load's files into ``out`` and returns what done.json says of the measurement."""
+    result = seat.result()
+    rows = [_row(spec, *row) for spec, row in zip(requests, result["requests"], strict=True)]
+    with write_atomically(out / "requests.parquet") as scratch:
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
+    steps = pd.DataFrame(seat.table(), columns=STEP_COLUMNS)
+    with write_atomically(out / "steps.parquet") as scratch:
+        steps.assign(turn=np.repeat(np.arange(len(seat.turns)), seat.turns)).to_parquet(scratch, index=False)
+    outcome = {
+        "clock": CLOCK,
+        "duration_s": seat.clock,
+        "mode": point.mode,
+        "concurrency": point.concurrency,
+        "request_rate": point.request_rate,
+        "num_requests": len(requests),
+        "notes": requests.notes,
+        "client": {},
+    }
+    write_json(out / "load.json", outcome)
+    before, after = (parse_metrics(text, at) for text, at in ((metrics_before, 0.0), (result["metrics"], seat.clock)))
+    owned = after.owned_pages
+    counters = {**counter_changes(before, after), "pages_owned_after": owned}
+    write_json(out / "counters.json", counters)
+    table = pd.DataFrame(rows)
+    metrics = summarise(table, outcome, load.slo.model_dump() if load.slo else None)
+    faults = [f"{owned:g} KV pages were still owned after the last request"] if owned else []
+    faults += [f"{bad} of {len(rows)} requests did not end"] if (bad := int((~table["ok"]).sum())) else []
+    return {
+        "valid": not faults,
+        "invalid_reasons": faults,
+        "server_faults": faults,
+        "clock": CLOCK,
+        "metrics": metrics,
+        "engine_seconds": seat.clock,
+        "steps": len(steps),
+    }
+
+
+def _row(
+    spec: RequestSpec,
+    t0: float,
+    ts: float,
+    times: Sequence[float],
+    tokens: Sequence[int],
+    cached: int,
+    finish_reason: str | None,
+    token_ids: Sequence[int],
+) -> Mapping[str, Any]:
+    """A row of requests.parquet."""
+    ok = finish_reason in ("length", "stop")
+    first, last = (times[0], times[-1]) if times else (None, None)
+    return {
+        "index": spec.index,
+        "class": spec.cls,
+        "priority": spec.priority,
+        "user": 0,
+        "turn": spec.turn,
+        "prompt_tokens": len(spec.prompt_token_ids or ()),
+        "output_tokens": sum(tokens),
+        "cached_tokens": cached,
+        "prefix_tokens": spec.prefix_tokens,
+        "max_tokens": spec.max_tokens,
+        "t0": t0,
+        "ts": ts,
+        "queued_s": 0.0,
+        "first": first,
+        "last": last,
+        "end": last,
+        "chunk_times": list(times),
+        "chunk_tokens": list(tokens),
+        "output_token_ids": list(token_ids),
+        "coalesced": 0,
+        "ok": ok,
+        "error_kind": None if ok else "engine",
+        "error": None if ok else f"finish_reason {finish_reason}",
+        "finish_reason": finish_reason,
+    }

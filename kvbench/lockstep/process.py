@@ -1,0 +1,151 @@
+"""A process of engines that compute when they are told to (``python -m engine.lockstep``), over a pipe.
+
+kvbench speaks protocol 1 (engine/lockstep.py documents it). A git ref whose engine speaks another one, or none, cannot
+be measured in lockstep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.common import processes
+from kvbench.common.errors import MeasurementError, UsageError
+
+PROTOCOL = 1
+LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
+OPEN_LIMIT_S = 180.0  # imports, weights, warm-up
+TURN_LIMIT_S = 300.0  # a few steps; on a CPU one with a long prompt may take many seconds
+_SAYS_PROTOCOL_S = 60.0
+_CHECK_S = 0.5
+
+
+class EngineFailedError(MeasurementError):
+    """An engine's ``process`` died, did not answer in time, or could not do what it was told."""
+
+    def __init__(self, text: str, process: EngineProcess):
+        super().__init__(text)
+        self.process = process
+
+
+class EngineProcess:
+    """One process. ``check``: called twice a second while it computes; may raise to end the measurement.
+
+    ``env``: added to our environment, as ``processes.launch`` does. Use it as a context manager: the end stops it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        env: Mapping[str, str | None] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._log, self._check, self._buffer = log, check, b""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            self._process = processes.launch(
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, env=env
+            )
+        self._process.watch()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except BrokenPipeError:
+                pass
+        processes.stop(self._process, grace_s=0.0 if self._process.poll() is None else 1.0)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def greet(self) -> None:
+        """Waits for its first line. Raises EngineFailedError if it speaks another protocol."""
+        if (found := self.receive(_SAYS_PROTOCOL_S).get("protocol")) != PROTOCOL:
+            raise EngineFailedError(f"it speaks lockstep protocol {found!r}, and this kvbench {PROTOCOL}", self)
+
+    def send(self, **command: Any) -> None:
+        """Writes a command; ``receive`` waits for its answer, so that several processes work at the same time."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._has_ended() from None
+
+    def receive(self, limit_s: float) -> dict[str, Any]:
+        """The next answer. Raises EngineFailedError."""
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + limit_s
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise EngineFailedError(f"the engine did not answer within {limit_s:g} s", self)
+            if not select.select([pipe], [], [], min(left, _CHECK_S))[0]:
+                self._check()
+                continue
+            got = os.read(pipe, 1 << 20)
+            if not got:
+                raise self._has_ended()
+            self._buffer += got
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineFailedError(answer["error"], self)
+        return answer
+
+    def ask(self, limit_s: float = TURN_LIMIT_S, **command: Any) -> dict[str, Any]:
+        self.send(**command)
+        return self.receive(limit_s)
+
+    def _has_ended(self) -> EngineFailedError:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return EngineFailedError("the engine's process closed its output", self)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        lines = processes.last_lines(self._log)
+        return EngineFailedError(f"the engine's process {how}; its last lines:\n{lines}", self)
+
+
+def open_all(engines: Sequence[tuple[EngineProcess, str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Builds each (process, name, settings), the processes at the same time; what each engine says of itself.
+
+    Raises UsageError for settings that an engine refuses, EngineFailedError where one fails.
+    """
+    for process, name, settings in engines:
+        process.send(do="open", name=name, settings=dict(settings))
+    found = []
+    for process, name, _ in engines:
+        try:
+            found.append(process.receive(OPEN_LIMIT_S))
+        except EngineFailedError as error:
+            if process.alive:
+                raise UsageError(f"the engine of {name} refused its settings: {error}") from None
+            raise
+    return found
+
+
+def speaks_lockstep(command: Sequence[str], log: Path, env: Mapping[str, str | None] | None = None) -> bool:
+    """Whether the engine of ``command`` can be stepped by this kvbench; starts it for a moment."""
+    try:
+        with EngineProcess(command, log, env=env) as process:
+            process.greet()
+    except MeasurementError:
+        return False
+    return True

@@ -1,0 +1,108 @@
+"""Whose step is next: engines take turns so that all meet the same speed of the machine.
+
+A machine shared with others changes its speed by 10 % within a second. Engines that compute their steps in turns, a few
+milliseconds each, are slowed down alike, so the ratio of their times is known far better than either time. The next
+turn belongs to the engine whose own clock is furthest behind: all engines are about equally far in their own time, and
+at any moment all have been measured about equally long. Ties are broken at random.
+
+An engine that has just waited finds its weights and KV out of the processor's caches. ``cold_cost`` measures by how
+much that lengthens the first steps of a turn, and ``choose_turn`` takes the shortest turn whose steps are on average
+within ``MAX_COLD_COST`` of those of an engine that runs alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvbench.lockstep.process import EngineProcess
+
+TURNS = (1, 2, 4, 8)
+MAX_COLD_COST = 0.02
+_WARM_UP_TOKENS = 100  # of each prompt: twelve of the longest turns
+_WARM_FROM = 4  # steps of a turn from here on (from 0) count as those of an engine alone
+
+
+@dataclass
+class Seat:
+    """An engine that takes part, and the steps of its present load.
+
+    ``clock``: its engine time [s]; ``steps``: rows of [seconds, prefill tokens, decode tokens, output tokens];
+    ``turns``: how many of them each turn had.
+    """
+
+    process: EngineProcess
+    name: str
+    clock: float = 0.0
+    ended: bool = False
+    steps: list[Sequence[float]] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+    def load(self, **load: Any) -> str:
+        """Gives the engine its next requests; its metrics before them, as Prometheus text."""
+        answer = self.process.ask(do="load", name=self.name, **load)
+        self.clock, self.ended, self.steps, self.turns = 0.0, False, [], []
+        return answer["metrics"]
+
+    def take_turn(self, length: int) -> None:
+        answer = self.process.ask(do="turn", name=self.name, steps=length)
+        self.steps += answer["steps"]
+        self.turns.append(len(answer["steps"]))
+        self.clock, self.ended = answer["clock"], answer["ended"]
+
+    def result(self) -> dict[str, Any]:
+        return self.process.ask(do="result", name=self.name)
+
+    def table(self) -> np.ndarray:
+        """The steps as float64 [steps, 4]."""
+        return np.asarray(self.steps, dtype=float).reshape(-1, 4)
+
+
+def take_turns(seats: Sequence[Seat], rng: random.Random, length: int) -> None:
+    """Lets every engine compute its load to the end, in turns of up to ``length`` steps."""
+    running = list(seats)
+    while running := [seat for seat in running if not seat.ended]:
+        min(running, key=lambda seat: (seat.clock, rng.random())).take_turn(length)
+
+
+def warm_up(seats: Sequence[Seat], users: int) -> np.ndarray | None:
+    """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; the ``cold_cost`` of it."""
+    requests = [[[16 + i] * 16, _WARM_UP_TOKENS, None, 0] for i in range(users)]
+    for seat in seats:
+        seat.load(requests=requests, concurrency=users, temperature=0.0, ignore_eos=True, keep_cache=False)
+    take_turns(seats, random.Random(0), TURNS[-1])
+    return cold_cost(seats)
+
+
+def cold_cost(seats: Sequence[Seat]) -> np.ndarray | None:
+    """By how much longer the first steps of a turn take than its late ones: float64 [longest turn], 0.05 is 5 %.
+
+    Measured in whole turns of the longest length in which every step decodes the same number of tokens and nothing
+    else, so that only their place in the turn differs: for each place the median over the turns of all engines. None
+    where there are fewer than 8 such turns.
+    """
+    longest, found = TURNS[-1], []
+    for seat in seats:
+        ends = np.cumsum(seat.turns)
+        table = seat.table()
+        for end, length in zip(ends, seat.turns, strict=True):
+            steps = table[end - length : end]
+            if length == longest and not steps[:, 1].any() and (steps[:, 2] == steps[0, 2]).all() and steps[0, 2]:
+                found.append(steps[:, 0] / np.median(steps[_WARM_FROM:, 0]))
+    return np.median(found, axis=0) - 1.0 if len(found) >= 8 else None
+
+
+def choose_turn(cost: np.ndarray | None) -> int:
+    """The shortest turn whose mean cold cost is at most ``MAX_COLD_COST``; the longest where that is not known."""
+    if cost is None:
+        return TURNS[-1]
+    return next((length for length in TURNS if cost[:length].mean() <= MAX_COLD_COST), TURNS[-1])
+
+
+def cold_facts(cost: np.ndarray | None, length: int) -> Mapping[str, Any]:
+    """For a result file: the turn's length, and by how much its steps are slower than those of an engine alone."""
+    return {"turn_steps": length, "cold_cost": None if cost is None else float(cost[:length].mean())}
