@@ -1,6 +1,6 @@
 """Engines that compute a step when a controller tells them to: ``python -m engine.lockstep``.
 
-Commands come on stdin and answers go to stdout, one JSON object a line; the process ends with its stdin. It first writes
+Commands come on stdin and answers go to stdout, one JSON object a line; the process ends with its stdin. Its first line is
 ``{"protocol": 1}``. A command that cannot be done is answered with ``{"error": sentence}``.
 
     {"do": "open", "name", "settings"}
@@ -23,6 +23,7 @@ With ``concurrency`` N, N users send one request at a time, each the next of the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -140,7 +141,7 @@ class SteppedEngine:
         times = [at for at, _ in self._outputs[index]]
         self.metrics.ttft.observe(times[0] - self._due[index])
         self.metrics.e2e.observe(times[-1] - self._due[index])
-        for before, after in zip(times, times[1:], strict=False):
+        for before, after in itertools.pairwise(times):
             self.metrics.itl.observe(after - before)
 
     def _wait_for_device(self) -> None:

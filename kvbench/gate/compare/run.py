@@ -189,7 +189,7 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
     if any(opened.stored for each in workloads for opened in each.sides.values()):
         if wanted != AUTO:
             raise UsageError(
-                f"--method {wanted} means nothing for stored runs, which are measured already: leave it out"
+                f"--method {wanted} goes with what is measured, and stored runs are already: leave it out"
             )
         return STORED_RUNS, None
     if wanted == LAUNCHED:
