@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from kvbench.common.files import write_atomically, write_json
 from kvbench.load.launch import make_requests
 from kvbench.load.samples import SCHEMA
-from kvbench.lockstep.turns import Seat
+from kvbench.lockstep.turns import STEP_COLUMNS, Seat
 from kvbench.metrics.latency import summarise
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.targets.prometheus import counter_changes, parse_metrics
@@ -28,7 +28,6 @@ from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
 CLOCK = "engine"
-STEP_COLUMNS = ("seconds", "prefill_tokens", "decode_tokens", "output_tokens")
 
 
 def why_not(load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:

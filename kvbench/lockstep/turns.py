@@ -21,6 +21,7 @@ import numpy as np
 
 from kvbench.lockstep.process import EngineProcess
 
+STEP_COLUMNS = ("seconds", "prefill_tokens", "decode_tokens", "output_tokens", "interruptions")
 TURNS = (1, 2, 4, 8)
 MAX_COLD_COST = 0.02
 _WARM_UP_TOKENS = 100  # of each prompt: twelve of the longest turns
@@ -31,7 +32,7 @@ _WARM_FROM = 4  # steps of a turn from here on (from 0) count as those of an eng
 class Seat:
     """An engine that takes part, and the steps of its present load.
 
-    ``clock``: its engine time [s]; ``steps``: rows of [seconds, prefill tokens, decode tokens, output tokens];
+    ``clock``: its engine time [s]; ``steps``: rows of ``STEP_COLUMNS``;
     ``turns``: how many of them each turn had.
     """
 
@@ -58,8 +59,8 @@ class Seat:
         return self.process.ask(do="result", name=self.name)
 
     def table(self) -> np.ndarray:
-        """The steps as float64 [steps, 4]."""
-        return np.asarray(self.steps, dtype=float).reshape(-1, 4)
+        """The steps as float64 [steps, 5], see ``STEP_COLUMNS``."""
+        return np.asarray(self.steps, dtype=float).reshape(-1, len(STEP_COLUMNS))
 
 
 def take_turns(seats: Sequence[Seat], rng: random.Random, length: int) -> None:
