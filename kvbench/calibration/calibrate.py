@@ -29,8 +29,8 @@ from pydantic import TypeAdapter
 
 from kvbench.calibration.mock.process import MockProcess, self_signed
 from kvbench.common.files import read_json
-from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES, MAX_STEAL_SHARE, MachineWatch, ServerProcess
-from kvbench.common.machine import machine, versions
+from kvbench.common.foreign_cpu import MAX_STEAL_SHARE, MachineWatch, ServerProcess, foreign_limit
+from kvbench.common.machine import machine, usable_cores, versions
 from kvbench.load import launch
 from kvbench.load.completion import SENT_TOGETHER_S
 from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms, percentile_ms
@@ -194,7 +194,7 @@ class Attempt:
     def disturbed(self) -> str:
         """What other work on the machine would have made a load invalid, in words; empty if there was none."""
         foreign, steal = self.foreign_cpu_cores or 0.0, self.steal_share or 0.0
-        said = [f"other processes used {foreign:.2f} of a core"] if foreign > MAX_FOREIGN_CORES else []
+        said = [f"other processes used {foreign:.2f} of a core"] if foreign > foreign_limit(usable_cores()) else []
         said += [f"the host took {steal:.1%} of the CPU time away"] if steal > MAX_STEAL_SHARE else []
         return " and ".join(said)
 

@@ -8,6 +8,7 @@ configuration.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import socket
 import time
@@ -19,7 +20,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
-MAX_FOREIGN_CORES = 0.10
+from kvbench.common.machine import usable_cores
+from kvbench.common.text import plural
+
+MAX_FOREIGN_SHARE = 0.05  # of all cores that kvbench and the server may use
+MIN_FOREIGN_CORES = 0.10  # allowed however few cores there are
 MAX_STEAL_SHARE = 0.05
 _RESOLUTION_S = 0.10  # the kernel counts in ticks of 10 ms, on every core and for every process
 _LONG_ENOUGH_S = 2.0  # from here on the ticks are well below the limit
@@ -173,7 +178,8 @@ class ForeignWatch:
         foreign = found["foreign_cpu_cores"]
         if foreign is None:
             return {}
-        return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > foreign_limit(found["seconds"])}
+        limit = foreign_limit(found["cores"], found["seconds"])
+        return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > limit}
 
 
 class MachineWatch:
@@ -192,19 +198,27 @@ class MachineWatch:
         return machine_report(self._readings.get("begin"), self._readings.get("measured"), self.server)
 
 
-def foreign_limit(wall_s: float) -> float:
-    """Cores that others may use over ``wall_s`` [s]: short times are given the ticks' resolution on top."""
-    return MAX_FOREIGN_CORES + (_RESOLUTION_S / wall_s if wall_s < _LONG_ENOUGH_S else 0.0)
+def foreign_limit(cores: int, wall_s: float = math.inf) -> float:
+    """How many of ``cores`` others may use over ``wall_s`` [s]; short times are given the ticks' resolution on top."""
+    ticks = _RESOLUTION_S / wall_s if wall_s < _LONG_ENOUGH_S else 0.0
+    return max(MIN_FOREIGN_CORES, MAX_FOREIGN_SHARE * cores) + ticks
+
+
+def limit_words(cores: int) -> str:
+    """Which limit on other programs' CPU applies: "5 % of 16 cores"; "the least limit" where that would be lower."""
+    share = f"{MAX_FOREIGN_SHARE:.0%} of {plural(cores, 'core')}"
+    return share if MAX_FOREIGN_SHARE * cores >= MIN_FOREIGN_CORES else f"the least limit, as {share} is less"
 
 
 def contention_reasons(machine: Mapping[str, Any]) -> list[str]:
     """Why the machine makes a load invalid, one sentence each; what is not known invalidates nothing."""
     reasons = []
     foreign, wall, steal = machine["foreign_cpu_cores"], machine["seconds"], machine["steal_share"]
-    if foreign is not None and foreign > (limit := foreign_limit(wall)):
+    cores = machine["cores"]
+    if foreign is not None and foreign > (limit := foreign_limit(cores, wall)):
         reasons.append(
-            f"other processes used {foreign:.2f} of a core while this load ran, the limit is {limit:.2f}; "
-            "stop them and measure again"
+            f"other processes used {foreign:.2f} of a core while this load ran, the limit is {limit:.2f} "
+            f"({limit_words(cores)}); stop them and measure again"
         )
     if steal is not None and steal > MAX_STEAL_SHARE:
         reasons.append(
@@ -216,12 +230,13 @@ def contention_reasons(machine: Mapping[str, Any]) -> list[str]:
 
 def busy_notice() -> str | None:
     """One line for the start of a sweep when the machine seems to be busy already, else None."""
-    average, cores = os.getloadavg()[0], os.cpu_count() or 1
+    average, cores, ours = os.getloadavg()[0], os.cpu_count() or 1, usable_cores()
     if average <= cores / 2:
         return None
     return (
         f"the machine is busy: its load average over the last minute is {average:.1f} on {cores} cores. Loads during "
-        f"which other processes use more than {MAX_FOREIGN_CORES:.2f} of a core are marked invalid"
+        f"which other processes use more than {foreign_limit(ours):.2f} of a core ({limit_words(ours)}) are invalid; "
+        "a sweep measures them again later, up to twice"
     )
 
 

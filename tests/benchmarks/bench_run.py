@@ -27,7 +27,7 @@ from rich.table import Table
 from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, utc_now, write_json, write_text
-from kvbench.common.foreign_cpu import MAX_FOREIGN_CORES
+from kvbench.common.foreign_cpu import foreign_limit
 from kvbench.common.machine import environment, usable_cores
 from kvbench.common.packages import REPOSITORY, check_packages
 from kvbench.common.text import markdown_table
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str], output_dir: Path = Path("results")) -> int:
     if average is not None and average > cores / 2:
         print(
             f"the machine is busy: its load average over the last minute is {average:.1f} on {cores} cores. Benchmarks "
-            f"during which other processes use more than {MAX_FOREIGN_CORES:.2f} of a core are marked disturbed",
+            f"during which other processes use more than {foreign_limit(cores):.2f} of a core are marked disturbed",
             file=sys.stderr,
         )
     manifest: dict[str, Any] = {

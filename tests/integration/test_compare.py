@@ -30,7 +30,7 @@ STREAMS = {
 }  # fmt: skip
 # Other tests run beside this one: what they take from the client is not what is tested here.
 UNLIMITED = {
-    foreign_cpu: ("MAX_FOREIGN_CORES", "MAX_STEAL_SHARE"),
+    foreign_cpu: ("MIN_FOREIGN_CORES", "MAX_STEAL_SHARE"),
     validity: ("MIN_LAG_LIMIT_MS", "MAX_SLIP_MS", "MAX_CPU_FRACTION", "MAX_COALESCED_SHARE", "MAX_TURNAROUND_SHARE"),
 }
 

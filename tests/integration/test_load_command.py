@@ -41,7 +41,7 @@ def workload(tmp_path):
 @pytest.fixture(autouse=True)
 def idle_machine(monkeypatch):
     """Other work on the test machine is not what is tested here."""
-    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", 1000.0)
+    monkeypatch.setattr(contention, "MIN_FOREIGN_CORES", 1000.0)
     monkeypatch.setattr(contention, "MAX_STEAL_SHARE", 1.0)
 
 
@@ -108,7 +108,7 @@ def test_a_server_that_answers_no_warm_up_ends_the_load_with_what_to_do(workload
 
 def test_a_search_whose_runs_are_invalid_says_how_to_go_on(url, workload, tmp_path, capsys, monkeypatch):
     words = ("--url", url, "--find-max-rate", "p95_ttft<=9s", "--request-rate", 20, "--max-rate", 20)
-    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)  # nothing keeps that, however short it is
+    monkeypatch.setattr(contention, "foreign_limit", lambda *args: -1000.0)  # nothing keeps that, however short it is
     assert load(workload, *words, "--num-prompts", 4, "--run-seconds", 0, "--output-dir", tmp_path / "out") == 4
     told = capsys.readouterr().out
     assert "Not known whether any rate meets p95_ttft<=9s" in told and "--resume" in told
@@ -227,7 +227,7 @@ def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload,
 
 def test_workers_on_a_master_s_machine_are_not_foreign_to_it(workload, tmp_path, monkeypatch, capsys):
     """Any use of the machine by others would be too much, but the master cannot tell its workers from others."""
-    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)
+    monkeypatch.setattr(contention, "foreign_limit", lambda *args: -1000.0)
     port, out = str(free_port()), tmp_path / "out"
     with fake_server(*CACHING) as (_, url):
         worker = start_load("--worker", "--master-port", port)

@@ -125,7 +125,7 @@ def test_a_server_of_ours_that_cannot_empty_its_cache_is_launched_for_each_load(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
 def test_a_contended_machine_makes_the_load_invalid(measure, monkeypatch):
-    monkeypatch.setattr(contention, "MAX_FOREIGN_CORES", -1000.0)  # however idle this machine is
+    monkeypatch.setattr(contention, "foreign_limit", lambda *args: -1000.0)  # however idle this machine is
     with fake_server() as (_, url):
         _, done = measure(url)
     assert not done["valid"]

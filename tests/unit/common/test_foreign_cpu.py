@@ -88,6 +88,15 @@ def test_another_process_or_stolen_time_makes_a_load_invalid(seconds, used, said
     assert len(reasons) == bool(said) and all(word in reasons[0] for word in said)
 
 
+@pytest.mark.parametrize(("cores", "limit"), [(1, 0.1), (2, 0.1), (4, 0.2), (16, 0.8)])
+def test_the_limit_is_a_share_of_the_cores_and_at_least_a_tenth_of_one(cores, limit):
+    for foreign, disturbed in ((limit - 0.01, False), (limit + 0.01, True)):
+        end = after(10.0, busy_s=10 * foreign)
+        report = machine_report(replace(START, cores=cores), replace(end, cores=cores), ServerProcess(1))
+        reasons = contention_reasons(report)
+        assert bool(reasons) == disturbed and all(f"{limit:.2f}" in reason for reason in reasons)
+
+
 def test_what_is_not_known_is_none_and_no_reason():
     unknown = machine_report(None, None, ServerProcess(1))
     assert unknown["foreign_cpu_cores"] is None and contention_reasons(unknown) == []
